@@ -1,0 +1,42 @@
+"""Files that are whole or absent: written under a temporary name, then renamed."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomically(path: str | Path, content: bytes | str) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part.
+
+    The temporary file lies in the same folder and is removed if anything goes wrong.
+
+    Args:
+        path: File to write; its folder is created if absent.
+        content: Text is encoded as UTF-8.
+
+    Raises:
+        OSError: If the folder cannot be written to or the disk is full; nothing is left behind. The message
+            names the path.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        temporary = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp makes it private; members are to be shared
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise OSError(
+            error.errno, f"Cannot write {path}: {reason}; nothing was left behind. Free space or choose another folder"
+        ) from error

@@ -1,0 +1,21 @@
+"""Sentences for the user, made in one place so that they read alike."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def unknown(kind: str, name: object, options: Iterable[str]) -> str:
+    """Return the sentence that says a name is not one of the options, with the nearest one.
+
+    Args:
+        kind: What the name is meant to be, for example ``"activation"``.
+        name: What was given.
+        options: The valid names; listed in the order given.
+
+    Returns:
+        One sentence, ending in a full stop.
+    """
+    options = list(options)
+    nearest = get_close_matches(str(name), options, n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return f"Unknown {kind} {name!r}; expected one of: {', '.join(options)}.{hint}"
