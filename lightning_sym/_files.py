@@ -38,5 +38,6 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
             temporary.unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise OSError(
-            error.errno, f"Cannot write {path}: {reason}; nothing was left behind. Free space or choose another folder"
+            error.errno,
+            f"Cannot write {path}: {reason}; nothing was left behind. Free space or choose another folder",
         ) from error

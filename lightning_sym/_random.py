@@ -36,7 +36,7 @@ def seeded(seed: int) -> Iterator[None]:
     Args:
         seed: What ``torch.manual_seed`` is called with.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
         yield

@@ -1,1 +1,36 @@
-"""TODO."""
+"""Experiments as files: run by name with ``lightning-sym fit --config NAME``.
+
+A recipe's first line says what it does; the rest of its header gives question, source, expected result, time
+and hardware.
+"""
+
+from pathlib import Path
+
+from lightning_sym._text import unknown
+
+_FOLDER = Path(__file__).parent
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all shipped recipes, for example ``"zoo/mnist5k"``, sorted."""
+    return sorted(path.relative_to(_FOLDER).with_suffix("").as_posix() for path in _FOLDER.glob("*/*.yaml"))
+
+
+def recipe_path(name: str) -> Path:
+    """Return the file of a recipe.
+
+    Args:
+        name: For example ``"zoo/mnist5k"``; a trailing ``.yaml`` is accepted.
+
+    Raises:
+        ValueError: If there is no such recipe; the message names the nearest one.
+    """
+    name = name.removesuffix(".yaml")
+    if name not in recipe_names():
+        raise ValueError(unknown("recipe", name, recipe_names()))
+    return _FOLDER / f"{name}.yaml"
+
+
+def recipe_summary(name: str) -> str:
+    """Return the first line of a recipe's header."""
+    return recipe_path(name).read_text(encoding="utf-8").splitlines()[0].lstrip("# ").strip()

@@ -1,1 +1,33 @@
-"""TODO."""
+"""Networks: plain torch modules behind one base class, without Lightning."""
+
+from lightning_sym.networks.activations import (
+    Gaussian,
+    IdentityActivation,
+    Polynomial,
+    is_activation,
+    make_activation,
+)
+from lightning_sym.networks.base import Network, WrappedNetwork
+from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18
+from lightning_sym.networks.construction import build
+from lightning_sym.networks.lenet import LeNet5
+from lightning_sym.networks.multilayer_perceptron import MultiLayerPerceptron
+from lightning_sym.networks.myrtle import MyrtleCNN
+from lightning_sym.networks.torchvision_network import TorchvisionNetwork
+
+__all__ = [
+    "CIFARResNet",
+    "CIFARResNet18",
+    "Gaussian",
+    "IdentityActivation",
+    "LeNet5",
+    "MultiLayerPerceptron",
+    "MyrtleCNN",
+    "Network",
+    "Polynomial",
+    "TorchvisionNetwork",
+    "WrappedNetwork",
+    "build",
+    "is_activation",
+    "make_activation",
+]

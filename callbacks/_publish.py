@@ -1,0 +1,47 @@
+"""Figures and tables of a run: to the run's ``results`` folder and to TensorBoard."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from pytorch_lightning import Trainer
+
+from lightning_sym._files import write_atomically
+
+
+def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
+    """Save a figure as PNG and send it to every logger that takes figures; to be called on rank 0.
+
+    Args:
+        trainer: Its loggers are used; those without ``add_figure`` are passed over.
+        figure: The figure.
+        tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``.
+        file: The PNG to write.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(file, buffer.getvalue())
+    for logger in trainer.loggers:
+        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+        if callable(add_figure):
+            add_figure(tag, figure, global_step=trainer.global_step)
+
+
+def publish_table(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any], file: Path) -> None:
+    """Write a table as ``<file>.csv`` and, with what is known about it, as ``<file>.json``.
+
+    Args:
+        rows: One mapping per row, all with the same keys in the same order.
+        about: Units, seeds, versions, fingerprint: everything needed to make the table again.
+        file: The path without suffix.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(file.with_suffix(".csv"), text.getvalue())
+    write_atomically(file.with_suffix(".json"), json.dumps({**about, "rows": list(rows)}, indent=1) + "\n")

@@ -1,0 +1,149 @@
+"""Writing trained members into a zoo."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+
+from lightning_sym.callbacks._checks import image_datamodule, run_folder, zoo_task
+from lightning_sym.tasks import ZooTask
+from lightning_sym.zoo import MANIFEST, ModelZoo, rebuild_manifest, write_member
+
+
+class ZooExport(Callback):
+    """Write the members of a :class:`lightning_sym.tasks.ZooTask` into a zoo at the end of a fit.
+
+    The kept weights are evaluated once on the training (no augmentation), validation and test split, and these
+    metrics go into each member's file. Members that were stopped are not written. Before training starts, the
+    folder is checked: it must be writable, hold the same architecture and data if it holds a zoo, and none of
+    the members that are about to be trained.
+
+    Args:
+        dirpath: The zoo's folder; default ``zoo`` in the run's folder. It may hold members already.
+        overwrite: Replace members of the same numbers that are there already. Resumed runs always do.
+
+    Attributes:
+        path: The zoo's folder; None before ``setup``.
+    """
+
+    def __init__(self, dirpath: str | None = None, overwrite: bool = False) -> None:
+        self.dirpath = dirpath
+        self.overwrite = overwrite
+        self.path: Path | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the task, the data and the folder.
+
+        Raises:
+            TypeError: If the task is no ``ZooTask`` or the data are not of ``lightning_sym.datamodules``.
+            ValueError: If the folder holds another architecture, other data, or members of these numbers.
+            OSError: If the folder cannot be written to.
+        """
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        task = zoo_task(self, pl_module)
+        image_datamodule(self, trainer)
+        self.path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
+        if not trainer.is_global_zero:
+            return
+        self._check_writable(self.path)
+        if any(self.path.glob("member-*.safetensors")):
+            self._check_zoo(ModelZoo.open(self.path), task.numbers, task.network.architecture, trainer)
+
+    @staticmethod
+    def _check_writable(path: Path) -> None:
+        probe = path / ".writable"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"The zoo's folder {path.absolute()} cannot be written to ({error.strerror}); choose another run_dir "
+                "or ZooExport.dirpath",
+            ) from None
+
+    def _check_zoo(
+        self, zoo: ModelZoo, numbers: list[int], architecture: dict[str, Any], trainer: Trainer
+    ) -> None:
+        if zoo.architecture != architecture:
+            raise ValueError(
+                f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains "
+                f"{_describe(architecture)}; choose another run_dir or ZooExport.dirpath."
+            )
+        taken = sorted(set(numbers) & set(zoo.numbers))
+        if taken and not self.overwrite and trainer.ckpt_path is None:
+            raise ValueError(
+                f"The zoo at {zoo.path} already has member(s) {', '.join(map(str, taken))}; train others with "
+                f"--model.seed {max(zoo.numbers) + 1}, replace them with --overwrite true, or choose another run_dir."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that the zoo's members saw the same data; the data are there by now.
+
+        Raises:
+            ValueError: If they did not.
+        """
+        if self.path is None or not trainer.is_global_zero or not (self.path / MANIFEST).exists():
+            return
+        mine = image_datamodule(self, trainer).identity()["fingerprint"]
+        numbers = zoo_task(self, pl_module).numbers
+        for member in ModelZoo.open(self.path):
+            other = member.data.get("fingerprint")
+            if other != mine and member.number not in numbers:
+                raise ValueError(
+                    f"Member {member.number} of the zoo at {self.path} was trained on other data (fingerprint "
+                    f"{str(other)[:12]}, these have {mine[:12]}); choose another run_dir or ZooExport.dirpath."
+                )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the kept weights and write this rank's members."""
+        if self.path is None:
+            return
+        task = zoo_task(self, pl_module)
+        data = image_datamodule(self, trainer)
+        results = task.split_metrics(data)
+        identity = data.identity()
+        writes = task.member_parallel or trainer.is_global_zero
+        for number in task.member_seeds if writes else []:
+            if number in task.stopped or number not in task.kept:
+                continue
+            row = number - task.seed
+            write_member(
+                self.path,
+                number,
+                task.kept[number]["state"],
+                architecture=task.network.architecture,
+                metrics={
+                    split: {name: float(values[name][row]) for name in ("accuracy", "loss")}
+                    for split, values in results.items()
+                    if math.isfinite(float(values["loss"][row]))
+                },
+                data=identity,
+                training=_training(trainer, task, number),
+            )
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            rebuild_manifest(self.path)
+
+
+def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:
+    """Return how a member was trained, for its file."""
+    return {
+        "epochs": trainer.current_epoch,
+        "epoch_kept": task.kept[number]["epoch"],
+        "steps": trainer.global_step,
+        "optimizer": type(trainer.optimizers[0]).__name__,
+        "execution": task.execution,
+        "precision": str(trainer.precision),
+        "world_size": trainer.world_size,
+        "strategy": type(trainer.strategy).__name__,
+        "accelerator": trainer.strategy.root_device.type,
+    }
+
+
+def _describe(architecture: dict[str, Any]) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in architecture["init_args"].items())
+    return f"{architecture['class_path']}({arguments})"

@@ -1,0 +1,172 @@
+"""The table and the pictures at the end of training a zoo."""
+
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+
+from lightning_sym.callbacks._checks import image_datamodule, run_folder, zoo_task
+from lightning_sym.callbacks._publish import publish_figure, publish_table
+from lightning_sym.callbacks.zoo_export import ZooExport
+from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.figures import confusion_matrix, validation_curves, zoo_overview
+from lightning_sym.tasks import ZooTask
+from lightning_sym.zoo import statistics, versions
+
+_UNITS = {
+    "accuracy": "fraction of images, 0 to 1",
+    "loss": "mean cross-entropy, nats",
+    "epoch": "counted from 1",
+}
+
+
+class ZooReport(Callback):
+    """Say what a fit of a :class:`lightning_sym.tasks.ZooTask` found.
+
+    At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
+    split, per member), ``results/zoo.png``, ``validation_curves.png`` and ``confusion.png`` (the last two in
+    TensorBoard too, under ``figures/ZooReport``), and a table on the terminal with the places of all files.
+
+    Args:
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+        rows: Members listed on the terminal; the files hold all. >= 0.
+    """
+
+    def __init__(self, dirpath: str | None = None, rows: int = 12) -> None:
+        if rows < 0:
+            raise ValueError(f"rows must be at least 0, got {rows}.")
+        self.dirpath = dirpath
+        self.rows = rows
+        self._path: Path | None = None
+        self._table: list[dict[str, Any]] = []
+        self._seconds = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the task and the data."""
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        zoo_task(self, pl_module)
+        image_datamodule(self, trainer)
+        self._path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "results"
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the table and the figures."""
+        if self._path is None:
+            return
+        task = zoo_task(self, pl_module)
+        data = image_datamodule(self, trainer)
+        task.split_metrics(data)
+        stopped, kept = task.gathered()
+        if not trainer.is_global_zero:
+            return
+        self._table = _rows(task, data, stopped, kept)
+        about = {
+            "what": "members of a zoo: the kept weights on each split",
+            "units": _UNITS,
+            "architecture": task.network.architecture,
+            "seeds": task.numbers,
+            "data": data.identity(),
+            "versions": versions(),
+        }
+        publish_table(self._table, about, self._path / "members")
+        self._figures(trainer, task, data, kept)
+
+    def _figures(self, trainer: Trainer, task: ZooTask, data: ImageDataModule, kept: dict[int, int]) -> None:
+        assert self._path is not None
+        confusion = task.split_metrics(data)["test"]["confusion"].numpy()
+        names = data.class_names
+        title = f"{type(task.network).__name__}, {task.members} members, test split"
+        epochs = task.history.get("val/accuracy", [])
+        if epochs:
+            publish_figure(
+                trainer,
+                validation_curves(epochs, task.numbers, kept=kept),
+                "figures/ZooReport/validation_curves",
+                self._path / "validation_curves.png",
+            )
+            accuracy = [row["test_accuracy"] for row in self._table if not row["stopped"]]
+            mean = (
+                f"mean test accuracy {100 * statistics(accuracy)['mean']:.2f} %"
+                if accuracy
+                else "all stopped"
+            )
+            overview = zoo_overview(
+                epochs,
+                task.numbers,
+                confusion,
+                kept=kept,
+                class_names=names,
+                title=f"A zoo of {task.members} {type(task.network).__name__}, {mean}",
+                confusion_title="Test confusion, mean over members",
+            )
+            publish_figure(trainer, overview, "figures/ZooReport/zoo", self._path / "zoo.png")
+        publish_figure(
+            trainer,
+            confusion_matrix(confusion, class_names=names, title=title),
+            "figures/ZooReport/confusion",
+            self._path / "confusion.png",
+        )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table, after the progress bar has gone."""
+        if self._path is None or not trainer.is_global_zero:
+            return
+        console = Console()
+        console.print(
+            _terminal_table(self._table, self.rows, type(zoo_task(self, pl_module).network).__name__)
+        )
+        places = {"picture": self._path / "zoo.png", "table": self._path / "members.csv"}
+        exports = [callback for callback in trainer.callbacks if isinstance(callback, ZooExport)]  # type: ignore[attr-defined]
+        if exports and exports[0].path is not None:
+            places["zoo"] = exports[0].path
+        places["logs"] = run_folder(trainer)
+        for what, path in places.items():
+            console.print(f"  {what:8}{path}", highlight=False, soft_wrap=True)
+        console.print(
+            f"  {'watch':8}tensorboard --logdir {run_folder(trainer)}", highlight=False, soft_wrap=True
+        )
+
+
+def _rows(
+    task: ZooTask, data: ImageDataModule, stopped: dict[int, dict[str, Any]], kept: dict[int, int]
+) -> list[dict[str, Any]]:
+    splits = task.split_metrics(data)
+    table = []
+    for index, number in enumerate(task.numbers):
+        row: dict[str, Any] = {"member": number, "epoch_kept": kept.get(number, -1) + 1}
+        for split, values in splits.items():
+            for name in ("accuracy", "loss"):
+                row[f"{split}_{name}"] = float(values[name][index])
+        if number in stopped:
+            row.update(dict.fromkeys([name for name in row if name.endswith(("_accuracy", "_loss"))]))
+        row["stopped"] = stopped[number]["reason"] if number in stopped else ""
+        table.append(row)
+    return table
+
+
+def _terminal_table(rows: list[dict[str, Any]], shown: int, architecture: str) -> Table:
+    table = Table(title=f"Zoo of {len(rows)} {architecture}", title_justify="left")
+    splits = [name.removesuffix("_accuracy") for name in rows[0] if name.endswith("_accuracy")]
+    table.add_column("member")
+    table.add_column("epoch kept", justify="right")
+    for split in splits:
+        table.add_column(f"{split} accuracy", justify="right")
+    table.add_column(f"{splits[-1]} loss", justify="right")
+    for row in rows[:shown]:
+        if row["stopped"]:
+            table.add_row(str(row["member"]), "", f"stopped: {row['stopped']}")
+            continue
+        cells = [f"{100 * row[f'{split}_accuracy']:.2f} %" for split in splits]
+        table.add_row(str(row["member"]), str(row["epoch_kept"]), *cells, f"{row[f'{splits[-1]}_loss']:.4f}")
+    if len(rows) > shown:
+        table.add_row("...", "", f"({len(rows) - shown} more in members.csv)")
+    running = [row for row in rows if not row["stopped"]]
+    if running:
+        table.add_section()
+        for name in ("mean", "min", "max"):
+            cells = [f"{100 * statistics([r[f'{s}_accuracy'] for r in running])[name]:.2f} %" for s in splits]
+            loss = statistics([row[f"{splits[-1]}_loss"] for row in running])[name]
+            table.add_row(name, "", *cells, f"{loss:.4f}")
+    return table

@@ -1,0 +1,35 @@
+"""A fixed test set for data that come without one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_sym._random import generator
+from lightning_sym.datamodules.base import LabelledImages
+
+
+def hold_out(
+    images: Tensor, labels: Tensor, key: str, count: Callable[[int], int]
+) -> tuple[LabelledImages, LabelledImages]:
+    """Split a source into training and test images, class by class, always in the same way.
+
+    Args:
+        images: Shape ``[N, C, H, W]``, uint8.
+        labels: Shape ``[N]``, int64.
+        key: Name of the source; the only thing that the draw depends on.
+        count: Number of test images of a class, from the number of its images.
+
+    Returns:
+        Training images in the order of the source, and test images in a random order, so that the first few
+        are of all classes.
+    """
+    chosen = []
+    for label in sorted(set(labels.tolist())):
+        members = (labels == label).nonzero().flatten()
+        order = torch.randperm(len(members), generator=generator("hold_out", key, label))
+        chosen.append(members[order[: count(len(members))]])
+    test = torch.cat(chosen)
+    test = test[torch.randperm(len(test), generator=generator("hold_out", key, "order"))]
+    rest = torch.ones(len(labels), dtype=torch.bool).index_fill_(0, test, False)
+    return LabelledImages(images[rest], labels[rest]), LabelledImages(images[test], labels[test])

@@ -1,0 +1,473 @@
+"""What all image datamodules share: transforms, splits, statistics, loaders and the identity of the data."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from pytorch_lightning import LightningDataModule
+from torch import Tensor
+
+from lightning_sym._random import generator
+from lightning_sym._text import unknown
+from lightning_sym.datamodules.loader import (
+    TensorLoader,
+    check_batch_size,
+    check_images,
+    check_shift,
+    check_statistics,
+    too_large_batch,
+)
+from lightning_sym.datamodules.transforms import ImageTransform
+
+DataSplit: TypeAlias = Literal["train", "val", "test"]
+
+
+class LabelledImages(NamedTuple):
+    """Images of shape ``[N, C, H, W]``, uint8, and their labels of shape ``[N]``, int64."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class ImageDataModule(LightningDataModule, ABC):
+    """Base of the image datamodules: small data, in memory as uint8, batched by index on the right device.
+
+    A subclass implements :meth:`load` and states ``source_shape`` and ``source_classes`` (and, if it can,
+    ``source_sizes``, ``source_names``). ``num_classes``, ``input_shape``, ``in_channels`` and ``image_size``
+    are known as soon as it is constructed; data are read in :meth:`setup`.
+
+    Order of work: ``transforms`` change the whole source, image by image. One permutation of the source
+    training set, drawn from ``data_seed``, is cut into validation (first) and training images.
+    ``train_fraction`` and ``max_samples`` keep the first of each split, so a smaller training set is part of
+    a larger one. The test set depends on neither. Images are normalised with the statistics of the training
+    images that are left.
+
+    The loaders are :class:`~lightning_sym.datamodules.TensorLoader`; they are sharded over the trainer's
+    processes and lie on its device (the CPU without a trainer). If the task has an attribute ``member_seeds``
+    (a sequence of ints), training batches have a leading axis with one row per member, each in the order of
+    its own seed; otherwise the order is that of ``data_seed``. Training drops the last incomplete batch.
+
+    Args:
+        batch_size: Training images per batch, process and member, >= 1.
+        eval_batch_size: Images per batch and process in every other loader, >= 1.
+        train_fraction: Fraction in (0, 1] of the training images (without those for validation) that is used.
+        val_fraction: Fraction in [0, 1) of the source's training set that is held out for validation, rounded
+            to the nearest image. 0: no validation, :meth:`val_dataloader` returns an empty list.
+        max_samples: Largest number of images in each split, >= 1, for quick runs. None: no limit.
+        data_seed: Seed of the split, and of the order of the batches unless the task announces member seeds.
+        shift: Training images are moved by up to this many pixels, anew in each epoch, see
+            :class:`~lightning_sym.datamodules.TensorLoader`. >= 0 and smaller than the image.
+        shift_fill: What a shift brings in: ``"mean"`` or a number in [0, 255].
+        flip: Mirror training images left to right with probability 1/2.
+        mean: Mean of each channel for normalisation, in units of pixel values scaled to [0, 1]. None: that of
+            the training images.
+        std: Standard deviation of each channel, > 0, same units. None: that of the training images.
+        transforms: Changes of the whole data set, applied in turn. None: none.
+
+    Attributes:
+        num_classes: Number of classes, after the transforms.
+        class_names: Names of the classes, after the transforms.
+        input_shape: Shape ``(C, H, W)`` of an image, after the transforms.
+
+    Raises:
+        ValueError: If an argument is out of its range, or the split would be empty or smaller than one batch.
+
+    Note:
+        Nothing is logged. Checkpoints hold the arguments (transforms as class path and arguments) and no
+        data; Lightning adds the position within the epoch, from which a resumed run continues exactly.
+    """
+
+    source_shape: ClassVar[tuple[int, int, int]]
+    """Shape ``(C, H, W)`` of an image of the source."""
+    source_classes: ClassVar[int]
+    """Number of classes of the source."""
+    source_sizes: ClassVar[tuple[int, int] | None] = None
+    """Numbers of training and test images of the source, if known before it is read."""
+    source_names: ClassVar[tuple[str, ...] | None] = None
+    """Names of the source's classes; None: their numbers."""
+    location_arguments: ClassVar[tuple[str, ...]] = ()
+    """Constructor arguments that say where the data lie, not what they are; not part of :meth:`identity`."""
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        eval_batch_size: int = 500,
+        train_fraction: float = 1.0,
+        val_fraction: float = 0.1,
+        max_samples: int | None = None,
+        data_seed: int = 0,
+        shift: int = 0,
+        shift_fill: float | Literal["mean"] = "mean",
+        flip: bool = False,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        transforms: list[ImageTransform] | None = None,
+    ) -> None:
+        super().__init__()
+        # A checkpoint holds transforms as plain values; load_from_checkpoint brings them back as such.
+        self._transforms = [
+            ImageTransform.from_config(transform) if isinstance(transform, Mapping) else transform
+            for transform in transforms or []
+        ]
+        self.save_hyperparameters(ignore=["transforms"])
+        self.save_hyperparameters(
+            {"transforms": [transform.config() for transform in self._transforms] or None}
+        )
+        # With more processes than evaluation images, some of them evaluate nothing.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+        self.input_shape: tuple[int, int, int] = self.source_shape
+        self.num_classes: int = self.source_classes
+        self.class_names: tuple[str, ...] = self.source_names or tuple(map(str, range(self.source_classes)))
+        for transform in self._transforms:
+            self.input_shape = transform.output_shape(self.input_shape)
+            self.num_classes = transform.output_classes(self.num_classes)
+            self.class_names = transform.output_names(self.class_names)
+
+        check_batch_size("batch_size", batch_size)
+        check_batch_size("eval_batch_size", eval_batch_size)
+        if not 0 < train_fraction <= 1:
+            raise ValueError(f"train_fraction must be in (0, 1], got {train_fraction}.")
+        if not 0 <= val_fraction < 1:
+            raise ValueError(
+                f"val_fraction must be in [0, 1), got {val_fraction}; something must be left to train on."
+            )
+        if max_samples is not None and max_samples < 1:
+            raise ValueError(f"max_samples must be >= 1, or null for no limit, got {max_samples}.")
+        check_shift(shift, shift_fill, self.image_size)
+        check_statistics(mean, std, self.in_channels)
+        self._batch_size, self._eval_batch_size = batch_size, eval_batch_size
+        self._train_fraction, self._val_fraction, self._max_samples = (
+            train_fraction,
+            val_fraction,
+            max_samples,
+        )
+        self._data_seed = data_seed
+        self._shift, self._shift_fill, self._flip = shift, shift_fill, flip
+        self._given_mean, self._given_std = mean, std
+        if self.source_sizes is not None:
+            self._split_sizes(*self.source_sizes)
+
+        self._splits: dict[DataSplit, LabelledImages] = {}
+        self._on_device: dict[tuple[DataSplit, torch.device], LabelledImages] = {}
+        self._statistics: tuple[list[float], list[float]] = ([], [])
+        self._fingerprint: str | None = None
+
+    @abstractmethod
+    def load(self) -> tuple[LabelledImages, LabelledImages]:
+        """Read the source, on every process.
+
+        Returns:
+            Training and test images of shape ``[N, *source_shape]``, uint8, with labels in
+            ``[0, source_classes)``, int64. The test images should be in no particular order, as
+            ``max_samples`` keeps the first ones.
+        """
+
+    @property
+    def in_channels(self) -> int:
+        """Number of channels of an image, after the transforms."""
+        return self.input_shape[0]
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of an image in pixels, after the transforms."""
+        return self.input_shape[1:]
+
+    @property
+    def transforms(self) -> tuple[ImageTransform, ...]:
+        """The transforms in the order in which they are applied."""
+        return tuple(self._transforms)
+
+    @property
+    def mean(self) -> list[float]:
+        """Mean of each channel that is subtracted, in units of pixel values scaled to [0, 1]."""
+        self.setup()
+        return list(self._statistics[0])
+
+    @property
+    def std(self) -> list[float]:
+        """Standard deviation of each channel that is divided by, in the same units."""
+        self.setup()
+        return list(self._statistics[1])
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, transform and split the data, on every process; does nothing the second time.
+
+        Args:
+            stage: Ignored: every split is made for every stage, so that the identity is always the same.
+
+        Raises:
+            ValueError: If the data do not have the shape and classes that they should have, if a split is
+                empty, or if a channel is constant and ``std`` is not given.
+        """
+        if self._splits:
+            return
+        train, test = self.load()
+        for name, part in (("train", train), ("test", test)):
+            where = f"{type(self).__name__}: the {name} images of the source"
+            check_images(part.images, part.labels, where)
+            if tuple(part.images.shape[1:]) != self.source_shape:
+                raise ValueError(
+                    f"{where} must have shape {self.source_shape}, got {tuple(part.images.shape[1:])}."
+                )
+            self._check_labels(part.labels, self.source_classes, where)
+        for transform in self._transforms:
+            train = LabelledImages(*transform(*train, "train"))
+            test = LabelledImages(*transform(*test, "test"))
+        for part in (train, test):
+            where = f"{type(self).__name__}: the images after the transforms"
+            check_images(part.images, part.labels, where)
+            if tuple(part.images.shape[1:]) != self.input_shape:
+                raise ValueError(
+                    f"{where} must have the shape {self.input_shape} that output_shape announced, "
+                    f"got {tuple(part.images.shape[1:])}."
+                )
+            self._check_labels(part.labels, self.num_classes, where)
+
+        sizes = self._split_sizes(len(train.images), len(test.images))
+        order = torch.randperm(len(train.images), generator=generator("split", self._data_seed))
+        held_out = round(self._val_fraction * len(order))
+        indices = {
+            "train": order[held_out : held_out + sizes["train"]],
+            "val": order[:held_out][: sizes["val"]],
+        }
+        splits: dict[DataSplit, LabelledImages] = {
+            "train": LabelledImages(train.images[indices["train"]], train.labels[indices["train"]]),
+            "val": LabelledImages(train.images[indices["val"]], train.labels[indices["val"]]),
+            "test": LabelledImages(
+                test.images[: sizes["test"]].clone(), test.labels[: sizes["test"]].clone()
+            ),
+        }
+        self._statistics = self._choose_statistics(splits["train"].images)
+        self._splits = splits
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Let go of the copies on other devices; called on every process.
+
+        Args:
+            stage: Ignored.
+        """
+        self._on_device = {key: value for key, value in self._on_device.items() if key[1].type == "cpu"}
+
+    def train_dataloader(self) -> TensorLoader:
+        """Return the shuffled and augmented training batches, with a row per member of a population.
+
+        It is an error (``ValueError``) if the training images do not fill one batch on every process.
+        """
+        seeds = None if self.trainer is None else getattr(self.trainer.lightning_module, "member_seeds", None)
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._loader(
+            "train",
+            batch_size=self._batch_size,
+            seeds=self._data_seed if seeds is None else [int(seed) for seed in seeds],
+            shift=self._shift,
+            shift_fill=self._shift_fill,
+            flip=self._flip,
+            drop_last=True,
+            reshuffle=not overfit,  # Lightning's meaning of overfit_batches: the same batches in every epoch
+        )
+
+    def curvature_dataloader(self) -> TensorLoader:
+        """Return all training images in a fixed order without augmentation, each on exactly one process."""
+        return self._loader("train", batch_size=self._eval_batch_size)
+
+    def val_dataloader(self) -> TensorLoader | list[TensorLoader]:
+        """Return the validation images in a fixed order.
+
+        Returns:
+            The loader, or an empty list if ``val_fraction`` is 0: then Lightning skips validation (and says
+            once that there is none).
+        """
+        self.setup()
+        if len(self._splits["val"].images) == 0:
+            return []
+        return self._loader("val", batch_size=self._eval_batch_size)
+
+    def test_dataloader(self) -> TensorLoader:
+        """Return the test images in a fixed order."""
+        return self._loader("test", batch_size=self._eval_batch_size)
+
+    def predict_dataloader(self) -> TensorLoader:
+        """Return the test images in a fixed order, with their labels."""
+        return self._loader("test", batch_size=self._eval_batch_size)
+
+    def split_tensors(self, split: DataSplit) -> LabelledImages:
+        """Return the raw images and labels of a split, on the CPU.
+
+        Args:
+            split: ``"train"``, ``"val"`` or ``"test"``.
+
+        Returns:
+            Images of shape ``[N, *input_shape]``, uint8, before normalisation, and labels of shape ``[N]``,
+            int64. They are the datamodule's own: do not write into them.
+
+        Raises:
+            ValueError: If there is no such split.
+        """
+        if split not in ("train", "val", "test"):
+            raise ValueError(unknown("split", split, ("train", "val", "test")))
+        self.setup()
+        return self._splits[split]
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return images as the networks get them.
+
+        Args:
+            images: Shape ``[..., C, H, W]``, uint8, any device.
+
+        Returns:
+            ``(images / 255 - mean) / std``. Same shape and device, float32; bitwise as in the loaders.
+        """
+        self.setup()
+        mean, std = (torch.tensor(values, dtype=torch.float64) * 255 for values in self._statistics)
+        mean, scale = mean.float().to(images.device), (1 / std).float().to(images.device)
+        return images.float().sub_(mean[:, None, None]).mul_(scale[:, None, None])
+
+    def identity(self) -> dict[str, Any]:
+        """Say exactly which data these are, in plain values that can be written as JSON; reads the data.
+
+        Returns:
+            ``class_path``; ``arguments`` (without those that only say where the files lie); ``num_classes``,
+            ``input_shape``; ``splits``, the number of images in each; ``mean`` and ``std`` in use;
+            ``fingerprint``, the SHA-256 of shapes, types and bytes of all split tensors. The same in every
+            run and process.
+        """
+        self.setup()
+        if self._fingerprint is None:
+            self._fingerprint = _fingerprint(self._splits)
+        hidden = {"_instantiator", "_class_path", *self.location_arguments}
+        arguments = {name: value for name, value in self.hparams_initial.items() if name not in hidden}
+        return {
+            "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
+            "arguments": dict(sorted(arguments.items())),
+            "num_classes": self.num_classes,
+            "input_shape": list(self.input_shape),
+            "splits": {name: len(part.images) for name, part in self._splits.items()},
+            "mean": list(self._statistics[0]),
+            "std": list(self._statistics[1]),
+            "fingerprint": self._fingerprint,
+        }
+
+    def _split_sizes(self, train: int, test: int) -> dict[DataSplit, int]:
+        """Return how many images each split keeps of a source with so many training and test images."""
+        limit = self._max_samples if self._max_samples is not None else max(train, test)
+        held_out = round(self._val_fraction * train)
+        left = round(self._train_fraction * (train - held_out))
+        if self._val_fraction > 0 and held_out == 0:
+            raise ValueError(
+                f"val_fraction {self._val_fraction} of {train} training images leaves the validation split "
+                "empty; use a larger fraction, or 0 for no validation."
+            )
+        if left == 0:
+            raise ValueError(
+                f"val_fraction {self._val_fraction} and train_fraction {self._train_fraction} of {train} "
+                "training images leave the training split empty; use a smaller val_fraction or a larger "
+                "train_fraction."
+            )
+        sizes: dict[DataSplit, int] = {
+            "train": min(left, limit),
+            "val": min(held_out, limit),
+            "test": min(test, limit),
+        }
+        if self._batch_size > sizes["train"]:
+            raise ValueError(too_large_batch(self._batch_size, 1, sizes["train"]))
+        return sizes
+
+    def _check_labels(self, labels: Tensor, classes: int, where: str) -> None:
+        if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise ValueError(
+                f"{where}: labels must be in [0, {classes}), got values from {int(labels.min())} to "
+                f"{int(labels.max())}."
+            )
+
+    def _choose_statistics(self, images: Tensor) -> tuple[list[float], list[float]]:
+        mean, std = channel_statistics(images)
+        if self._given_std is None:
+            for channel, value in enumerate(std):
+                if value == 0:
+                    raise ValueError(
+                        f"Channel {channel} is constant over the {len(images)} training images, so they "
+                        "cannot be normalised by its standard deviation; set std, or use more images."
+                    )
+        return (
+            [float(value) for value in self._given_mean] if self._given_mean is not None else mean,
+            [float(value) for value in self._given_std] if self._given_std is not None else std,
+        )
+
+    def _loader(
+        self,
+        split: DataSplit,
+        *,
+        batch_size: int,
+        seeds: list[int] | int | None = None,
+        shift: int = 0,
+        shift_fill: float | Literal["mean"] = "mean",
+        flip: bool = False,
+        drop_last: bool = False,
+        reshuffle: bool = True,
+    ) -> TensorLoader:
+        """Make any of the loaders, with the trainer's device and this process's share."""
+        self.setup()
+        device, rank, world_size = torch.device("cpu"), 0, 1
+        if self.trainer is not None:
+            device = self.trainer.strategy.root_device
+            sharding = self.trainer.distributed_sampler_kwargs or {}
+            rank, world_size = sharding.get("rank", 0), sharding.get("num_replicas", 1)
+        if (split, device) not in self._on_device:
+            self._on_device[split, device] = LabelledImages(
+                *(part.to(device) for part in self._splits[split])
+            )
+        images, labels = self._on_device[split, device]
+        return TensorLoader(
+            images,
+            labels,
+            batch_size=batch_size,
+            mean=self._statistics[0],
+            std=self._statistics[1],
+            seeds=seeds,
+            shift=shift,
+            shift_fill=shift_fill,
+            flip=flip,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            reshuffle=reshuffle,
+        )
+
+
+def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel, exactly.
+
+    Computed from the counts of the 256 values, so that neither the order of the images nor the machine
+    matters.
+
+    Args:
+        images: Shape ``[N, C, H, W]``, uint8, N >= 1.
+
+    Returns:
+        Means and (population) standard deviations, one per channel, in units of pixel values scaled to [0,
+        1].
+    """
+    values = range(256)
+    means, stds = [], []
+    for channel in range(images.shape[1]):
+        counts = torch.bincount(images[:, channel].flatten(), minlength=256).tolist()
+        total = sum(counts)
+        first = sum(value * count for value, count in zip(values, counts, strict=True))
+        second = sum(value * value * count for value, count in zip(values, counts, strict=True))
+        means.append(first / total / 255)
+        # total * second - first**2 is an exact integer: no cancellation, and 0 only for a constant channel.
+        stds.append((total * second - first * first) ** 0.5 / total / 255)
+    return means, stds
+
+
+def _fingerprint(splits: Mapping[DataSplit, LabelledImages]) -> str:
+    digest = hashlib.sha256()
+    for name, part in splits.items():
+        for field, tensor in zip(part._fields, part, strict=True):
+            digest.update(f"{name}/{field}:{list(tensor.shape)}:{tensor.dtype}:".encode())
+            array = tensor.contiguous().numpy()
+            digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,356 @@
+"""Batches of images that already lie in memory, made by indexing."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+from lightning_sym._random import generator
+
+
+class EpochSampler(SequentialSampler):
+    """Receives the epoch from Lightning, which calls ``loader.sampler.set_epoch``, and holds nothing else.
+
+    It is a ``SequentialSampler`` so that Lightning neither replaces it (``overfit_batches``) nor warns that
+    an evaluation loader is shuffled; whether and how batches are shuffled is the loader's business.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next iteration draws its order from."""
+        self.epoch = epoch
+
+
+class TensorLoader:
+    """Batches of normalised images, with random shifts and flips, for one network or for a population.
+
+    An iterable with a length: no worker processes, no per-image Python. A batch is one gather from the uint8
+    images, followed by flip and normalisation, on the device on which the images lie.
+
+    The order of seed ``s`` in epoch ``e`` is ``torch.randperm(N, generator=generator("order", s, e))`` and
+    the augmentation of all ``N`` positions of the epoch is drawn from ``generator("augment", s, e)``, always
+    on the CPU. So a batch depends on ``(seed, epoch, position)`` only: not on the device, nor on how many
+    processes share the work, nor on which other members are trained beside this one.
+
+    Batches are pairs ``(images, labels)``, float32 and int64:
+
+    - ``seeds`` None: the images in their order. Shapes ``[B, C, H, W]`` and ``[B]``.
+    - ``seeds`` an int: shuffled anew each epoch. Same shapes.
+    - ``seeds`` a sequence of ``M`` seeds: row ``m`` is what a loader with ``seeds[m]`` alone would give.
+    Shapes
+      ``[M, B, C, H, W]`` and ``[M, B]``.
+
+    Several processes: without seeds, process ``r`` of ``W`` gets the ``r``-th of ``W`` contiguous parts,
+    nothing padded and nothing twice (a part may be empty, and the numbers of batches may differ). With seeds,
+    global batch ``k`` is the positions ``k*B*W`` to ``(k+1)*B*W`` of the order, of which process ``r`` takes
+    the ``r``-th ``B``, so that ``W`` processes with batches of ``B`` see together what one sees with ``B*W``.
+
+    Args:
+        images: Images. Shape ``[N, C, H, W]``, uint8.
+        labels: Class numbers. Shape ``[N]``, int64.
+        batch_size: Images per batch, member and process, >= 1.
+        mean: Mean of each channel, subtracted. Length ``C``, in units of pixel values scaled to [0, 1].
+        std: Standard deviation of each channel, divided by. Length ``C``, > 0, same units.
+        seeds: None, one seed or one seed per member, see above.
+        shift: Largest random shift along each axis, in pixels, 0 <= shift < min(H, W). Integer shifts are
+            drawn uniformly from ``[-shift, shift]``, for each image its own. Needs seeds.
+        shift_fill: Value of the pixels that a shift brings in: ``"mean"`` (the channel's mean, rounded to the
+            nearest uint8) or a number in [0, 255], rounded.
+        flip: Mirror each image left to right with probability 1/2. Needs seeds.
+        rank: Index of this process, 0 <= rank < world_size.
+        world_size: Number of processes that share the images.
+        drop_last: Leave out the last batch if it is smaller than the others (with seeds: the last global
+            batch).
+        reshuffle: False: every epoch has the order and the augmentation of epoch 0.
+        device: Where the batches are made. None: where ``images`` lie.
+
+    Attributes:
+        images: The raw images that this process draws from, uint8, on the device.
+        labels: Their labels, on the device.
+        sampler: Takes the epoch, see :class:`EpochSampler`.
+        batch_size: As given.
+        batch_sampler: None.
+
+    Raises:
+        ValueError: If an argument is out of its range, if there are no images, or if ``drop_last`` would
+            leave out every image.
+
+    Note:
+        The whole epoch's order and shifts are held on the device: 24 bytes per image and member.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        batch_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        seeds: Sequence[int] | int | None = None,
+        shift: int = 0,
+        shift_fill: float | Literal["mean"] = "mean",
+        flip: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        reshuffle: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_images(images, labels)
+        check_batch_size("batch_size", batch_size)
+        check_statistics(mean, std, images.shape[1])
+        check_shift(shift, shift_fill, (images.shape[2], images.shape[3]))
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, world_size), got rank {rank} of world_size {world_size}.")
+        if seeds is None and (shift > 0 or flip):
+            raise ValueError("shift and flip are random and need seeds; got seeds=None.")
+        if isinstance(seeds, Sequence) and len(seeds) == 0:
+            raise ValueError("seeds must hold at least one seed, got an empty sequence.")
+
+        device = images.device if device is None else torch.device(device)
+        total = len(images)
+        self.batch_size = batch_size
+        self.sampler = EpochSampler()
+        self.batch_sampler = None  # Lightning expects it wherever there is a sampler
+        self.batch_sampler = None  # Lightning looks for it beside a sampler
+        self._seeds = seeds if seeds is None or isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
+        self._shift, self._flip = shift, flip
+        self._reshuffle = reshuffle
+        self._total = total
+        if seeds is None:
+            first, last = total * rank // world_size, total * (rank + 1) // world_size
+            images, labels = images[first:last], labels[first:last]
+            self._stride, self._offset = batch_size, 0
+            batches = (last - first) // batch_size if drop_last else -(-(last - first) // batch_size)
+        else:
+            self._stride, self._offset = batch_size * world_size, batch_size * rank
+            batches = (
+                total // self._stride if drop_last else max(0, -(-(total - self._offset) // self._stride))
+            )
+        if drop_last and batches == 0:
+            raise ValueError(too_large_batch(batch_size, world_size, total))
+        self._length = batches
+
+        self.images = images.to(device)
+        self.labels = labels.to(device)
+        self._mean = (torch.tensor(list(mean), dtype=torch.float64) * 255).float().to(device)[:, None, None]
+        self._scale = (
+            (1 / (torch.tensor(list(std), dtype=torch.float64) * 255)).float().to(device)[:, None, None]
+        )
+        self._windows = self.images if shift == 0 else _windows(self.images, shift, shift_fill, mean)
+
+        self._position = 0  # batches given out in epoch self._epoch
+        self._epoch = 0
+        self._resume: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        # A generator looks at the epoch when its first batch is asked for, not before: Lightning makes the
+        # first iterator of a fit before it calls set_epoch.
+        return self._batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, for use without Lightning."""
+        self.sampler.set_epoch(epoch)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return images as the batches have them.
+
+        Args:
+            images: Shape ``[..., C, H, W]``, uint8, on the loader's device.
+
+        Returns:
+            ``(images / 255 - mean) / std``. Same shape, float32.
+        """
+        # In place, and no fused multiply-add, so that a row's bits do not depend on the batch around it.
+        return images.float().sub_(self._mean).mul_(self._scale)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far the current epoch is; Lightning stores it in checkpoints."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "global_batch": self._stride,
+            "images": self._total,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the state was taken: the next iteration of that epoch gives the remaining batches.
+
+        Iterations of another epoch start at its first batch, and so does one of that epoch if all its batches
+        had been given out.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned, in this process or another.
+        """
+        self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
+        self._resume = dict(state_dict)
+
+    def _start(self, epoch: int) -> int:
+        """Return the first batch to give out and forget the state that said so."""
+        resume, self._resume = self._resume, None
+        if resume is None or resume["epoch"] != epoch or resume["position"] == 0:
+            return 0
+        if (resume["global_batch"], resume["images"]) != (self._stride, self._total):
+            raise ValueError(
+                f"Cannot continue within epoch {epoch}: the checkpoint was made with {resume['images']} "
+                f"training images in global batches of {resume['global_batch']}, now there are {self._total} "
+                f"in batches of {self._stride}; use the same data, batch size and number of processes, or a "
+                "checkpoint from the end of an epoch."
+            )
+        return int(resume["position"]) % max(1, len(self))
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch = self.sampler.epoch
+        start = self._start(epoch)
+        draws = self._draw(epoch if self._reshuffle else 0)
+        for index in range(start, len(self)):
+            first = index * self._stride + self._offset
+            batch = self._batch(slice(first, min(first + self.batch_size, self._total)), draws)
+            self._epoch, self._position = epoch, index + 1
+            yield batch
+
+    def _draw(self, epoch: int) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """Draw order ``[N]``, shifts ``[2, N]`` and flips ``[N]`` of an epoch; members go before ``N``."""
+        if self._seeds is None:
+            return None
+        seeds = [self._seeds] if isinstance(self._seeds, int) else self._seeds
+        orders, shifts, flips = [], [], []
+        for seed in seeds:
+            orders.append(torch.randperm(self._total, generator=generator("order", seed, epoch)))
+            augment = generator("augment", seed, epoch)
+            shifts.append(torch.randint(2 * self._shift + 1, (2, self._total), generator=augment))
+            flips.append(torch.rand(self._total, generator=augment) < 0.5)
+        order, shift, flip = torch.stack(orders), torch.stack(shifts, dim=1), torch.stack(flips)
+        if isinstance(self._seeds, int):
+            order, shift, flip = order[0], shift[:, 0], flip[0]
+        device = self.images.device
+        return (
+            order.to(device),
+            shift.to(device) if self._shift else None,
+            flip.to(device) if self._flip else None,
+        )
+
+    def _batch(
+        self, positions: slice, draws: tuple[Tensor, Tensor | None, Tensor | None] | None
+    ) -> tuple[Tensor, Tensor]:
+        if draws is None:
+            return self.normalize(self.images[positions]), self.labels[positions]
+        order, shift, flip = draws
+        indices = order[..., positions]
+        if shift is None:
+            images = self.images[indices]
+        else:
+            images = self._windows[indices, :, shift[0, ..., positions], shift[1, ..., positions]]
+        if flip is not None:
+            images = torch.where(flip[..., positions, None, None, None], images.flip(-1), images)
+        return self.normalize(images), self.labels[indices]
+
+
+def _windows(images: Tensor, shift: int, fill: float | Literal["mean"], mean: Sequence[float]) -> Tensor:
+    """Return a view ``[N, C, 2*shift + 1, 2*shift + 1, H, W]`` of all shifts of the images, padded once."""
+    count, channels, height, width = images.shape
+    fills = [value * 255 for value in mean] if fill == "mean" else [float(fill)] * channels
+    values = torch.tensor(fills, dtype=torch.float64).round().clamp(0, 255).to(images)
+    padded = images.new_empty(count, channels, height + 2 * shift, width + 2 * shift)
+    padded.copy_(values[:, None, None].expand_as(padded))
+    padded[..., shift : shift + height, shift : shift + width] = images
+    return padded.unfold(2, height, 1).unfold(3, width, 1)
+
+
+def check_images(images: Tensor, labels: Tensor, where: str = "images") -> None:
+    """Check that images and labels have the shapes and types that every class here expects.
+
+    Args:
+        images: Must have shape ``[N, C, H, W]``, uint8, no size 0.
+        labels: Must have shape ``[N]``, int64.
+        where: What to call them in the message.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(
+            f"{where} must be uint8 of shape [N, C, H, W], got {images.dtype} of shape {list(images.shape)}."
+        )
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"{where}: labels must be int64 of shape [{len(images)}], one per image, "
+            f"got {labels.dtype} of shape {list(labels.shape)}."
+        )
+    if images.numel() == 0:
+        raise ValueError(f"{where} must not be empty, got shape {list(images.shape)}.")
+
+
+def check_batch_size(name: str, value: int) -> None:
+    """Check that a number of images per batch is an integer of at least 1.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not _is_integer(value) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value}.")
+
+
+def check_statistics(mean: Sequence[float] | None, std: Sequence[float] | None, channels: int) -> None:
+    """Check the mean and the standard deviation of the channels; None passes.
+
+    Raises:
+        ValueError: If there is not one value per channel, a mean is outside [0, 1] or a deviation outside (0,
+            1].
+    """
+    for name, values in (("mean", mean), ("std", std)):
+        if values is None:
+            continue
+        if len(values) != channels:
+            raise ValueError(
+                f"{name} must have one value per channel ({channels}), got {len(values)}: {list(values)}."
+            )
+        # Written so that NaN fails too.
+        if not all((0 <= value <= 1) and (name == "mean" or value > 0) for value in values):
+            accepted = "[0, 1]" if name == "mean" else "(0, 1]"
+            raise ValueError(
+                f"{name} must lie in {accepted}, in units of pixel values scaled to [0, 1], "
+                f"got {list(values)}; divide values in 0-255 units by 255."
+            )
+
+
+def check_shift(shift: int, fill: float | Literal["mean"], size: tuple[int, int]) -> None:
+    """Check the random shift and its fill against the size ``(H, W)`` of the images.
+
+    Raises:
+        ValueError: If the shift is not an integer in ``[0, min(H, W))`` or the fill neither ``"mean"`` nor a
+            number in [0, 255].
+    """
+    if not _is_integer(shift) or not 0 <= shift < min(size):
+        raise ValueError(
+            f"shift must be an integer >= 0 and smaller than the image ({size[0]}x{size[1]} pixels), "
+            f"got {shift}."
+        )
+    if fill != "mean" and (isinstance(fill, str) or not 0 <= fill <= 255):
+        raise ValueError(f'shift_fill must be "mean" or a number in [0, 255], got {fill!r}.')
+
+
+def too_large_batch(batch_size: int, world_size: int, total: int) -> str:
+    """Return the sentence that says that not even one full batch can be made."""
+    product = f" x {world_size} processes = {batch_size * world_size}" if world_size > 1 else ""
+    return (
+        f"batch_size {batch_size}{product} is more than the {total} training images, and incomplete batches "
+        f"are dropped; use a batch_size of at most {total // world_size}."
+    )
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)

@@ -1,0 +1,380 @@
+"""Variants of an image data set: every image changed once, in a way that its index and a seed fix."""
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_sym._random import generator
+from lightning_sym._text import unknown
+
+Split: TypeAlias = Literal["train", "test"]
+
+# Images per piece of work, which bounds the memory of the float32 intermediates (about 100 MB for 3x64x64).
+# Results do not depend on it: every image is computed alone.
+_CHUNK = 1024
+
+
+class ImageTransform(ABC):
+    """A change of a whole data set, applied once when the data are set up.
+
+    Subclass it, implement ``__call__`` and, where they change, :meth:`output_shape`, :meth:`output_classes`
+    and :meth:`output_names`; then name the class in a recipe::
+
+        transforms:
+          - class_path: lightning_sym.datamodules.Rotated
+            init_args: {max_angle: 90}
+
+    What happens to an image may depend on its index and on seeds, not on how many images there are: then
+    smaller data sets are parts of larger ones. A subclass keeps each constructor argument in an attribute of
+    the same name (as plain values: checkpoints store them), or overrides :meth:`arguments`.
+    """
+
+    @abstractmethod
+    def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+        """Return the changed images and labels; the given ones are left as they are.
+
+        Args:
+            images: Shape ``[N, C, H, W]``, uint8.
+            labels: Shape ``[N]``, int64.
+            split: Which half of the source the images are.
+
+        Returns:
+            Images of shape ``[N, *output_shape((C, H, W))]``, uint8, and labels of shape ``[N]``, int64.
+        """
+
+    def output_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the shape ``(C, H, W)`` of the images made from images of shape ``shape``."""
+        return shape
+
+    def output_classes(self, classes: int) -> int:
+        """Return the number of classes of data that had ``classes``."""
+        return classes
+
+    def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of the classes of data whose classes had ``names``."""
+        return names
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor's arguments, for checkpoints and for the identity of the data."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def config(self) -> dict[str, Any]:
+        """Return class path and arguments as a recipe writes them."""
+        return {
+            "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
+            "init_args": self.arguments(),
+        }
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> "ImageTransform":
+        """Build a transform from what :meth:`config` returned.
+
+        Args:
+            config: ``class_path`` (only classes that are already imported are found, so a checkpoint cannot
+                run foreign code) and ``init_args``.
+
+        Returns:
+            The transform.
+
+        Raises:
+            ValueError: If no imported subclass has that path.
+        """
+        known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _subclasses(ImageTransform)}
+        path = str(config.get("class_path"))
+        # Recipes name our own classes by the package that re-exports them.
+        known.update(
+            {f"lightning_sym.datamodules.{cls.__name__}": cls for cls in known.values() if _is_ours(cls)}
+        )
+        if path not in known:
+            raise ValueError(unknown("transform", path, sorted(known)))
+        return known[path](**dict(config.get("init_args") or {}))
+
+
+class Rotated(ImageTransform):
+    r"""Each image turned about its centre by its own angle, uniform in ``[-max_angle, max_angle]``.
+
+    Bilinear, zeros outside, truncated to uint8. A positive angle turns counter-clockwise.
+
+    Args:
+        max_angle: Largest angle, in degrees, > 0 and <= 180.
+        train_seed: Seed of the angles of the training images.
+        test_seed: Seed of the angles of the test images.
+
+    Raises:
+        ValueError: If ``max_angle`` is out of its range.
+
+    References:
+        Rotated MNIST and CIFAR-10 of van der Ouderaa et al. (2023), "Learning layer-wise equivariances
+        automatically using gradients", arXiv:2310.06131. The distribution and the seeds are theirs; the
+        generator is ours, so the single angles differ.
+    """
+
+    def __init__(self, max_angle: float = 180.0, train_seed: int = 1, test_seed: int = 0) -> None:
+        if not 0 < max_angle <= 180:
+            raise ValueError(f"max_angle must be in (0, 180] degrees, got {max_angle}.")
+        self.max_angle = max_angle
+        self.train_seed = train_seed
+        self.test_seed = test_seed
+
+    def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+        """Return the turned images and the same labels; see :class:`ImageTransform`."""
+        draw = _uniform(len(images), "rotated", self.train_seed if split == "train" else self.test_seed)
+        return rotate(images, (2 * draw - 1) * self.max_angle), labels
+
+
+class Translated(ImageTransform):
+    """Each image moved by its own two shifts, each uniform in ``[-max_shift, max_shift]``, not rounded.
+
+    Bilinear, zeros outside, truncated to uint8.
+
+    Args:
+        max_shift: Largest shift along each axis, in pixels of the image as it is when the transform is
+            applied (put ``Resized`` before or after accordingly), > 0. May be fractional.
+        train_seed: Seed of the shifts of the training images.
+        test_seed: Seed of the shifts of the test images.
+
+    Raises:
+        ValueError: If ``max_shift`` is out of its range.
+
+    References:
+        Translated MNIST of van der Ouderaa et al. (2023), arXiv:2310.06131: 8 pixels in the paper; their code
+        moves by up to 7.71 pixels on the 28x28 grid, which is ``Translated(7.71)`` before ``Resized(32)``.
+    """
+
+    def __init__(self, max_shift: float = 8.0, train_seed: int = 1, test_seed: int = 0) -> None:
+        if not 0 < max_shift < math.inf:
+            raise ValueError(f"max_shift must be a number of pixels > 0, got {max_shift}.")
+        self.max_shift = max_shift
+        self.train_seed = train_seed
+        self.test_seed = test_seed
+
+    def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+        """Return the moved images and the same labels; see :class:`ImageTransform`."""
+        draw = _uniform(
+            2 * len(images), "translated", self.train_seed if split == "train" else self.test_seed
+        )
+        return translate(images, (2 * draw.view(-1, 2) - 1) * self.max_shift), labels
+
+
+class Quadrant(ImageTransform):
+    """Each image pasted into one of the four quadrants of a black canvas, chosen uniformly.
+
+    Quadrant 0 is upper left, 1 upper right, 2 lower left, 3 lower right. With ``size``, the image is resized
+    (bilinear, no antialiasing) to ``size / 2`` before it is pasted. Where this makes images smaller it is the
+    same as resizing the canvas; and a change of quadrant is always an exact circular shift by half the
+    canvas.
+
+    Args:
+        target: What is to be told: ``"digit"`` leaves the labels, ``"digit_and_quadrant"`` makes them
+            ``label + num_classes * quadrant``, four times as many classes. A network that is invariant to
+            shifts can tell the quadrant no better than by chance.
+        num_classes: Number of classes before, for ``"digit_and_quadrant"``.
+        size: Height and width of the canvas in pixels, even, >= 2. None: twice those of the image.
+        train_seed: Seed of the quadrants of the training images.
+        test_seed: Seed of the quadrants of the test images.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    References:
+        van der Ouderaa et al. (2023), arXiv:2310.06131: MNIST on a 56x56 canvas resized to 32x32
+        (``Quadrant(size=32)``).
+    """
+
+    positions = ("upper left", "upper right", "lower left", "lower right")
+
+    def __init__(
+        self,
+        target: Literal["digit", "digit_and_quadrant"] = "digit_and_quadrant",
+        num_classes: int = 10,
+        size: int | None = None,
+        train_seed: int = 1001,
+        test_seed: int = 1000,
+    ) -> None:
+        if target not in ("digit", "digit_and_quadrant"):
+            raise ValueError(unknown("target", target, ("digit", "digit_and_quadrant")))
+        if num_classes < 1:
+            raise ValueError(f"num_classes must be >= 1, got {num_classes}.")
+        if size is not None and (size < 2 or size % 2):
+            raise ValueError(f"size must be an even number of pixels >= 2, or null, got {size}.")
+        self.target = target
+        self.num_classes = num_classes
+        self.size = size
+        self.train_seed = train_seed
+        self.test_seed = test_seed
+
+    def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+        """Return the canvases and the labels that ``target`` asks for; see :class:`ImageTransform`."""
+        draw = _uniform(len(images), "quadrant", self.train_seed if split == "train" else self.test_seed)
+        quadrants = (4 * draw).long()
+        if self.size is not None:
+            images = resize(images, (self.size // 2, self.size // 2))
+        return paste(images, quadrants), self._label(labels, quadrants)
+
+    def _label(self, labels: Tensor, quadrants: Tensor) -> Tensor:
+        return labels if self.target == "digit" else labels + self.num_classes * quadrants
+
+    def output_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the shape of the canvas."""
+        channels, height, width = shape
+        return (channels, 2 * height, 2 * width) if self.size is None else (channels, self.size, self.size)
+
+    def output_classes(self, classes: int) -> int:
+        """Return the number of classes.
+
+        Raises:
+            ValueError: If the data have another number of classes than ``num_classes``.
+        """
+        if self.target == "digit":
+            return classes
+        if classes != self.num_classes:
+            raise ValueError(
+                f"Quadrant(num_classes={self.num_classes}) got data with {classes} classes; set num_classes "
+                f"to {classes}."
+            )
+        return 4 * classes
+
+    def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names with the quadrant where it counts."""
+        if self.target == "digit":
+            return names
+        return tuple(f"{name} {position}" for position in self.positions for name in names)
+
+
+class Resized(ImageTransform):
+    """Each image resized to a square, bilinear without antialiasing, rounded to uint8.
+
+    Args:
+        size: Height and width in pixels, >= 1.
+
+    Raises:
+        ValueError: If ``size`` is below 1.
+    """
+
+    def __init__(self, size: int = 32) -> None:
+        if size < 1:
+            raise ValueError(f"size must be a number of pixels >= 1, got {size}.")
+        self.size = size
+
+    def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+        """Return the resized images and the same labels; see :class:`ImageTransform`."""
+        return resize(images, (self.size, self.size)), labels
+
+    def output_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return ``(C, size, size)``."""
+        return (shape[0], self.size, self.size)
+
+
+def rotate(images: Tensor, angles: Tensor) -> Tensor:
+    """Turn each image about its centre.
+
+    Args:
+        images: Shape ``[N, C, H, W]``, uint8.
+        angles: Shape ``[N]``, in degrees, counter-clockwise.
+
+    Returns:
+        Same shape, uint8: bilinear, zeros outside, truncated.
+    """
+    radians = torch.deg2rad(angles.double())[:, None, None]
+    x, y = _pixel_grid(images)
+    cos, sin = radians.cos(), radians.sin()
+    # Each output pixel reads from where the inverse turn takes it; the y axis points down.
+    return _sample(images, lambda part: (cos[part] * x - sin[part] * y, sin[part] * x + cos[part] * y))
+
+
+def translate(images: Tensor, shifts: Tensor) -> Tensor:
+    """Move each image.
+
+    Args:
+        images: Shape ``[N, C, H, W]``, uint8.
+        shifts: Shape ``[N, 2]``, in pixels, down and to the right.
+
+    Returns:
+        Same shape, uint8: bilinear, zeros outside, truncated.
+    """
+    shifts = shifts.double()[:, :, None, None]
+    x, y = _pixel_grid(images)
+    return _sample(images, lambda part: (x - shifts[part, 1], y - shifts[part, 0]))
+
+
+def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize images.
+
+    Args:
+        images: Shape ``[N, C, H, W]``, uint8.
+        size: New height and width, in pixels.
+
+    Returns:
+        Shape ``[N, C, *size]``, uint8: bilinear without antialiasing, rounded to nearest.
+    """
+    if tuple(images.shape[-2:]) == size:
+        return images
+    parts = [
+        F.interpolate(part.float(), size=size, mode="bilinear", align_corners=False).round().clamp(0, 255)
+        for part in (images[first : first + _CHUNK] for first in range(0, len(images), _CHUNK))
+    ]
+    return torch.cat([part.to(torch.uint8) for part in parts])
+
+
+def paste(images: Tensor, quadrants: Tensor) -> Tensor:
+    """Paste each image into one quadrant of a black canvas twice as high and wide.
+
+    Args:
+        images: Shape ``[N, C, H, W]``, uint8.
+        quadrants: Shape ``[N]``, int64: 0 upper left, 1 upper right, 2 lower left, 3 lower right.
+
+    Returns:
+        Shape ``[N, C, 2*H, 2*W]``, uint8.
+    """
+    count, channels, height, width = images.shape
+    canvas = images.new_zeros(count, channels, 2, height, 2, width)
+    # Indices apart from each other put the batch axis first: the left-hand side has shape [N, C, H, W].
+    canvas[torch.arange(count), :, quadrants // 2, :, quadrants % 2, :] = images
+    return canvas.view(count, channels, 2 * height, 2 * width)
+
+
+def _uniform(count: int, *keys: str | int) -> Tensor:
+    """Draw ``count`` numbers from [0, 1), float64; fewer are the first of more."""
+    return torch.rand(count, generator=generator(*keys), dtype=torch.float64)
+
+
+def _pixel_grid(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x`` of shape ``[W]`` and ``y`` of shape ``[H, 1]``: pixels measured from the centre."""
+    height, width = images.shape[-2:]
+    x = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    y = torch.arange(height, dtype=torch.float64) - (height - 1) / 2
+    return x, y[:, None]
+
+
+def _sample(images: Tensor, places: Callable[[slice], tuple[Tensor, Tensor]]) -> Tensor:
+    """Read each image, bilinearly, at the places that ``places(slice)`` gives as x and y in pixels."""
+    height, width = images.shape[-2:]
+    parts = []
+    for first in range(0, len(images), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        x, y = places(part)  # each [n, H, W] or with sizes 1
+        x, y = x + torch.zeros_like(y), y + torch.zeros_like(x)
+        # grid_sample wants -1 and 1 at the outer edges of the border pixels.
+        grid = torch.stack([2 * x / width, 2 * y / height], dim=-1)
+        values = F.grid_sample(images[part].float(), grid.float(), padding_mode="zeros", align_corners=False)
+        # Truncation as in the source of these tasks; the small number keeps float32 rounding from taking 1
+        # off values that are whole.
+        parts.append((values + 1e-2).clamp(0, 255).to(torch.uint8))
+    return torch.cat(parts)
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("lightning_sym.datamodules.")
+
+
+def _subclasses(cls: type) -> Iterator[type[ImageTransform]]:
+    children: Sequence[type[ImageTransform]] = cls.__subclasses__()
+    for child in children:
+        yield child
+        yield from _subclasses(child)

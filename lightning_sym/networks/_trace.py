@@ -1,0 +1,403 @@
+"""Tracing a network with torch.fx: where its sites are, and cutting it in two there."""
+
+import functools
+import inspect
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from lightning_sym.networks.activations import IdentityActivation, is_activation
+
+_FUNCTIONAL_NAMES = [
+    "celu",
+    "elu",
+    "gelu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "logsigmoid",
+    "mish",
+    "prelu",
+    "relu",
+    "relu6",
+    "rrelu",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "tanh",
+    "tanhshrink",
+    "threshold",
+]
+
+
+@functools.cache
+def _functional_activations() -> dict[Callable[..., Any], str]:
+    """Return the functions of torch that are elementwise activations, with their names."""
+    table = {}
+    for name in _FUNCTIONAL_NAMES:
+        for owner in (torch, F):
+            for attribute in (name, name + "_"):
+                if hasattr(owner, attribute):
+                    table[getattr(owner, attribute)] = name
+    return table
+
+
+# torch.fx takes ``a += b`` for ``a = a + b``, which differs if another name or view of ``a`` is read later;
+# and the code it writes for operator.iadd rebinds a local variable, which is wrong for sizes.
+def in_place_add(a: Any, b: Any) -> Any:
+    """Return ``a`` after ``a += b``."""
+    a += b
+    return a
+
+
+def in_place_subtract(a: Any, b: Any) -> Any:
+    """Return ``a`` after ``a -= b``."""
+    a -= b
+    return a
+
+
+def in_place_multiply(a: Any, b: Any) -> Any:
+    """Return ``a`` after ``a *= b``."""
+    a *= b
+    return a
+
+
+def in_place_divide(a: Any, b: Any) -> Any:
+    """Return ``a`` after ``a /= b``."""
+    a /= b
+    return a
+
+
+_OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
+    in_place_add: operator.add,
+    in_place_subtract: operator.sub,
+    in_place_multiply: operator.mul,
+    in_place_divide: operator.truediv,
+}
+_NEW_TENSOR = (operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.mul, torch.cat)
+
+
+class _InPlaceProxy(fx.Proxy):
+    """A proxy that records in-place operators as such."""
+
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", in_place_add, (self, other), {})
+
+    def __isub__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", in_place_subtract, (self, other), {})
+
+    def __imul__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", in_place_multiply, (self, other), {})
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", in_place_divide, (self, other), {})
+
+
+@dataclass
+class Trace:
+    """What tracing a network gives.
+
+    Args:
+        graph: One placeholder, the calls in execution order, one output.
+        sites: The activation nodes by site name, in execution order.
+        outputs: The node that holds the output of the first call of each module, by module name.
+    """
+
+    graph: fx.Graph
+    sites: dict[str, fx.Node]
+    outputs: dict[str, fx.Node]
+
+
+class NetworkTracer(fx.Tracer):
+    """The tracer of torch.fx that stops at activations and at our layers, and knows where it failed.
+
+    Args:
+        leaves: Further module types to stop at.
+    """
+
+    def __init__(self, leaves: tuple[type[nn.Module], ...] = ()) -> None:
+        super().__init__()
+        self.leaves = leaves
+        self.outputs: dict[str, fx.Node] = {}
+        self.failed_at: str | None = None
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return a proxy that knows in-place operators from others."""
+        return _InPlaceProxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a module is one call of the graph rather than looked into."""
+        return (
+            is_activation(m)
+            or isinstance(m, self.leaves)
+            or type(m).__module__.startswith("lightning_sym.layers")
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Trace one call, remembering its output, or the innermost module that fails."""
+        path = (self.submodule_paths or {}).get(m, "")
+        try:
+            output = super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed_at = self.failed_at or path
+            raise
+        if isinstance(output, fx.Proxy):
+            self.outputs.setdefault(path, output.node)
+        return output
+
+
+def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, strict: bool = True) -> Trace:
+    """Trace a network and find its sites.
+
+    In-place arithmetic (``out += x``) becomes out of place where that certainly keeps the meaning, so that
+    the second half of a cut does not change what the first half returned.
+
+    Args:
+        network: The network, in the mode (train or eval) to trace. Its forward takes one tensor; further
+            arguments keep their defaults.
+        leaves: Module types to treat as one call.
+        strict: Reject in-place modules, activation modules called twice and functional activations. If False,
+            later calls of a module get the names ``name-2``, ``name-3``, and functional activations the names
+            ``<enclosing module>.functional-<function>``.
+
+    Returns:
+        The graph, the sites and the modules' outputs.
+
+    Raises:
+        ValueError: If the network cannot be traced, or breaks a rule that ``strict`` names.
+    """
+    kind = type(network).__name__
+    tracer = NetworkTracer(leaves)
+    parameters = list(inspect.signature(network.forward).parameters.values())
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(required) != 1:
+        raise ValueError(
+            f"{kind}.forward must take exactly one required input to have sites, but takes {len(required)}: "
+            f"{', '.join(required) or 'none'}."
+        )
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the defaults, whose placeholders are removed below
+            graph = tracer.trace(network, concrete_args=defaults or None)
+    except Exception as error:
+        where = f"module {tracer.failed_at!r}" if tracer.failed_at else "its own forward"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(
+            f"{kind} cannot be traced in {where} ({reason}); "
+            f"avoid Python control flow that depends on tensors, or list the module's type in leaf_modules."
+        ) from error
+    for placeholder in [node for node in graph.nodes if node.op == "placeholder"][1:]:
+        _erase_with_users(graph, placeholder)
+    sites = _find_sites(network, graph, strict)
+    _avoid_in_place(network, graph)
+    return Trace(graph, sites, tracer.outputs)
+
+
+def cut(network: nn.Module, graph: fx.Graph, site: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a traced network after a node, in execution order.
+
+    Args:
+        network: The traced network, whose submodules both halves use.
+        graph: Its graph.
+        site: The last node of the first half.
+
+    Returns:
+        The two halves. The first returns the value of ``site``, or if later nodes need further values a tuple
+        that begins with it; the second takes what the first returns.
+    """
+    nodes = list(graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    last = position[site]
+
+    def used_later(node: fx.Node) -> bool:
+        return any(position[user] > last for user in node.users)
+
+    # Parameters and buffers (get_attr) do not travel: each half reads its own.
+    before, after = nodes[: last + 1], nodes[last + 1 :]
+    crossing = [site, *(n for n in before if n is not site and n.op != "get_attr" and used_later(n))]
+
+    lower, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in before:
+        if node.op != "get_attr" or any(position[user] <= last for user in node.users):
+            values[node] = lower.node_copy(node, values.__getitem__)
+    lower.output(values[site] if len(crossing) == 1 else tuple(values[node] for node in crossing))
+
+    upper, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    entry = upper.placeholder("activation" if len(crossing) == 1 else "values")
+    for index, node in enumerate(crossing):
+        values[node] = entry if len(crossing) == 1 else upper.call_function(operator.getitem, (entry, index))
+    for node in [n for n in before if n.op == "get_attr" and used_later(n)] + after:
+        if node.op == "output":
+            upper.output(fx.map_arg(node.args[0], values.__getitem__))
+        else:
+            values[node] = upper.node_copy(node, values.__getitem__)
+    return _half(network, lower, "Lower"), _half(network, upper, "Upper")
+
+
+def _half(network: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """Return a module that runs a graph with the network's own submodules, in the network's mode."""
+    half = fx.GraphModule(network, graph, class_name=name)
+    shared = set(network.modules())
+    for path, module in half.named_modules():
+        if module not in shared:  # the containers on the way to a shared module are new
+            module.training = network.get_submodule(path).training
+    return half
+
+
+def _erase_with_users(graph: fx.Graph, node: fx.Node) -> None:
+    """Remove a node and what is computed from it: the checks that fx adds for a default argument."""
+    for user in list(node.users):
+        _erase_with_users(graph, user)
+    graph.erase_node(node)
+
+
+def _find_sites(network: nn.Module, graph: fx.Graph, strict: bool) -> dict[str, fx.Node]:
+    """Return the activation nodes by name, in execution order."""
+    kind = type(network).__name__
+    sites: dict[str, fx.Node] = {}
+    calls: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            name = str(node.target)
+            module = network.get_submodule(name)
+            if strict and getattr(module, "inplace", False) is True:
+                raise ValueError(
+                    f"The module {name!r} of {kind} works in place; "
+                    f"write {type(module).__name__}(inplace=False), so that its input is not overwritten."
+                )
+            if not is_activation(module):
+                continue
+            if strict and name in calls:
+                raise ValueError(
+                    f"The activation module {name!r} of {kind} is called more than once; "
+                    f"give each call its own {type(module).__name__}, so that each is a site of its own."
+                )
+        else:
+            function = _functional_name(node)
+            if function is None:
+                continue
+            parent = _enclosing_module(node)
+            if strict:
+                subject = f"The module {parent!r} of {kind}" if parent else kind
+                raise ValueError(
+                    f"{subject} applies {function} as a function; "
+                    f"use an activation module there, so that its output is a site."
+                )
+            name = f"{parent}.functional-{function}".lstrip(".")
+        calls[name] = calls.get(name, 0) + 1
+        site = name if calls[name] == 1 else f"{name}-{calls[name]}"
+        while site in sites:  # a module may really be called relu-2
+            site += "-2"
+        sites[site] = node
+    return sites
+
+
+def _functional_name(node: fx.Node) -> str | None:
+    """Return the name of the activation that a node applies as a function or tensor method, if it does."""
+    if node.op == "call_function" and callable(node.target):
+        return _functional_activations().get(node.target)
+    if node.op == "call_method" and str(node.target).removesuffix("_") in ("relu", "sigmoid", "tanh"):
+        return str(node.target).removesuffix("_")
+    return None
+
+
+def _enclosing_module(node: fx.Node) -> str:
+    """Return the name of the module in whose forward a node was made, empty for the network itself."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def _avoid_in_place(network: nn.Module, graph: fx.Graph) -> None:
+    """Replace in-place functions and methods by others where that certainly keeps the meaning.
+
+    It does if no later node reads the overwritten tensor, or if later ones read it under its own name and not
+    through a view: they then read the new tensor instead.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        replacement = _out_of_place(node)
+        if replacement is None or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        target = node.args[0]
+        aliases = _possible_aliases(network, target, node)
+        if any(alias.op == "get_attr" for alias in aliases):
+            continue  # a parameter or buffer is updated
+        readers = {
+            alias: [user for user in alias.users if position[user] > position[node]] for alias in aliases
+        }
+        if any(users for alias, users in readers.items() if alias is not target):
+            continue
+        if readers[target] and not _is_new_tensor(network, target):
+            continue  # might be a size, which += does not change under its other names
+        for user in readers[target]:
+            user.replace_input_with(target, node)
+        node.target = replacement
+        if node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+
+
+def _out_of_place(node: fx.Node) -> Callable[..., Any] | str | None:
+    """Return the out-of-place version of an in-place function or method, None for any other node."""
+    target = node.target
+    if node.op == "call_method" and str(target).endswith("_") and not str(target).endswith("__"):
+        method = str(target)[:-1]
+        return method if hasattr(Tensor, method) else None
+    if node.op != "call_function" or not callable(target):
+        return None
+    if target in _OUT_OF_PLACE:
+        return _OUT_OF_PLACE[target]
+    if node.kwargs.get("inplace") is True:
+        return target
+    name = getattr(target, "__name__", "")
+    if target in _functional_activations() and name.endswith("_"):
+        return getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
+    return None
+
+
+def _possible_aliases(network: nn.Module, node: fx.Node, without: fx.Node) -> set[fx.Node]:
+    """Return the nodes that may share memory with a node, not following one user (the in-place operation)."""
+    found, pending = {node}, [node]
+    while pending:
+        current = pending.pop()
+        relatives = [user for user in current.users if not _is_new_tensor(network, user)]
+        if not _is_new_tensor(network, current):
+            relatives += current.all_input_nodes
+        for relative in relatives:
+            if relative is not without and relative.op != "output" and relative not in found:
+                found.add(relative)
+                pending.append(relative)
+    return found
+
+
+def _is_new_tensor(network: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node's output certainly shares no memory with its inputs."""
+    if node.op == "call_module":
+        module = network.get_submodule(str(node.target))
+        layers = (
+            nn.Linear,
+            nn.modules.conv._ConvNd,
+            nn.modules.batchnorm._BatchNorm,
+            nn.GroupNorm,
+            nn.LayerNorm,
+        )
+        return isinstance(module, layers) or (
+            is_activation(module) and not isinstance(module, IdentityActivation)
+        )
+    return node.op == "call_function" and node.target in _NEW_TENSOR

@@ -1,0 +1,345 @@
+"""The base class of everything a recipe may name as a network, and the wrapper around other modules."""
+
+import functools
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from lightning_sym._random import seeded
+from lightning_sym._text import unknown
+from lightning_sym.networks._trace import cut, trace
+
+_PUBLIC = "lightning_sym.networks"
+
+
+def _recording(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that records its arguments unless a subclass's constructor did so already."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if "_recorded_call" not in self.__dict__:
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError:
+                pass  # the constructor itself raises the better error
+            else:
+                bound.apply_defaults()
+                self.__dict__["_recorded_call"] = (snapshot(bound.args[1:]), snapshot(bound.kwargs))
+        init(self, *args, **kwargs)
+
+    return recorded
+
+
+def snapshot(value: Any) -> Any:
+    """Copy containers, so that a constructor or caller that changes one does not change the record."""
+    if type(value) is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(item) for item in value)
+    return value
+
+
+class Network(nn.Module, ABC):
+    """A module that remembers how it was made, knows its sites, and can be cut in two at each of them.
+
+    To add an architecture, write a subclass with ``__init__`` and ``forward`` as for any module; nothing
+    else. Name the arguments that follow from the data ``in_channels``, ``num_classes`` and ``image_size``, as
+    recipes link them. ``forward`` takes one tensor (further arguments need defaults, which are kept), and is
+    built from modules: activations are modules, out of place, each called once. :meth:`sites` says so in one
+    sentence if a network is not; :meth:`wrap` is more lenient.
+
+    The arguments of the outermost constructor are recorded, defaults included. They survive ``copy.deepcopy``
+    and pickling.
+
+    Attributes:
+        leaf_modules: Module types that tracing treats as one call, for modules whose forward cannot be
+            traced. Everything in ``torch.nn`` (containers excepted), in ``lightning_sym.layers`` and every
+            activation is one call already.
+
+    Example:
+        >>> from lightning_sym.networks import MultiLayerPerceptron
+        >>> network = MultiLayerPerceptron(widths=[16, 16], image_size=8)
+        >>> network.sites()
+        ['activation1', 'activation2']
+        >>> lower, upper = network.split("activation1")
+    """
+
+    leaf_modules: ClassVar[tuple[type[nn.Module], ...]] = ()
+    _strict: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _recording(cls.__init__)  # type: ignore[method-assign]
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, usually logits ``[N, C]``, for inputs whose first axis is ``N``."""
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What :func:`lightning_sym.networks.build` needs to make such a network again, ready for JSON.
+
+        ``{"class_path": "lightning_sym.networks.MyrtleCNN", "init_args": {"width": 16, ...}}``: the public
+        path of our own classes, module and qualified name of others; all arguments, with tuples as lists.
+
+        Raises:
+            ValueError: If an argument cannot be written as JSON.
+        """
+        cls = type(self)
+        arguments: dict[str, object] = {}
+        args, kwargs = self._call
+        bound = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
+        for name, value in list(bound.arguments.items())[1:]:
+            kind = bound.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= value
+            elif kind is not inspect.Parameter.VAR_POSITIONAL:
+                arguments[name] = value
+            elif value:
+                raise ValueError(
+                    f"{cls.__name__} got unnamed arguments (*{name}); pass them by name to record them."
+                )
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        if path.startswith(f"{_PUBLIC}.") and getattr(sys.modules.get(_PUBLIC), cls.__name__, None) is cls:
+            path = f"{_PUBLIC}.{cls.__name__}"
+        return _description(path, arguments)
+
+    def fresh(self, seed: int) -> Self:
+        """Return a new network of the same class and arguments with its own initial weights.
+
+        Args:
+            seed: Seed of the initialisation. The weights are exactly those of ``torch.manual_seed(seed)``
+                followed by the constructor, whatever was drawn before; the caller's generator is left as it
+                was.
+
+        Returns:
+            The new network, on the default device and dtype, in train mode.
+
+        Raises:
+            ValueError: If an argument of the constructor is itself a module, which both networks would share.
+        """
+        args, kwargs = self._call
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, nn.Module):
+                raise ValueError(
+                    f"{type(self).__name__} was given a {type(value).__name__}, which a fresh network "
+                    f"would share; let its constructor build it."
+                )
+        with seeded(seed):
+            return type(self)(*args, **kwargs)
+
+    def sites(self) -> list[str]:
+        """Return the names of the network's sites in the order in which they are computed.
+
+        A site is the output of an activation module, named as in ``named_modules()``. A subclass may
+        override this to return names of other modules (whole blocks, say): :meth:`split` cuts there too.
+
+        Returns:
+            The site names, each once.
+
+        Raises:
+            ValueError: If the network cannot be traced, calls an activation module twice, works in place or
+                applies an activation as a function; the sentence names the module.
+        """  # noqa: DOC502
+        return list(trace(self, self.leaf_modules, strict=self._strict).sites)
+
+    def split(self, site: str) -> tuple[nn.Module, nn.Module]:
+        """Cut the network after a site: ``upper(lower(x)) == network(x)``, to the last bit.
+
+        The cut is in execution order: what is computed up to and including the site is in ``lower``, the rest
+        in ``upper``. If the rest needs the site's activation only, ``lower`` returns that tensor. Within a
+        residual block it needs more (the skip connection, sometimes a size); then ``lower`` returns a tuple
+        that begins with the site's activation, and ``upper`` takes that tuple as its one argument.
+
+        Both halves use the network's own submodules and parameters, under the same names: training a half
+        trains the network, and ``half.eval()`` puts the shared submodules in eval mode. They are traced in
+        the network's present mode; a network that reads ``self.training`` in ``forward`` must be split again
+        after a change. ``upper`` leaves the values it is given as they are, unless the network's ``forward``
+        overwrites a tensor of which it later reads a view.
+
+        Args:
+            site: One of :meth:`sites`.
+
+        Returns:
+            ``lower`` and ``upper``.
+
+        Raises:
+            ValueError: If there is no such site, or as for :meth:`sites`.
+        """
+        traced = trace(self, self.leaf_modules, strict=self._strict)
+        names = list(traced.sites) if type(self).sites is Network.sites else self.sites()
+        if site not in names:
+            raise ValueError(unknown("site", site, names))
+        node = traced.sites.get(site) or traced.outputs.get(site)
+        if node is None:
+            raise ValueError(
+                f"{type(self).__name__}.sites() names {site!r}, but no module of that name is called."
+            )
+        return cut(self, traced.graph, node)
+
+    @staticmethod
+    def wrap(module: nn.Module | Callable[[], nn.Module]) -> "WrappedNetwork":
+        """Return a network around any module that torch.fx can trace.
+
+        Args:
+            module: The module, which the wrapper then owns; or better, what builds one when called without
+                arguments, as in ``Network.wrap(functools.partial(torchvision.models.resnet18,
+                num_classes=10))``, so that :meth:`fresh` and :attr:`architecture` work.
+
+        Returns:
+            The wrapper; see :class:`WrappedNetwork`.
+        """
+        return WrappedNetwork(module)
+
+    @property
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments of the constructor, defaults included."""
+        args, kwargs = self.__dict__.get("_recorded_call", ((), {}))
+        return snapshot(args), snapshot(kwargs)
+
+
+class _ModuleHolder(Network):
+    """A network that passes its input to one module, ``self.module``, with the lenient rules of wrapping.
+
+    Args:
+        module: The module, which the holder then owns: ``inplace`` is switched off in all its parts.
+    """
+
+    _strict = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for part in module.modules():
+            if getattr(part, "inplace", False) is True:
+                part.inplace = False  # type: ignore[assignment]
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the module's output."""
+        output: Tensor = self.module(x)
+        return output
+
+
+class WrappedNetwork(_ModuleHolder):
+    """A network around any module that torch.fx can trace; made by :meth:`Network.wrap`.
+
+    - The module is owned, not copied, and ``inplace`` is switched off in all its parts.
+    - Parameters, state-dict keys and sites have the module's own names after ``module.``, as in
+      ``named_modules()``; ``wrapped.module`` is the module itself, with which weights from elsewhere can be
+      loaded.
+    - A module that is called several times is one site per call: ``module.layer1.0.relu`` is the first call,
+      ``module.layer1.0.relu-2`` the second.
+    - Elementwise activation functions (``F.relu``, ``torch.tanh``, ``x.sigmoid()``...) are sites too, named
+      for the module whose forward calls them: ``module.functional-relu``, ``module.functional-relu-2``.
+      Functions composed by hand, such as ``x.clamp(min=0)`` or ``x * torch.sigmoid(x)`` as a whole, are not
+      recognised.
+
+    Args:
+        module: The module, or what builds one when called without arguments: a function, a class, or a
+            ``functools.partial`` of either. Only then do :meth:`fresh` and (if it is importable and its
+            keyword arguments can be written as JSON) :attr:`architecture` work.
+        factory: What built ``module``, where that is a module; None if unknown.
+
+    Raises:
+        ValueError: If ``module`` is not and does not build a module, or is a ``Network`` already.
+    """
+
+    def __init__(
+        self, module: nn.Module | Callable[[], nn.Module], factory: Callable[[], nn.Module] | None = None
+    ) -> None:
+        built: object = module
+        if not isinstance(module, nn.Module) and callable(module):
+            factory, built = module, module()
+        if not isinstance(built, nn.Module):
+            raise ValueError(f"Only a module or what builds one can be wrapped, got {module!r}.")
+        if isinstance(built, Network):
+            raise ValueError(f"{type(built).__name__} is a Network already; use it without Network.wrap.")
+        super().__init__(built)
+        self._factory = factory
+        self.__dict__["_recorded_call"] = ((), {})  # not the module, which would be kept a second time
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """Path and keyword arguments of the function or class that builds the module, ready for JSON.
+
+        Raises:
+            ValueError: If a module was wrapped rather than what builds it, that cannot be imported by its
+                name, or an argument cannot be written as JSON.
+        """
+        function: Any = self._require_factory("its architecture recorded")
+        arguments: dict[str, Any] = {}
+        if isinstance(function, functools.partial):
+            args, arguments, function = function.args, function.keywords, function.func
+            named = inspect.signature(function).bind_partial(*args)
+            if any(
+                named.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+                for name in named.arguments
+            ):
+                raise ValueError(f"{function!r} got unnamed arguments; pass them by name to record them.")
+            arguments = {**named.arguments, **arguments}
+        module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+        found: object = sys.modules.get(module or "")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is None or found is not function:
+            raise ValueError(
+                f"{name or repr(function)} cannot be imported by that name, so that the architecture cannot "
+                f"be recorded; pass Network.wrap a functools.partial of a function or class of a module."
+            )
+        return _description(f"{module}.{name}", arguments)
+
+    def fresh(self, seed: int) -> Self:
+        """Return a new network from the same factory with its own initial weights.
+
+        See :meth:`Network.fresh`.
+
+        Args:
+            seed: Seed of the initialisation.
+
+        Returns:
+            The new network.
+
+        Raises:
+            ValueError: If a module was wrapped rather than what builds it.
+        """  # noqa: DOC502
+        factory = self._require_factory("fresh weights")
+        with seeded(seed):
+            return type(self)(factory)
+
+    def _require_factory(self, purpose: str) -> Callable[[], nn.Module]:
+        """Return the factory, or explain that a module alone cannot be made again."""
+        if self._factory is None:
+            kind = type(self.module).__name__
+            raise ValueError(
+                f"This {kind} was wrapped as a module and cannot have {purpose}; "
+                f"pass Network.wrap what builds it, such as functools.partial({kind}, ...)."
+            )
+        return self._factory
+
+
+def _description(path: str, arguments: Mapping[str, object]) -> dict[str, Any]:
+    """Return class path and arguments in the form that jsonargparse reads."""
+    return {
+        "class_path": path,
+        "init_args": {name: _json(value, name, path) for name, value in arguments.items()},
+    }
+
+
+def _json(value: object, name: str, path: str) -> Any:
+    """Return a value as JSON has it, tuples as lists."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_json(item, name, path) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json(item, name, path) for key, item in value.items()}
+    raise ValueError(
+        f"The argument {name} of {path} is a {type(value).__name__}, which cannot be written as JSON; "
+        f"use numbers, strings, lists or dictionaries for architectures to be recorded."
+    )

@@ -1,0 +1,208 @@
+"""Residual networks for small images."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym.networks.activations import make_activation
+from lightning_sym.networks.base import Network
+
+
+class SubsampleAndPad(nn.Module):
+    """The parameter-free shortcut of option A: subsampling, and channels of zeros on both sides.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output, >= ``in_channels``. The zeros are half before and half after the
+            input's channels (one more after, if their number is odd).
+        stride: Step between the pixels that are kept, >= 1.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.before = (out_channels - in_channels) // 2
+        self.after = out_channels - in_channels - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[N, out_channels, ceil(H / stride), ceil(W / stride)]`` for ``[N, in_channels, H, W]``."""
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
+
+    def extra_repr(self) -> str:
+        """Return stride and padding, for ``repr``."""
+        return f"stride={self.stride}, before={self.before}, after={self.after}"
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm; the input is added before the last activation.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        stride: Stride of the first convolution and of the shortcut.
+        shortcut: ``A`` or ``B``, used where the shape changes.
+        activation: A name that :func:`lightning_sym.networks.make_activation` takes.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, shortcut: str, activation: str
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.activation1 = make_activation(activation)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.activation2 = make_activation(activation)
+        self.shortcut: nn.Module
+        if stride == 1 and in_channels == out_channels:
+            self.shortcut = nn.Identity()
+        elif shortcut == "A":
+            self.shortcut = SubsampleAndPad(in_channels, out_channels, stride)
+        else:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[N, out_channels, ceil(H / stride), ceil(W / stride)]`` for ``[N, in_channels, H, W]``."""
+        branch = self.norm2(self.conv2(self.activation1(self.norm1(self.conv1(x)))))
+        output: Tensor = self.activation2(branch + self.shortcut(x))
+        return output
+
+
+class _ResidualNetwork(Network):
+    """One convolution, stages of residual blocks, average over all positions, one linear layer.
+
+    Each stage but the first halves height and width.
+
+    Args:
+        widths: Channels of the stages.
+        depths: Blocks of the stages.
+        shortcut: ``A`` or ``B``.
+        in_channels: Channels of the images.
+        image_size: Side of the images, or (height, width).
+        num_classes: Number of outputs.
+        activation: Name of the activation.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        depths: Sequence[int],
+        shortcut: str,
+        in_channels: int,
+        image_size: int | tuple[int, int],
+        num_classes: int,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        height_width(image_size)  # padding makes every size fit
+        self.conv = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(widths[0])
+        self.activation = make_activation(activation)
+        # One container for all blocks: positions in named_modules() are then those of the published networks.
+        self.blocks = nn.Sequential()
+        channels = widths[0]
+        for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                self.blocks.append(ResidualBlock(channels, width, stride, shortcut, activation))
+                channels = width
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.classifier = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``[N, C]`` for images ``[N, in_channels, height, width]``."""
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+class CIFARResNet(_ResidualNetwork):
+    """The residual networks of three stages made for CIFAR: ResNet-20, 32, 44 and 56.
+
+    Stages of widths c, 2c, 4c, each of ``(depth - 2) / 6`` blocks; global average pooling. With the defaults
+    and CIFAR
+    images: 269,722 parameters (ResNet-32: 464,154; ResNet-44: 658,586; ResNet-56: 853,018). Kaiming-normal
+    weights (fan in, gain of ReLU) in convolutions and the linear layer, PyTorch's initialisation otherwise.
+
+    Args:
+        depth: 20, 32, 44 or 56: the number of layers with weights, shortcuts not counted.
+        shortcut: Where the shape changes, ``A`` keeps every second pixel and pads zero channels on both sides
+            (a quarter of the output's channels on each), ``B`` is a 1x1 convolution with batch norm.
+        width: Channels ``c`` of the first stage, >= 1.
+        in_channels: Channels of the images, >= 1.
+        image_size: Side of square images, or (height, width), in pixels, >= 1.
+        num_classes: Number of outputs ``C``, >= 1.
+        activation: A name that :func:`lightning_sym.networks.make_activation` takes.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        He et al. (2016), "Deep Residual Learning for Image Recognition", section 4.2, arXiv:1512.03385.
+        There, option A pads the zero channels after the others; both sides, as here, is what Godfrey et al.
+        (arXiv:2205.14258) use.
+    """
+
+    def __init__(
+        self,
+        depth: Literal[20, 32, 44, 56] = 20,
+        shortcut: Literal["A", "B"] = "A",
+        width: int = 16,
+        in_channels: int = 3,
+        image_size: int | tuple[int, int] = 32,
+        num_classes: int = 10,
+        activation: str = "relu",
+    ) -> None:
+        check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
+        if depth not in (20, 32, 44, 56):
+            raise ValueError(f"depth must be 20, 32, 44 or 56, got {depth!r}.")
+        if shortcut not in ("A", "B"):
+            raise ValueError(f"shortcut must be 'A' or 'B', got {shortcut!r}.")
+        widths, depths = (width, 2 * width, 4 * width), ((depth - 2) // 6,) * 3
+        super().__init__(widths, depths, shortcut, in_channels, image_size, num_classes, activation)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+
+
+class CIFARResNet18(_ResidualNetwork):
+    """ResNet-18 for small images: a 3x3 first convolution without pooling, then four stages of two blocks.
+
+    Widths c, 2c, 4c, 8c; 1x1 convolution shortcuts (option B); global average pooling. With the defaults and
+    CIFAR
+    images: 11,173,962 parameters. PyTorch's initialisation.
+
+    Args:
+        width: Channels ``c`` of the first stage, >= 1.
+        in_channels: Channels of the images, >= 1.
+        image_size: Side of square images, or (height, width), in pixels, >= 1.
+        num_classes: Number of outputs ``C``, >= 1.
+        activation: A name that :func:`lightning_sym.networks.make_activation` takes.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        He et al. (2016), "Deep Residual Learning for Image Recognition", arXiv:1512.03385, with the first
+        layer that is usual for CIFAR, as in Godfrey et al. (2022), arXiv:2205.14258.
+    """
+
+    def __init__(
+        self,
+        width: int = 64,
+        in_channels: int = 3,
+        image_size: int | tuple[int, int] = 32,
+        num_classes: int = 10,
+        activation: str = "relu",
+    ) -> None:
+        check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
+        widths = (width, 2 * width, 4 * width, 8 * width)
+        super().__init__(widths, (2, 2, 2, 2), "B", in_channels, image_size, num_classes, activation)

@@ -1,0 +1,60 @@
+"""LeNet-5."""
+
+from torch import Tensor, nn
+
+from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym.networks.activations import make_activation
+from lightning_sym.networks.base import Network
+
+
+class LeNet5(Network):
+    """LeNet-5 as it is used today: two 5x5 convolutions with max pooling, three linear layers.
+
+    Widths 6, 16, 120, 84. For 32x32 images the first convolution has no padding, for 28x28 images padding 2,
+    so that both have the same parameters: 61,706 for one channel and ten classes. PyTorch's initialisation.
+
+    Args:
+        in_channels: Channels of the images, >= 1.
+        image_size: 28 or 32 (or (28, 28), (32, 32)), in pixels.
+        num_classes: Number of outputs ``C``, >= 1.
+        activation: A name that :func:`lightning_sym.networks.make_activation` takes.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        LeCun et al. (1998), "Gradient-based learning applied to document recognition". Differs in what is
+        usual now: max pooling without weights, all connections between the channels, a linear output layer,
+        ReLU.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        image_size: int | tuple[int, int] = 28,
+        num_classes: int = 10,
+        activation: str = "relu",
+    ) -> None:
+        super().__init__()
+        check_counts(in_channels=in_channels, num_classes=num_classes)
+        size = height_width(image_size)
+        if size not in ((28, 28), (32, 32)):
+            raise ValueError(f"LeNet5 takes images of 28x28 or 32x32 pixels, got image_size={image_size!r}.")
+        self.conv1 = nn.Conv2d(in_channels, 6, 5, padding=2 if size == (28, 28) else 0)
+        self.activation1 = make_activation(activation)
+        self.pool1 = nn.MaxPool2d(2)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.activation2 = make_activation(activation)
+        self.pool2 = nn.MaxPool2d(2)
+        self.flatten = nn.Flatten()
+        self.linear1 = nn.Linear(16 * 5 * 5, 120)
+        self.activation3 = make_activation(activation)
+        self.linear2 = nn.Linear(120, 84)
+        self.activation4 = make_activation(activation)
+        self.classifier = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``[N, C]`` for images ``[N, in_channels, image_size, image_size]``."""
+        for module in self.children():
+            x = module(x)
+        return x

@@ -1,0 +1,83 @@
+"""The classification networks of torchvision by name."""
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from lightning_sym._text import unknown
+from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym.networks.base import _ModuleHolder
+
+
+class TorchvisionNetwork(_ModuleHolder):
+    """A classification network of torchvision with random weights, wrapped as by :meth:`Network.wrap`.
+
+    Names of parameters and sites begin with ``module.``; repeated calls of a module and functional
+    activations are named as :class:`lightning_sym.networks.WrappedNetwork` says. Auxiliary classifiers are
+    left out.
+
+    Args:
+        model: Name in ``torchvision.models``, for example ``resnet18`` or ``vgg11_bn``.
+        in_channels: Channels of the images, >= 1. If not 3, the first convolution is replaced by one that
+            takes them, with PyTorch's initialisation.
+        image_size: Side of square images, or (height, width), in pixels. Sizes that the network cannot take
+            are found by passing one image without data through it (on the meta device: no computation).
+        num_classes: Number of outputs ``C``, >= 1.
+
+    Raises:
+        ValueError: If torchvision has no such classification network, an argument is out of range, or the
+            network cannot take images of that size.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        in_channels: int = 3,
+        image_size: int | tuple[int, int] = 224,
+        num_classes: int = 10,
+    ) -> None:
+        from torchvision import models  # takes a second; only those who use it wait
+
+        check_counts(in_channels=in_channels, num_classes=num_classes)
+        size = height_width(image_size)
+        names = models.list_models(module=models)
+        if model not in names:
+            raise ValueError(unknown("torchvision network", model, names))
+        # These two have auxiliary outputs in train mode, and warn unless told how to initialise.
+        extra = {"aux_logits": False, "init_weights": True} if model in ("googlenet", "inception_v3") else {}
+        module = models.get_model(model, weights=None, num_classes=num_classes, **extra)
+        if in_channels != 3:
+            _replace_first_convolution(module, in_channels)
+        _check_takes(module, model, (in_channels, *size))
+        super().__init__(module)
+
+
+def _replace_first_convolution(module: nn.Module, in_channels: int) -> None:
+    """Put a convolution for other images in the place of the first one."""
+    name, old = next((name, part) for name, part in module.named_modules() if isinstance(part, nn.Conv2d))
+    new = nn.Conv2d(
+        in_channels,
+        old.out_channels,
+        old.kernel_size,  # type: ignore[arg-type]
+        stride=old.stride,  # type: ignore[arg-type]
+        padding=old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )
+    parent, _, attribute = name.rpartition(".")
+    module.get_submodule(parent).register_module(attribute, new)
+
+
+def _check_takes(module: nn.Module, model: str, shape: tuple[int, int, int]) -> None:
+    """Check by shapes alone that the module takes images of a shape, in eval mode."""
+    state = {name: value.to("meta") for name, value in [*module.named_parameters(), *module.named_buffers()]}
+    training = module.training
+    try:
+        with torch.no_grad():
+            functional_call(module.eval(), state, torch.empty(1, *shape, device="meta"))
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"torchvision's {model} cannot take images of shape {list(shape)}: {reason}."
+        ) from error
+    finally:
+        module.train(training)

@@ -1,0 +1,375 @@
+"""Several networks of one architecture, run side by side without touching each other.
+
+A population knows two ways to run its members, which give the same numbers up to rounding:
+
+- :class:`LoopPopulation` runs one member after another, each with its own parameters;
+- :class:`VmapPopulation` keeps one tensor per parameter name with a leading member axis and runs all members
+  in one vectorised call (``torch.func.vmap``).
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from lightning_sym._random import derive_seed, seeded
+from lightning_sym.networks import Network
+
+# Modules whose training-mode forward draws random numbers. They are seeded per member and step, so that
+# a member does not depend on its neighbours and a resumed run draws the same numbers.
+_STOCHASTIC = (
+    "Dropout",
+    "AlphaDropout",
+    "FeatureAlphaDropout",
+    "StochasticDepth",
+    "RReLU",
+    "MultiheadAttention",
+)
+
+
+@dataclass
+class PopulationStep:
+    """What one training step of a population found.
+
+    Attributes:
+        losses: Mean loss of each member's batch. Shape ``[M]``, detached; 0 for members that were skipped.
+        correct: Number of correctly classified images of each member. Shape ``[M]``, int64.
+        gradients: One gradient per entry of :meth:`Population.trainable`, in that order.
+    """
+
+    losses: Tensor
+    correct: Tensor
+    gradients: list[Tensor]
+
+
+class Population(nn.Module):
+    """Members that share an architecture and differ by seed; see the module's docstring.
+
+    Member ``n`` starts from ``network.fresh(n)``: its weights depend on its number only.
+
+    Args:
+        network: The architecture. Its own weights are not used.
+        numbers: The members' numbers, which are their seeds. Distinct, at least one.
+
+    Raises:
+        ValueError: If ``numbers`` is empty or has duplicates.
+    """
+
+    def __init__(self, network: Network, numbers: Sequence[int]) -> None:
+        super().__init__()
+        if not numbers or len(set(numbers)) != len(numbers):
+            raise ValueError(f"numbers must be distinct and at least one, got {list(numbers)}.")
+        self.numbers = tuple(int(number) for number in numbers)
+        self.stochastic = any(type(module).__name__.startswith(_STOCHASTIC) for module in network.modules())
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained, in the order of :attr:`PopulationStep.gradients`."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield ``(name within the network, parameter)`` for every trainable parameter, in the same order."""
+        raise NotImplementedError
+
+    def step(
+        self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
+    ) -> PopulationStep:
+        """Compute every member's cross-entropy and its gradient on its own batch.
+
+        Args:
+            images: Inputs. Shape ``[M, B, C, H, W]``, one batch per member.
+            labels: Classes. Shape ``[M, B]``, int64.
+            skip: Numbers of members not to run; their losses and gradients are 0.
+            label_smoothing: In ``[0, 1)``; 0 is the plain cross-entropy.
+            draw: Identifies this step for networks with dropout or other random layers.
+
+        Returns:
+            Losses, counts and gradients; nothing is accumulated into ``.grad``.
+        """
+        raise NotImplementedError
+
+    def logits(self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None) -> Tensor:
+        """Return all members' outputs for the same images.
+
+        Args:
+            images: Shape ``[B, C, H, W]``.
+            states: Weights to use in place of the current ones, by member number.
+
+        Returns:
+            Shape ``[M, B, K]``.
+        """
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return all members' outputs for the same images, shape ``[M, B, K]``."""
+        return self.logits(images)
+
+    def member_state(self, number: int) -> dict[str, Tensor]:
+        """Return a copy of one member's parameters and buffers, under the network's own names."""
+        raise NotImplementedError
+
+    def clip_gradients(self, value: float, *, by_norm: bool) -> None:
+        """Clip every member's gradient separately, as if it were trained alone.
+
+        Args:
+            value: Largest norm (or absolute value) allowed. > 0.
+            by_norm: Clip the Euclidean norm over the member's parameters; otherwise each entry.
+        """
+        raise NotImplementedError
+
+    def drop_gradients(self, number: int) -> None:
+        """Forget one member's gradient, so that the optimizer leaves the member alone where it can."""
+        raise NotImplementedError
+
+    def _index(self, number: int) -> int:
+        try:
+            return self.numbers.index(number)
+        except ValueError:
+            raise ValueError(
+                f"No member {number} in this population of members {list(self.numbers)}."
+            ) from None
+
+
+class LoopPopulation(Population):
+    """One member after another; a member's numbers are bitwise those of training it alone.
+
+    The gradient of each member is taken before the next one runs, so the memory for activations is that of
+    one member.
+
+    Args:
+        network: The architecture; see :class:`Population`.
+        numbers: The members' numbers; see :class:`Population`.
+        channels_last: Keep four-dimensional tensors in ``torch.channels_last`` layout.
+    """
+
+    def __init__(self, network: Network, numbers: Sequence[int], *, channels_last: bool = False) -> None:
+        super().__init__(network, numbers)
+        self.channels_last = channels_last
+        self.members = nn.ModuleDict({_key(number): network.fresh(number) for number in self.numbers})
+        if channels_last:
+            self.members.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _member(self, number: int) -> nn.Module:
+        self._index(number)
+        return self.members[_key(number)]
+
+    def member_parameters(self, number: int) -> list[nn.Parameter]:
+        """Return one member's trainable parameters."""
+        return [parameter for parameter in self._member(number).parameters() if parameter.requires_grad]
+
+    def _laid_out(self, images: Tensor) -> Tensor:
+        return images.contiguous(memory_format=torch.channels_last) if self.channels_last else images
+
+    def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: D102
+        for member in self.members.values():
+            for name, parameter in member.named_parameters():
+                if parameter.requires_grad:
+                    yield name, parameter
+
+    def step(  # noqa: D102
+        self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
+    ) -> PopulationStep:
+        losses = torch.zeros(len(self), device=images.device)
+        correct = torch.zeros(len(self), dtype=torch.int64, device=images.device)
+        gradients: list[Tensor] = []
+        for index, number in enumerate(self.numbers):
+            member = self._member(number)
+            parameters = self.member_parameters(number)
+            if number in skip:
+                gradients += [torch.zeros_like(parameter) for parameter in parameters]
+                continue
+            if self.stochastic:
+                with seeded(derive_seed("forward", number, draw)):
+                    logits = member(self._laid_out(images[index]))
+            else:
+                logits = member(self._laid_out(images[index]))
+            loss = F.cross_entropy(logits, labels[index], label_smoothing=label_smoothing)
+            with torch.autocast(images.device.type, enabled=False):
+                gradients += torch.autograd.grad(loss, parameters)
+            losses[index] = loss.detach()
+            correct[index] = (logits.detach().argmax(1) == labels[index]).sum()
+        return PopulationStep(losses, correct, gradients)
+
+    def logits(  # noqa: D102
+        self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None
+    ) -> Tensor:
+        images = self._laid_out(images)
+        if states is None:
+            return torch.stack([self._member(number)(images) for number in self.numbers])
+        return torch.stack(
+            [
+                functional_call(self._member(number), dict(states[number]), (images,))
+                for number in self.numbers
+            ]
+        )
+
+    def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
+        return {name: value.detach().clone() for name, value in self._member(number).state_dict().items()}
+
+    def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
+        for member in self.members.values():
+            if by_norm:
+                nn.utils.clip_grad_norm_(member.parameters(), value)
+            else:
+                nn.utils.clip_grad_value_(member.parameters(), value)
+
+    def drop_gradients(self, number: int) -> None:  # noqa: D102
+        for parameter in self._member(number).parameters():
+            parameter.grad = None
+
+
+class VmapPopulation(Population):
+    """All members in one vectorised call; many small members run much faster than one after another.
+
+    Parameters and buffers carry a leading member axis, so the optimizer must act on every entry of a tensor
+    by itself, as SGD and the Adam family do; the task checks this.
+
+    Args:
+        network: The architecture; see :class:`Population`. It must be built from operations that
+            ``torch.func.vmap`` knows.
+        numbers: The members' numbers; see :class:`Population`.
+    """
+
+    def __init__(self, network: Network, numbers: Sequence[int]) -> None:
+        super().__init__(network, numbers)
+        members = [network.fresh(number) for number in self.numbers]
+        # In a tuple, so that it is no submodule: only the stacked tensors are parameters of the population.
+        self._skeleton = (copy.deepcopy(members[0]).to("meta"),)
+        self.parameter_names = [name for name, _ in members[0].named_parameters()]
+        self.buffer_names = [name for name, _ in members[0].named_buffers()]
+        for name, parameter in members[0].named_parameters():
+            stacked = torch.stack([member.get_parameter(name).detach() for member in members])
+            self.register_parameter(_flat(name), nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+        for name in self.buffer_names:
+            self.register_buffer(_flat(name), torch.stack([member.get_buffer(name) for member in members]))
+
+    def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: D102
+        for name in self.parameter_names:
+            parameter = self.get_parameter(_flat(name))
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            **{name: self.get_parameter(_flat(name)) for name in self.parameter_names},
+            **{name: self.get_buffer(_flat(name)) for name in self.buffer_names},
+        }
+
+    def _call(self, tensors: dict[str, Tensor], images: Tensor, images_axis: int | None) -> Tensor:
+        skeleton = self._skeleton[0].train(self.training)
+
+        def run(state: dict[str, Tensor], inputs: Tensor) -> Tensor:
+            result: Tensor = functional_call(skeleton, state, (inputs,))
+            return result
+
+        outputs: Tensor = vmap(run, in_dims=(0, images_axis), randomness="different")(tensors, images)
+        return outputs
+
+    def step(  # noqa: D102
+        self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
+    ) -> PopulationStep:
+        if self.stochastic:
+            with seeded(derive_seed("forward", *self.numbers, draw)):
+                logits = self._call(self._tensors(), images, 0)
+        else:
+            logits = self._call(self._tensors(), images, 0)
+        members, size = labels.shape
+        losses = (
+            F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing, reduction="none"
+            )
+            .view(members, size)
+            .mean(1)
+        )
+        with torch.autocast(images.device.type, enabled=False):
+            gradients = list(torch.autograd.grad(losses.sum(), self.trainable()))
+        correct = (logits.detach().argmax(2) == labels).sum(1)
+        losses = losses.detach()
+        if skip:
+            rows = [index for index, number in enumerate(self.numbers) if number in skip]
+            losses[rows], correct[rows] = 0.0, 0
+            for gradient in gradients:
+                gradient[rows] = 0.0
+        return PopulationStep(losses, correct, gradients)
+
+    def logits(  # noqa: D102
+        self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None
+    ) -> Tensor:
+        if states is None:
+            return self._call(self._tensors(), images, None)
+        names = self.parameter_names + self.buffer_names
+        return self._call(
+            {name: torch.stack([states[number][name] for number in self.numbers]) for name in names},
+            images,
+            None,
+        )
+
+    def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
+        index = self._index(number)
+        return {name: tensor[index].detach().clone() for name, tensor in self._tensors().items()}
+
+    def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
+        gradients = [parameter.grad for parameter in self.trainable() if parameter.grad is not None]
+        if not by_norm:
+            torch._foreach_clamp_min_(gradients, -value)
+            torch._foreach_clamp_max_(gradients, value)
+            return
+        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        factor = (value / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))
+
+    def drop_gradients(self, number: int) -> None:  # noqa: D102
+        # A row cannot be left out of a stacked tensor; a zero keeps what is not finite out of its neighbours.
+        for parameter in self.trainable():
+            if parameter.grad is not None:
+                parameter.grad[self._index(number)] = 0.0
+
+
+class _GradientCarrier(torch.autograd.Function):
+    """A scalar whose backward hands over gradients that are known already.
+
+    Members' gradients are taken one at a time; this brings them to ``.grad`` by way of an ordinary
+    ``backward()``, so that Lightning's accumulation and DDP's reduction work as they always do.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, *tensors: Tensor) -> Tensor:
+        half = len(tensors) // 2
+        ctx.gradients = tensors[:half]  # type: ignore[attr-defined]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.gradients  # type: ignore[attr-defined]
+        return (None, *[None] * len(gradients), *torch._foreach_mul(gradients, outputs[0]))
+
+
+def carry_gradients(value: Tensor, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return ``value`` as a scalar whose backward adds the given gradients to the parameters.
+
+    Args:
+        value: The number to report as the loss. Scalar, detached.
+        gradients: One per parameter, of its shape.
+        parameters: Leaves that require gradients.
+
+    Returns:
+        A scalar equal to ``value``; ``backward()`` multiplies the gradients by the incoming factor.
+    """
+    result: Tensor = _GradientCarrier.apply(value, *gradients, *parameters)
+    return result
+
+
+def _key(number: int) -> str:
+    return f"{number:04d}"
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "/")

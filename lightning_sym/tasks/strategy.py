@@ -1,0 +1,96 @@
+"""Placing the members of a population on processes."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
+from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+
+class MemberParallelStrategy(DDPStrategy):
+    """Every process trains its own members, with no gradient traffic; ``--trainer.strategy ddp_members``.
+
+    Processes are launched as for DDP (by Lightning, ``torchrun`` or SLURM), on one or many nodes, but the
+    module is not wrapped: each rank holds different members, sees all the training data and meets the others
+    only for metrics and checkpoints. The checkpoint, written by rank 0, holds the whole population.
+
+    Args:
+        kwargs: As for :class:`pytorch_lightning.strategies.DDPStrategy`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank sees all the data: 1 replica, rank 0."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def setup(self, trainer: Trainer) -> None:
+        """Move the module to its device and set up optimizers; nothing is broadcast or wrapped."""
+        self.model_to_device()
+        Strategy.setup(self, trainer)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks' members on rank 0, the own state elsewhere."""
+        states = gather(super().lightning_module_state_dict())
+        merged: dict[str, Any] = {}
+        for state in states:
+            merged.update(state)
+        return merged
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the own members' part of a checkpoint of the whole population."""
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict().keys()
+        state = {name: value for name, value in checkpoint["state_dict"].items() if name in own}
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return ``{"ranks": [...]}`` with every rank's optimizer state on rank 0."""
+        return {"ranks": gather(super().optimizer_state(optimizer))}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the own rank's optimizer state.
+
+        Raises:
+            ValueError: If the checkpoint was written by another number of processes.
+        """
+        states = []
+        for state in checkpoint["optimizer_states"]:
+            ranks = state.get("ranks")
+            if ranks is None or len(ranks) != self.world_size:
+                written = 1 if ranks is None else len(ranks)
+                raise ValueError(
+                    f"The checkpoint was written by {written} process(es) and this run has {self.world_size}; "
+                    "resume with the same number of processes and the same strategy."
+                )
+            states.append(ranks[self.global_rank])
+        super().load_optimizer_state_dict({"optimizer_states": states})
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's value on rank 0, in order of rank, and ``[value]`` on the other ranks.
+
+    Args:
+        value: Anything that can be pickled. Without process group the result is ``[value]``.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    values: list[Any] | None = [None] * size if rank == 0 else None
+    torch.distributed.gather_object(value, values, dst=0)
+    return [value] if values is None else values
+
+
+for _name, _method in (("ddp_members", "popen"), ("ddp_members_fork", "fork")):
+    StrategyRegistry.register(
+        _name,
+        MemberParallelStrategy,
+        description="Every process trains its own members of a population.",
+        start_method=_method,
+    )

@@ -1,0 +1,546 @@
+"""Training a zoo: many members of one architecture in one fit."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_sym.networks import Network
+from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
+from lightning_sym.tasks.metrics import PopulationClassification
+from lightning_sym.tasks.strategy import MemberParallelStrategy, gather
+
+# Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
+_ENTRYWISE = {
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+
+
+class SplitData(Protocol):
+    """The part of a datamodule that a population is evaluated on; ``ImageDataModule`` has it."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, ``K``."""
+
+    def curvature_dataloader(self) -> Any:
+        """Return the training split, not augmented and not shuffled."""
+
+    def val_dataloader(self) -> Any:
+        """Return the validation split; empty if there is none."""
+
+    def test_dataloader(self) -> Any:
+        """Return the test split."""
+
+
+class ZooTask(LightningModule):
+    r"""Train many members of one architecture that differ by seed only.
+
+    Member ``n`` has the initial weights of ``network.fresh(n)`` and its own order of the training data, both from
+    its number alone. Losses add and gradients do not mix: with ``execution="loop"`` on a CPU a member is bitwise
+    the one that would have been trained alone. A member whose loss is no longer finite is stopped and reported;
+    the others go on.
+
+    Place the members with the trainer: ``strategy="ddp"`` shares out the data (every process holds all members),
+    ``strategy="ddp_members"`` shares out the members (every process sees all the data, no gradient traffic).
+
+    Args:
+        network: The architecture; its own weights are not used.
+        members: Number of members, ``M``. >= 1.
+        seed: The first member's number; the members are ``seed, ..., seed + members - 1``. >= 0.
+        execution: ``"loop"`` runs one member after another (the faster one for convolutions on a CPU),
+            ``"vmap"`` all in one vectorised call (the faster one for many small fully connected networks).
+        optimizer: Makes the optimizer from parameters; default Adam with its defaults, as in the paper.
+            With ``execution="vmap"`` it must act entry by entry.
+        lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
+        lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
+        weight_decay_on: ``"all"`` parameters, or ``"weights"``: those with "weight" in their name, batch norm's
+            included, biases not (the paper's code).
+        label_smoothing: In ``[0, 1)``.
+        keep: Which weights of a member are kept: of the ``"best"`` epoch by validation accuracy (ties: the lower
+            validation loss, then the earlier epoch), as in the paper, or of the ``"last"`` epoch.
+        channels_last: Keep images in ``torch.channels_last`` layout (``"loop"`` only). Often faster for
+            convolutions; changes results by rounding.
+
+    Logged at the end of every epoch, on rank 0, for split ``train`` and ``val`` (and once for ``test``):
+    ``<split>/accuracy`` and ``<split>/loss`` (mean over the members that have not been stopped),
+    ``<split>/accuracy/min``, ``.../max`` and ``<split>/accuracy/member-0003``, the same for ``loss``. Accuracies
+    are fractions in ``[0, 1]``; losses are mean cross-entropies in nats, for ``train`` those of the training steps
+    (augmented images, changing weights).
+
+    A checkpoint holds the whole population: weights, the weights kept so far, the history of the curves, and which
+    members were stopped.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Godfrey, Brown, Emerson, Kvinge (2022), "On the Symmetries of Deep Learning Models and their Internal
+        Representations", arXiv:2205.14258, appendix D.1. We choose the epoch on a validation split where the paper
+        uses the test set.
+    """
+
+    population: Population
+
+    def __init__(
+        self,
+        network: Network,
+        members: int = 4,
+        seed: int = 0,
+        execution: Literal["loop", "vmap"] = "loop",
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+        weight_decay_on: Literal["all", "weights"] = "all",
+        label_smoothing: float = 0.0,
+        keep: Literal["best", "last"] = "best",
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__()
+        if members < 1:
+            raise ValueError(f"members must be at least 1, got {members}.")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, as it is the first member's number, got {seed}.")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
+        if execution not in ("loop", "vmap"):
+            raise ValueError(f'execution must be "loop" or "vmap", got {execution!r}.')
+        if channels_last and execution == "vmap":
+            raise ValueError('channels_last works with execution="loop" only; drop one of the two.')
+        self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
+        kind = type(self)
+        self.save_hyperparameters(
+            {"network": network.architecture, "_class_path": f"{kind.__module__}.{kind.__qualname__}"}
+        )
+        self._template = (network,)  # in a tuple: the template's weights are no part of the population
+        self.members = members
+        self.seed = seed
+        self.execution = execution
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler_interval = lr_scheduler_interval
+        self.weight_decay_on = weight_decay_on
+        self.label_smoothing = label_smoothing
+        self.keep = keep
+        self.channels_last = channels_last
+
+        self.train_metrics = PopulationClassification(members)
+        self.val_metrics = PopulationClassification(members)
+        self.kept: dict[int, dict[str, Any]] = {}
+        self.stopped: dict[int, dict[str, Any]] = {}
+        self.history: dict[str, list[list[float]]] = {}
+        self._split_metrics: dict[str, dict[str, Tensor]] | None = None
+
+    # ---- members and their placement
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all members of the zoo, on every rank."""
+        return list(range(self.seed, self.seed + self.members))
+
+    @property
+    def member_seeds(self) -> list[int]:
+        """The numbers of the members on this rank; datamodules make one order of the data for each."""
+        return list(self.population.numbers)
+
+    @property
+    def network(self) -> Network:
+        """The architecture that the members are made from."""
+        return self._template[0]
+
+    @property
+    def member_parallel(self) -> bool:
+        """Whether every rank holds members of its own."""
+        trainer = self._trainer
+        return trainer is not None and isinstance(trainer.strategy, MemberParallelStrategy)
+
+    def configure_model(self) -> None:
+        """Make this rank's members."""
+        if hasattr(self, "population"):
+            return
+        numbers = self.numbers
+        if self.member_parallel:
+            rank, size = self.trainer.global_rank, self.trainer.world_size
+            if size > self.members:
+                raise ValueError(
+                    f"{self.members} member(s) cannot be placed on {size} processes with strategy ddp_members; "
+                    "raise members, or start fewer processes."
+                )
+            numbers = numbers[rank::size]
+        if self.execution == "vmap":
+            self.population = VmapPopulation(self.network, numbers)
+        else:
+            self.population = LoopPopulation(self.network, numbers, channels_last=self.channels_last)
+        self._rows = torch.tensor([number - self.seed for number in numbers])
+
+    def setup(self, stage: str) -> None:
+        """Check that the trainer suits a population."""
+        if self.trainer.precision == "16-mixed":
+            raise ValueError(
+                "precision 16-mixed ties the members together (one gradient scale for all); use bf16-mixed or "
+                "32-true."
+            )
+
+    def rows(self, device: torch.device) -> Tensor:
+        """Return the places of this rank's members among all members. Shape ``[m]``, int64."""
+        self._rows = self._rows.to(device)
+        return self._rows
+
+    # ---- training
+
+    def on_train_start(self) -> None:
+        """Check that the best weights can be told, and leave running statistics to :meth:`on_validation_start`."""
+        if self.keep == "best" and sum(self.trainer.num_val_batches) == 0:
+            raise ValueError(
+                'keep="best" needs validation data, and there are none; set val_fraction above 0, or keep="last".'
+            )
+        self._split_metrics = None
+        if isinstance(self.trainer.strategy.model, DistributedDataParallel):
+            # Otherwise rank 0's running statistics, which come from its share of the data, would overwrite the others'.
+            self.trainer.strategy.model.broadcast_buffers = False
+
+    def on_validation_start(self) -> None:
+        """Give all ranks the same running statistics, the mean of what each has seen."""
+        if self.trainer.world_size == 1 or self.member_parallel or self.trainer.state.fn != "fit":
+            return
+        for buffer in self.population.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(self.trainer.strategy.reduce(buffer, reduce_op="mean"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of this rank's members. Images ``[B, C, H, W]``, logits ``[M, B, K]``."""
+        logits: Tensor = self.population(images)
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        """Make one optimizer for all members; see the class for what it may be."""
+        named = list(self.population.named_trainable())
+        parameters: Any = [parameter for _, parameter in named]
+        if self.weight_decay_on == "weights":
+            parameters = [
+                {"params": [parameter for name, parameter in named if "weight" in name]},
+                {
+                    "params": [parameter for name, parameter in named if "weight" not in name],
+                    "weight_decay": 0.0,
+                },
+            ]
+            parameters = [group for group in parameters if group["params"]]
+        optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS searches along one direction for all members together; use another optimizer."
+            )
+        if self.execution == "vmap" and name not in _ENTRYWISE:
+            raise ValueError(
+                f'{name} may look at a tensor as a whole, which mixes members under execution="vmap"; use '
+                'execution="loop", or one of ' + ", ".join(sorted(_ENTRYWISE)) + "."
+            )
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = self.lr_scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau would tie the members' learning rates together; use a scheduler that depends on "
+                "the epoch or step only."
+            )
+        return OptimizerLRSchedulerConfig(
+            optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": self.lr_scheduler_interval}
+        )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Take all members' gradients on their own batches; images ``[M, B, C, H, W]``, labels ``[M, B]``."""
+        images, labels = batch
+        if images.dim() != 5 or len(images) != len(self.population):
+            raise ValueError(
+                f"Expected one batch of images per member, shape [{len(self.population)}, B, C, H, W], got "
+                f"{list(images.shape)}; the datamodule has to make one order per entry of task.member_seeds, as "
+                "those of lightning_sym.datamodules do."
+            )
+        step = self.population.step(
+            images,
+            labels,
+            skip=frozenset(self.stopped),
+            label_smoothing=self.label_smoothing,
+            draw=self.global_step,
+        )
+        self._stop_diverged(step.losses, [*step.gradients])
+        running = [
+            index for index, number in enumerate(self.population.numbers) if number not in self.stopped
+        ]
+        if len(running) == len(self.population):
+            self.train_metrics.add(self.rows(images.device), step.correct, step.losses, labels.shape[1])
+        else:
+            keep = torch.tensor(running, dtype=torch.int64, device=images.device)
+            self.train_metrics.add(
+                self.rows(images.device)[keep], step.correct[keep], step.losses[keep], labels.shape[1]
+            )
+        loss = step.losses[running].mean() if running else step.losses.sum()
+        return carry_gradients(loss, step.gradients, self.population.trainable())
+
+    def _stop_diverged(self, losses: Tensor, gradients: list[Tensor]) -> None:
+        finite = torch.isfinite(losses)
+        if self.trainer.world_size > 1 and not self.member_parallel:
+            # All ranks hold all members: what one rank cannot use, none may, or their weights would part.
+            finite = self.trainer.strategy.reduce(finite.float(), reduce_op="sum") == self.trainer.world_size
+        if bool(finite.all()):
+            return
+        diverged = [self.population.numbers[index] for index in (~finite).nonzero().flatten().tolist()]
+        for number in diverged:
+            self._stop(number, "its training loss is not finite")
+        losses.masked_fill_(~finite, 0.0)
+        owners = self._owners()
+        for gradient, owner in zip(gradients, owners, strict=True):
+            if owner is None:
+                gradient[~finite] = 0.0
+            elif owner in diverged:
+                gradient.zero_()
+
+    def _owners(self) -> list[int | None]:
+        """Return which member each trainable tensor is of; None for tensors that all members share by rows."""
+        if isinstance(self.population, LoopPopulation):
+            return [
+                number
+                for number in self.population.numbers
+                for _ in self.population.member_parameters(number)
+            ]
+        return [None] * len(self.population.trainable())
+
+    def _stop(self, number: int, reason: str) -> None:
+        self.stopped[number] = {"epoch": self.current_epoch, "step": self.global_step, "reason": reason}
+        rank_zero_warn(
+            f"Member {number} was stopped in epoch {self.current_epoch}, step {self.global_step}: {reason}. The "
+            "others go on."
+        )
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Leave stopped members as they are."""
+        for number in self.stopped:
+            if number in self.population.numbers:
+                self.population.drop_gradients(number)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip each member's gradient by itself, so that members stay independent."""
+        if gradient_clip_val:
+            self.population.clip_gradients(gradient_clip_val, by_norm=gradient_clip_algorithm != "value")
+
+    def on_train_epoch_end(self) -> None:
+        """Log the epoch's training metrics."""
+        self._log_members("train", self.train_metrics)
+        if self.keep == "last":
+            self.on_validation_start()  # for runs without validation
+            self._keep_current({})
+        if len(self.gathered()[0]) == self.members:
+            raise ValueError(
+                "All members were stopped, as their losses are not finite; lower the learning rate or look at the "
+                "data."
+            )
+
+    # ---- validation, test, prediction
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Evaluate all members on the same images; images ``[B, C, H, W]``, labels ``[B]``."""
+        images, labels = batch
+        self.val_metrics.update(self.rows(images.device), self.population.logits(images), labels)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the members' validation metrics and keep the weights that are the best so far."""
+        if self.trainer.sanity_checking:
+            self.val_metrics.reset()
+            return
+        values = self._log_members("val", self.val_metrics)
+        if self.trainer.state.fn != "fit":
+            return
+        for number in self.population.numbers:
+            if number not in self.stopped and not math.isfinite(values["loss"][number - self.seed]):
+                self._stop(number, "its validation loss is not finite")
+        if self.keep == "best":
+            self._keep_current(values)
+
+    def _keep_current(self, values: Mapping[str, list[float]]) -> None:
+        """Keep the current weights of the members for which they are the best."""
+        for number in self.population.numbers:
+            if number in self.stopped:
+                continue
+            metrics = {name: values[name][number - self.seed] for name in values}
+            old = self.kept.get(number, {}).get("metrics")
+            if metrics and old and (metrics["accuracy"], -metrics["loss"]) <= (old["accuracy"], -old["loss"]):
+                continue
+            self.kept[number] = {
+                "epoch": self.current_epoch,
+                "metrics": metrics,
+                "state": self.population.member_state(number),
+            }
+
+    def _log_members(self, split: str, metric: PopulationClassification) -> dict[str, list[float]]:
+        """Log a metric per member and over members; return its values and clear it."""
+        computed = metric.compute()
+        values = {name: computed[name].tolist() for name in ("accuracy", "loss")}
+        metric.reset()
+        stopped, _ = self.gathered()
+        entries: dict[str, float] = {}
+        for name, numbers in values.items():
+            running = [
+                value
+                for number, value in zip(self.numbers, numbers, strict=True)
+                if number not in stopped and math.isfinite(value)
+            ]
+            if running:
+                entries[f"{split}/{name}"] = math.fsum(running) / len(running)
+                entries[f"{split}/{name}/min"] = min(running)
+                entries[f"{split}/{name}/max"] = max(running)
+            for number, value in zip(self.numbers, numbers, strict=True):
+                if number not in stopped and math.isfinite(value):
+                    entries[f"{split}/{name}/member-{number:04d}"] = value
+            if self.trainer.state.fn == "fit":
+                self.history.setdefault(f"{split}/{name}", []).append(numbers)
+        # The values are the same on every rank already.
+        for name, value in entries.items():
+            self.log(name, value, prog_bar=name == "val/accuracy")
+        return values
+
+    def gathered(self) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
+        """Return what became of the members of all ranks; to be called on every rank.
+
+        Returns:
+            Why and when members were stopped, and the epoch (from 0) whose weights were kept; by number, the same
+            on every rank.
+        """
+        epochs = {number: record["epoch"] for number, record in self.kept.items()}
+        if not self.member_parallel:
+            return self.stopped, epochs
+        parts: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(parts, (self.stopped, epochs))
+        stopped = {number: record for part, _ in parts for number, record in part.items()}
+        return stopped, {number: epoch for _, part in parts for number, epoch in part.items()}
+
+    def on_test_start(self) -> None:
+        """Test the weights that were kept."""
+        self.test_metrics = PopulationClassification(self.members).to(self.device)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Evaluate the kept weights of all members on the same images."""
+        images, labels = batch
+        self.test_metrics.update(
+            self.rows(images.device), self.population.logits(images, self._states()), labels
+        )
+
+    def on_test_epoch_end(self) -> None:
+        """Log the members' test metrics."""
+        self._log_members("test", self.test_metrics)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor] | Tensor, batch_idx: int) -> Tensor:
+        """Return class probabilities of the kept weights of all members. Shape ``[M, B, K]``."""
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return self.population.logits(images, self._states()).softmax(2)
+
+    def _states(self) -> dict[int, dict[str, Tensor]] | None:
+        """Return the kept weights by member; None if nothing was kept, which leaves the current ones."""
+        if not self.kept:
+            return None
+        return {
+            number: self.kept[number]["state"]
+            if number in self.kept
+            else self.population.member_state(number)
+            for number in self.population.numbers
+        }
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> dict[str, Tensor]:
+        """Evaluate the kept weights of all members; to be called on every rank.
+
+        Args:
+            batches: Images ``[B, C, H, W]`` and labels ``[B]`` on any device; this rank's share.
+            num_classes: ``K``.
+
+        Returns:
+            ``accuracy`` and ``loss``, shape ``[M]``, and ``confusion``, shape ``[K, K]``: see
+            :meth:`PopulationClassification.compute`. The same on every rank.
+        """
+        metric = PopulationClassification(self.members, num_classes).to(self.device)
+        states = self._states()
+        mode = self.population.training
+        self.population.eval()
+        for images, labels in batches:
+            images, labels = images.to(self.device), labels.to(self.device)
+            metric.update(self.rows(images.device), self.population.logits(images, states), labels)
+        self.population.train(mode)
+        return {name: value.cpu() for name, value in metric.compute().items()}
+
+    def split_metrics(self, data: "SplitData") -> dict[str, dict[str, Tensor]]:
+        """Evaluate the kept weights on each split, once; to be called on every rank.
+
+        Args:
+            data: The datamodule. The training split is taken without augmentation.
+
+        Returns:
+            What :meth:`evaluate` returns, by split: ``train``, ``val`` (if there is one) and ``test``.
+        """
+        if self._split_metrics is None:
+            loaders = {
+                "train": data.curvature_dataloader(),
+                "val": data.val_dataloader(),
+                "test": data.test_dataloader(),
+            }
+            self._split_metrics = {
+                split: self.evaluate(loader, data.num_classes) for split, loader in loaders.items() if loader
+            }
+        return self._split_metrics
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what has been kept, of all ranks' members."""
+        kept, stopped = self.kept, self.stopped
+        if self.member_parallel:
+            parts = gather((self.kept, self.stopped))
+            kept = {number: record for part, _ in parts for number, record in part.items()}
+            stopped = {number: record for _, part in parts for number, record in part.items()}
+        sums = self.train_metrics
+        totals = {name: getattr(sums, name).clone() for name in ("correct", "loss_sum", "count")}
+        if self.trainer.world_size > 1:
+            totals = {n: self.trainer.strategy.reduce(t, reduce_op="sum") for n, t in totals.items()}
+        checkpoint["population"] = {
+            "numbers": self.numbers,
+            "execution": self.execution,
+            "kept": kept,
+            "stopped": stopped,
+            "history": self.history,
+            "train_sums": totals,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what had been kept.
+
+        Raises:
+            ValueError: If the checkpoint is of other members or of the other execution.
+        """
+        saved = checkpoint.get("population")
+        if saved is None:
+            raise ValueError("The checkpoint holds no population: it was not written by a ZooTask.")
+        for name, mine in (("numbers", self.numbers), ("execution", self.execution)):
+            if saved[name] != mine:
+                raise ValueError(
+                    f"The checkpoint has {name} {saved[name]} and this run has {mine}; resume with the settings that "
+                    "the run was started with."
+                )
+        own = set(self.population.numbers) if hasattr(self, "population") else set(self.numbers)
+        self.kept = {number: record for number, record in saved["kept"].items() if number in own}
+        self.stopped = {number: record for number, record in saved["stopped"].items() if number in own}
+        self.history = saved["history"]
+        if self._trainer is None or self.trainer.is_global_zero:
+            for name, value in saved["train_sums"].items():
+                setattr(self.train_metrics, name, value.to(self.device))

@@ -1,0 +1,543 @@
+"""A zoo on disk: a folder of trained members that share an architecture, with a manifest.
+
+::
+
+    zoo/
+      member-0000.safetensors     parameters and buffers, and what is known about the member
+      member-0007.safetensors
+      manifest.json               an index, made anew from the members after each change
+
+A member's file says everything about it (architecture, seed, metrics, data, versions) and carries a checksum of
+its content, so the manifest can be rebuilt from the members at any time. Files appear under their final name
+only when they are whole: several processes may add members to one zoo at once. Nothing in a zoo can run
+code: tensors are safetensors, metadata is JSON, and class paths are checked against an allow-list.
+
+Example:
+    >>> zoo = ModelZoo.open("runs/zoo-mnist5k/zoo")                # doctest: +SKIP
+    >>> good = zoo.filter(lambda member: member.metric("val", "accuracy") > 0.98)    # doctest: +SKIP
+    >>> a, b = (good.load(number) for number in good.pairs(1, seed=0)[0])            # doctest: +SKIP
+"""
+
+import hashlib
+import json
+import math
+import re
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from lightning_sym._files import write_atomically
+from lightning_sym.networks import Network, build
+
+FORMAT = "lightning_sym.zoo/1"
+MANIFEST = "manifest.json"
+_MEMBER = re.compile(r"member-(\d{4,})\.safetensors")
+_LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+
+
+@dataclass(frozen=True)
+class ZooMember:
+    """What is known about one member, without its weights.
+
+    Attributes:
+        number: The member's number in the zoo, which is the seed of its initialisation and data order.
+        file: Name of its file in the zoo's folder.
+        architecture: ``{"class_path": ..., "init_args": {...}}``.
+        metrics: By split and name, for example ``{"val": {"accuracy": 0.98, "loss": 0.07}}``. Fractions in
+            ``[0, 1]``; losses are mean cross-entropies in nats.
+        data: The datamodule's identity: arguments, counts per split, preprocessing statistics, fingerprint.
+        training: How it was trained: epochs, the epoch kept, optimizer, execution.
+        versions: Of Python packages, by name.
+        created: Time in UTC, ISO 8601.
+    """
+
+    number: int
+    file: str
+    architecture: dict[str, Any]
+    metrics: dict[str, dict[str, float]]
+    data: dict[str, Any]
+    training: dict[str, Any]
+    versions: dict[str, str]
+    created: str
+
+    def metric(self, split: str, name: str) -> float:
+        """Return one metric.
+
+        Raises:
+            ValueError: If the member has no such metric; the message lists those it has.
+        """
+        try:
+            return self.metrics[split][name]
+        except KeyError:
+            known = [f"{s}/{n}" for s, values in self.metrics.items() for n in values]
+            raise ValueError(
+                f"Member {self.number} has no metric {split}/{name}; it has: {', '.join(known) or 'none'}."
+            ) from None
+
+
+class ModelZoo:
+    """A zoo opened for reading; make one with :meth:`open`.
+
+    Iterating gives the :class:`ZooMember` records in order of number; ``len(zoo)`` counts them.
+
+    Attributes:
+        path: The zoo's folder.
+        architecture: The architecture shared by all members.
+        members: Records by number.
+        damaged: What is wrong with files that were left out, by file name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        members: Mapping[int, ZooMember],
+        damaged: Mapping[str, str],
+        network: Network | None,
+        allow: Sequence[str],
+    ) -> None:
+        self.path = path
+        self.members = dict(sorted(members.items()))
+        self.damaged = dict(damaged)
+        self._network = network
+        self._allow = tuple(allow)
+
+    @classmethod
+    def open(
+        cls, path: str | Path, *, network: Network | None = None, allow: Sequence[str] = ()
+    ) -> "ModelZoo":
+        """Open a zoo: read what is known about every member, not yet the weights.
+
+        Members are found by their files, so one that was added a moment ago, or whose writer died before the
+        manifest was renewed, is there too. A damaged file is left out, with a warning that names it.
+
+        Args:
+            path: The zoo's folder.
+            network: The architecture to load members into, in place of the one named in the files.
+            allow: Further packages whose classes may be instantiated, for example ``["my_package"]``.
+                ``lightning_sym`` and ``torchvision.models`` are always allowed.
+
+        Raises:
+            FileNotFoundError: If the folder does not exist or holds no member.
+            ValueError: If members have different architectures, or the manifest is not a zoo's.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"No zoo at {path.absolute()}: the folder does not exist. Train one first, for example "
+                "lightning-sym fit --config zoo/mnist5k."
+            )
+        listed = _read_manifest(path)
+        members, damaged = _scan(path)
+        missing = sorted(set(listed) - {member.file for member in members.values()} - set(damaged))
+        damaged.update(dict.fromkeys(missing, "listed in the manifest, but the file is gone"))
+        for name, reason in sorted(damaged.items()):
+            warnings.warn(f"Left out {path / name}: {reason}.", stacklevel=2)
+        if not members:
+            what = f"{len(damaged)} damaged member(s) only" if damaged else "no members"
+            raise FileNotFoundError(f"The zoo at {path.absolute()} holds {what}. Train some into it first.")
+        _check_one_architecture(path, members.values())
+        return cls(path, members, damaged, network, allow)
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The architecture shared by all members: ``{"class_path": ..., "init_args": {...}}``."""
+        return next(iter(self.members.values())).architecture
+
+    @property
+    def numbers(self) -> list[int]:
+        """The members' numbers, ascending."""
+        return list(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[ZooMember]:
+        return iter(self.members.values())
+
+    def __repr__(self) -> str:
+        return f"ModelZoo({str(self.path)!r}, {len(self)} members of {self.architecture['class_path']})"
+
+    def member(self, number: int) -> ZooMember:
+        """Return the record of one member.
+
+        Raises:
+            ValueError: If there is none of this number; says so if its file is damaged.
+        """
+        if number in self.members:
+            return self.members[number]
+        name = member_file(number)
+        if name in self.damaged:
+            raise ValueError(f"Member {number} cannot be used: {self.path / name}: {self.damaged[name]}.")
+        raise ValueError(f"No member {number} in {self.path}; it has members {_ranges(self.numbers)}.")
+
+    def state(self, number: int) -> dict[str, Tensor]:
+        """Return one member's parameters and buffers, on the CPU, after checking its checksum.
+
+        Raises:
+            ValueError: If there is no such member or its file is damaged.
+        """
+        return read_member(self.path / self.member(number).file)[1]
+
+    def load(self, number: int) -> Network:
+        """Return one member as a network in evaluation mode, on the CPU.
+
+        Args:
+            number: The member's number.
+
+        Raises:
+            ValueError: If there is no such member, its file is damaged, its class path is not allowed, or the
+                weights do not fit the network that was passed to :meth:`open`.
+        """
+        state = self.state(number)
+        if self._network is not None:
+            network = self._network.fresh(number)
+        else:
+            network = build(self.member(number).architecture, allow=self._allow)
+        try:
+            network.load_state_dict(state)
+        except RuntimeError as error:
+            detail = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"Member {number} of {self.path} does not fit the network {type(network).__name__}: {detail}"
+            ) from None
+        return network.eval()
+
+    def filter(self, keep: Callable[[ZooMember], bool]) -> "ModelZoo":
+        """Return a view of the members for which ``keep`` is true.
+
+        Raises:
+            ValueError: If no member is left.
+        """
+        members = {number: member for number, member in self.members.items() if keep(member)}
+        if not members:
+            raise ValueError(
+                f"No member of {self.path} is left after the filter; it holds {len(self)} members."
+            )
+        return ModelZoo(self.path, members, self.damaged, self._network, self._allow)
+
+    def pairs(self, count: int, seed: int) -> list[tuple[int, int]]:
+        """Draw ordered pairs of distinct members, uniformly, with replacement between draws.
+
+        As in Godfrey et al. (2022), arXiv 2205.14258, but from a seed.
+
+        Args:
+            count: Number of pairs. >= 1.
+            seed: The same seed and the same members give the same pairs; pass another for other pairs.
+
+        Raises:
+            ValueError: If ``count`` < 1 or the zoo has fewer than two members.
+        """
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}.")
+        if len(self) < 2:
+            raise ValueError(f"Pairs need at least two members; {self.path} has {len(self)}.")
+        source = torch.Generator().manual_seed(seed)
+        first = torch.randint(len(self), (count,), generator=source)
+        step = torch.randint(1, len(self), (count,), generator=source)
+        second = (first + step) % len(self)
+        numbers = self.numbers
+        return [(numbers[a], numbers[b]) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the zoo holds, as plain data.
+
+        Returns:
+            ``path``, ``architecture``, ``members`` (count), ``damaged`` (count) and ``metrics``: mean, min,
+            max and standard deviation (population form) over members of every metric, by split and name.
+        """
+        values: dict[str, dict[str, list[float]]] = {}
+        for member in self:
+            for split, metrics in member.metrics.items():
+                for name, value in metrics.items():
+                    values.setdefault(split, {}).setdefault(name, []).append(value)
+        return {
+            "path": str(self.path),
+            "architecture": self.architecture,
+            "members": len(self),
+            "damaged": len(self.damaged),
+            "metrics": {
+                split: {name: statistics(numbers) for name, numbers in metrics.items()}
+                for split, metrics in values.items()
+            },
+        }
+
+    def verify(self) -> dict[str, str]:
+        """Check every member's checksum.
+
+        Returns:
+            What is wrong, by file name; empty if all is well. Includes what :meth:`open` left out.
+        """
+        wrong = dict(self.damaged)
+        for member in self:
+            try:
+                read_member(self.path / member.file)
+            except ValueError as error:
+                wrong[member.file] = str(error)
+        return wrong
+
+
+def statistics(values: Sequence[float]) -> dict[str, float]:
+    """Return mean, min, max and standard deviation (population form) of the values."""
+    mean = math.fsum(values) / len(values)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    return {"mean": mean, "min": min(values), "max": max(values), "std": deviation}
+
+
+def member_file(number: int) -> str:
+    """Return the file name of a member, for example ``member-0007.safetensors``."""
+    return f"member-{number:04d}.safetensors"
+
+
+def write_member(
+    path: str | Path,
+    number: int,
+    state: Mapping[str, Tensor],
+    *,
+    architecture: Mapping[str, Any],
+    metrics: Mapping[str, Mapping[str, float]] | None = None,
+    data: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write one member into a zoo, replacing one of the same number; call :func:`rebuild_manifest` afterwards.
+
+    Args:
+        path: The zoo's folder; created if absent.
+        number: The member's number. >= 0.
+        state: Parameters and buffers, by name.
+        architecture: As :attr:`lightning_sym.networks.Network.architecture` gives it.
+        metrics: By split and name; must be finite.
+        data: The datamodule's identity.
+        training: How it was trained.
+
+    Returns:
+        The member's file.
+
+    Raises:
+        OSError: If the folder cannot be written to or the disk is full. Nothing half-written is left.
+        ValueError: If a weight or a metric is not finite, or a value cannot be stored as JSON.
+    """
+    path = Path(path)
+    broken = [
+        name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()
+    ]
+    if broken:
+        raise ValueError(
+            f"Member {number} has values that are not finite in {', '.join(broken[:3])}; it was not written."
+        )
+    record = {
+        "format": FORMAT,
+        "number": number,
+        "architecture": dict(architecture),
+        "metrics": {split: dict(values) for split, values in (metrics or {}).items()},
+        "data": dict(data or {}),
+        "training": dict(training or {}),
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    text = json.dumps(record, sort_keys=True, allow_nan=False)
+    content = save_safetensors(tensors, metadata={"member": text, "sha256": _checksum(text, tensors)})
+    file = path / member_file(number)
+    write_atomically(file, content)
+    return file
+
+
+def read_member(file: str | Path) -> tuple[ZooMember, dict[str, Tensor]]:
+    """Read one member whole: its record and its weights.
+
+    Returns:
+        The record, and the tensors on the CPU.
+
+    Raises:
+        ValueError: If the file is not a member, is cut short, or does not agree with its checksum.
+    """
+    file = Path(file)
+    member, expected, text = _read_record(file)
+    try:
+        tensors = load_safetensors(file.read_bytes())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(_damage(file, str(error))) from None
+    if _checksum(text, tensors) != expected:
+        raise ValueError(_damage(file, "its content does not agree with its checksum"))
+    return member, tensors
+
+
+def rebuild_manifest(path: str | Path) -> Path:
+    """Write ``manifest.json`` anew from the members' files.
+
+    Safe when several processes add members at once: each takes a lock, looks at all files and writes.
+
+    Args:
+        path: The zoo's folder.
+
+    Returns:
+        The manifest's file.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+        ValueError: If members have different architectures.
+    """
+    path = Path(path)
+    try:
+        with FileLock(path / ".manifest.lock", timeout=120):
+            members, damaged = _scan(path)
+            _check_one_architecture(path, members.values())
+            first = next(iter(members.values()), None)
+            manifest = {
+                "format": FORMAT,
+                "architecture": first.architecture if first else None,
+                "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+                "versions": versions(),
+                "members": [
+                    {
+                        "number": member.number,
+                        "file": member.file,
+                        "sha256": _read_record(path / member.file)[1],
+                        "seed": member.number,
+                        "metrics": member.metrics,
+                        "data": member.data,
+                        "training": member.training,
+                        "versions": member.versions,
+                        "created": member.created,
+                    }
+                    for _, member in sorted(members.items())
+                ],
+                "damaged": damaged,
+            }
+            write_atomically(path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    except Timeout:
+        raise OSError(
+            f"Another process has held {path / '.manifest.lock'} for two minutes; if none is running, delete it."
+        ) from None
+    return path / MANIFEST
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a result depends on."""
+    found = {}
+    for name in ("lightning_sym", "torch", "torchvision", "pytorch-lightning", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\x1f{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1f".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read_record(file: Path) -> tuple[ZooMember, str, str]:
+    """Return a member's record, its checksum and the text that the checksum covers; weights stay unread."""
+    try:
+        with file.open("rb") as handle:
+            (size,) = struct.unpack("<Q", handle.read(8))
+            if size > _LARGEST_HEADER:
+                raise ValueError("it is not a safetensors file")
+            header = json.loads(handle.read(size))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        if file.stat().st_size != 8 + size + max(ends, default=0):
+            raise ValueError("it is cut short or too long")
+        metadata = header["__metadata__"]
+        record = json.loads(metadata["member"])
+        if record.get("format") != FORMAT:
+            raise ValueError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
+        member = ZooMember(
+            number=int(record["number"]),
+            file=file.name,
+            architecture=record["architecture"],
+            metrics=record["metrics"],
+            data=record["data"],
+            training=record["training"],
+            versions=record["versions"],
+            created=record["created"],
+        )
+        return member, metadata["sha256"], metadata["member"]
+    except KeyError as error:
+        raise ValueError(
+            _damage(file, f"it is no member of a zoo: {error} is missing from its header")
+        ) from None
+    except (struct.error, UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError):
+        raise ValueError(_damage(file, "it is not a safetensors file")) from None
+    except ValueError as error:
+        raise ValueError(_damage(file, str(error))) from None
+    except OSError as error:
+        raise ValueError(_damage(file, error.strerror or str(error))) from None
+
+
+def _damage(file: Path, reason: str) -> str:
+    return f"{file} is damaged or no zoo member ({reason}); delete it and train the member again"
+
+
+def _scan(path: Path) -> tuple[dict[int, ZooMember], dict[str, str]]:
+    """Return the records of all readable member files, and what is wrong with the others."""
+    members: dict[int, ZooMember] = {}
+    damaged: dict[str, str] = {}
+    for file in sorted(path.glob("member-*.safetensors")):
+        if not (match := _MEMBER.fullmatch(file.name)):
+            continue
+        try:
+            member = _read_record(file)[0]
+            if member.number != int(match[1]):
+                raise ValueError(f"it says that it is member {member.number}: a copy under another name")
+            members[member.number] = member
+        except ValueError as error:
+            damaged[file.name] = str(error)
+    return members, damaged
+
+
+def _read_manifest(path: Path) -> list[str]:
+    """Return the files that the manifest lists; none if there is no manifest yet."""
+    file = path / MANIFEST
+    if not file.exists():
+        return []
+    try:
+        manifest = json.loads(file.read_text())
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
+        return [str(entry["file"]) for entry in manifest["members"]]
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} is not the manifest of a zoo ({error}); delete it, and it is made anew from the members by "
+            "lightning_sym.zoo.rebuild_manifest."
+        ) from None
+
+
+def _check_one_architecture(path: Path, members: "Iterator[ZooMember] | Any") -> None:
+    kinds: dict[str, int] = {}
+    for member in members:
+        kinds.setdefault(json.dumps(member.architecture, sort_keys=True), member.number)
+    if len(kinds) > 1:
+        (first, a), (second, b) = list(kinds.items())[:2]
+        raise ValueError(
+            f"The zoo at {path} mixes architectures: member {a} is {first} and member {b} is {second}; "
+            "keep each architecture in a folder of its own."
+        )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ``0-3, 7`` for ``[0, 1, 2, 3, 7]``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

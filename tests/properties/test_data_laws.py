@@ -1,0 +1,119 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sym.datamodules import Quadrant, Resized, Rotated, TensorLoader, Translated
+
+torch.set_num_threads(1)
+LAW = settings(max_examples=60, deadline=None, derandomize=True)
+
+counts = st.integers(1, 40)
+batches = st.integers(1, 9)
+worlds = st.integers(1, 6)
+seeds = st.integers(-3, 2**40)
+epochs = st.integers(0, 1000)
+
+
+def make(count, **options):
+    images = torch.arange(count).to(torch.uint8).view(count, 1, 1, 1).repeat(1, 1, 3, 4)
+    images[:, :, 1] += torch.arange(4).to(torch.uint8)
+    return TensorLoader(images, torch.arange(count), mean=[0.5], std=[0.25], **options)
+
+
+def epoch(loader, number=0):
+    loader.set_epoch(number)
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    return batches
+
+
+def labels(loader, number=0):
+    return [label.tolist() for _, label in epoch(loader, number)]
+
+
+@LAW
+@given(counts, batches, worlds)
+def test_evaluation_shards_partition_the_set(count, batch, world):
+    parts = [labels(make(count, batch_size=batch, rank=r, world_size=world)) for r in range(world)]
+    assert [n for part in parts for b in part for n in b] == list(range(count))
+    sizes = [sum(map(len, part)) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@LAW
+@given(counts, batches, worlds, seeds, epochs, st.booleans())
+def test_training_shards_make_up_the_global_batches(count, batch, world, seed, number, drop):
+    if drop and batch * world > count:
+        return
+    options = {"seeds": seed, "drop_last": drop}
+    whole = labels(make(count, batch_size=batch * world, **options), number)
+    parts = [
+        labels(make(count, batch_size=batch, rank=r, world_size=world, **options), number)
+        for r in range(world)
+    ]
+    for index, expected in enumerate(whole):
+        assert [n for part in parts if index < len(part) for n in part[index]] == expected
+    assert max(map(len, parts)) == len(whole)
+    seen = [n for b in whole for n in b]
+    assert len(set(seen)) == len(seen) == (count // (batch * world) * batch * world if drop else count)
+
+
+@LAW
+@given(counts, batches, st.lists(seeds, min_size=1, max_size=4), epochs, st.integers(0, 2), st.booleans())
+def test_members_do_not_depend_on_each_other(count, batch, members, number, shift, flip):
+    options = {"batch_size": batch, "shift": shift, "flip": flip}
+    together = epoch(make(count, seeds=members, **options), number)
+    for row, seed in enumerate(members):
+        alone = epoch(make(count, seeds=seed, **options), number)
+        for (images, numbers), (images_alone, numbers_alone) in zip(together, alone, strict=True):
+            assert torch.equal(images[row], images_alone)
+            assert torch.equal(numbers[row], numbers_alone)
+
+
+@LAW
+@given(counts, batches, seeds, epochs, st.integers(0, 60))
+def test_resuming_gives_the_rest(count, batch, seed, number, position):
+    options = {"batch_size": batch, "seeds": [seed, seed + 1], "shift": 1}
+    loader = make(count, **options)
+    whole = epoch(loader, number)
+    position %= len(whole)
+    iterator = iter(loader)
+    for _ in range(position):
+        next(iterator)
+    fresh = make(count, **options)
+    fresh.load_state_dict(loader.state_dict())
+    rest = epoch_of_rest(fresh, number)
+    expected = whole[position:] if position else whole
+    assert len(rest) == len(expected)
+    assert all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(rest, expected, strict=True)
+    )
+
+
+def epoch_of_rest(loader, number):
+    loader.set_epoch(number)
+    return list(loader)
+
+
+@LAW
+@given(
+    st.sampled_from([Rotated(), Translated(1.3), Quadrant(), Quadrant(target="digit", size=6), Resized(5)]),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.sampled_from(["train", "test"]),
+)
+def test_transforms_are_prefix_stable_and_keep_their_promise(
+    transform, few, more, channels, height, width, split
+):
+    random = torch.Generator().manual_seed(few)
+    images = torch.randint(0, 256, (few + more, channels, height, width), dtype=torch.uint8, generator=random)
+    numbers = torch.arange(few + more) % 10
+    whole, part = transform(images, numbers, split), transform(images[:few], numbers[:few], split)
+    assert whole[0].dtype == torch.uint8
+    assert tuple(whole[0].shape[1:]) == transform.output_shape((channels, height, width))
+    assert int(whole[1].max()) < transform.output_classes(10)
+    assert torch.equal(whole[0][:few], part[0])
+    assert torch.equal(whole[1][:few], part[1])

@@ -1,0 +1,338 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from pytorch_lightning import Trainer
+
+from lightning_sym.datamodules import (
+    DigitsDataModule,
+    ImageTransform,
+    LabelledImages,
+    Quadrant,
+    Rotated,
+    TensorLoader,
+)
+from lightning_sym.datamodules.base import channel_statistics
+
+
+def trainer(tmp_path, **settings):
+    return Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **settings,
+    )
+
+
+def numbers(data, split):
+    return data.split_tensors(split).images[:, 0, 0, 0].tolist()
+
+
+def test_splits_are_disjoint_complete_and_fixed_by_the_seed(tiny):
+    data = tiny(batch_size=4, val_fraction=0.25)
+    train, val = numbers(data, "train"), numbers(data, "val")
+    assert (len(train), len(val)) == (30, 10)
+    assert sorted(train + val) == list(range(40))
+    assert numbers(data, "test") == list(range(12))
+    again, other = tiny(batch_size=8, val_fraction=0.25), tiny(batch_size=4, val_fraction=0.25, data_seed=1)
+    assert numbers(again, "train") == train
+    assert numbers(other, "train") != train
+    assert numbers(other, "test") == numbers(data, "test")
+
+
+def test_smaller_training_sets_are_parts_of_larger_ones(tiny):
+    whole, val = numbers(tiny(batch_size=2), "train"), numbers(tiny(batch_size=2), "val")
+    assert numbers(tiny(batch_size=2, train_fraction=0.5), "train") == whole[:18]
+    assert numbers(tiny(batch_size=2, train_fraction=0.5), "val") == val
+    few = tiny(batch_size=2, max_samples=3)
+    assert numbers(few, "train") == whole[:3]
+    assert numbers(few, "val") == val[:3]
+    assert numbers(few, "test") == [0, 1, 2]
+
+
+def test_setup_reads_once(tiny):
+    data = tiny(batch_size=4)
+    data.setup("fit")
+    before = data.split_tensors("train").images
+    data.setup("test")
+    data.test_dataloader()
+    assert data.loads == 1
+    assert data.split_tensors("train").images is before
+
+
+def test_sizes_are_known_before_the_data_are_read(tiny):
+    data = tiny(transforms=[Quadrant()])
+    assert data.num_classes == 40
+    assert data.input_shape == (2, 10, 12)
+    assert data.in_channels == 2
+    assert data.image_size == (10, 12)
+    assert data.class_names[10] == "0 upper right"
+    assert data.loads == 0
+
+
+def test_transforms_see_the_whole_source(tiny):
+    """What happens to an image does not depend on how many of them are kept."""
+    whole, few = (
+        tiny(batch_size=1, transforms=[Rotated()]),
+        tiny(batch_size=1, transforms=[Rotated()], max_samples=5),
+    )
+    for split in ("train", "val", "test"):
+        kept = few.split_tensors(split).images
+        assert torch.equal(whole.split_tensors(split).images[: len(kept)], kept)
+
+
+def test_normalisation_uses_the_statistics_of_the_training_images(tiny):
+    data = tiny(batch_size=4, train_fraction=0.5)
+    images = data.split_tensors("train").images.double() / 255
+    torch.testing.assert_close(torch.tensor(data.mean).double(), images.mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(data.std).double(), images.std((0, 2, 3), correction=0), rtol=1e-6, atol=0
+    )
+    batch = torch.cat([batch for batch, _ in data.curvature_dataloader()])
+    assert batch.mean((0, 2, 3)).abs().max() < 1e-5
+    assert (batch.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
+    assert torch.equal(batch, data.normalize(data.split_tensors("train").images))
+
+
+def test_given_statistics_are_used(tiny):
+    data = tiny(batch_size=4, mean=[0.5, 0.25], std=[0.5, 0.125])
+    assert (data.mean, data.std) == ([0.5, 0.25], [0.5, 0.125])
+    images = data.split_tensors("val").images
+    expected = (images / 255 - torch.tensor([0.5, 0.25]).view(2, 1, 1)) / torch.tensor([0.5, 0.125]).view(
+        2, 1, 1
+    )
+    torch.testing.assert_close(next(iter(data.val_dataloader()))[0], expected, rtol=1e-5, atol=1e-5)
+    assert tiny(mean=[0.5, 0.25]).std == tiny().std
+
+
+def test_channel_statistics_are_exact():
+    images = torch.tensor([0, 255, 255, 255], dtype=torch.uint8).view(4, 1, 1, 1)
+    mean, std = channel_statistics(images)
+    assert mean == [0.75]
+    assert std == pytest.approx([0.1875**0.5], rel=1e-15)
+    assert channel_statistics(torch.full((3, 1, 5, 5), 77, dtype=torch.uint8))[1] == [0.0]
+
+
+def test_loaders(tiny):
+    data = tiny(batch_size=7, eval_batch_size=5, shift=1, flip=True)
+    train = list(data.train_dataloader())
+    assert [tuple(images.shape) for images, _ in train] == [(7, 2, 5, 6)] * 5  # 36 images, one left over
+    for loader, count in (
+        (data.val_dataloader(), 4),
+        (data.test_dataloader(), 12),
+        (data.predict_dataloader(), 12),
+        (data.curvature_dataloader(), 36),
+    ):
+        assert isinstance(loader, TensorLoader)
+        labels = torch.cat([labels for _, labels in loader])
+        assert len(labels) == count
+        assert torch.equal(labels, torch.cat([labels for _, labels in loader]))
+
+
+def test_without_validation(tiny, recorder, tmp_path):
+    data = tiny(batch_size=10, val_fraction=0)
+    assert data.val_dataloader() == []
+    assert sorted(numbers(data, "train")) == list(range(40))
+    task = recorder(data)
+    with pytest.warns(UserWarning, match=r"is zero. Please make sure this was your intention"):
+        trainer(tmp_path, max_epochs=1).fit(task, data)
+    assert len(task.seen) == 4
+    assert task.evaluated == []
+
+
+def test_with_a_trainer(tiny, recorder, tmp_path):
+    data = tiny(batch_size=9)
+    task = recorder(data)
+    run = trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
+    run.fit(task, data)
+    by_epoch = [[n for e, batch in task.seen if e == epoch for n in batch] for epoch in (0, 1)]
+    assert [sorted(part) for part in by_epoch] == [sorted(numbers(data, "train"))] * 2
+    assert by_epoch[0] != by_epoch[1]
+    assert task.evaluated == numbers(data, "val") * 2
+    task.evaluated = []
+    run.test(task, data)
+    assert task.evaluated == list(range(12))
+    predictions = run.predict(task, data)
+    assert torch.equal(torch.cat(predictions), data.split_tensors("test").labels)
+    assert data.loads == 1
+
+
+def test_a_population_gets_a_row_per_member(tiny, recorder, tmp_path):
+    data = tiny(batch_size=9, shift=1)
+    task = recorder(data)
+    task.member_seeds = (4, 0, 2)
+    trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0).fit(task, data)
+    alone = recorder(data)
+    alone.member_seeds = (0,)
+    trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0).fit(alone, data)
+    assert [len(batch) for _, batch in task.seen] == [3] * 4
+    assert [batch[1] for _, batch in task.seen] == [batch[0] for _, batch in alone.seen]
+
+
+def test_overfit_batches_repeats_the_same_batches(tiny, recorder, tmp_path):
+    data = tiny(batch_size=9)
+    task = recorder(data)
+    trainer(tmp_path, max_epochs=2, overfit_batches=2, num_sanity_val_steps=0).fit(task, data)
+    assert [batch for epoch, batch in task.seen if epoch == 0] == [
+        batch for epoch, batch in task.seen if epoch == 1
+    ]
+
+
+class TwoRanks:
+    """What the datamodule asks a trainer for."""
+
+    overfit_batches = 0
+    lightning_module = None
+
+    def __init__(self, rank, world_size=2):
+        self.distributed_sampler_kwargs = {"num_replicas": world_size, "rank": rank}
+        self.strategy = type("Strategy", (), {"root_device": torch.device("cpu")})()
+
+
+def on_ranks(data, name, world_size=2):
+    loaders = []
+    for rank in range(world_size):
+        data.trainer = TwoRanks(rank, world_size)
+        loaders.append(getattr(data, name)())
+    return loaders
+
+
+def test_processes_share_every_loader(tiny):
+    one, two = tiny(batch_size=8), tiny(batch_size=4)
+    whole = [labels for _, labels in one.train_dataloader()]
+    parts = [[labels for _, labels in loader] for loader in on_ranks(two, "train_dataloader")]
+    assert all(torch.equal(w, torch.cat([a, b])) for w, a, b in zip(whole, *parts, strict=True))
+    for name in ("val_dataloader", "test_dataloader", "predict_dataloader", "curvature_dataloader"):
+        parts = [labels for loader in on_ranks(two, name) for _, labels in loader]
+        one.trainer = None
+        assert torch.equal(torch.cat(parts), torch.cat([labels for _, labels in getattr(one, name)()]))
+    with pytest.raises(ValueError, match=r"batch_size 4 x 10 processes = 40 is more than the 36 .*at most 3"):
+        on_ranks(two, "train_dataloader", 10)
+
+
+def test_identity_is_plain_stable_and_about_the_data(tiny):
+    data = tiny(batch_size=4, transforms=[Rotated(90)])
+    identity = data.identity()
+    assert json.loads(json.dumps(identity)) == identity
+    assert identity["class_path"].endswith("TinyDataModule")
+    assert identity["splits"] == {"train": 36, "val": 4, "test": 12}
+    assert identity["arguments"]["transforms"] == [Rotated(90).config()]
+    assert (identity["mean"], identity["std"]) == (data.mean, data.std)
+    assert len(identity["fingerprint"]) == 64
+    assert (
+        tiny(batch_size=8, shift=1, transforms=[Rotated(90)]).identity()["fingerprint"]
+        == identity["fingerprint"]
+    )
+    for other in (tiny(), tiny(data_seed=1), tiny(max_samples=35), tiny(val_fraction=0.2)):
+        assert other.identity()["fingerprint"] != identity["fingerprint"]
+
+
+def test_identity_is_the_same_in_another_process():
+    program = (
+        "import json; from lightning_sym.datamodules import DigitsDataModule, Rotated;"
+        "print(json.dumps(DigitsDataModule(transforms=[Rotated()]).identity()))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(output) == DigitsDataModule(transforms=[Rotated()]).identity()
+
+
+def test_checkpoints_load_with_weights_only_and_bring_the_datamodule_back(recorder, tmp_path):
+    data = DigitsDataModule(batch_size=16, max_samples=64, transforms=[Quadrant(target="digit")])
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    run.fit(recorder(data), data)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["datamodule_hyper_parameters"]["transforms"] == [Quadrant(target="digit").config()]
+    back = DigitsDataModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert back.identity() == data.identity()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+        ({"eval_batch_size": 0}, "eval_batch_size must be an integer >= 1, got 0"),
+        ({"val_fraction": 1.0}, r"val_fraction must be in \[0, 1\), got 1.0; something must be left"),
+        ({"val_fraction": -0.1}, r"val_fraction must be in \[0, 1\), got -0.1"),
+        ({"val_fraction": float("nan")}, "got nan"),
+        ({"val_fraction": 1e-4}, "0.0001 of 1438 training images leaves the validation split empty"),
+        ({"val_fraction": 0.9999}, "leave the training split empty"),
+        ({"train_fraction": 0}, r"train_fraction must be in \(0, 1\], got 0"),
+        ({"train_fraction": 1.5}, "got 1.5"),
+        ({"train_fraction": 1e-5}, "leave the training split empty"),
+        ({"max_samples": 0}, "max_samples must be >= 1, or null for no limit, got 0"),
+        ({"max_samples": 31}, "batch_size 32 is more than the 31 training images.*at most 31"),
+        ({"shift": 8}, "smaller than the image .8x8 pixels., got 8"),
+        ({"shift": -1}, "got -1"),
+        ({"shift_fill": "black"}, 'shift_fill must be "mean" or a number in .0, 255., got .black.'),
+        ({"mean": [0.1, 0.2, 0.3]}, r"mean must have one value per channel \(1\), got 3"),
+        ({"std": [0.0]}, r"std must lie in \(0, 1\]"),
+        ({"mean": [33.3]}, "divide values in 0-255 units by 255"),
+    ],
+)
+def test_bad_settings_fail_in_the_constructor(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DigitsDataModule(**settings)
+
+
+def test_what_only_the_data_can_tell_fails_in_setup(tiny, numbered):
+    class Constant(tiny):
+        def load(self):
+            train, test = super().load()
+            train.images[:, 1] = 9
+            return train, test
+
+    with pytest.raises(ValueError, match=r"Channel 1 is constant over the 36 training images.*set std"):
+        Constant().setup()
+    assert Constant(std=[1.0, 1.0]).std == [1.0, 1.0]
+
+    class Empty(tiny):
+        def load(self):
+            return LabelledImages(torch.zeros(0, 2, 5, 6).byte(), torch.zeros(0).long()), numbered(3)
+
+    with pytest.raises(ValueError, match=r"Empty: the train images of the source must not be empty"):
+        Empty().setup()
+
+    class Small(tiny):
+        def load(self):
+            return numbered(4), numbered(3)
+
+    with pytest.raises(
+        ValueError, match=r"val_fraction 0.1 of 4 training images leaves the validation split empty"
+    ):
+        Small().setup()
+    with pytest.raises(ValueError, match=r"batch_size 32 is more than the 4 training images"):
+        Small(val_fraction=0).setup()
+
+    class Shaped(tiny):
+        source_shape = (2, 5, 5)
+
+    with pytest.raises(ValueError, match=r"must have shape \(2, 5, 5\), got \(2, 5, 6\)"):
+        Shaped().setup()
+
+    class Labelled(tiny):
+        source_classes = 9
+
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 9\), got values from 0 to 9"):
+        Labelled().setup()
+
+    class Cropped(ImageTransform):
+        def __call__(self, images, labels, split):
+            return images[..., 1:], labels
+
+    with pytest.raises(ValueError, match=r"shape \(2, 5, 6\) that output_shape announced, got \(2, 5, 5\)"):
+        tiny(transforms=[Cropped()]).setup()
+
+
+def test_unknown_split(tiny):
+    with pytest.raises(
+        ValueError, match=r"Unknown split 'vla'; expected one of: train, val, test. Did you mean 'val'"
+    ):
+        tiny().split_tensors("vla")

@@ -1,0 +1,249 @@
+import time
+
+import pytest
+import torch
+
+from lightning_sym._random import generator
+from lightning_sym.datamodules import TensorLoader
+
+MEAN, STD = [0.4, 0.5], [0.2, 0.3]
+
+
+def make(numbered, count=20, **settings):
+    settings = {"batch_size": 6, "mean": MEAN, "std": STD} | settings
+    return TensorLoader(*numbered(count), **settings)
+
+
+def epoch(loader, number=0):
+    loader.set_epoch(number)
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    return batches
+
+
+def joined(loader, number=0):
+    images, labels = zip(*epoch(loader, number), strict=True)
+    axis = images[0].ndim - 4
+    return torch.cat(images, dim=axis), torch.cat(labels, dim=axis)
+
+
+def test_without_seeds_gives_the_images_in_order_and_normalised(numbered):
+    source = numbered(20)
+    images, labels = joined(make(numbered))
+    mean, std = torch.tensor(MEAN).view(2, 1, 1), torch.tensor(STD).view(2, 1, 1)
+    torch.testing.assert_close(images, (source.images / 255 - mean) / std, rtol=1e-5, atol=1e-5)  # float32
+    assert images.dtype == torch.float32
+    assert torch.equal(labels, source.labels)
+    assert [len(batch) for batch, _ in make(numbered)] == [6, 6, 6, 2]
+    assert [len(batch) for batch, _ in make(numbered, drop_last=True)] == [6, 6, 6]
+
+
+def test_order_is_the_documented_permutation(numbered):
+    source = numbered(20)
+    loader = make(numbered, seeds=7)
+    for number in (0, 3):
+        order = torch.randperm(20, generator=generator("order", 7, number))
+        images, labels = joined(loader, number)
+        assert torch.equal(labels, source.labels[order])
+        assert torch.equal(images, loader.normalize(source.images[order]))
+    assert not torch.equal(joined(loader, 0)[1], joined(loader, 3)[1])
+
+
+def test_an_epoch_does_not_depend_on_what_was_iterated_before(numbered):
+    loader = make(numbered, seeds=1, shift=2, flip=True)
+    first = joined(loader, 5)[0]
+    next(iter(loader))  # abandoned
+    joined(loader, 2)
+    assert torch.equal(joined(loader, 5)[0], first)
+
+
+def test_rows_of_a_population_are_the_members_alone(numbered):
+    settings = {"shift": 2, "flip": True, "drop_last": True}
+    images, labels = joined(make(numbered, seeds=[3, 0, 11], **settings), 4)
+    assert images.shape == (3, 18, 2, 5, 6)
+    assert labels.shape == (3, 18)
+    for row, seed in enumerate([3, 0, 11]):
+        alone = joined(make(numbered, seeds=seed, **settings), 4)
+        assert torch.equal(images[row], alone[0])
+        assert torch.equal(labels[row], alone[1])
+
+
+def test_two_ranks_see_together_what_one_sees(numbered):
+    settings = {"seeds": [1, 2], "shift": 1, "flip": True, "drop_last": True}
+    one = epoch(make(numbered, 100, batch_size=32, **settings))
+    two = [epoch(make(numbered, 100, batch_size=16, rank=r, world_size=2, **settings)) for r in (0, 1)]
+    assert len(one) == len(two[0]) == len(two[1]) == 3
+    for whole, *parts in zip(one, *two, strict=True):
+        assert torch.equal(whole[0], torch.cat([part[0] for part in parts], dim=1))
+        assert torch.equal(whole[1], torch.cat([part[1] for part in parts], dim=1))
+
+
+@pytest.mark.parametrize("fill", ["mean", 0, 200.4])
+def test_shift_and_flip_are_those_of_a_slow_loop(numbered, fill):
+    source, shift = numbered(20), 2
+    loader = make(numbered, seeds=5, shift=shift, shift_fill=fill, flip=True)
+    images, _ = joined(loader, 1)
+    order = torch.randperm(20, generator=generator("order", 5, 1))
+    draws = generator("augment", 5, 1)
+    dy, dx = torch.randint(0, 2 * shift + 1, (2, 20), generator=draws)
+    flips = torch.rand(20, generator=draws) < 0.5
+    assert flips.any()
+    assert not flips.all()
+    fills = [102, 128] if fill == "mean" else [round(fill)] * 2  # 0.4 * 255, 0.5 * 255 rounded to even
+    for position, index in enumerate(order):
+        padded = torch.tensor(fills, dtype=torch.uint8).view(2, 1, 1).repeat(1, 9, 10)
+        padded[:, shift:-shift, shift:-shift] = source.images[index]
+        expected = padded[:, dy[position] : dy[position] + 5, dx[position] : dx[position] + 6]
+        if flips[position]:
+            expected = expected.flip(-1)
+        assert torch.equal(images[position], loader.normalize(expected))
+
+
+def test_shifts_are_uniform_over_both_axes():
+    images = torch.zeros(20_000, 1, 7, 7, dtype=torch.uint8)
+    images[:, :, 3, 3] = 255
+    loader = TensorLoader(
+        images,
+        torch.zeros(20_000, dtype=torch.int64),
+        batch_size=500,
+        mean=[0.0],
+        std=[1.0],
+        seeds=0,
+        shift=2,
+    )
+    mean = torch.cat([batch for batch, _ in loader]).mean(dim=(0, 1))
+    expected = torch.zeros(7, 7)
+    expected[1:6, 1:6] = 1 / 25
+    assert (
+        mean - expected
+    ).abs().max() < 0.006  # four standard errors of a frequency of 1/25 in 20,000 draws
+
+
+def test_evaluation_shards_are_disjoint_and_complete(numbered):
+    source = numbered(20)
+    parts = [joined(make(numbered, batch_size=3, rank=r, world_size=3))[1] for r in range(3)]
+    assert [len(part) for part in parts] == [6, 7, 7]
+    assert torch.equal(torch.cat(parts), source.labels)
+    assert len(make(numbered, 2, rank=0, world_size=3)) == 0
+
+
+def test_reshuffle_false_repeats_epoch_0(numbered):
+    loader = make(numbered, seeds=[1], shift=1, reshuffle=False)
+    assert torch.equal(joined(loader, 0)[0], joined(loader, 9)[0])
+
+
+@pytest.mark.parametrize("position", [1, 3])
+def test_state_continues_with_the_remaining_batches(numbered, position):
+    loader = make(numbered, seeds=[1, 2], shift=1)
+    whole = epoch(loader, 2)
+    iterator = iter(loader)
+    for _ in range(position):
+        next(iterator)
+    state = loader.state_dict()
+    fresh = make(numbered, seeds=[1, 2], shift=1)
+    fresh.load_state_dict(state)
+    assert fresh.state_dict() == state
+    iter(fresh)  # made and never used, as Lightning does
+    fresh.set_epoch(2)
+    rest = list(fresh)
+    assert len(rest) == 4 - position
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(rest, whole[position:], strict=True))
+    assert len(list(fresh)) == 4  # only the first iteration is shortened
+
+
+def test_state_of_a_finished_or_another_epoch_starts_at_the_beginning(numbered):
+    loader = make(numbered, seeds=1)
+    epoch(loader, 0)
+    fresh = make(numbered, seeds=1)
+    fresh.load_state_dict(loader.state_dict())
+    assert len(epoch(fresh, 0)) == 4
+    loader.set_epoch(1)
+    next(iter(loader))
+    fresh.load_state_dict(loader.state_dict())
+    assert len(epoch(fresh, 2)) == 4
+
+
+def test_state_of_other_batches_is_refused_within_the_epoch_only(numbered):
+    loader = make(numbered, seeds=1)
+    next(iter(loader))
+    other = make(numbered, seeds=1, batch_size=5)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"within epoch 0.*20 training images in global batches of 6.*of 5"):
+        list(other)
+    other.load_state_dict(loader.state_dict())
+    other.set_epoch(1)
+    assert len(list(other)) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+        ({"batch_size": 2.5}, "batch_size must be an integer >= 1, got 2.5"),
+        ({"mean": [0.1]}, r"mean must have one value per channel \(2\), got 1"),
+        ({"mean": [125.3, 123.0]}, r"mean must lie in \[0, 1\].*divide values in 0-255 units by 255"),
+        ({"std": [0.1, 0.0]}, r"std must lie in \(0, 1\].*got \[0.1, 0.0\]"),
+        ({"std": [0.1, float("nan")]}, r"std must lie in \(0, 1\]"),
+        ({"shift": -1, "seeds": 0}, "shift must be an integer >= 0 .*5x6 pixels.*got -1"),
+        ({"shift": 5, "seeds": 0}, "smaller than the image .5x6 pixels.*got 5"),
+        ({"shift": 1, "shift_fill": "median", "seeds": 0}, "shift_fill must be .*got 'median'"),
+        ({"shift": 1, "shift_fill": 256, "seeds": 0}, "shift_fill must be .*got 256"),
+        ({"flip": True}, "shift and flip are random and need seeds"),
+        ({"seeds": []}, "at least one seed"),
+        ({"rank": 2, "world_size": 2}, "got rank 2 of world_size 2"),
+        ({"batch_size": 21, "drop_last": True}, "batch_size 21 is more than the 20 .*at most 20"),
+        (
+            {"batch_size": 11, "drop_last": True, "seeds": 0, "world_size": 2},
+            "batch_size 11 x 2 processes = 22 is more than the 20 training images.*at most 10",
+        ),
+    ],
+)
+def test_bad_settings_get_one_sentence(numbered, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(numbered, **settings)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (torch.zeros(3, 1, 2, 2), torch.zeros(3).long(), "must be uint8 .* got torch.float32"),
+        (torch.zeros(3, 2, 2).byte(), torch.zeros(3).long(), r"shape \[3, 2, 2\]"),
+        (torch.zeros(3, 1, 2, 2).byte(), torch.zeros(2).long(), r"labels must be int64 of shape \[3\]"),
+        (torch.zeros(3, 1, 2, 2).byte(), torch.zeros(3), "got torch.float32"),
+        (torch.zeros(0, 1, 2, 2).byte(), torch.zeros(0).long(), "must not be empty"),
+    ],
+)
+def test_bad_tensors_get_one_sentence(images, labels, message):
+    with pytest.raises(ValueError, match=message):
+        TensorLoader(images, labels, batch_size=1, mean=[0.5], std=[0.5])
+
+
+def test_a_batch_costs_less_than_a_millisecond():
+    images = torch.randint(0, 256, (4000, 1, 28, 28), dtype=torch.uint8)
+    loader = TensorLoader(
+        images,
+        torch.zeros(4000).long(),
+        batch_size=32,
+        mean=[0.1],
+        std=[0.3],
+        seeds=range(4),
+        shift=2,
+        flip=True,
+    )
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        count = sum(1 for _ in loader)
+        seconds.append((time.perf_counter() - start) / count)
+    assert min(seconds) < 2e-3  # measured 0.4 ms; the slack is for busy machines
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_do_not_depend_on_the_device(numbered):
+    settings = {"seeds": [1, 2], "shift": 2, "flip": True}
+    images, labels = joined(make(numbered, **settings), 3)
+    on_gpu = joined(make(numbered, device="cuda", **settings), 3)
+    assert on_gpu[0].is_cuda
+    assert torch.equal(on_gpu[0].cpu(), images)
+    assert torch.equal(on_gpu[1].cpu(), labels)

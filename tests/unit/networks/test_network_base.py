@@ -1,0 +1,543 @@
+import copy
+import functools
+import inspect
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jsonargparse
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym.networks import (
+    CIFARResNet,
+    LeNet5,
+    MultiLayerPerceptron,
+    MyrtleCNN,
+    Network,
+    TorchvisionNetwork,
+    WrappedNetwork,
+    build,
+)
+
+torch.set_num_threads(1)
+
+SMALL: list[Network] = [
+    MultiLayerPerceptron((5, 4), image_size=(3, 2), activation="leaky_relu(0.1)"),
+    LeNet5(num_classes=3),
+    MyrtleCNN(2, image_size=8),
+    CIFARResNet(width=1, shortcut="B"),
+    TorchvisionNetwork("squeezenet1_1", image_size=32),
+]
+
+
+class Custom(Network):
+    """A user's network, with a skip connection, a size and a default that forward keeps."""
+
+    def __init__(self, hidden: int = 3, *, names: tuple[str, ...] = ("a",), num_classes: int = 2) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(hidden))
+        self.register_buffer("offset", torch.ones(hidden))
+        self.first = nn.Linear(4, hidden)
+        self.act = nn.Tanh()
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(hidden, hidden)
+        self.last_act = nn.ReLU()
+        self.out = nn.Linear(2 * hidden, num_classes)
+
+    def forward(self, x: Tensor, times: int = 2, flag: bool = False, extra: Tensor | None = None) -> Tensor:
+        if flag or extra is not None:
+            return x
+        batch, features = x.shape[0], self.first(x.flatten(1)) * self.scale
+        hidden = self.act(features) + self.offset
+        for _ in range(times):
+            hidden = self.drop(self.second(hidden)) * self.scale
+        hidden += features
+        return self.out(torch.cat([self.last_act(hidden), hidden], 1).view(batch, -1))
+
+
+class Child(Custom):
+    def __init__(self, depth: list[int], **kwargs: int) -> None:
+        super().__init__(hidden=len(depth), **kwargs)
+        depth.append(0)
+
+
+class NoConstructor(Custom):
+    pass
+
+
+class Positional(Network):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(*sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return list(first) == list(second) and all(torch.equal(first[key], second[key]) for key in first)
+
+
+# Arguments
+
+
+def test_architecture_holds_every_argument_of_the_outermost_constructor() -> None:
+    assert MyrtleCNN(16).architecture == {
+        "class_path": "lightning_sym.networks.MyrtleCNN",
+        "init_args": {
+            "width": 16,
+            "batch_norm": True,
+            "constant_width": False,
+            "in_channels": 3,
+            "image_size": 32,
+            "num_classes": 10,
+            "activation": "relu",
+        },
+    }
+    assert MultiLayerPerceptron((5,), image_size=(3, 2)).architecture["init_args"]["image_size"] == [3, 2]
+    assert NoConstructor().architecture == {
+        "class_path": "test_network_base.NoConstructor",
+        "init_args": {"hidden": 3, "names": ["a"], "num_classes": 2},
+    }
+    given = [1, 2]
+    child = Child(given, num_classes=5)
+    assert given == [1, 2, 0]
+    assert child.architecture["init_args"] == {"depth": [1, 2], "num_classes": 5}
+    assert child.fresh(0).architecture == child.architecture
+
+
+@pytest.mark.parametrize("network", [*SMALL, Custom(names=("a", "b"))], ids=lambda n: type(n).__name__)
+def test_architecture_and_build_round_trip_through_json(network: Network) -> None:
+    text = json.dumps(network.architecture)
+    again = build(json.loads(text), allow=["test_network_base"])
+    assert type(again) is type(network)
+    assert json.dumps(again.architecture) == text
+    again.load_state_dict(network.state_dict())
+    assert same(again, network)
+
+
+@pytest.mark.parametrize("network", [*SMALL, Custom()], ids=lambda n: type(n).__name__)
+def test_fresh_is_manual_seed_and_the_constructor(network: Network) -> None:
+    torch.manual_seed(3)
+    expected = build(network.architecture, allow=["test_network_base"])
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    fresh = network.fresh(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(fresh) is type(network)
+    assert same(fresh, expected)
+    assert fresh.training
+    assert not same(fresh, network.fresh(4))
+    shared = {p.data_ptr() for p in fresh.parameters()} & {p.data_ptr() for p in network.parameters()}
+    assert not shared
+
+
+@pytest.mark.parametrize("network", [*SMALL, Child([1, 2])], ids=lambda n: type(n).__name__)
+def test_copies_and_pickles_keep_arguments_and_weights(network: Network) -> None:
+    for again in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert again.architecture == network.architecture
+        assert same(again, network)
+        assert same(again.fresh(1), network.fresh(1))
+        assert again.sites() == network.sites()
+
+
+def test_the_constructor_looks_the_same_from_outside() -> None:
+    assert list(inspect.signature(Custom).parameters) == ["hidden", "names", "num_classes"]
+    with pytest.raises(TypeError, match=r"Custom\.__init__\(\) got an unexpected keyword argument 'hiden'"):
+        Custom(hiden=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="abstract"):
+        Network()  # type: ignore[abstract]
+
+
+def test_arguments_that_json_has_no_words_for() -> None:
+    network = Custom(names={1, 2})  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"The argument names of .*Custom is a set, which cannot be written as JSON"
+    ):
+        _ = network.architecture
+    network.fresh(0)
+    with pytest.raises(ValueError, match=r"unnamed arguments \(\*sizes\); pass them by name"):
+        _ = Positional(2, 3).architecture
+    assert Positional(2, 3).fresh(0).linear.out_features == 3
+    with pytest.raises(ValueError, match="was given a Linear, which a fresh network would share"):
+        Custom(names=nn.Linear(1, 1)).fresh(0)  # type: ignore[arg-type]
+
+
+# Sites and cuts
+
+
+def check_every_cut(network: Network, x: Tensor) -> None:
+    """Both halves together are the network, bitwise, in both modes, also when the second runs twice."""
+    for training in (False, True):
+        network.train(training)
+        start = copy.deepcopy(network.state_dict())
+        for site in network.sites():
+            results = []
+            for twice in (False, True):
+                network.load_state_dict(start)
+                torch.manual_seed(0)
+                results.append((network(x), copy.deepcopy(network.state_dict())))
+                network.load_state_dict(start)
+                lower, upper = network.split(site)
+                assert lower.training is upper.training is training
+                torch.manual_seed(0)
+                values = lower(x)
+                state = torch.get_rng_state()
+                results.append((upper(values), copy.deepcopy(network.state_dict())))
+                if twice and not training:
+                    torch.set_rng_state(state)
+                    results.append((upper(values), start))
+            for output, state_dict in results:
+                assert torch.equal(output, results[0][0]), site
+                assert all(torch.equal(state_dict[key], results[0][1][key]) for key in state_dict), site
+        network.load_state_dict(start)
+
+
+def test_a_users_network_is_cut_with_values_that_cross() -> None:
+    network = Custom()
+    x = torch.randn(5, 2, 2)
+    assert network.sites() == ["act", "last_act"]
+    check_every_cut(network, x)
+    lower, upper = network.eval().split("act")
+    values = lower(x)
+    assert isinstance(values, tuple)
+    assert torch.equal(values[0], torch.tanh(network.first(x.flatten(1))))
+    assert [value for value in values if isinstance(value, int)] == [5]
+    assert {id(p) for p in lower.parameters()} == {
+        id(network.first.weight),
+        id(network.first.bias),
+        id(network.scale),
+    }
+    assert upper.get_submodule("second") is network.second
+    keys = set(lower.state_dict()) | set(upper.state_dict())
+    assert keys == set(network.state_dict())
+    pickled = pickle.loads(pickle.dumps(upper))
+    assert torch.equal(pickled(values), network(x))
+    assert torch.equal(copy.deepcopy(upper)(values), network(x))
+
+
+def test_a_cut_trains_the_network() -> None:
+    network = MultiLayerPerceptron([4, 4], image_size=2)
+    lower, upper = network.split("activation1")
+    upper(lower(torch.randn(3, 1, 2, 2))).sum().backward()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+class Blocks(MyrtleCNN):
+    """A network whose sites are other modules than its activations."""
+
+    def sites(self) -> list[str]:
+        return ["pool2", "pool4", "flatten"]
+
+
+def test_sites_may_be_other_modules() -> None:
+    network = Blocks(width=2, image_size=8)
+    check_every_cut(network, torch.randn(2, 3, 8, 8))
+    assert network.split("pool2")[0](torch.randn(2, 3, 8, 8)).shape == (2, 4, 4, 4)
+
+
+class SkipInPlace(Network):
+    """Overwrites a tensor that crosses the cut, and reads another through a view that was made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.act = nn.ReLU()
+        self.other = nn.Linear(4, 4)
+        self.other_act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        branch = self.act(x)
+        x += branch
+        y = self.other(x)
+        rows = y.view(-1)
+        y = self.other_act(y)
+        y.add_(1)
+        z = y + rows.view(-1, 4)
+        z *= 2
+        return z
+
+
+def test_in_place_arithmetic_does_not_change_what_lower_returned() -> None:
+    network = SkipInPlace()
+    check_every_cut(network, torch.randn(3, 4))
+    lower, upper = network.split("other_act")
+    values = lower(torch.randn(3, 4))
+    before = values[0].clone()
+    upper(values)
+    assert torch.equal(values[0], before)
+
+
+class ViewInPlace(Network):
+    """An in-place operation that must stay one: its result is read through the tensor it is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        half = x[:, :2]
+        half += 1
+        return self.act(x)
+
+
+def test_in_place_arithmetic_on_views_keeps_its_meaning() -> None:
+    network = ViewInPlace()
+    lower, upper = network.split("act")
+    x = torch.randn(3, 4)
+    assert torch.equal(upper(lower(x)), network(x))
+
+
+class Broken(Network):
+    """One way of breaking the rules per name."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=how == "inplace"))
+        self.relu = nn.ReLU()
+        self.block = Branching() if how == "branching" else Functional()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.how == "twice":
+            return self.relu(self.relu(x) + 1)
+        if self.how == "method":
+            return x.sigmoid()
+        if self.how == "own":
+            return x if x.sum() > 0 else -x
+        return self.block(x)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Functional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+
+class WithLeaf(Broken):
+    leaf_modules = (Branching,)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("inplace", r"The module 'inner.1' of Broken works in place; write ReLU\(inplace=False\)"),
+        (
+            "twice",
+            "The activation module 'relu' of Broken is called more than once; give each call its own ReLU",
+        ),
+        ("functional", "The module 'block' of Broken applies relu as a function; use an activation module"),
+        ("method", "Broken applies sigmoid as a function; use an activation module"),
+        ("branching", r"Broken cannot be traced in module 'block' \(.*control flow.*leaf_modules"),
+        ("own", "Broken cannot be traced in its own forward"),
+    ],
+)
+def test_a_network_that_breaks_a_rule_is_told_which(how: str, message: str) -> None:
+    for action in (Network.sites, lambda network: network.split("relu")):
+        with pytest.raises(ValueError, match=message) as caught:
+            action(Broken(how))
+        assert "\n" not in str(caught.value)
+
+
+def test_leaf_modules_are_not_looked_into() -> None:
+    network = WithLeaf("branching")
+    assert network.sites() == ["inner.1"]
+    check_every_cut(network, torch.randn(3, 2))
+
+
+class TwoInputs(Network):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return x + y
+
+
+def test_one_input_is_needed() -> None:
+    with pytest.raises(
+        ValueError, match=r"TwoInputs\.forward must take exactly one required input.*takes 2: x, y"
+    ):
+        TwoInputs().sites()
+
+
+def test_an_unknown_site_gets_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"Unknown site 'activaton2'.*Did you mean 'activation2'"):
+        LeNet5().split("activaton2")
+
+
+# Wrapping
+
+
+def small_resnet() -> nn.Module:
+    return torchvision.models.resnet18(num_classes=3, width_per_group=64)
+
+
+class Mixed(nn.Module):
+    """Functional activations, repeated calls, and a module whose name is that of a second call."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.relu = nn.ReLU(inplace=True)
+        self.add_module("relu-2", nn.Tanh())
+        self.inner = Functional()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.get_submodule("relu-2")(self.relu(self.linear(x)))
+        x = self.inner(self.relu(self.linear(x)))
+        x = F.leaky_relu(torch.tanh(x) + 1, 0.3, inplace=True)
+        return torch.tanh(F.relu(x, inplace=True).sigmoid_())
+
+
+def test_repeated_and_functional_activations_have_names() -> None:
+    network = Network.wrap(Mixed())
+    assert network.sites() == [
+        "module.relu",
+        "module.relu-2",
+        "module.relu-2-2",
+        "module.inner.functional-relu",
+        "module.functional-tanh",
+        "module.functional-leaky_relu",
+        "module.functional-relu",
+        "module.functional-sigmoid",
+        "module.functional-tanh-2",
+    ]
+    check_every_cut(network, torch.randn(4, 3))
+
+
+def test_a_wrapped_module_is_owned_and_keeps_its_names() -> None:
+    module = Mixed()
+    network = Network.wrap(module)
+    assert isinstance(network, WrappedNetwork)
+    assert network.module is module
+    assert module.relu.inplace is False
+    assert list(network.state_dict()) == ["module.linear.weight", "module.linear.bias"]
+    for call, message in (
+        (
+            lambda: network.fresh(0),
+            "wrapped as a module and cannot have fresh weights; pass Network.wrap what builds",
+        ),
+        (lambda: network.architecture, "cannot have its architecture recorded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    again = pickle.loads(pickle.dumps(network))
+    assert same(again, network)
+    assert again.sites() == network.sites()
+
+
+@pytest.mark.parametrize(
+    ("factory", "class_path", "init_args"),
+    [
+        (
+            functools.partial(torchvision.models.squeezenet1_1, num_classes=3),
+            "torchvision.models.squeezenet.squeezenet1_1",
+            {"num_classes": 3},
+        ),
+        (functools.partial(Mixed, width=2), "test_network_base.Mixed", {"width": 2}),
+        (functools.partial(Mixed, 2), "test_network_base.Mixed", {"width": 2}),
+        (Mixed, "test_network_base.Mixed", {}),
+        (small_resnet, "test_network_base.small_resnet", {}),
+    ],
+)
+def test_a_wrapped_factory_makes_fresh_networks_and_an_architecture(
+    factory: Callable[[], nn.Module], class_path: str, init_args: dict[str, Any]
+) -> None:
+    network = Network.wrap(factory)
+    assert network.architecture == {"class_path": class_path, "init_args": init_args}
+    torch.manual_seed(5)
+    expected = factory()
+    state = torch.get_rng_state()
+    assert same(network.fresh(5).module, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert network.fresh(5).fresh(6).architecture == network.architecture
+    again = build(json.loads(json.dumps(network.architecture)), allow=["test_network_base"])
+    assert isinstance(again, WrappedNetwork)
+    assert again.architecture == network.architecture
+    assert same(again.fresh(5), network.fresh(5))
+    copied = copy.deepcopy(network)
+    assert copied.architecture == network.architecture
+    assert same(copied, network)
+
+
+def test_factories_without_a_name_are_refused_only_when_asked_for_it() -> None:
+    network = Network.wrap(lambda: Mixed(2))
+    network.fresh(0)
+    with pytest.raises(ValueError, match="cannot be imported by that name"):
+        _ = network.architecture
+    with pytest.raises(
+        ValueError, match=r"argument norm_layer of .* is a type, which cannot be written as JSON"
+    ):
+        _ = Network.wrap(
+            functools.partial(torchvision.models.resnet18, norm_layer=nn.BatchNorm2d)
+        ).architecture
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "Only a module or what builds one can be wrapped, got 3"),
+        (list, "Only a module or what builds one"),
+        (LeNet5(), "LeNet5 is a Network already"),
+        (LeNet5, "LeNet5 is a Network already"),
+    ],
+)
+def test_what_cannot_be_wrapped(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Network.wrap(value)
+
+
+# jsonargparse
+
+
+def instantiate(parser: jsonargparse.ArgumentParser, config: jsonargparse.Namespace) -> Network:
+    run = (
+        getattr(parser, "instantiate", None) or parser.instantiate_classes
+    )  # the new name of jsonargparse 4.5x
+    return run(config).network
+
+
+def test_recipes_can_name_networks() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--network", type=Network)
+    parser.add_argument("--classes", type=int, default=10)
+    parser.link_arguments("classes", "network.init_args.num_classes")
+    config = parser.parse_args(
+        [
+            "--network=lightning_sym.networks.MyrtleCNN",
+            "--network.width=4",
+            "--network.image_size=[8, 9]",
+            "--classes=3",
+        ]
+    )
+    network = instantiate(parser, config)
+    assert isinstance(network, MyrtleCNN)
+    assert network.architecture["init_args"]["image_size"] == [8, 9]
+    assert (network.conv1.out_channels, network.classifier.out_features) == (4, 3)
+    config = parser.parse_args(["--network=MultiLayerPerceptron", "--network.widths=[3, 4]"])
+    assert instantiate(parser, config).architecture["init_args"]["widths"] == [3, 4]
+    config = parser.parse_object(
+        {"network": {"class_path": "test_network_base.Child", "init_args": {"depth": [1], "num_classes": 3}}}
+    )
+    assert instantiate(parser, config).out.out_features == 10
+    with pytest.raises(jsonargparse.ArgumentError, match="widht"):
+        parser.parse_args(["--network=MyrtleCNN", "--network.widht=4"])
+
+
+def test_a_recorded_architecture_is_what_a_recipe_says() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--network", type=Network)
+    for network in SMALL:
+        config = parser.parse_object({"network": network.architecture})
+        assert instantiate(parser, config).architecture == network.architecture

@@ -1,0 +1,181 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sym.networks import LeNet5, Network, WrappedNetwork, build
+
+calls: list[str] = []
+
+
+class Plain(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+
+class Outer:
+    class Inner(Network):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+
+def make_plain(size: int) -> nn.Module:
+    return Plain(size)
+
+
+def make_lenet(**kwargs: Any):  # type: ignore[no-untyped-def]
+    return LeNet5(**kwargs)
+
+
+def make_nothing() -> None:
+    calls.append("make_nothing")
+
+
+def entry(path: object, **arguments: object) -> dict[str, Any]:
+    return {"class_path": path, "init_args": arguments}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os.system",
+        "subprocess.Popen",
+        "torch.hub.load",
+        "torch.nn.Linear",
+        "builtins.eval",
+        "lightning_sym_evil.Network",
+        "torchvision.models_evil.resnet18",
+        "torchvision.datasets.FakeData",
+        "torchvision.ops.MLP",
+        # through what trusted files import
+        "lightning_sym.networks.base.torch.hub.load",
+        "lightning_sym.networks.base.sys.modules",
+        "lightning_sym.networks.base.nn.Linear",
+        "lightning_sym.networks.base.functools.partial",
+        "lightning_sym.networks.construction.importlib.import_module",
+        "lightning_sym.networks.base.Tensor",
+        "lightning_sym.networks.MyrtleCNN.register",
+        "lightning_sym.networks.MyrtleCNN.__class__",
+        "lightning_sym.networks.MyrtleCNN.__init__.__globals__",
+        "torchvision.models.resnet.torch.load",
+        "torchvision.models.resnet.nn.Linear",
+        "torchvision.models._api.load_state_dict_from_url",
+        "torchvision.models.resnet.partial",
+        "lightning_sym",
+        "torchvision.models",
+    ],
+)
+def test_paths_outside_the_allow_list_are_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r"(is not in the allow-list|no dotted name|there is no)") as caught:
+        build(entry(path, name="x"))
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_refusal_names_path_list_and_way_out() -> None:
+    with pytest.raises(ValueError, match="allow-list") as caught:
+        build(entry("torch.hub.load"))
+    assert str(caught.value) == (
+        "The architecture names torch.hub.load, which is not in the allow-list "
+        "(lightning_sym, torchvision.models); if you trust it, pass the package's name in allow."
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "lightning_sym.networks.build",
+        "lightning_sym.networks.make_activation",
+        "lightning_sym.networks.Gaussian",
+        "lightning_sym.networks.Network",
+        "lightning_sym.networks.Network.wrap",
+        "lightning_sym.networks.MyrtleCNN.fresh",
+        "lightning_sym._random.seeded",
+        "torchvision.models.list_models",
+        "torchvision.models.get_weight",
+        "torchvision.models.ResNet18_Weights",
+        "torchvision.models._api.WeightsEnum.get_state_dict",
+    ],
+)
+def test_what_builds_no_network_is_refused_before_it_is_called(path: str) -> None:
+    with pytest.raises(ValueError, match="which does not build a network"):
+        build(entry(path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("lightning_sym.networks.LeNet5", "must be a dictionary"),
+        (None, "must be a dictionary"),
+        ({}, "class_path of an architecture is no dotted name: None"),
+        ({"class_path": 3}, "no dotted name: 3"),
+        (entry("LeNet5"), "no dotted name"),
+        (entry("lightning_sym..LeNet5"), "no dotted name"),
+        (entry("lightning_sym.networks.LeNet5; x"), "no dotted name"),
+        (entry("lightning_sym.networks.LeNet5\n"), "no dotted name"),
+        (
+            {"class_path": "lightning_sym.networks.LeNet5", "init_args": [1]},
+            "init_args .* must be a dictionary",
+        ),
+        (
+            {"class_path": "lightning_sym.networks.LeNet5", "init_args": {1: 2}},
+            "init_args .* must be a dictionary",
+        ),
+        ({"class_path": "lightning_sym.networks.LeNet5", "args": {}}, "has no entry 'args'"),
+        (entry("lightning_sym.networks.LeNet6"), "there is no 'LeNet6' in .*networks. Did you mean 'LeNet5'"),
+        (
+            entry("lightning_sym.network.LeNet5"),
+            "there is no 'network' in lightning_sym. Did you mean 'networks'",
+        ),
+        (
+            entry("lightning_sym.networks.LeNet5", classes=3),
+            "do not fit .*unexpected keyword argument 'classes'",
+        ),
+        (
+            entry("lightning_sym.networks.TorchvisionNetwork"),
+            "do not fit .*missing .*'model'",
+        ),
+        (entry("lightning_sym.networks.LeNet5", image_size=8), "LeNet5 takes images of 28x28 or 32x32"),
+        (entry("torchvision.models.resnet18", wings=2), "do not fit torchvision.models.resnet18"),
+    ],
+)
+def test_malformed_architectures_get_a_sentence(architecture: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(architecture)
+
+
+def test_arguments_may_be_left_out() -> None:
+    assert isinstance(build({"class_path": "lightning_sym.networks.LeNet5"}), LeNet5)
+    assert isinstance(build(entry("lightning_sym.networks.lenet.LeNet5", num_classes=2)), LeNet5)
+
+
+def test_torchvision_builders_are_wrapped_under_either_name() -> None:
+    for path in ("torchvision.models.squeezenet1_1", "torchvision.models.squeezenet.squeezenet1_1"):
+        network = build(entry(path, num_classes=2))
+        assert isinstance(network, WrappedNetwork)
+        assert network.architecture == entry("torchvision.models.squeezenet.squeezenet1_1", num_classes=2)
+
+
+def test_other_packages_must_be_named() -> None:
+    path = f"{__name__}.make_plain"
+    with pytest.raises(ValueError, match="allow-list"):
+        build(entry(path, size=2))
+    with pytest.raises(ValueError, match="allow-list"):
+        build(entry(path, size=2), allow=["test_network"])
+    network = build(entry(path, size=2), allow=[__name__])
+    assert isinstance(network, WrappedNetwork)
+    assert isinstance(network.module, Plain)
+    assert isinstance(build(entry(f"{__name__}.Plain", size=2), allow=[__name__]), WrappedNetwork)
+    assert isinstance(build(entry(f"{__name__}.Outer.Inner"), allow=[__name__]), Outer.Inner)
+    assert isinstance(build(entry(f"{__name__}.make_lenet", num_classes=2), allow=[__name__]), LeNet5)
+    with pytest.raises(ValueError, match="which built a NoneType, not a module"):
+        build(entry(f"{__name__}.make_nothing"), allow=[__name__])
+    assert calls == ["make_nothing"]
+    with pytest.raises(ValueError, match="allow-list"):
+        build(entry(f"{__name__}.torch.hub.load"), allow=[__name__])
+    with pytest.raises(ValueError, match="no_such_package cannot be imported"):
+        build(entry("no_such_package.Net"), allow=["no_such_package"])
+    with pytest.raises(ValueError, match="allow must be a list of package names, got the string"):
+        build(entry(path, size=2), allow=__name__)
