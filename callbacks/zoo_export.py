@@ -65,9 +65,7 @@ class ZooExport(Callback):
                 "or ZooExport.dirpath",
             ) from None
 
-    def _check_zoo(
-        self, zoo: ModelZoo, numbers: list[int], architecture: dict[str, Any], trainer: Trainer
-    ) -> None:
+    def _check_zoo(self, zoo: ModelZoo, numbers: list[int], architecture: dict[str, Any], trainer: Trainer) -> None:
         if zoo.architecture != architecture:
             raise ValueError(
                 f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains "

@@ -87,11 +87,7 @@ class ZooReport(Callback):
                 self._path / "validation_curves.png",
             )
             accuracy = [row["test_accuracy"] for row in self._table if not row["stopped"]]
-            mean = (
-                f"mean test accuracy {100 * statistics(accuracy)['mean']:.2f} %"
-                if accuracy
-                else "all stopped"
-            )
+            mean = f"mean test accuracy {100 * statistics(accuracy)['mean']:.2f} %" if accuracy else "all stopped"
             overview = zoo_overview(
                 epochs,
                 task.numbers,
@@ -114,9 +110,7 @@ class ZooReport(Callback):
         if self._path is None or not trainer.is_global_zero:
             return
         console = Console()
-        console.print(
-            _terminal_table(self._table, self.rows, type(zoo_task(self, pl_module).network).__name__)
-        )
+        console.print(_terminal_table(self._table, self.rows, type(zoo_task(self, pl_module).network).__name__))
         places = {"picture": self._path / "zoo.png", "table": self._path / "members.csv"}
         exports = [callback for callback in trainer.callbacks if isinstance(callback, ZooExport)]  # type: ignore[attr-defined]
         if exports and exports[0].path is not None:
@@ -124,9 +118,7 @@ class ZooReport(Callback):
         places["logs"] = run_folder(trainer)
         for what, path in places.items():
             console.print(f"  {what:8}{path}", highlight=False, soft_wrap=True)
-        console.print(
-            f"  {'watch':8}tensorboard --logdir {run_folder(trainer)}", highlight=False, soft_wrap=True
-        )
+        console.print(f"  {'watch':8}tensorboard --logdir {run_folder(trainer)}", highlight=False, soft_wrap=True)
 
 
 def _rows(

@@ -109,9 +109,7 @@ class DownloadedDataModule(ImageDataModule):
                 self.fetch(missing)
         except (OSError, RuntimeError, EOFError, HTTPException) as error:  # URLError is an OSError
             reason = " ".join(str(getattr(error, "reason", None) or error or type(error).__name__).split())
-            raise FileNotFoundError(
-                self._absent(missing, f"the download failed: {reason.rstrip('.')}")
-            ) from error
+            raise FileNotFoundError(self._absent(missing, f"the download failed: {reason.rstrip('.')}")) from error
 
     def require_files(self) -> None:
         """Check that every file is there.
@@ -123,9 +121,7 @@ class DownloadedDataModule(ImageDataModule):
             raise FileNotFoundError(self._absent(missing, "nothing was downloaded yet"))
 
     def _absent(self, missing: Sequence[str], reason: str) -> str:
-        ways = "copy them there, or set root to a folder that has them (now {!r})".format(
-            self.hparams.get("root")
-        )
+        ways = "copy them there, or set root to a folder that has them (now {!r})".format(self.hparams.get("root"))
         if not self._download:
             ways += ", or set download to true"
         elif reason.startswith("nothing"):

@@ -112,9 +112,7 @@ class ImageDataModule(LightningDataModule, ABC):
             for transform in transforms or []
         ]
         self.save_hyperparameters(ignore=["transforms"])
-        self.save_hyperparameters(
-            {"transforms": [transform.config() for transform in self._transforms] or None}
-        )
+        self.save_hyperparameters({"transforms": [transform.config() for transform in self._transforms] or None})
         # With more processes than evaluation images, some of them evaluate nothing.
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
@@ -131,9 +129,7 @@ class ImageDataModule(LightningDataModule, ABC):
         if not 0 < train_fraction <= 1:
             raise ValueError(f"train_fraction must be in (0, 1], got {train_fraction}.")
         if not 0 <= val_fraction < 1:
-            raise ValueError(
-                f"val_fraction must be in [0, 1), got {val_fraction}; something must be left to train on."
-            )
+            raise ValueError(f"val_fraction must be in [0, 1), got {val_fraction}; something must be left to train on.")
         if max_samples is not None and max_samples < 1:
             raise ValueError(f"max_samples must be >= 1, or null for no limit, got {max_samples}.")
         check_shift(shift, shift_fill, self.image_size)
@@ -209,9 +205,7 @@ class ImageDataModule(LightningDataModule, ABC):
             where = f"{type(self).__name__}: the {name} images of the source"
             check_images(part.images, part.labels, where)
             if tuple(part.images.shape[1:]) != self.source_shape:
-                raise ValueError(
-                    f"{where} must have shape {self.source_shape}, got {tuple(part.images.shape[1:])}."
-                )
+                raise ValueError(f"{where} must have shape {self.source_shape}, got {tuple(part.images.shape[1:])}.")
             self._check_labels(part.labels, self.source_classes, where)
         for transform in self._transforms:
             train = LabelledImages(*transform(*train, "train"))
@@ -236,9 +230,7 @@ class ImageDataModule(LightningDataModule, ABC):
         splits: dict[DataSplit, LabelledImages] = {
             "train": LabelledImages(train.images[indices["train"]], train.labels[indices["train"]]),
             "val": LabelledImages(train.images[indices["val"]], train.labels[indices["val"]]),
-            "test": LabelledImages(
-                test.images[: sizes["test"]].clone(), test.labels[: sizes["test"]].clone()
-            ),
+            "test": LabelledImages(test.images[: sizes["test"]].clone(), test.labels[: sizes["test"]].clone()),
         }
         self._statistics = self._choose_statistics(splits["train"].images)
         self._splits = splits
@@ -416,9 +408,7 @@ class ImageDataModule(LightningDataModule, ABC):
             sharding = self.trainer.distributed_sampler_kwargs or {}
             rank, world_size = sharding.get("rank", 0), sharding.get("num_replicas", 1)
         if (split, device) not in self._on_device:
-            self._on_device[split, device] = LabelledImages(
-                *(part.to(device) for part in self._splits[split])
-            )
+            self._on_device[split, device] = LabelledImages(*(part.to(device) for part in self._splits[split]))
         images, labels = self._on_device[split, device]
         return TensorLoader(
             images,

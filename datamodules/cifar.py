@@ -84,9 +84,7 @@ class CIFAR10DataModule(DownloadedDataModule):
             # sum that torchvision ships; the bytes that were checked are the bytes that are used.
             found = hashlib.md5(data, usedforsecurity=False).hexdigest()
             if found != md5:
-                raise ValueError(
-                    damaged(self.title, path, f"its MD5 sum is {found}, not {md5}, so it was not opened")
-                )
+                raise ValueError(damaged(self.title, path, f"its MD5 sum is {found}, not {md5}, so it was not opened"))
             entry = pickle.loads(data, encoding="latin1")
             images.append(torch.from_numpy(np.ascontiguousarray(entry["data"])).view(-1, *self.source_shape))
             labels.append(torch.tensor(entry[self.label_key], dtype=torch.int64))

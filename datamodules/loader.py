@@ -130,9 +130,7 @@ class TensorLoader:
             batches = (last - first) // batch_size if drop_last else -(-(last - first) // batch_size)
         else:
             self._stride, self._offset = batch_size * world_size, batch_size * rank
-            batches = (
-                total // self._stride if drop_last else max(0, -(-(total - self._offset) // self._stride))
-            )
+            batches = total // self._stride if drop_last else max(0, -(-(total - self._offset) // self._stride))
         if drop_last and batches == 0:
             raise ValueError(too_large_batch(batch_size, world_size, total))
         self._length = batches
@@ -140,9 +138,7 @@ class TensorLoader:
         self.images = images.to(device)
         self.labels = labels.to(device)
         self._mean = (torch.tensor(list(mean), dtype=torch.float64) * 255).float().to(device)[:, None, None]
-        self._scale = (
-            (1 / (torch.tensor(list(std), dtype=torch.float64) * 255)).float().to(device)[:, None, None]
-        )
+        self._scale = (1 / (torch.tensor(list(std), dtype=torch.float64) * 255)).float().to(device)[:, None, None]
         self._windows = self.images if shift == 0 else _windows(self.images, shift, shift_fill, mean)
 
         self._position = 0  # batches given out in epoch self._epoch
@@ -311,9 +307,7 @@ def check_statistics(mean: Sequence[float] | None, std: Sequence[float] | None, 
         if values is None:
             continue
         if len(values) != channels:
-            raise ValueError(
-                f"{name} must have one value per channel ({channels}), got {len(values)}: {list(values)}."
-            )
+            raise ValueError(f"{name} must have one value per channel ({channels}), got {len(values)}: {list(values)}.")
         # Written so that NaN fails too.
         if not all((0 <= value <= 1) and (name == "mean" or value > 0) for value in values):
             accepted = "[0, 1]" if name == "mean" else "(0, 1]"
@@ -332,8 +326,7 @@ def check_shift(shift: int, fill: float | Literal["mean"], size: tuple[int, int]
     """
     if not _is_integer(shift) or not 0 <= shift < min(size):
         raise ValueError(
-            f"shift must be an integer >= 0 and smaller than the image ({size[0]}x{size[1]} pixels), "
-            f"got {shift}."
+            f"shift must be an integer >= 0 and smaller than the image ({size[0]}x{size[1]} pixels), got {shift}."
         )
     if fill != "mean" and (isinstance(fill, str) or not 0 <= fill <= 255):
         raise ValueError(f'shift_fill must be "mean" or a number in [0, 255], got {fill!r}.')

@@ -86,9 +86,7 @@ class MNISTDataModule(DownloadedDataModule):
         shape = [int.from_bytes(data[place : place + 4], "big") for place in range(4, start, 4)]
         if len(data) - start != math.prod(shape):
             raise ValueError(
-                damaged(
-                    self.title, path, f"{len(data) - start} values where its header says {math.prod(shape)}"
-                )
+                damaged(self.title, path, f"{len(data) - start} values where its header says {math.prod(shape)}")
             )
         if not math.prod(shape):
             raise ValueError(damaged(self.title, path, "it holds nothing"))

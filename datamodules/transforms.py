@@ -88,9 +88,7 @@ class ImageTransform(ABC):
         known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _subclasses(ImageTransform)}
         path = str(config.get("class_path"))
         # Recipes name our own classes by the package that re-exports them.
-        known.update(
-            {f"lightning_sym.datamodules.{cls.__name__}": cls for cls in known.values() if _is_ours(cls)}
-        )
+        known.update({f"lightning_sym.datamodules.{cls.__name__}": cls for cls in known.values() if _is_ours(cls)})
         if path not in known:
             raise ValueError(unknown("transform", path, sorted(known)))
         return known[path](**dict(config.get("init_args") or {}))
@@ -156,9 +154,7 @@ class Translated(ImageTransform):
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
         """Return the moved images and the same labels; see :class:`ImageTransform`."""
-        draw = _uniform(
-            2 * len(images), "translated", self.train_seed if split == "train" else self.test_seed
-        )
+        draw = _uniform(2 * len(images), "translated", self.train_seed if split == "train" else self.test_seed)
         return translate(images, (2 * draw.view(-1, 2) - 1) * self.max_shift), labels
 
 

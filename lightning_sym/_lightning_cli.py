@@ -62,9 +62,7 @@ class RecipeParser(LightningArgumentParser):
 def explain(message: str) -> str:
     """Return a parser's message on one line, with the nearest valid name where a name was not known."""
     line = " ".join(message.split())
-    if match := re.search(
-        r"Option '([^']+)' is not accepted|[Uu]nrecognized arguments: (?:--)?([^\s=]+)", line
-    ):
+    if match := re.search(r"Option '([^']+)' is not accepted|[Uu]nrecognized arguments: (?:--)?([^\s=]+)", line):
         given = match[1] or match[2]
         head, _, rest = given.partition(".")
         wrong = head if not rest or head not in _SECTIONS else given.rsplit(".", 1)[-1]
@@ -188,9 +186,7 @@ class RecipeCLI(LightningCLI):
             }
         )
         for size in ("in_channels", "image_size", "num_classes"):
-            parser.link_arguments(
-                f"data.{size}", f"model.init_args.network.init_args.{size}", apply_on="instantiate"
-            )
+            parser.link_arguments(f"data.{size}", f"model.init_args.network.init_args.{size}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
         """Leave the settings as given: those of a checkpoint came first, so that the command line wins."""
@@ -211,9 +207,7 @@ class RecipeCLI(LightningCLI):
                 )
             config.ckpt_path = str(last)
         elif config.get("ckpt_path") and not Path(config.ckpt_path).is_file():
-            raise FileNotFoundError(
-                f"No checkpoint at {Path(config.ckpt_path).absolute()}; give a file, or last."
-            )
+            raise FileNotFoundError(f"No checkpoint at {Path(config.ckpt_path).absolute()}; give a file, or last.")
         if self.subcommand == "fit":
             self._prepare_run_dir(config)
 
@@ -249,12 +243,7 @@ class RecipeCLI(LightningCLI):
     def before_fit(self) -> None:
         """Remove an earlier run that is to be replaced; all that could be checked has been by now."""
         config = self.config[self.subcommand]
-        if (
-            rank_zero_only.rank != 0
-            or self.trainer.fast_dev_run
-            or config.get("ckpt_path")
-            or not config.overwrite
-        ):
+        if rank_zero_only.rank != 0 or self.trainer.fast_dev_run or config.get("ckpt_path") or not config.overwrite:
             return
         for path in self._earlier_run():
             if path.is_dir():

@@ -76,8 +76,4 @@ class MetricsCSV(Logger):
             return {}
         with self._file.open(newline="", encoding="utf-8") as file:
             rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
-        return {
-            int(row["step"]): {**row, "step": int(row["step"])}
-            for row in rows
-            if row.get("step", "").isdigit()
-        }
+        return {int(row["step"]): {**row, "step": int(row["step"])} for row in rows if row.get("step", "").isdigit()}

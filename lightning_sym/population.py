@@ -131,9 +131,7 @@ class Population(nn.Module):
         try:
             return self.numbers.index(number)
         except ValueError:
-            raise ValueError(
-                f"No member {number} in this population of members {list(self.numbers)}."
-            ) from None
+            raise ValueError(f"No member {number} in this population of members {list(self.numbers)}.") from None
 
 
 class LoopPopulation(Population):
@@ -203,10 +201,7 @@ class LoopPopulation(Population):
         if states is None:
             return torch.stack([self._member(number)(images) for number in self.numbers])
         return torch.stack(
-            [
-                functional_call(self._member(number), dict(states[number]), (images,))
-                for number in self.numbers
-            ]
+            [functional_call(self._member(number), dict(states[number]), (images,)) for number in self.numbers]
         )
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
@@ -281,9 +276,7 @@ class VmapPopulation(Population):
             logits = self._call(self._tensors(), images, 0)
         members, size = labels.shape
         losses = (
-            F.cross_entropy(
-                logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing, reduction="none"
-            )
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing, reduction="none")
             .view(members, size)
             .mean(1)
         )

@@ -114,9 +114,7 @@ class ModelZoo:
         self._allow = tuple(allow)
 
     @classmethod
-    def open(
-        cls, path: str | Path, *, network: Network | None = None, allow: Sequence[str] = ()
-    ) -> "ModelZoo":
+    def open(cls, path: str | Path, *, network: Network | None = None, allow: Sequence[str] = ()) -> "ModelZoo":
         """Open a zoo: read what is known about every member, not yet the weights.
 
         Members are found by their files, so one that was added a moment ago, or whose writer died before the
@@ -222,9 +220,7 @@ class ModelZoo:
         """
         members = {number: member for number, member in self.members.items() if keep(member)}
         if not members:
-            raise ValueError(
-                f"No member of {self.path} is left after the filter; it holds {len(self)} members."
-            )
+            raise ValueError(f"No member of {self.path} is left after the filter; it holds {len(self)} members.")
         return ModelZoo(self.path, members, self.damaged, self._network, self._allow)
 
     def pairs(self, count: int, seed: int) -> list[tuple[int, int]]:
@@ -329,9 +325,7 @@ def write_member(
         ValueError: If a weight or a metric is not finite, or a value cannot be stored as JSON.
     """
     path = Path(path)
-    broken = [
-        name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()
-    ]
+    broken = [name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
     if broken:
         raise ValueError(
             f"Member {number} has values that are not finite in {', '.join(broken[:3])}; it was not written."
@@ -471,9 +465,7 @@ def _read_record(file: Path) -> tuple[ZooMember, str, str]:
         )
         return member, metadata["sha256"], metadata["member"]
     except KeyError as error:
-        raise ValueError(
-            _damage(file, f"it is no member of a zoo: {error} is missing from its header")
-        ) from None
+        raise ValueError(_damage(file, f"it is no member of a zoo: {error} is missing from its header")) from None
     except (struct.error, UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError):
         raise ValueError(_damage(file, "it is not a safetensors file")) from None
     except ValueError as error:

@@ -79,9 +79,7 @@ def confusion_matrix(
         The figure.
     """
     classes = len(confusion)
-    axes = (
-        axes if axes is not None else _figure(max(4.6, 0.32 * classes), max(4.0, 0.3 * classes)).add_subplot()
-    )
+    axes = axes if axes is not None else _figure(max(4.6, 0.32 * classes), max(4.0, 0.3 * classes)).add_subplot()
     percent = 100 * np.asarray(confusion, dtype=float)
     mistakes = percent.copy()
     np.fill_diagonal(mistakes, np.nan)
@@ -99,9 +97,7 @@ def confusion_matrix(
                     )  # fmt: skip
     names = list(class_names) if class_names else [str(index) for index in range(classes)]
     shown = range(classes) if classes <= 20 else range(0, classes, 10)
-    axes.set_xticks(
-        list(shown), [names[index] for index in shown], rotation=0 if classes <= 10 else 90, fontsize=8
-    )
+    axes.set_xticks(list(shown), [names[index] for index in shown], rotation=0 if classes <= 10 else 90, fontsize=8)
     axes.set_yticks(list(shown), [names[index] for index in shown], fontsize=8)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")

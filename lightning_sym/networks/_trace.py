@@ -183,9 +183,7 @@ def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, stric
     kind = type(network).__name__
     tracer = NetworkTracer(leaves)
     parameters = list(inspect.signature(network.forward).parameters.values())
-    required = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(required) != 1:
         raise ValueError(
             f"{kind}.forward must take exactly one required input to have sites, but takes {len(required)}: "
@@ -339,9 +337,7 @@ def _avoid_in_place(network: nn.Module, graph: fx.Graph) -> None:
         aliases = _possible_aliases(network, target, node)
         if any(alias.op == "get_attr" for alias in aliases):
             continue  # a parameter or buffer is updated
-        readers = {
-            alias: [user for user in alias.users if position[user] > position[node]] for alias in aliases
-        }
+        readers = {alias: [user for user in alias.users if position[user] > position[node]] for alias in aliases}
         if any(users for alias, users in readers.items() if alias is not target):
             continue
         if readers[target] and not _is_new_tensor(network, target):
@@ -397,7 +393,5 @@ def _is_new_tensor(network: nn.Module, node: fx.Node) -> bool:
             nn.GroupNorm,
             nn.LayerNorm,
         )
-        return isinstance(module, layers) or (
-            is_activation(module) and not isinstance(module, IdentityActivation)
-        )
+        return isinstance(module, layers) or (is_activation(module) and not isinstance(module, IdentityActivation))
     return node.op == "call_function" and node.target in _NEW_TENSOR

@@ -39,9 +39,7 @@ class Polynomial(nn.Module):
     def __init__(self, degree: int) -> None:
         super().__init__()
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-            raise ValueError(
-                f"The degree of a polynomial activation must be an integer >= 1, got {degree!r}."
-            )
+            raise ValueError(f"The degree of a polynomial activation must be an integer >= 1, got {degree!r}.")
         self.degree = degree
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,9 +148,7 @@ def _slope(text: str, name: str) -> float:
     except ValueError:
         slope = math.nan
     if not math.isfinite(slope):
-        raise ValueError(
-            f"The slope of leaky_relu must be a finite number, as in leaky_relu(0.1), got {name!r}."
-        )
+        raise ValueError(f"The slope of leaky_relu must be a finite number, as in leaky_relu(0.1), got {name!r}.")
     return slope
 
 

@@ -102,9 +102,7 @@ class Network(nn.Module, ABC):
             elif kind is not inspect.Parameter.VAR_POSITIONAL:
                 arguments[name] = value
             elif value:
-                raise ValueError(
-                    f"{cls.__name__} got unnamed arguments (*{name}); pass them by name to record them."
-                )
+                raise ValueError(f"{cls.__name__} got unnamed arguments (*{name}); pass them by name to record them.")
         path = f"{cls.__module__}.{cls.__qualname__}"
         if path.startswith(f"{_PUBLIC}.") and getattr(sys.modules.get(_PUBLIC), cls.__name__, None) is cls:
             path = f"{_PUBLIC}.{cls.__name__}"
@@ -178,9 +176,7 @@ class Network(nn.Module, ABC):
             raise ValueError(unknown("site", site, names))
         node = traced.sites.get(site) or traced.outputs.get(site)
         if node is None:
-            raise ValueError(
-                f"{type(self).__name__}.sites() names {site!r}, but no module of that name is called."
-            )
+            raise ValueError(f"{type(self).__name__}.sites() names {site!r}, but no module of that name is called.")
         return cut(self, traced.graph, node)
 
     @staticmethod
@@ -278,8 +274,7 @@ class WrappedNetwork(_ModuleHolder):
             args, arguments, function = function.args, function.keywords, function.func
             named = inspect.signature(function).bind_partial(*args)
             if any(
-                named.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-                for name in named.arguments
+                named.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL for name in named.arguments
             ):
                 raise ValueError(f"{function!r} got unnamed arguments; pass them by name to record them.")
             arguments = {**named.arguments, **arguments}

@@ -47,9 +47,7 @@ class ResidualBlock(nn.Module):
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
     """
 
-    def __init__(
-        self, in_channels: int, out_channels: int, stride: int, shortcut: str, activation: str
-    ) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int, shortcut: str, activation: str) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(out_channels)

@@ -55,9 +55,7 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
     if isinstance(module, Network):
         return module
     if not isinstance(module, nn.Module):
-        raise ValueError(
-            f"The architecture names {path}, which built a {type(module).__name__}, not a module."
-        )
+        raise ValueError(f"The architecture names {path}, which built a {type(module).__name__}, not a module.")
     return WrappedNetwork(module, functools.partial(target, **arguments))
 
 
@@ -73,9 +71,7 @@ def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(path, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         raise ValueError(f"The class_path of an architecture is no dotted name: {path!r}; {expected}.")
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
-        raise ValueError(
-            f"The init_args of an architecture must be a dictionary, got {arguments!r}; {expected}."
-        )
+        raise ValueError(f"The init_args of an architecture must be a dictionary, got {arguments!r}; {expected}.")
     return path, dict(arguments)
 
 
@@ -114,11 +110,7 @@ def _resolve(path: str, roots: Sequence[str]) -> Callable[..., Any]:
         if not isinstance(found, ModuleType | type) and index < len(parts) - 1:
             raise ValueError(refusal)
         here = found
-    if (
-        isinstance(here, ModuleType)
-        or not callable(here)
-        or not _within(str(getattr(here, "__module__", "")), roots)
-    ):
+    if isinstance(here, ModuleType) or not callable(here) or not _within(str(getattr(here, "__module__", "")), roots):
         raise ValueError(refusal)
     return here
 

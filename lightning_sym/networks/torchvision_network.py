@@ -76,8 +76,6 @@ def _check_takes(module: nn.Module, model: str, shape: tuple[int, int, int]) -> 
             functional_call(module.eval(), state, torch.empty(1, *shape, device="meta"))
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"torchvision's {model} cannot take images of shape {list(shape)}: {reason}."
-        ) from error
+        raise ValueError(f"torchvision's {model} cannot take images of shape {list(shape)}: {reason}.") from error
     finally:
         module.train(training)

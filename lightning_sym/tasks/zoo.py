@@ -185,8 +185,7 @@ class ZooTask(LightningModule):
         """Check that the trainer suits a population."""
         if self.trainer.precision == "16-mixed":
             raise ValueError(
-                "precision 16-mixed ties the members together (one gradient scale for all); use bf16-mixed or "
-                "32-true."
+                "precision 16-mixed ties the members together (one gradient scale for all); use bf16-mixed or 32-true."
             )
 
     def rows(self, device: torch.device) -> Tensor:
@@ -236,9 +235,7 @@ class ZooTask(LightningModule):
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
         name = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS searches along one direction for all members together; use another optimizer."
-            )
+            raise ValueError("LBFGS searches along one direction for all members together; use another optimizer.")
         if self.execution == "vmap" and name not in _ENTRYWISE:
             raise ValueError(
                 f'{name} may look at a tensor as a whole, which mixes members under execution="vmap"; use '
@@ -273,9 +270,7 @@ class ZooTask(LightningModule):
             draw=self.global_step,
         )
         self._stop_diverged(step.losses, [*step.gradients])
-        running = [
-            index for index, number in enumerate(self.population.numbers) if number not in self.stopped
-        ]
+        running = [index for index, number in enumerate(self.population.numbers) if number not in self.stopped]
         if len(running) == len(self.population):
             self.train_metrics.add(self.rows(images.device), step.correct, step.losses, labels.shape[1])
         else:
@@ -307,11 +302,7 @@ class ZooTask(LightningModule):
     def _owners(self) -> list[int | None]:
         """Return which member each trainable tensor is of; None for tensors that all members share by rows."""
         if isinstance(self.population, LoopPopulation):
-            return [
-                number
-                for number in self.population.numbers
-                for _ in self.population.member_parameters(number)
-            ]
+            return [number for number in self.population.numbers for _ in self.population.member_parameters(number)]
         return [None] * len(self.population.trainable())
 
     def _stop(self, number: int, reason: str) -> None:
@@ -345,8 +336,7 @@ class ZooTask(LightningModule):
             self._keep_current({})
         if len(self.gathered()[0]) == self.members:
             raise ValueError(
-                "All members were stopped, as their losses are not finite; lower the learning rate or look at the "
-                "data."
+                "All members were stopped, as their losses are not finite; lower the learning rate or look at the data."
             )
 
     # ---- validation, test, prediction
@@ -434,9 +424,7 @@ class ZooTask(LightningModule):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Evaluate the kept weights of all members on the same images."""
         images, labels = batch
-        self.test_metrics.update(
-            self.rows(images.device), self.population.logits(images, self._states()), labels
-        )
+        self.test_metrics.update(self.rows(images.device), self.population.logits(images, self._states()), labels)
 
     def on_test_epoch_end(self) -> None:
         """Log the members' test metrics."""
@@ -452,9 +440,7 @@ class ZooTask(LightningModule):
         if not self.kept:
             return None
         return {
-            number: self.kept[number]["state"]
-            if number in self.kept
-            else self.population.member_state(number)
+            number: self.kept[number]["state"] if number in self.kept else self.population.member_state(number)
             for number in self.population.numbers
         }
 

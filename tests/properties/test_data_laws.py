@@ -47,10 +47,7 @@ def test_training_shards_make_up_the_global_batches(count, batch, world, seed, n
         return
     options = {"seeds": seed, "drop_last": drop}
     whole = labels(make(count, batch_size=batch * world, **options), number)
-    parts = [
-        labels(make(count, batch_size=batch, rank=r, world_size=world, **options), number)
-        for r in range(world)
-    ]
+    parts = [labels(make(count, batch_size=batch, rank=r, world_size=world, **options), number) for r in range(world)]
     for index, expected in enumerate(whole):
         assert [n for part in parts if index < len(part) for n in part[index]] == expected
     assert max(map(len, parts)) == len(whole)
@@ -85,9 +82,7 @@ def test_resuming_gives_the_rest(count, batch, seed, number, position):
     rest = epoch_of_rest(fresh, number)
     expected = whole[position:] if position else whole
     assert len(rest) == len(expected)
-    assert all(
-        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(rest, expected, strict=True)
-    )
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(rest, expected, strict=True))
 
 
 def epoch_of_rest(loader, number):
@@ -105,9 +100,7 @@ def epoch_of_rest(loader, number):
     st.integers(1, 6),
     st.sampled_from(["train", "test"]),
 )
-def test_transforms_are_prefix_stable_and_keep_their_promise(
-    transform, few, more, channels, height, width, split
-):
+def test_transforms_are_prefix_stable_and_keep_their_promise(transform, few, more, channels, height, width, split):
     random = torch.Generator().manual_seed(few)
     images = torch.randint(0, 256, (few + more, channels, height, width), dtype=torch.uint8, generator=random)
     numbers = torch.arange(few + more) % 10

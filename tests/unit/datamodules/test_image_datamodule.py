@@ -90,9 +90,7 @@ def test_normalisation_uses_the_statistics_of_the_training_images(tiny):
     data = tiny(batch_size=4, train_fraction=0.5)
     images = data.split_tensors("train").images.double() / 255
     torch.testing.assert_close(torch.tensor(data.mean).double(), images.mean((0, 2, 3)), rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        torch.tensor(data.std).double(), images.std((0, 2, 3), correction=0), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(torch.tensor(data.std).double(), images.std((0, 2, 3), correction=0), rtol=1e-6, atol=0)
     batch = torch.cat([batch for batch, _ in data.curvature_dataloader()])
     assert batch.mean((0, 2, 3)).abs().max() < 1e-5
     assert (batch.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-5
@@ -103,9 +101,7 @@ def test_given_statistics_are_used(tiny):
     data = tiny(batch_size=4, mean=[0.5, 0.25], std=[0.5, 0.125])
     assert (data.mean, data.std) == ([0.5, 0.25], [0.5, 0.125])
     images = data.split_tensors("val").images
-    expected = (images / 255 - torch.tensor([0.5, 0.25]).view(2, 1, 1)) / torch.tensor([0.5, 0.125]).view(
-        2, 1, 1
-    )
+    expected = (images / 255 - torch.tensor([0.5, 0.25]).view(2, 1, 1)) / torch.tensor([0.5, 0.125]).view(2, 1, 1)
     torch.testing.assert_close(next(iter(data.val_dataloader()))[0], expected, rtol=1e-5, atol=1e-5)
     assert tiny(mean=[0.5, 0.25]).std == tiny().std
 
@@ -178,9 +174,7 @@ def test_overfit_batches_repeats_the_same_batches(tiny, recorder, tmp_path):
     data = tiny(batch_size=9)
     task = recorder(data)
     trainer(tmp_path, max_epochs=2, overfit_batches=2, num_sanity_val_steps=0).fit(task, data)
-    assert [batch for epoch, batch in task.seen if epoch == 0] == [
-        batch for epoch, batch in task.seen if epoch == 1
-    ]
+    assert [batch for epoch, batch in task.seen if epoch == 0] == [batch for epoch, batch in task.seen if epoch == 1]
 
 
 class TwoRanks:
@@ -224,10 +218,7 @@ def test_identity_is_plain_stable_and_about_the_data(tiny):
     assert identity["arguments"]["transforms"] == [Rotated(90).config()]
     assert (identity["mean"], identity["std"]) == (data.mean, data.std)
     assert len(identity["fingerprint"]) == 64
-    assert (
-        tiny(batch_size=8, shift=1, transforms=[Rotated(90)]).identity()["fingerprint"]
-        == identity["fingerprint"]
-    )
+    assert tiny(batch_size=8, shift=1, transforms=[Rotated(90)]).identity()["fingerprint"] == identity["fingerprint"]
     for other in (tiny(), tiny(data_seed=1), tiny(max_samples=35), tiny(val_fraction=0.2)):
         assert other.identity()["fingerprint"] != identity["fingerprint"]
 
@@ -237,9 +228,7 @@ def test_identity_is_the_same_in_another_process():
         "import json; from lightning_sym.datamodules import DigitsDataModule, Rotated;"
         "print(json.dumps(DigitsDataModule(transforms=[Rotated()]).identity()))"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert json.loads(output) == DigitsDataModule(transforms=[Rotated()]).identity()
 
 
@@ -304,9 +293,7 @@ def test_what_only_the_data_can_tell_fails_in_setup(tiny, numbered):
         def load(self):
             return numbered(4), numbered(3)
 
-    with pytest.raises(
-        ValueError, match=r"val_fraction 0.1 of 4 training images leaves the validation split empty"
-    ):
+    with pytest.raises(ValueError, match=r"val_fraction 0.1 of 4 training images leaves the validation split empty"):
         Small().setup()
     with pytest.raises(ValueError, match=r"batch_size 32 is more than the 4 training images"):
         Small(val_fraction=0).setup()
@@ -332,7 +319,5 @@ def test_what_only_the_data_can_tell_fails_in_setup(tiny, numbered):
 
 
 def test_unknown_split(tiny):
-    with pytest.raises(
-        ValueError, match=r"Unknown split 'vla'; expected one of: train, val, test. Did you mean 'val'"
-    ):
+    with pytest.raises(ValueError, match=r"Unknown split 'vla'; expected one of: train, val, test. Did you mean 'val'"):
         tiny().split_tensors("vla")

@@ -123,9 +123,7 @@ def test_quadrant_targets(numbered):
     assert both.output_names(("a", "b"))[:3] == ("a upper left", "b upper left", "a upper right")
 
 
-@pytest.mark.parametrize(
-    "transform", [Rotated(), Translated(2.5), Quadrant(), Quadrant(size=12), Resized(11)]
-)
+@pytest.mark.parametrize("transform", [Rotated(), Translated(2.5), Quadrant(), Quadrant(size=12), Resized(11)])
 def test_an_image_depends_on_its_index_and_the_split_only(numbered, transform):
     source = numbered(1500, (1, 9, 7))  # more than one piece of work
     before = source.images.clone()
@@ -186,9 +184,7 @@ def test_config_is_plain_and_comes_back():
     config = transform.config()
     assert config["class_path"] == "lightning_sym.datamodules.transforms.Quadrant"
     assert ImageTransform.from_config(config).arguments() == transform.arguments()
-    short = ImageTransform.from_config(
-        {"class_path": "lightning_sym.datamodules.Resized", "init_args": {"size": 9}}
-    )
+    short = ImageTransform.from_config({"class_path": "lightning_sym.datamodules.Resized", "init_args": {"size": 9}})
     assert short.output_shape((1, 2, 2)) == (1, 9, 9)
     assert ImageTransform.from_config(Inverted(7).config()).arguments() == {"top": 7}
     with pytest.raises(ValueError, match=r"Unknown transform 'os.system'"):

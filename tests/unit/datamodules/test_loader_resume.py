@@ -82,9 +82,7 @@ def test_resume_after_any_step(tmp_path, tiny, recorder, step, members):
 def test_resume_after_an_interruption(tmp_path, tiny, recorder):
     whole = fit(tmp_path, tiny, recorder, epochs=3)
     first = fit(tmp_path, tiny, recorder, epochs=3, checkpoint=every_step(tmp_path), fail_at=6)
-    rest = fit(
-        tmp_path, tiny, recorder, epochs=3, checkpoint=every_step(tmp_path), ckpt_path=tmp_path / "6.ckpt"
-    )
+    rest = fit(tmp_path, tiny, recorder, epochs=3, checkpoint=every_step(tmp_path), ckpt_path=tmp_path / "6.ckpt")
     assert first + rest == whole
 
 

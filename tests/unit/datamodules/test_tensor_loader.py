@@ -114,9 +114,7 @@ def test_shifts_are_uniform_over_both_axes():
     mean = torch.cat([batch for batch, _ in loader]).mean(dim=(0, 1))
     expected = torch.zeros(7, 7)
     expected[1:6, 1:6] = 1 / 25
-    assert (
-        mean - expected
-    ).abs().max() < 0.006  # four standard errors of a frequency of 1/25 in 20,000 draws
+    assert (mean - expected).abs().max() < 0.006  # four standard errors of a frequency of 1/25 in 20,000 draws
 
 
 def test_evaluation_shards_are_disjoint_and_complete(numbered):

@@ -157,9 +157,7 @@ def test_the_constructor_looks_the_same_from_outside() -> None:
 
 def test_arguments_that_json_has_no_words_for() -> None:
     network = Custom(names={1, 2})  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"The argument names of .*Custom is a set, which cannot be written as JSON"
-    ):
+    with pytest.raises(ValueError, match=r"The argument names of .*Custom is a set, which cannot be written as JSON"):
         _ = network.architecture
     network.fresh(0)
     with pytest.raises(ValueError, match=r"unnamed arguments \(\*sizes\); pass them by name"):
@@ -365,9 +363,7 @@ class TwoInputs(Network):
 
 
 def test_one_input_is_needed() -> None:
-    with pytest.raises(
-        ValueError, match=r"TwoInputs\.forward must take exactly one required input.*takes 2: x, y"
-    ):
+    with pytest.raises(ValueError, match=r"TwoInputs\.forward must take exactly one required input.*takes 2: x, y"):
         TwoInputs().sites()
 
 
@@ -476,12 +472,8 @@ def test_factories_without_a_name_are_refused_only_when_asked_for_it() -> None:
     network.fresh(0)
     with pytest.raises(ValueError, match="cannot be imported by that name"):
         _ = network.architecture
-    with pytest.raises(
-        ValueError, match=r"argument norm_layer of .* is a type, which cannot be written as JSON"
-    ):
-        _ = Network.wrap(
-            functools.partial(torchvision.models.resnet18, norm_layer=nn.BatchNorm2d)
-        ).architecture
+    with pytest.raises(ValueError, match=r"argument norm_layer of .* is a type, which cannot be written as JSON"):
+        _ = Network.wrap(functools.partial(torchvision.models.resnet18, norm_layer=nn.BatchNorm2d)).architecture
 
 
 @pytest.mark.parametrize(
@@ -502,9 +494,7 @@ def test_what_cannot_be_wrapped(value: Any, message: str) -> None:
 
 
 def instantiate(parser: jsonargparse.ArgumentParser, config: jsonargparse.Namespace) -> Network:
-    run = (
-        getattr(parser, "instantiate", None) or parser.instantiate_classes
-    )  # the new name of jsonargparse 4.5x
+    run = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the new name of jsonargparse 4.5x
     return run(config).network
 
 
