@@ -111,6 +111,9 @@ class ZooReport(Callback):
             return
         console = Console()
         console.print(_terminal_table(self._table, self.rows, type(zoo_task(self, pl_module).network).__name__))
+        for row in self._table:
+            if row["stopped"]:
+                console.print(f"  member {row['member']} was stopped: {row['stopped']}", soft_wrap=True)
         places = {"picture": self._path / "zoo.png", "table": self._path / "members.csv"}
         exports = [callback for callback in trainer.callbacks if isinstance(callback, ZooExport)]  # type: ignore[attr-defined]
         if exports and exports[0].path is not None:
@@ -139,21 +142,18 @@ def _rows(
 
 
 def _terminal_table(rows: list[dict[str, Any]], shown: int, architecture: str) -> Table:
-    table = Table(title=f"Zoo of {len(rows)} {architecture}", title_justify="left")
+    table = Table(title=f"Zoo of {len(rows)} {architecture}: accuracy of the weights kept", title_justify="left")
     splits = [name.removesuffix("_accuracy") for name in rows[0] if name.endswith("_accuracy")]
-    table.add_column("member")
-    table.add_column("epoch kept", justify="right")
-    for split in splits:
-        table.add_column(f"{split} accuracy", justify="right")
-    table.add_column(f"{splits[-1]} loss", justify="right")
+    for column in ("member", "epoch kept", *splits, f"{splits[-1]} loss"):
+        table.add_column(column, justify="left" if column == "member" else "right")
     for row in rows[:shown]:
         if row["stopped"]:
-            table.add_row(str(row["member"]), "", f"stopped: {row['stopped']}")
+            table.add_row(str(row["member"]), "stopped")
             continue
         cells = [f"{100 * row[f'{split}_accuracy']:.2f} %" for split in splits]
         table.add_row(str(row["member"]), str(row["epoch_kept"]), *cells, f"{row[f'{splits[-1]}_loss']:.4f}")
     if len(rows) > shown:
-        table.add_row("...", "", f"({len(rows) - shown} more in members.csv)")
+        table.add_row(f"+{len(rows) - shown} more")
     running = [row for row in rows if not row["stopped"]]
     if running:
         table.add_section()

@@ -1,0 +1,61 @@
+# Every target makes the virtual environment and installs what it needs; a second call starts at once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format types board wheel-test clean
+
+help:
+	@echo "make demo        train a zoo of small CNNs on real digits: a table, a picture, a TensorBoard log"
+	@echo "make board       watch the runs in TensorBoard"
+	@echo "make test        all tests but the slow ones (make test-slow runs those)"
+	@echo "make lint        ruff; make format puts right what it can"
+	@echo "make types       mypy"
+	@echo "make wheel-test  build the wheel and run it from another folder"
+
+demo: $(VENV)/.installed
+	$(BIN)/lightning-sym fit --config zoo/mnist5k --overwrite true
+	@echo "  more    make board, then open the address it prints; lightning-sym is $(BIN)/lightning-sym"
+
+board: $(VENV)/.installed
+	$(BIN)/tensorboard --logdir runs
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy does not follow package-dir: it sees the packages through a folder of links.
+types: $(VENV)/.installed-types
+	rm -rf .links && mkdir -p .links/lightning_sym
+	for part in lightning_sym/* callbacks datamodules recipes; do ln -s "$(CURDIR)/$$part" .links/lightning_sym/; done
+	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml
+
+wheel-test: $(VENV)/.installed
+	.ci/wheel_test.sh $(BIN)/python
+
+$(VENV)/.made:
+	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed, this is ' + sys.version.split()[0] + '; make PYTHON=python3.12 ...' if sys.version_info < (3, 11) else 0)"
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
