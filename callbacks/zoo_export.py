@@ -1,6 +1,7 @@
 """Writing trained members into a zoo."""
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 
 from lightning_sym.callbacks._checks import image_datamodule, run_folder, zoo_task
 from lightning_sym.tasks import ZooTask
-from lightning_sym.zoo import MANIFEST, ModelZoo, rebuild_manifest, write_member
+from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
 
 class ZooExport(Callback):
@@ -43,13 +44,15 @@ class ZooExport(Callback):
         if stage != "fit" or trainer.fast_dev_run:
             return
         task = zoo_task(self, pl_module)
-        image_datamodule(self, trainer)
+        data = image_datamodule(self, trainer)
         self.path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
         if not trainer.is_global_zero:
             return
         self._check_writable(self.path)
         if any(self.path.glob("member-*.safetensors")):
-            self._check_zoo(ModelZoo.open(self.path), task.numbers, task.network.architecture, trainer)
+            zoo = ModelZoo.open(self.path)
+            self._check_members(zoo, task.numbers, task.network.architecture, trainer)
+            self._check_data(zoo, task.numbers, data.identity()["fingerprint"])
 
     @staticmethod
     def _check_writable(path: Path) -> None:
@@ -61,15 +64,15 @@ class ZooExport(Callback):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"The zoo's folder {path.absolute()} cannot be written to ({error.strerror}); choose another run_dir "
-                "or ZooExport.dirpath",
+                f"The zoo's folder {path.absolute()} cannot be written to ({error.strerror}); choose another --run_dir "
+                "or --zoo_dir",
             ) from None
 
-    def _check_zoo(self, zoo: ModelZoo, numbers: list[int], architecture: dict[str, Any], trainer: Trainer) -> None:
+    def _check_members(self, zoo: ModelZoo, numbers: list[int], architecture: dict[str, Any], trainer: Trainer) -> None:
         if zoo.architecture != architecture:
             raise ValueError(
                 f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains "
-                f"{_describe(architecture)}; choose another run_dir or ZooExport.dirpath."
+                f"{_describe(architecture)}; choose another --run_dir or --zoo_dir."
             )
         taken = sorted(set(numbers) & set(zoo.numbers))
         if taken and not self.overwrite and trainer.ckpt_path is None:
@@ -78,22 +81,14 @@ class ZooExport(Callback):
                 f"--model.seed {max(zoo.numbers) + 1}, replace them with --overwrite true, or choose another run_dir."
             )
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the zoo's members saw the same data; the data are there by now.
-
-        Raises:
-            ValueError: If they did not.
-        """
-        if self.path is None or not trainer.is_global_zero or not (self.path / MANIFEST).exists():
-            return
-        mine = image_datamodule(self, trainer).identity()["fingerprint"]
-        numbers = zoo_task(self, pl_module).numbers
-        for member in ModelZoo.open(self.path):
+    @staticmethod
+    def _check_data(zoo: ModelZoo, numbers: list[int], mine: str) -> None:
+        for member in zoo:
             other = member.data.get("fingerprint")
             if other != mine and member.number not in numbers:
                 raise ValueError(
-                    f"Member {member.number} of the zoo at {self.path} was trained on other data (fingerprint "
-                    f"{str(other)[:12]}, these have {mine[:12]}); choose another run_dir or ZooExport.dirpath."
+                    f"Member {member.number} of the zoo at {zoo.path} was trained on other data (fingerprint "
+                    f"{str(other)[:12]}, these have {mine[:12]}); choose another --run_dir or --zoo_dir."
                 )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,22 +101,32 @@ class ZooExport(Callback):
         identity = data.identity()
         writes = task.member_parallel or trainer.is_global_zero
         for number in task.member_seeds if writes else []:
-            if number in task.stopped or number not in task.kept:
+            if number in task.stopped:
+                continue
+            if number not in task.kept:
+                warnings.warn(
+                    f"Member {number} was not written: training ended before the first validation, which decides "
+                    'what is kept; train longer, or set keep="last".',
+                    stacklevel=2,
+                )
                 continue
             row = number - task.seed
-            write_member(
-                self.path,
-                number,
-                task.kept[number]["state"],
-                architecture=task.network.architecture,
-                metrics={
-                    split: {name: float(values[name][row]) for name in ("accuracy", "loss")}
-                    for split, values in results.items()
-                    if math.isfinite(float(values["loss"][row]))
-                },
-                data=identity,
-                training=_training(trainer, task, number),
-            )
+            try:
+                write_member(
+                    self.path,
+                    number,
+                    task.kept[number]["state"],
+                    architecture=task.network.architecture,
+                    metrics={
+                        split: {name: float(values[name][row]) for name in ("accuracy", "loss")}
+                        for split, values in results.items()
+                        if math.isfinite(float(values["loss"][row]))
+                    },
+                    data=identity,
+                    training=_training(trainer, task, number),
+                )
+            except ValueError as error:  # weights that are not finite; the others are written all the same
+                warnings.warn(str(error), stacklevel=2)
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             rebuild_manifest(self.path)

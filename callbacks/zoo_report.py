@@ -39,9 +39,9 @@ class ZooReport(Callback):
             raise ValueError(f"rows must be at least 0, got {rows}.")
         self.dirpath = dirpath
         self.rows = rows
+        self._run = Path()
         self._path: Path | None = None
         self._table: list[dict[str, Any]] = []
-        self._seconds = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the task and the data."""
@@ -49,7 +49,8 @@ class ZooReport(Callback):
             return
         zoo_task(self, pl_module)
         image_datamodule(self, trainer)
-        self._path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "results"
+        self._run = run_folder(trainer)  # asked for here, as it needs all ranks
+        self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table and the figures."""
@@ -118,10 +119,10 @@ class ZooReport(Callback):
         exports = [callback for callback in trainer.callbacks if isinstance(callback, ZooExport)]  # type: ignore[attr-defined]
         if exports and exports[0].path is not None:
             places["zoo"] = exports[0].path
-        places["logs"] = run_folder(trainer)
+        places["logs"] = self._run
         for what, path in places.items():
             console.print(f"  {what:8}{path}", highlight=False, soft_wrap=True)
-        console.print(f"  {'watch':8}tensorboard --logdir {run_folder(trainer)}", highlight=False, soft_wrap=True)
+        console.print(f"  {'watch':8}tensorboard --logdir {self._run}", highlight=False, soft_wrap=True)
 
 
 def _rows(

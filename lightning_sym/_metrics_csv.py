@@ -19,12 +19,13 @@ class MetricsCSV(Logger):
     rows up to the step at which the run goes on.
 
     Args:
-        folder: Where ``metrics.csv`` lies. Created at the first write.
+        folder: Where the file lies. Created at the first write.
+        file: Its name.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, file: str = "metrics.csv") -> None:
         super().__init__()
-        self._file = Path(folder) / "metrics.csv"
+        self._file = Path(folder) / file
         self._rows: dict[int, dict[str, Any]] | None = None
 
     @property
@@ -38,9 +39,14 @@ class MetricsCSV(Logger):
         return ""
 
     @property
-    def log_dir(self) -> str:
+    def save_dir(self) -> str:
         """The folder."""
         return str(self._file.parent)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder."""
+        return self.save_dir
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +65,8 @@ class MetricsCSV(Logger):
         """Write the file."""
         if not self._rows:
             return
-        names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
+        names = dict.fromkeys(name for row in self._rows.values() for name in row)
+        names = sorted(names, key=lambda name: (name != "step", name != "epoch", name.count("/")))  # details last
         text = io.StringIO()
         writer = csv.DictWriter(text, names, lineterminator="\n")
         writer.writeheader()

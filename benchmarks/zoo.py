@@ -1,0 +1,316 @@
+"""How long an epoch of a zoo takes beside a hand-written loop that trains the same members one after another.
+
+Same data, same networks, same optimizer, same run; variants take turns, so that a machine whose speed drifts
+does so for all. Run it alone on the machine::
+
+    python benchmarks/zoo.py                  # CPU: Myrtle CNN x 8 on MNIST5k, MLP x 32 on the 8x8 digits
+    python benchmarks/zoo.py --device cuda    # ResNet-20 x 32 on random 3x32x32 images
+
+Prints a table and writes it to ``benchmarks/results/zoo-<device>.json`` and ``.md``.
+
+Variants:
+    plain       one network after another; batches by indexing a normalised tensor in memory (the fast way to
+                write it by hand)
+    dataloader  the same with ``torch.utils.data.DataLoader`` over a ``TensorDataset``, as most scripts do it
+    loop, vmap  ``ZooTask`` under Lightning's Trainer, with its data, metrics and logging
+    ..._cl      the same in channels_last layout
+"""
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_sym.datamodules import DigitsDataModule, ImageDataModule, LabelledImages, MNIST5kDataModule
+from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
+from lightning_sym.tasks import ZooTask
+from lightning_sym.zoo import versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class RandomImagesDataModule(ImageDataModule):
+    """Random colour images of CIFAR's size, for timing without a download."""
+
+    source_shape = (3, 32, 32)
+    source_classes = 10
+
+    def load(self) -> tuple[LabelledImages, LabelledImages]:
+        """Return 4,000 training and 100 test images."""
+        source = torch.Generator().manual_seed(0)
+
+        def make(count: int) -> LabelledImages:
+            images = torch.randint(256, (count, 3, 32, 32), generator=source, dtype=torch.uint8)
+            return LabelledImages(images, torch.randint(10, (count,), generator=source))
+
+        return make(4000), make(100)
+
+
+class Stopwatch:
+    """Seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("compute", "data", "logging"), 0.0)
+
+    def timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call, timed."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds[what] += time.perf_counter() - start
+
+        return run
+
+
+class TimedTask(ZooTask):
+    """A ``ZooTask`` that notes the time spent on its parts."""
+
+    def on_fit_start(self) -> None:  # noqa: D102
+        self.watch = Stopwatch()
+        self.train_metrics.add = self.watch.timed("logging", self.train_metrics.add)  # type: ignore[method-assign]
+        self.on_train_epoch_end = self.watch.timed("logging", self.on_train_epoch_end)  # type: ignore[method-assign]
+        connector = self.trainer._logger_connector
+        for name in ("update_train_epoch_metrics", "update_train_step_metrics"):
+            setattr(connector, name, self.watch.timed("logging", getattr(connector, name)))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102
+        step = super().optimizer_step
+
+        def run() -> None:
+            step(*args, **kwargs)
+            _synchronize(self.device)
+
+        self.watch.timed("compute", run)()
+
+
+class TimedLoader:
+    """A loader whose ``next`` is timed as data."""
+
+    def __init__(self, loader: Any, task: TimedTask) -> None:
+        self.loader, self.task, self.sampler, self.batch_sampler = loader, task, loader.sampler, None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        batches = iter(self.loader)
+        while True:
+            batch = self.task.watch.timed("data", lambda: next(batches, None))()
+            if batch is None:
+                return
+            yield batch
+
+
+class EpochTimer(Callback):
+    """Time of the last training epoch, logging at its end included."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        _synchronize(pl_module.device)
+        self.start = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        _synchronize(pl_module.device)
+        self.seconds = time.perf_counter() - self.start
+        self.shares = {what: seconds / self.seconds for what, seconds in pl_module.watch.seconds.items()}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run_task(
+    network: Network, data: ImageDataModule, members: int, steps: int, device: str, **kwargs: Any
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of an epoch of ``steps`` steps, and the shares spent on what is not computing."""
+    task = TimedTask(network, members=members, keep="last", **kwargs)
+    timer = EpochTimer()
+    make = type(data).train_dataloader
+    data.train_dataloader = lambda: TimedLoader(make(data), task)  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            max_epochs=1,
+            limit_train_batches=steps,
+            limit_val_batches=0,
+            accelerator="gpu" if device == "cuda" else "cpu",
+            devices=1,
+            default_root_dir=folder,
+            callbacks=[timer],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(task, data)
+    # The metrics are added inside the optimizer's closure, so they are in "compute" too; the rest is Lightning's loop.
+    data_and_logging = timer.shares["data"] + timer.shares["logging"]
+    return timer.seconds, {
+        "data_and_logging": data_and_logging,
+        "lightning": 1 - timer.shares["compute"] - timer.shares["data"],
+    }
+
+
+def run_plain(
+    network: Network, data: ImageDataModule, members: int, steps: int, device: str, *, loader: bool, channels_last: bool
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds that a hand-written loop takes for the same members and steps."""
+    raw, labels = data.split_tensors("train")
+    images = data.normalize(raw).to(device)
+    labels = labels.to(device)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    networks = [network.fresh(number).to(device, memory_format=layout) for number in range(members)]
+    optimizers = [torch.optim.Adam(member.parameters()) for member in networks]
+    size = data.hparams["batch_size"]
+
+    def batches(seed: int) -> Any:
+        if loader:
+            dataset = torch.utils.data.TensorDataset(images, labels)
+            source = torch.Generator().manual_seed(seed)
+            return torch.utils.data.DataLoader(dataset, size, shuffle=True, drop_last=True, generator=source)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).to(device)
+        chunks = order[: len(order) // size * size].view(-1, size)
+        return ((images[chunk], labels[chunk]) for chunk in chunks)
+
+    _synchronize(torch.device(device))
+    start = time.perf_counter()
+    for number, (member, optimizer) in enumerate(zip(networks, optimizers, strict=True)):
+        losses: list[Tensor] = []
+        for step, (inputs, targets) in enumerate(batches(number)):
+            if step == steps:
+                break
+            if channels_last:
+                inputs = inputs.contiguous(memory_format=layout)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(member(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.stack(losses).mean().item()
+    _synchronize(torch.device(device))
+    return time.perf_counter() - start, {}
+
+
+def measure(
+    title: str,
+    network: Network,
+    data: ImageDataModule,
+    members: int,
+    steps: int,
+    device: str,
+    repeats: int,
+    variants: list[str],
+) -> dict[str, Any]:
+    """Time the variants in turn and return medians and spreads."""
+    data.setup("fit")
+    runs: dict[str, Callable[[], tuple[float, dict[str, float]]]] = {}
+    for variant in variants:
+        name, _, layout = variant.partition("_")
+        if name in ("plain", "dataloader"):
+            runs[variant] = lambda name=name, layout=layout: run_plain(
+                network, data, members, steps, device, loader=name == "dataloader", channels_last=layout == "cl"
+            )
+        else:
+            runs[variant] = lambda name=name, layout=layout: run_task(
+                network, data, members, steps, device, execution=name, channels_last=layout == "cl"
+            )
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    shares: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+    for repeat in range(-1, repeats):  # the first round warms up
+        for variant, run in runs.items():
+            seconds, share = run()
+            if repeat >= 0:
+                times[variant].append(seconds)
+                shares[variant].append(share)
+            print(f"  {title}: {variant:12} {seconds:7.2f} s", flush=True)
+    rows = []
+    for variant in variants:
+        ratios = [mine / plain for mine, plain in zip(times[variant], times["plain"], strict=True)]
+        row = {
+            "variant": variant,
+            "seconds_median": statistics.median(times[variant]),
+            "seconds_min": min(times[variant]),
+            "seconds_max": max(times[variant]),
+            "ratio_to_plain_median": statistics.median(ratios),
+            "ratio_to_plain_min": min(ratios),
+            "ratio_to_plain_max": max(ratios),
+        }
+        if variant.startswith(("loop", "vmap")):
+            for what in ("data_and_logging", "lightning"):
+                row[f"{what}_share_median"] = statistics.median(share[what] for share in shares[variant])
+        rows.append(row)
+    return {"title": title, "members": members, "steps": steps, "batch_size": data.hparams["batch_size"], "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return one result as a Markdown table."""
+    lines = [
+        f"### {result['title']}",
+        "",
+        f"{result['members']} members, {result['steps']} steps of batch {result['batch_size']} each, seconds for all.",
+        "",
+        "| variant | median s | min to max | ratio to plain, by rounds | data and logging | Lightning's loop |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        shares = [row.get(f"{what}_share_median") for what in ("data_and_logging", "lightning")]
+        ratios = [row[f"ratio_to_plain_{name}"] for name in ("median", "min", "max")]
+        lines.append(
+            f"| {row['variant']} | {row['seconds_median']:.2f} "
+            f"| {row['seconds_min']:.2f} to {row['seconds_max']:.2f} | "
+            f"{ratios[0]:.3f}, {ratios[1]:.3f} to {ratios[2]:.3f} | "
+            + " | ".join("" if share is None else f"{100 * share:.1f} %" for share in shares)
+            + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40, help="steps per epoch for the networks with convolutions")
+    arguments = parser.parse_args()
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    steps, repeats, device = arguments.steps, arguments.repeats, arguments.device
+    if device == "cpu":
+        cnn = MyrtleCNN(width=16, in_channels=1, image_size=28)
+        mlp = MultiLayerPerceptron(widths=(64, 64), in_channels=1, image_size=8)
+        variants = ["plain", "dataloader", "loop", "vmap", "plain_cl", "loop_cl"]
+        results = [
+            measure("Myrtle CNN, width 16, MNIST5k", cnn, MNIST5kDataModule(), 8, steps, device, repeats, variants),
+            measure("MLP 64-64, digits", mlp, DigitsDataModule(), 32, 40, device, repeats, variants[:4]),
+        ]
+        machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    else:
+        resnet = CIFARResNet(depth=20)
+        variants = ["plain", "loop", "vmap", "plain_cl", "loop_cl"]
+        results = [
+            measure("ResNet-20, 3x32x32", resnet, RandomImagesDataModule(), 32, steps, device, repeats, variants)
+        ]
+        machine = torch.cuda.get_device_name()
+    text = "\n".join(table(result) for result in results)
+    about = {"machine": machine, "repeats": repeats, "python": platform.python_version(), "versions": versions()}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"zoo-{device}.json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    (RESULTS / f"zoo-{device}.md").write_text(f"{machine}; torch {torch.__version__}; {repeats} rounds.\n\n{text}")
+    print("\n" + text)
+
+
+if __name__ == "__main__":
+    main()
