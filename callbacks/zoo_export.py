@@ -32,16 +32,19 @@ class ZooExport(Callback):
         self.dirpath = dirpath
         self.overwrite = overwrite
         self.path: Path | None = None
+        self._zoo: ModelZoo | None = None
+        self._written = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the task, the data and the folder.
 
         Raises:
             TypeError: If the task is no ``ZooTask`` or the data are not of ``lightning_sym.datamodules``.
-            ValueError: If the folder holds another architecture, other data, or members of these numbers.
+            ValueError: If the folder holds another architecture or other data.
             OSError: If the folder cannot be written to.
         """
-        if stage != "fit" or trainer.fast_dev_run:
+        self.path, self._zoo, self._written = None, None, False
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         task = zoo_task(self, pl_module)
         data = image_datamodule(self, trainer)
@@ -50,9 +53,9 @@ class ZooExport(Callback):
             return
         self._check_writable(self.path)
         if any(self.path.glob("member-*.safetensors")):
-            zoo = ModelZoo.open(self.path)
-            self._check_members(zoo, task.numbers, task.network.architecture, trainer)
-            self._check_data(zoo, task.numbers, data.identity()["fingerprint"])
+            self._zoo = ModelZoo.open(self.path)
+            self._check_architecture(self._zoo, task.network.architecture)
+            self._check_data(self._zoo, task.numbers, data.identity()["fingerprint"])
 
     @staticmethod
     def _check_writable(path: Path) -> None:
@@ -68,17 +71,12 @@ class ZooExport(Callback):
                 "or --zoo_dir",
             ) from None
 
-    def _check_members(self, zoo: ModelZoo, numbers: list[int], architecture: dict[str, Any], trainer: Trainer) -> None:
+    @staticmethod
+    def _check_architecture(zoo: ModelZoo, architecture: dict[str, Any]) -> None:
         if zoo.architecture != architecture:
             raise ValueError(
                 f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains "
                 f"{_describe(architecture)}; choose another --run_dir or --zoo_dir."
-            )
-        taken = sorted(set(numbers) & set(zoo.numbers))
-        if taken and not self.overwrite and trainer.ckpt_path is None:
-            raise ValueError(
-                f"The zoo at {zoo.path} already has member(s) {', '.join(map(str, taken))}; train others with "
-                f"--model.seed {max(zoo.numbers) + 1}, replace them with --overwrite true, or choose another run_dir."
             )
 
     @staticmethod
@@ -90,6 +88,22 @@ class ZooExport(Callback):
                     f"Member {member.number} of the zoo at {zoo.path} was trained on other data (fingerprint "
                     f"{str(other)[:12]}, these have {mine[:12]}); choose another --run_dir or --zoo_dir."
                 )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that no members are replaced by accident; whether the run is a resumed one is known by now.
+
+        Raises:
+            ValueError: If the zoo has members of these numbers.
+        """
+        if self._zoo is None or self.overwrite or trainer.ckpt_path is not None:
+            return
+        taken = sorted(set(zoo_task(self, pl_module).numbers) & set(self._zoo.numbers))
+        if taken:
+            raise ValueError(
+                f"The zoo at {self._zoo.path} already has member(s) {', '.join(map(str, taken))}; train others with "
+                f"--model.seed {max(self._zoo.numbers) + 1}, replace them with --overwrite true, or choose another "
+                "--run_dir."
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the kept weights and write this rank's members."""
@@ -130,6 +144,12 @@ class ZooExport(Callback):
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             rebuild_manifest(self.path)
+        self._written = True
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the members of a run that was killed after its last epoch; resumed, it has no training to end."""
+        if not self._written:
+            self.on_train_end(trainer, pl_module)
 
 
 def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:

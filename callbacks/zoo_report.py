@@ -42,13 +42,15 @@ class ZooReport(Callback):
         self._run = Path()
         self._path: Path | None = None
         self._table: list[dict[str, Any]] = []
+        self._written = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the task and the data."""
-        if stage != "fit" or trainer.fast_dev_run:
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         zoo_task(self, pl_module)
         image_datamodule(self, trainer)
+        self._written = False
         self._run = run_folder(trainer)  # asked for here, as it needs all ranks
         self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
 
@@ -60,6 +62,7 @@ class ZooReport(Callback):
         data = image_datamodule(self, trainer)
         task.split_metrics(data)
         stopped, kept = task.gathered()
+        self._written = True
         if not trainer.is_global_zero:
             return
         self._table = _rows(task, data, stopped, kept)
@@ -108,6 +111,8 @@ class ZooReport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table, after the progress bar has gone."""
+        if not self._written:  # a run that was killed after its last epoch: resumed, it has no training to end
+            self.on_train_end(trainer, pl_module)
         if self._path is None or not trainer.is_global_zero:
             return
         console = Console()

@@ -1,7 +1,7 @@
 """Files that are whole or absent: written under a temporary name, then renamed."""
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
@@ -20,22 +20,19 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    temporary = None
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes it private; members are to be shared
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:  # KeyboardInterrupt too
             temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(
             error.errno,

@@ -1,5 +1,6 @@
 """LightningCLI with run folders, recipes and one-line errors."""
 
+import importlib
 import inspect
 import logging
 import os
@@ -9,30 +10,36 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch
 import yaml
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from jsonargparse import Namespace
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities import rank_zero_only
-from pytorch_lightning.utilities.warnings import PossibleUserWarning
+from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
+from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ignore[attr-defined]
 
-# Their classes can be named without their full path, on the command line and in recipes.
-import lightning_sym.callbacks
-import lightning_sym.datamodules
-import lightning_sym.networks
-import lightning_sym.tasks
+import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
 from lightning_sym._files import write_atomically
 from lightning_sym._metrics_csv import MetricsCSV
+from lightning_sym.callbacks import ZooExport
 from lightning_sym.cli import TRACEBACK, USAGE
+from lightning_sym.datamodules import ImageTransform
+from lightning_sym.networks import Network
+
+# What follows from the data, and is linked from a datamodule into a task's network.
+_SIZES = ("in_channels", "image_size", "num_classes")
 
 _SECTIONS = [
     "model",
@@ -40,6 +47,7 @@ _SECTIONS = [
     "trainer",
     "checkpoint",
     "run_dir",
+    "zoo_dir",
     "overwrite",
     "seed_everything",
     "ckpt_path",
@@ -48,7 +56,14 @@ _SECTIONS = [
 
 
 class RecipeParser(LightningArgumentParser):
-    """A parser whose errors are one line, with the nearest valid name."""
+    """A parser whose errors are one line, with the nearest valid name.
+
+    Args:
+        kwargs: Passed on.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)  # --trainer.max_epoch is a misspelling, not max_epochs
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what was wrong and exit with status 2."""
@@ -58,34 +73,145 @@ class RecipeParser(LightningArgumentParser):
         print(USAGE, file=sys.stderr)
         raise SystemExit(2)
 
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Add an instantiator that is not told of sizes which the class it builds does not take.
+
+        jsonargparse reports every link to Lightning's instantiator, also those whose target does not exist, and that
+        would store them in the checkpoint or fail: tasks need not have a network, nor networks all sizes.
+        """
+
+        def instantiate(
+            kind: type, *values: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
+        ) -> object:
+            taken = inspect.signature(type(named.get("network"))).parameters if "network" in named else {}
+            links = {key: value for key, value in applied_instantiation_links.items() if key.split(".")[-1] in taken}
+            return instantiator(kind, *values, applied_instantiation_links=links, **named)
+
+        super().add_instantiator(instantiate, *args, **kwargs)
+
 
 def explain(message: str) -> str:
-    """Return a parser's message on one line, with the nearest valid name where a name was not known."""
+    """Return an error's message on one line, and a parser's in plain words with the nearest valid name."""
     line = " ".join(message.split())
-    if match := re.search(r"Option '([^']+)' is not accepted|[Uu]nrecognized arguments: (?:--)?([^\s=]+)", line):
-        given = match[1] or match[2]
-        head, _, rest = given.partition(".")
-        wrong = head if not rest or head not in _SECTIONS else given.rsplit(".", 1)[-1]
-        return f"Unknown option {given!r}.{_hint(wrong, _SECTIONS if wrong == head and rest else _option_names())}"
-    if match := re.search(r"module '[\w.]+' has no attribute '(\w+)'", line):
-        return f"{line}.{_hint(match[1], _class_names())}"
-    if match := re.search(r"Expected a dot import path string: (\S+)", line):
-        return f"Unknown class {match[1]!r}; give the full path, or the name of one of ours.{_hint(match[1], _class_names())}"
-    # A type error inside a class is reported for each type that would have been possible; the first is ours.
-    if match := re.search(r"Errors: - (.+?)(?: - Expected a <class 'NoneType'>| Given value type:|$)", line):
-        line = match[1]
-    return line
+    if path := _foreign_class(line):
+        return (
+            f"{path} is of the package lightning, whose classes are others than those of pytorch_lightning, with which "
+            f"lightning_sym works; use {path.replace('lightning.pytorch', 'pytorch_lightning')}, and import from there."
+        )
+    if match := re.search(
+        r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|"
+        r"does not accept (?:option|nested key) '([^']+)'|[Uu]nrecognized arguments: (?:--)?([^\s=]+)",
+        line,
+    ):
+        return _unknown_option(next(filter(None, match.groups())))
+    if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
+        missing = ", ".join(f"--{name.split('.', 1)[-1]}" for name in (match[1] or match[2]).split(", "))
+        return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
+    if match := re.search(
+        r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
+    ):
+        line = match[1]  # older versions of jsonargparse hand a constructor's error on as text only
+    return _wrong_class(line) or _wrong_value(line) or line
+
+
+def _unknown_option(given: str) -> str:
+    head, dot, rest = given.partition(".")
+    if given in _option_names():  # of another class than the one that was named
+        return (
+            f"Option {given!r} does not belong to the class that was named; name its class first, as in --model CLASS."
+        )
+    if not dot:
+        return f"Unknown option {given!r}.{_hint(given, [*_SECTIONS, *_option_names()])}"
+    if head not in _SECTIONS:
+        return f"Unknown option {given!r}.{_hint(head, _SECTIONS, after=dot + rest)}"
+    parents, _, name = given.rpartition(".")
+    return f"Unknown option {given!r}.{_hint(name, _option_names(), before=parents + '.')}"
+
+
+def _wrong_class(line: str) -> str | None:
+    """Return the sentence for a class that was not found or is of the wrong kind; None if that is not the trouble."""
+    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
+        return f"There is no class {match[1]}.{match[2]}.{_hint(match[2], _class_names())}"
+    if match := re.search(r"No module named '([\w.]+)'", line):
+        return (
+            f"There is no module {match[1]!r}.{_hint(match[1], ('lightning_sym', 'pytorch_lightning', 'torch'))} "
+            "The folder of a module of your own has to be on PYTHONPATH."
+        )
+    # A class without its path; a plain word may be a wrong value where a class is one of several things accepted.
+    basic = re.search(r"Expected an? <class '(?!NoneType)", line)
+    if (match := re.search(r"Expected a dot import path string: (\w+)", line)) and (
+        basic is None or match[1][0].isupper()
+    ):
+        hint = _hint(match[1], _class_names())
+        return f"Unknown class {match[1]!r}; give its full path, or the name of one of ours.{hint}"
+    if match := re.search(r"does not correspond to a subclass of (\w+)", line):
+        return f"{_key(line)}{' or '.join(_misfits(line))} is not a subclass of {match[1]}."
+    return None
+
+
+def _wrong_value(line: str) -> str | None:
+    """Return the sentence for a value of the wrong type; None if that is not the trouble."""
+    value = re.search(r"(?:Got value|Given value): (.*)$", line)
+    # Literals are written out, types are not: <class 'int'>.
+    kinds = [
+        "null" if kind == "NoneType" else kind.rsplit(".")[-1] or f"one of {options}"
+        for kind, options in re.findall(r"Expected an? (?:<class '([\w.]+)'>|(?:typing\.)?Literal\[([^\]]*)\])", line)
+    ]
+    if value is None or not set(kinds) - {"null"}:
+        return None
+    kinds = [
+        "a list" if kind in ("Sequence", "list") else kind for kind in dict.fromkeys(sorted(kinds, key="null".__eq__))
+    ]
+    return f"{_key(line)}expected {' or '.join(kinds)}, got {value[1]!r}."
+
+
+def _key(line: str) -> str:
+    match = re.search(r'Parser key "([^"]+)"', line)
+    return f"{match[1]}: " if match else ""
+
+
+def _foreign_class(line: str) -> str | None:
+    """Return the class of the package ``lightning`` that a message is about, or one derived from it."""
+    if match := re.search(r"\b(?<![\w.])(lightning\.(?:pytorch|fabric)(?:\.\w+)*\.[A-Z]\w*)", line):
+        return match[1]
+    for path in _misfits(line):
+        for base in inspect.getmro(_class_at(path) or object):
+            if base.__module__.startswith(("lightning.pytorch.", "lightning.fabric.")):
+                return f"{base.__module__}.{base.__qualname__}"
+    return None
+
+
+def _misfits(line: str) -> list[str]:
+    """Return the classes that a message says are not of the kind that is needed."""
+    paths = re.findall(r"Import path ([\w.]+) does not correspond", line)
+    if not paths and "does not correspond" in line:  # within lists and unions only the value says which
+        paths = re.findall(r"\b[a-z_]\w*(?:\.\w+)*\.[A-Z]\w*", line.rpartition("Given value: ")[2])
+    return list(dict.fromkeys(paths))
+
+
+def _class_at(path: str) -> type | None:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError):
+        return None
+    return found if isinstance(found, type) else None
 
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that a parser wrapped while it built classes; other errors as they are."""
-    if not type(error).__module__.startswith(("jsonargparse", "argparse", "builtins")):
-        return error
-    innermost = error
-    while (inner := innermost.__cause__ or innermost.__context__) is not None:
-        innermost = inner
-    frames = traceback.extract_tb(error.__traceback__)
-    return innermost if frames and "jsonargparse" in frames[-1].filename else error
+    inner: BaseException | None = error
+    while inner is not None:
+        frames = traceback.extract_tb(inner.__traceback__)
+        if frames and "jsonargparse" not in Path(frames[-1].filename).parts:
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
+
+
+def is_expected(error: BaseException) -> bool:
+    """Return whether an error's message is meant for users, so that its type need not be named."""
+    return isinstance(error, ValueError | OSError | MisconfigurationException)
 
 
 def show_traceback() -> bool:
@@ -93,24 +219,31 @@ def show_traceback() -> bool:
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
-def _hint(given: str, names: Iterable[str]) -> str:
-    nearest = get_close_matches(given, sorted(set(names)), n=1, cutoff=0.6)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+def _hint(given: str, names: Iterable[str], before: str = "", after: str = "") -> str:
+    nearest = get_close_matches(given, sorted(set(names)), n=2, cutoff=0.6)
+    # Two if both are as near: which class an option was meant for is not known here.
+    likeness = [SequenceMatcher(None, name, given).ratio() for name in nearest]
+    nearest = [name for name, ratio in zip(nearest, likeness, strict=True) if ratio > likeness[0] - 0.1]
+    return f" Did you mean {' or '.join(repr(before + name + after) for name in nearest)}?" if nearest else ""
 
 
-def _classes() -> dict[str, type]:
-    rooms = (lightning_sym.callbacks, lightning_sym.datamodules, lightning_sym.networks, lightning_sym.tasks)
-    named = {name: getattr(room, name) for room in rooms for name in room.__all__}
-    return {name: value for name, value in named.items() if isinstance(value, type)}
+def _classes() -> Iterator[type]:
+    """Yield the classes that a recipe may name: ours, torch's, Lightning's, and those of imported modules."""
+    kinds = [Callback, ImageTransform, LightningDataModule, LightningModule, Network, torch.optim.Optimizer]
+    kinds.append(torch.optim.lr_scheduler.LRScheduler)
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if not kind.__name__.startswith("_"):
+            yield kind
 
 
 def _class_names() -> list[str]:
-    return list(_classes())
+    return [kind.__name__ for kind in _classes()]
 
 
 def _option_names() -> list[str]:
-    kinds = [Trainer, ModelCheckpoint, *_classes().values()]
-    return [*_SECTIONS, *(name for kind in kinds for name in inspect.signature(kind).parameters)]
+    return [name for kind in (Trainer, *_classes()) for name in inspect.signature(kind).parameters]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -122,7 +255,54 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write under a temporary name in the same folder, then rename."""
         buffer = BytesIO()
         torch.save(checkpoint, buffer)
-        write_atomically(path, buffer.getvalue())
+        write_atomically(Path(path), buffer.getvalue())
+
+
+class RunConfig(SaveConfigCallback):
+    """Write the settings of a command into the run folder: ``config.yaml`` of a fit, else ``config_<command>.yaml``.
+
+    ``fit --config config.yaml`` repeats the run: the file does not say that the run was resumed or that it replaced
+    another one. It is written when training can start: what is wrong with settings or data comes to light before the
+    run that is to be replaced is removed.
+
+    Args:
+        parser: Writes the settings.
+        config: The settings.
+        config_filename: Name of the file.
+        overwrite: Whether an existing file is replaced.
+        multifile: See ``SaveConfigCallback``.
+        save_to_log_dir: See ``SaveConfigCallback``.
+        replaced: Files and folders of the run that is replaced.
+    """
+
+    def __init__(
+        self,
+        parser: LightningArgumentParser,
+        config: Any,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+        replaced: Sequence[Path] = (),
+    ) -> None:
+        super().__init__(parser, config, config_filename, overwrite, multifile, save_to_log_dir)
+        self._replaced = replaced
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the settings of other commands than fit."""
+        if stage != "fit":
+            super().setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the earlier run and write the settings of this one."""
+        for path in self._replaced if trainer.is_global_zero else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        self.config = self.config.clone()
+        self.config.ckpt_path, self.config.overwrite = None, False
+        super().setup(trainer, pl_module, "fit")
 
 
 class RecipeCLI(LightningCLI):
@@ -143,6 +323,8 @@ class RecipeCLI(LightningCLI):
         warnings.filterwarnings("ignore", category=PossibleUserWarning)
         # Lightning 2.6 on torch >= 2.13; nothing that a user could act on.
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+        # Going on with a run, or testing its checkpoint from another folder, is nothing to warn of.
+        warnings.filterwarnings("ignore", message="(Checkpoint directory .* is not empty|The dirpath has changed from)")
         super().__init__(
             model_class=LightningModule,
             datamodule_class=LightningDataModule,
@@ -151,6 +333,7 @@ class RecipeCLI(LightningCLI):
             parser_class=RecipeParser,
             seed_everything_default=0,
             auto_configure_optimizers=False,
+            save_config_callback=RunConfig,
             save_config_kwargs={"overwrite": True},
             args=list(args),
         )
@@ -158,7 +341,7 @@ class RecipeCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
         with tempfile.TemporaryDirectory() as folder:
-            self.config = parser.parse_args(_with_checkpoint_settings(args, Path(folder)))
+            self.config = parser.parse_args(_with_resets(_with_checkpoint_settings(args, Path(folder))))
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the checkpoint, and link the data's sizes into the network."""
@@ -174,6 +357,9 @@ class RecipeCLI(LightningCLI):
             default=False,
             help="Replace the run that run_dir holds: its logs, checkpoints, results, and members of the same numbers.",
         )
+        parser.add_argument(
+            "--zoo_dir", type=str | None, default=None, help="Zoo that members are exported to; default run_dir/zoo."
+        )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
             {
@@ -185,11 +371,15 @@ class RecipeCLI(LightningCLI):
                 "checkpoint.auto_insert_metric_name": False,
             }
         )
-        for size in ("in_channels", "image_size", "num_classes"):
+        for size in _SIZES:
             parser.link_arguments(f"data.{size}", f"model.init_args.network.init_args.{size}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
         """Leave the settings as given: those of a checkpoint came first, so that the command line wins."""
+
+    @property
+    def _first_rank(self) -> bool:
+        return int(rank_zero_only.rank) == 0  # type: ignore[attr-defined]
 
     @property
     def _run_dir(self) -> Path:
@@ -212,22 +402,32 @@ class RecipeCLI(LightningCLI):
             self._prepare_run_dir(config)
 
     def _earlier_run(self) -> list[Path]:
-        """Return what an earlier run left in the run folder; the zoo is no part of it."""
-        names = ("config.yaml", "hparams.yaml", "checkpoints", "results", "metrics.csv")
-        paths = [self._run_dir / name for name in names]
-        return [path for path in paths if path.exists()] + list(self._run_dir.glob("events.out.tfevents.*"))
+        """Return what earlier commands left in the run folder; the zoo is no part of it.
+
+        Event files alone are none: a fit that failed before it started leaves one.
+        """
+        commands = ("", "_validate", "_test", "_predict")
+        names = [f"config{command}.yaml" for command in commands]
+        names += [*(f"metrics{command}.csv" for command in commands), "checkpoints", "results"]
+        paths = [path for path in (self._run_dir / name for name in names) if path.exists()]
+        logs = [self._run_dir / "hparams.yaml", *self._run_dir.glob("events.out.tfevents.*")]
+        return [*paths, *logs] if paths else []
 
     def _prepare_run_dir(self, config: Any) -> None:
-        for callback in config.trainer.get("callbacks") or []:
-            if callback.get("class_path", "").endswith("ZooExport") and config.overwrite:
-                callback.init_args.overwrite = True
-        if rank_zero_only.rank != 0 or config.trainer.get("fast_dev_run"):
+        if not self._first_rank or config.trainer.get("fast_dev_run"):
             return
         run_dir = self._run_dir
-        if not config.get("ckpt_path") and not config.overwrite and self._earlier_run():
+        earlier = [] if config.get("ckpt_path") else self._earlier_run()
+        if earlier and not config.overwrite:
             raise ValueError(
                 f"{run_dir} already holds a run; go on with it (--ckpt_path last), put this one elsewhere "
                 "(--run_dir FOLDER), or replace it (--overwrite true)."
+            )
+        if earlier and not earlier[0].name.startswith("config"):
+            # Without the file that every run has, a folder called results may be anything.
+            raise ValueError(
+                f"{run_dir} holds {earlier[0].name}, but no config.yaml as a run does, and is not replaced; choose "
+                "another folder (--run_dir FOLDER), or delete what is there."
             )
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -240,16 +440,30 @@ class RecipeCLI(LightningCLI):
                 "--run_dir",
             ) from None
 
-    def before_fit(self) -> None:
-        """Remove an earlier run that is to be replaced; all that could be checked has been by now."""
-        config = self.config[self.subcommand]
-        if rank_zero_only.rank != 0 or self.trainer.fast_dev_run or config.get("ckpt_path") or not config.overwrite:
+    def after_instantiate_classes(self) -> None:
+        """Check sizes that were given, and let members be replaced where the run is."""
+        self._check_sizes()
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ZooExport):
+                # A run that goes on may have exported before; the trainer does not tell callbacks in time that it does.
+                callback.overwrite |= self._get(self.config, "overwrite") or bool(self._get(self.config, "ckpt_path"))
+                callback.dirpath = self._get(self.config, "zoo_dir") or callback.dirpath
+
+    def _check_sizes(self) -> None:
+        """Check that sizes follow from the data also where they were given: those of the data are used."""
+        network = (self._get(self.config, "model").get("init_args") or {}).get("network")
+        if not isinstance(network, Namespace) or (kind := _class_at(network.get("class_path", ""))) is None:
             return
-        for path in self._earlier_run():
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        for name in _SIZES:
+            given, follows = network.init_args.get(name), getattr(self.datamodule, name, None)
+            parameter = inspect.signature(kind).parameters.get(name)
+            if parameter is None or follows is None or given in (None, parameter.default):
+                continue
+            if given != follows and (given, given) != follows:
+                raise ValueError(
+                    f"model.network.{name} is set to {given}, but follows from the data: {follows} with "
+                    f"{type(self.datamodule).__name__}; leave it out, or choose data that fit."
+                )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer with the run folder's loggers and checkpoints; a logger set by the user stays."""
@@ -257,20 +471,29 @@ class RecipeCLI(LightningCLI):
         run_dir = self._run_dir
         if config.get("logger") in (None, True):
             kwargs["logger"] = [
-                TensorBoardLogger(save_dir=run_dir.parent, name=run_dir.name, version=""),
-                MetricsCSV(run_dir),
+                # validate would add a point at step 0 to the curves of the fit.
+                *([TensorBoardLogger(run_dir.parent, run_dir.name, "")] if self.subcommand != "validate" else []),
+                # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
+                MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
             ]
         if config.get("default_root_dir") is None:
             kwargs["default_root_dir"] = str(run_dir)
         plugins = config.get("plugins") or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         callbacks = config.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config.get("enable_progress_bar") is not False and not bars:
             kwargs["callbacks"] = [*callbacks, TQDMProgressBar()]  # one line, also in a narrow terminal
         checkpoint = self._get(self.config_init, "checkpoint")
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(run_dir / "checkpoints")
+        if config.get("enable_checkpointing") is False:
+            self._parser(self.subcommand).callback_keys.remove("checkpoint")
+        if self.subcommand != "fit":
+            self.save_config_kwargs["config_filename"] = f"config_{self.subcommand}.yaml"
+        elif self._first_rank and self._get(self.config, "overwrite") and not self._get(self.config, "ckpt_path"):
+            self.save_config_kwargs["replaced"] = self._earlier_run()
         return super().instantiate_trainer(**kwargs)
 
 
@@ -282,10 +505,10 @@ def _with_checkpoint_settings(args: list[str], folder: Path) -> list[str]:
         folder: Where the config file is written.
     """
     given = [arg.removeprefix("--ckpt_path=") for arg in args if arg.startswith("--ckpt_path=")]
-    given += [value for arg, value in zip(args, args[1:], strict=False) if arg == "--ckpt_path"]
+    given += [value for arg, value in pairwise(args) if arg == "--ckpt_path"]
     if not given or not Path(given[-1]).is_file():
         return args
-    settings = torch.load(given[-1], weights_only=True, map_location="cpu").get("hyper_parameters", {})
+    settings = _load_checkpoint(given[-1]).get("hyper_parameters", {})
     class_path = settings.pop("_class_path", None)
     if class_path is None:  # written from Python, without the command line
         return args
@@ -293,3 +516,67 @@ def _with_checkpoint_settings(args: list[str], folder: Path) -> list[str]:
     file = folder / "checkpoint.yaml"
     file.write_text(yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}))
     return [args[0], "--config", str(file), *args[1:]]
+
+
+def _with_resets(args: list[str]) -> list[str]:
+    """Put ``--model.optimizer=null`` before an optimizer that replaces one of another class; schedulers likewise.
+
+    Otherwise jsonargparse hands arguments of the same name on, for example the weight decay that a recipe chose for
+    Adam to the SGD of the command line.
+
+    Args:
+        args: Command and options.
+    """
+    chosen: dict[str, str] = {}
+    result: list[str] = []
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        option, given, value = arg.partition("=")
+        value = value if given else following
+        named: dict[str, str] = {}
+        if option in ("--config", "-c"):
+            text = Path(value).read_text(encoding="utf-8") if os.path.isfile(value) else value
+            named = _callables(_section(_yaml(text), "model"))
+        elif match := re.fullmatch(rf"--model\.(?:init_args\.)?({_CALLABLE})", option):
+            named = _callables({"init_args": {match[1]: _yaml(value)}})
+        for name, kind in named.items():
+            if chosen.setdefault(name, kind) != kind:
+                result.append(f"--model.{name}=null")
+            chosen[name] = kind
+        result.append(arg)
+    return result
+
+
+# Arguments of tasks that are classes still to be called.
+_CALLABLE = r"\w*(?:optimizer|scheduler)"
+
+
+def _callables(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the classes, without modules, that a model's settings choose for optimizer and scheduler."""
+    classes = {
+        name: value.get("class_path") if isinstance(value, dict) else value
+        for name, value in _section(model, "init_args").items()
+        if re.fullmatch(_CALLABLE, name)
+    }
+    return {name: kind.rsplit(".")[-1] for name, kind in classes.items() if isinstance(kind, str)}
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:  # the parser says what is wrong
+        return None
+
+
+def _section(settings: Any, name: str) -> dict[str, Any]:
+    section = settings.get(name) if isinstance(settings, Mapping) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _load_checkpoint(path: str) -> dict[str, Any]:
+    try:
+        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    except (UnpicklingError, RuntimeError, EOFError) as error:  # torch raises RuntimeError for damaged archives
+        raise ValueError(f"{path} is damaged, or no checkpoint of lightning-sym.") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
+    return checkpoint

@@ -65,8 +65,8 @@ class MetricsCSV(Logger):
         """Write the file."""
         if not self._rows:
             return
-        names = dict.fromkeys(name for row in self._rows.values() for name in row)
-        names = sorted(names, key=lambda name: (name != "step", name != "epoch", name.count("/")))  # details last
+        logged = dict.fromkeys(name for row in self._rows.values() for name in row)
+        names = sorted(logged, key=lambda name: (name != "step", name != "epoch", name.count("/")))  # details last
         text = io.StringIO()
         writer = csv.DictWriter(text, names, lineterminator="\n")
         writer.writeheader()

@@ -34,7 +34,16 @@ def main(args: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 the command failed (one line on standard error says why; the environment
         variable ``LIGHTNING_SYM_TRACEBACK=1`` shows the traceback), 2 it was not understood.
     """
-    args = list(sys.argv[1:] if args is None else args)
+    try:
+        status = _command(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()  # here, where a reader that has gone is noticed, not when Python ends
+    except BrokenPipeError:  # ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _command(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -82,8 +91,6 @@ def _recipes(args: list[str]) -> int:
                 print(f"{name:{width}}  {recipe_summary(name)}")
     except ValueError as error:
         return _misunderstood(str(error))
-    except BrokenPipeError:  # ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -106,7 +113,8 @@ def _resolve_configs(args: list[str]) -> list[str]:
 def _config_file(name: str) -> str:
     from lightning_sym.recipes import recipe_names, recipe_path
 
-    if Path(name).is_file():
+    if os.path.isfile(name):  # False, not an error, for YAML text that is too long for a name
+        _check_config(name)
         return name
     if name.removesuffix(".yaml") in recipe_names():
         return str(recipe_path(name))
@@ -115,32 +123,60 @@ def _config_file(name: str) -> str:
     raise ValueError(unknown("recipe or file", name, recipe_names()))
 
 
+def _check_config(name: str) -> None:
+    """Check that a file is YAML with sections; the parser's own errors do not name the file."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not a text file; --config takes YAML, or the name of a recipe.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} holds no configuration; expected sections such as model, data and trainer.")
+
+
 def _misunderstood(message: str) -> int:
     print(f"lightning-sym: error: {message}\n{USAGE}", file=sys.stderr)
     return 2
 
 
 def _run(args: list[str]) -> int:
-    from lightning_sym._lightning_cli import RecipeCLI, explain, root_cause, show_traceback
+    from lightning_sym._lightning_cli import RecipeCLI, explain, is_expected, root_cause, show_traceback
 
     try:
         RecipeCLI(args=args)
     except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has cleaned up after the interrupted fit
+            return _interrupted()
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        print("lightning-sym: interrupted; go on with --ckpt_path last", file=sys.stderr)
-        return 130
+        return _interrupted()
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if show_traceback():
             raise
         cause = root_cause(error)
-        expected = isinstance(cause, ValueError | OSError)
-        text = str(cause.args[1]) if isinstance(cause, OSError) and len(cause.args) == 2 else str(cause)
-        kind = "" if expected else f"{type(cause).__name__}: "
-        print(f"lightning-sym: error: {kind}{explain(text or repr(cause))}", file=sys.stderr)
+        kind = "" if is_expected(cause) else f"{type(cause).__name__}: "
+        print(f"lightning-sym: error: {kind}{explain(_sentence(cause))}", file=sys.stderr)
         print(f"({TRACEBACK}=1 shows the traceback)", file=sys.stderr)
         return 1
     return 0
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:  # str() would begin with the number
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or repr(error)
+
+
+def _interrupted() -> int:
+    print("lightning-sym: interrupted; go on with --ckpt_path last", file=sys.stderr)
+    return 130
 
 
 if __name__ == "__main__":

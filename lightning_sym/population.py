@@ -9,7 +9,9 @@ A population knows two ways to run its members, which give the same numbers up t
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +20,6 @@ from torch.nn import functional as F
 
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
-
-# Modules whose training-mode forward draws random numbers. They are seeded per member and step, so that
-# a member does not depend on its neighbours and a resumed run draws the same numbers.
-_STOCHASTIC = (
-    "Dropout",
-    "AlphaDropout",
-    "FeatureAlphaDropout",
-    "StochasticDepth",
-    "RReLU",
-    "MultiheadAttention",
-)
 
 
 @dataclass
@@ -64,7 +55,7 @@ class Population(nn.Module):
         if not numbers or len(set(numbers)) != len(numbers):
             raise ValueError(f"numbers must be distinct and at least one, got {list(numbers)}.")
         self.numbers = tuple(int(number) for number in numbers)
-        self.stochastic = any(type(module).__name__.startswith(_STOCHASTIC) for module in network.modules())
+        self._stochastic: bool | None = None  # whether training draws random numbers; known after the first step
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -127,6 +118,21 @@ class Population(nn.Module):
         """Forget one member's gradient, so that the optimizer leaves the member alone where it can."""
         raise NotImplementedError
 
+    @contextmanager
+    def _drawing(self, device: torch.device, *keys: int) -> Iterator[None]:
+        """Seed what dropout and other random layers draw, so that neighbours and a resume leave it as it is.
+
+        Seeding takes longer than a small member's step; the first step shows whether it is needed.
+        """
+        if self._stochastic is False:
+            yield
+            return
+        with seeded(derive_seed("forward", *keys)):
+            before = _generator_state(device)
+            yield
+            if self._stochastic is None:
+                self._stochastic = not torch.equal(before, _generator_state(device))
+
     def _index(self, number: int) -> int:
         try:
             return self.numbers.index(number)
@@ -173,7 +179,7 @@ class LoopPopulation(Population):
     def step(  # noqa: D102
         self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
     ) -> PopulationStep:
-        losses = torch.zeros(len(self), device=images.device)
+        losses: list[Tensor] = []
         correct = torch.zeros(len(self), dtype=torch.int64, device=images.device)
         gradients: list[Tensor] = []
         for index, number in enumerate(self.numbers):
@@ -181,18 +187,16 @@ class LoopPopulation(Population):
             parameters = self.member_parameters(number)
             if number in skip:
                 gradients += [torch.zeros_like(parameter) for parameter in parameters]
+                losses.append(torch.zeros((), device=images.device))
                 continue
-            if self.stochastic:
-                with seeded(derive_seed("forward", number, draw)):
-                    logits = member(self._laid_out(images[index]))
-            else:
+            with self._drawing(images.device, number, draw):
                 logits = member(self._laid_out(images[index]))
             loss = F.cross_entropy(logits, labels[index], label_smoothing=label_smoothing)
             with torch.autocast(images.device.type, enabled=False):
-                gradients += torch.autograd.grad(loss, parameters)
-            losses[index] = loss.detach()
+                gradients += _gradients(loss, parameters)
+            losses.append(loss.detach())
             correct[index] = (logits.detach().argmax(1) == labels[index]).sum()
-        return PopulationStep(losses, correct, gradients)
+        return PopulationStep(torch.stack(losses), correct, gradients)
 
     def logits(  # noqa: D102
         self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None
@@ -201,7 +205,10 @@ class LoopPopulation(Population):
         if states is None:
             return torch.stack([self._member(number)(images) for number in self.numbers])
         return torch.stack(
-            [functional_call(self._member(number), dict(states[number]), (images,)) for number in self.numbers]
+            [
+                functional_call(self._member(number), dict(states[number]), (images,), tie_weights=False)
+                for number in self.numbers
+            ]
         )
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
@@ -234,33 +241,40 @@ class VmapPopulation(Population):
     def __init__(self, network: Network, numbers: Sequence[int]) -> None:
         super().__init__(network, numbers)
         members = [network.fresh(number) for number in self.numbers]
+        first = members[0]
         # In a tuple, so that it is no submodule: only the stacked tensors are parameters of the population.
-        self._skeleton = (copy.deepcopy(members[0]).to("meta"),)
-        self.parameter_names = [name for name, _ in members[0].named_parameters()]
-        self.buffer_names = [name for name, _ in members[0].named_buffers()]
-        for name, parameter in members[0].named_parameters():
+        self._skeleton = (copy.deepcopy(first).to("meta"),)
+        # The network's own state: without buffers that are not persistent, with all names of what is tied.
+        self._state_names = list(first.state_dict())
+        for name, parameter in first.named_parameters():
             stacked = torch.stack([member.get_parameter(name).detach() for member in members])
             self.register_parameter(_flat(name), nn.Parameter(stacked, requires_grad=parameter.requires_grad))
-        for name in self.buffer_names:
+        for name, _ in first.named_buffers():
             self.register_buffer(_flat(name), torch.stack([member.get_buffer(name) for member in members]))
+        self._parameter_names = [name for name, _ in first.named_parameters()]
+        own: dict[Tensor, str] = {}
+        self._own_names = {
+            name: own.setdefault(tensor, name)
+            for name, tensor in [
+                *first.named_parameters(remove_duplicate=False),
+                *first.named_buffers(remove_duplicate=False),
+            ]
+        }
 
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: D102
-        for name in self.parameter_names:
+        for name in self._parameter_names:
             parameter = self.get_parameter(_flat(name))
             if parameter.requires_grad:
                 yield name, parameter
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {
-            **{name: self.get_parameter(_flat(name)) for name in self.parameter_names},
-            **{name: self.get_buffer(_flat(name)) for name in self.buffer_names},
-        }
+        return {name: getattr(self, _flat(own)) for name, own in self._own_names.items()}
 
     def _call(self, tensors: dict[str, Tensor], images: Tensor, images_axis: int | None) -> Tensor:
         skeleton = self._skeleton[0].train(self.training)
 
         def run(state: dict[str, Tensor], inputs: Tensor) -> Tensor:
-            result: Tensor = functional_call(skeleton, state, (inputs,))
+            result: Tensor = functional_call(skeleton, state, (inputs,), tie_weights=False)
             return result
 
         outputs: Tensor = vmap(run, in_dims=(0, images_axis), randomness="different")(tensors, images)
@@ -269,10 +283,7 @@ class VmapPopulation(Population):
     def step(  # noqa: D102
         self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
     ) -> PopulationStep:
-        if self.stochastic:
-            with seeded(derive_seed("forward", *self.numbers, draw)):
-                logits = self._call(self._tensors(), images, 0)
-        else:
+        with self._drawing(images.device, *self.numbers, draw):
             logits = self._call(self._tensors(), images, 0)
         members, size = labels.shape
         losses = (
@@ -281,7 +292,7 @@ class VmapPopulation(Population):
             .mean(1)
         )
         with torch.autocast(images.device.type, enabled=False):
-            gradients = list(torch.autograd.grad(losses.sum(), self.trainable()))
+            gradients = _gradients(losses.sum(), self.trainable())
         correct = (logits.detach().argmax(2) == labels).sum(1)
         losses = losses.detach()
         if skip:
@@ -296,16 +307,47 @@ class VmapPopulation(Population):
     ) -> Tensor:
         if states is None:
             return self._call(self._tensors(), images, None)
-        names = self.parameter_names + self.buffer_names
-        return self._call(
-            {name: torch.stack([states[number][name] for number in self.numbers]) for name in names},
-            images,
-            None,
-        )
+        given = {name: torch.stack([states[number][name] for number in self.numbers]) for name in self._state_names}
+        return self._call({**self._tensors(), **given}, images, None)
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
-        index = self._index(number)
-        return {name: tensor[index].detach().clone() for name, tensor in self._tensors().items()}
+        return {name: value.clone() for name, value in self._member_views(number).items()}
+
+    def _member_views(self, number: int) -> dict[str, Tensor]:
+        index, tensors = self._index(number), self._tensors()
+        return {name: tensors[name][index].detach() for name in self._state_names}
+
+    # Checkpoints have the names of LoopPopulation, one entry per member and tensor, so that members of several
+    # processes can be put together in one and taken apart again.
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for number in self.numbers:
+            for name, value in self._member_views(number).items():
+                destination[f"{prefix}members.{_key(number)}.{name}"] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        expected = set()
+        for number in self.numbers:
+            for name, view in self._member_views(number).items():
+                key = f"{prefix}members.{_key(number)}.{name}"
+                expected.add(key)
+                if key not in state_dict:
+                    missing_keys.append(key)
+                elif state_dict[key].shape != view.shape:
+                    error_msgs.append(f"{key}: shape {list(state_dict[key].shape)}, expected {list(view.shape)}")
+                else:
+                    view.copy_(state_dict[key])
+        if strict:
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in expected]
 
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
         gradients = [parameter.grad for parameter in self.trainable() if parameter.grad is not None]
@@ -358,6 +400,16 @@ def carry_gradients(value: Tensor, gradients: Sequence[Tensor], parameters: Sequ
     """
     result: Tensor = _GradientCarrier.apply(value, *gradients, *parameters)
     return result
+
+
+def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients; zeros for parameters that the loss does not depend on."""
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    """Return the state of the generator that modules on this device draw from by default."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _key(number: int) -> str:

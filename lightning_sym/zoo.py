@@ -19,17 +19,19 @@ Example:
 """
 
 import hashlib
+import io
 import json
 import math
+import os
 import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from filelock import FileLock, Timeout
@@ -43,7 +45,8 @@ from lightning_sym.networks import Network, build
 
 FORMAT = "lightning_sym.zoo/1"
 MANIFEST = "manifest.json"
-_MEMBER = re.compile(r"member-(\d{4,})\.safetensors")
+_MEMBER = re.compile(r"member-\d{4,}\.safetensors")
+_WRONG_SUM = "its content does not agree with its checksum"
 _LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
@@ -61,6 +64,7 @@ class ZooMember:
         training: How it was trained: epochs, the epoch kept, optimizer, execution.
         versions: Of Python packages, by name.
         created: Time in UTC, ISO 8601.
+        sha256: Checksum of the record and the weights.
     """
 
     number: int
@@ -71,6 +75,7 @@ class ZooMember:
     training: dict[str, Any]
     versions: dict[str, str]
     created: str
+    sha256: str
 
     def metric(self, split: str, name: str) -> float:
         """Return one metric.
@@ -144,7 +149,8 @@ class ModelZoo:
             warnings.warn(f"Left out {path / name}: {reason}.", stacklevel=2)
         if not members:
             what = f"{len(damaged)} damaged member(s) only" if damaged else "no members"
-            raise FileNotFoundError(f"The zoo at {path.absolute()} holds {what}. Train some into it first.")
+            todo = "Delete them and train" if damaged else "Train"
+            raise FileNotFoundError(f"The zoo at {path.absolute()} holds {what}. {todo} some into it first.")
         _check_one_architecture(path, members.values())
         return cls(path, members, damaged, network, allow)
 
@@ -203,6 +209,9 @@ class ModelZoo:
             network = self._network.fresh(number)
         else:
             network = build(self.member(number).architecture, allow=self._allow)
+        kinds = {value.dtype for value in state.values() if value.is_floating_point()}
+        if len(kinds) == 1:
+            network.to(kinds.pop())  # a zoo trained in float64 is not rounded
         try:
             network.load_state_dict(state)
         except RuntimeError as error:
@@ -325,7 +334,9 @@ def write_member(
         ValueError: If a weight or a metric is not finite, or a value cannot be stored as JSON.
     """
     path = Path(path)
-    broken = [name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
+    if number < 0:
+        raise ValueError(f"number must be at least 0, got {number}.")
+    broken = [name for name, value in state.items() if not value.isfinite().all()]
     if broken:
         raise ValueError(
             f"Member {number} has values that are not finite in {', '.join(broken[:3])}; it was not written."
@@ -340,9 +351,16 @@ def write_member(
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    text = json.dumps(record, sort_keys=True, allow_nan=False)
-    content = save_safetensors(tensors, metadata={"member": text, "sha256": _checksum(text, tensors)})
+    try:
+        text = json.dumps(record, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"What is known about member {number} cannot be stored as JSON ({error}); it was not written."
+        ) from None
+    # Clones, as safetensors refuses tensors that share memory (tied weights).
+    tensors = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    metadata = {"member": text, "member_sha256": _checksum(text, {}), "sha256": _checksum(text, tensors)}
+    content = save_safetensors(tensors, metadata=metadata)
     file = path / member_file(number)
     write_atomically(file, content)
     return file
@@ -358,13 +376,16 @@ def read_member(file: str | Path) -> tuple[ZooMember, dict[str, Tensor]]:
         ValueError: If the file is not a member, is cut short, or does not agree with its checksum.
     """
     file = Path(file)
-    member, expected, text = _read_record(file)
     try:
-        tensors = load_safetensors(file.read_bytes())
-    except (SafetensorError, OSError, ValueError) as error:
+        content = file.read_bytes()  # once, as another process may replace the file at any time
+        member, text = _read_record(file, io.BytesIO(content), len(content))
+        tensors = load_safetensors(content)
+    except OSError as error:
+        raise ValueError(_damage(file, error.strerror or str(error))) from None
+    except SafetensorError as error:
         raise ValueError(_damage(file, str(error))) from None
-    if _checksum(text, tensors) != expected:
-        raise ValueError(_damage(file, "its content does not agree with its checksum"))
+    if _checksum(text, tensors) != member.sha256:
+        raise ValueError(_damage(file, _WRONG_SUM))
     return member, tensors
 
 
@@ -395,17 +416,9 @@ def rebuild_manifest(path: str | Path) -> Path:
                 "updated": datetime.now(UTC).isoformat(timespec="seconds"),
                 "versions": versions(),
                 "members": [
-                    {
-                        "number": member.number,
-                        "file": member.file,
-                        "sha256": _read_record(path / member.file)[1],
-                        "seed": member.number,
-                        "metrics": member.metrics,
-                        "data": member.data,
-                        "training": member.training,
-                        "versions": member.versions,
-                        "created": member.created,
-                    }
+                    # The architecture is the same for all and stands above.
+                    {name: value for name, value in asdict(member).items() if name != "architecture"}
+                    | {"seed": member.number}
                     for _, member in sorted(members.items())
                 ],
                 "damaged": damaged,
@@ -438,18 +451,25 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read_record(file: Path) -> tuple[ZooMember, str, str]:
-    """Return a member's record, its checksum and the text that the checksum covers; weights stay unread."""
+def _read_record(file: Path, content: BinaryIO, length: int) -> tuple[ZooMember, str]:
+    """Return a member's record and its text, after checking the text's checksum; weights stay unread.
+
+    Args:
+        file: The member's file, for messages and its name.
+        content: Of the file.
+        length: Of the content, in bytes.
+    """
     try:
-        with file.open("rb") as handle:
-            (size,) = struct.unpack("<Q", handle.read(8))
-            if size > _LARGEST_HEADER:
-                raise ValueError("it is not a safetensors file")
-            header = json.loads(handle.read(size))
+        (size,) = struct.unpack("<Q", content.read(8))
+        if size > min(length, _LARGEST_HEADER):
+            raise ValueError("it is cut short, or not a safetensors file")
+        header = json.loads(content.read(size))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        if file.stat().st_size != 8 + size + max(ends, default=0):
+        if length != 8 + size + max(ends, default=0):
             raise ValueError("it is cut short or too long")
         metadata = header["__metadata__"]
+        if _checksum(metadata["member"], {}) != metadata["member_sha256"]:
+            raise ValueError(_WRONG_SUM)
         record = json.loads(metadata["member"])
         if record.get("format") != FORMAT:
             raise ValueError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
@@ -462,16 +482,23 @@ def _read_record(file: Path) -> tuple[ZooMember, str, str]:
             training=record["training"],
             versions=record["versions"],
             created=record["created"],
+            sha256=metadata["sha256"],
         )
-        return member, metadata["sha256"], metadata["member"]
+        return member, metadata["member"]
     except KeyError as error:
         raise ValueError(_damage(file, f"it is no member of a zoo: {error} is missing from its header")) from None
-    except (struct.error, UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError):
+    except (
+        struct.error,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        AttributeError,
+        TypeError,
+        IndexError,
+        RecursionError,
+    ):
         raise ValueError(_damage(file, "it is not a safetensors file")) from None
     except ValueError as error:
         raise ValueError(_damage(file, str(error))) from None
-    except OSError as error:
-        raise ValueError(_damage(file, error.strerror or str(error))) from None
 
 
 def _damage(file: Path, reason: str) -> str:
@@ -483,15 +510,18 @@ def _scan(path: Path) -> tuple[dict[int, ZooMember], dict[str, str]]:
     members: dict[int, ZooMember] = {}
     damaged: dict[str, str] = {}
     for file in sorted(path.glob("member-*.safetensors")):
-        if not (match := _MEMBER.fullmatch(file.name)):
+        if not _MEMBER.fullmatch(file.name):
             continue
         try:
-            member = _read_record(file)[0]
-            if member.number != int(match[1]):
+            with file.open("rb") as content:
+                member, _ = _read_record(file, content, os.fstat(content.fileno()).st_size)
+            if file.name != member_file(member.number):
                 raise ValueError(f"it says that it is member {member.number}: a copy under another name")
             members[member.number] = member
         except ValueError as error:
             damaged[file.name] = str(error)
+        except OSError as error:
+            damaged[file.name] = error.strerror or str(error)
     return members, damaged
 
 

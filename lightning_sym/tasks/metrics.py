@@ -47,9 +47,9 @@ class PopulationClassification(Metric):
         members, size, classes = logits.shape
         predicted = logits.argmax(2)
         repeated = labels.expand(members, size)
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), repeated.reshape(-1), reduction="none")
+        losses = F.cross_entropy(logits.flatten(0, 1).double(), repeated.reshape(-1), reduction="none")
         self.correct[rows] += (predicted == repeated).sum(1)
-        self.loss_sum[rows] += losses.view(members, size).double().sum(1)
+        self.loss_sum[rows] += losses.view(members, size).sum(1)
         self.count[rows] += size
         if self.num_classes is not None:
             cells = (repeated * classes + predicted).flatten()
@@ -82,3 +82,10 @@ class PopulationClassification(Metric):
             rows = self.confusion.sum(1, keepdim=True).clamp(min=1)
             result["confusion"] = self.confusion.double() / rows
         return result
+
+    def values(self) -> dict[str, Tensor]:
+        """Return what :meth:`compute` does, on the CPU; torchmetrics drops the axis of a single member there."""
+        computed: dict[str, Tensor] = {name: value.cpu() for name, value in self.compute().items()}
+        for name in ("accuracy", "loss"):
+            computed[name] = computed[name].reshape(-1)
+        return computed

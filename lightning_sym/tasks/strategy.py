@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
+from torch.nn import Module
 from torch.optim import Optimizer
 
 T = TypeVar("T")
@@ -32,8 +33,10 @@ class MemberParallelStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Move the module to its device and set up optimizers; nothing is broadcast or wrapped."""
-        self.model_to_device()
         Strategy.setup(self, trainer)
+
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
+        return model  # DDP would give every rank the members of rank 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks' members on rank 0, the own state elsewhere."""
@@ -55,21 +58,8 @@ class MemberParallelStrategy(DDPStrategy):
         return {"ranks": gather(super().optimizer_state(optimizer))}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the own rank's optimizer state.
-
-        Raises:
-            ValueError: If the checkpoint was written by another number of processes.
-        """
-        states = []
-        for state in checkpoint["optimizer_states"]:
-            ranks = state.get("ranks")
-            if ranks is None or len(ranks) != self.world_size:
-                written = 1 if ranks is None else len(ranks)
-                raise ValueError(
-                    f"The checkpoint was written by {written} process(es) and this run has {self.world_size}; "
-                    "resume with the same number of processes and the same strategy."
-                )
-            states.append(ranks[self.global_rank])
+        """Load the own rank's optimizer state; the task has checked that the number of ranks is the same."""
+        states = [state["ranks"][self.global_rank] for state in checkpoint["optimizer_states"]]
         super().load_optimizer_state_dict({"optimizer_states": states})
 
 

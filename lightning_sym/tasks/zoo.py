@@ -1,18 +1,19 @@
 """Training a zoo: many members of one architecture in one fit."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
 from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_sym._random import derive_seed
 from lightning_sym.networks import Network
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks.metrics import PopulationClassification
@@ -111,8 +112,14 @@ class ZooTask(LightningModule):
             raise ValueError(f"seed must be at least 0, as it is the first member's number, got {seed}.")
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
-        if execution not in ("loop", "vmap"):
-            raise ValueError(f'execution must be "loop" or "vmap", got {execution!r}.')
+        for name, value, accepted in (
+            ("execution", execution, ("loop", "vmap")),
+            ("lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")),
+            ("weight_decay_on", weight_decay_on, ("all", "weights")),
+            ("keep", keep, ("best", "last")),
+        ):
+            if value not in accepted:
+                raise ValueError(f'{name} must be "{accepted[0]}" or "{accepted[1]}", got {value!r}.')
         if channels_last and execution == "vmap":
             raise ValueError('channels_last works with execution="loop" only; drop one of the two.')
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
@@ -196,10 +203,13 @@ class ZooTask(LightningModule):
     # ---- training
 
     def on_train_start(self) -> None:
-        """Check that the best weights can be told, and leave running statistics to :meth:`on_validation_start`."""
-        if self.keep == "best" and sum(self.trainer.num_val_batches) == 0:
+        """Check that the best weights can be told, and leave running statistics to :meth:`_average_buffers`."""
+        batches = torch.tensor(sum(self.trainer.num_val_batches), device=self.device)
+        # Lightning would skip validation on a process without data, and the others would wait for it.
+        if self.keep == "best" and not self.trainer.strategy.reduce(batches, reduce_op="min"):
             raise ValueError(
-                'keep="best" needs validation data, and there are none; set val_fraction above 0, or keep="last".'
+                'keep="best" needs validation data on every process, and there are none; set val_fraction above 0, or '
+                'keep="last".'
             )
         self._split_metrics = None
         if isinstance(self.trainer.strategy.model, DistributedDataParallel):
@@ -207,6 +217,10 @@ class ZooTask(LightningModule):
             self.trainer.strategy.model.broadcast_buffers = False
 
     def on_validation_start(self) -> None:
+        """Evaluate the same running statistics on all ranks."""
+        self._average_buffers()
+
+    def _average_buffers(self) -> None:
         """Give all ranks the same running statistics, the mean of what each has seen."""
         if self.trainer.world_size == 1 or self.member_parallel or self.trainer.state.fn != "fit":
             return
@@ -267,7 +281,9 @@ class ZooTask(LightningModule):
             labels,
             skip=frozenset(self.stopped),
             label_smoothing=self.label_smoothing,
-            draw=self.global_step,
+            # Not the global step, which stands still while gradients accumulate. Ranks that share out the data
+            # draw different masks.
+            draw=derive_seed(self.current_epoch, batch_idx, 0 if self.member_parallel else self.global_rank),
         )
         self._stop_diverged(step.losses, [*step.gradients])
         running = [index for index, number in enumerate(self.population.numbers) if number not in self.stopped]
@@ -307,10 +323,12 @@ class ZooTask(LightningModule):
 
     def _stop(self, number: int, reason: str) -> None:
         self.stopped[number] = {"epoch": self.current_epoch, "step": self.global_step, "reason": reason}
-        rank_zero_warn(
-            f"Member {number} was stopped in epoch {self.current_epoch}, step {self.global_step}: {reason}. The "
-            "others go on."
-        )
+        if self.member_parallel or self.trainer.is_global_zero:  # said by a rank that holds the member, once
+            warnings.warn(
+                f"Member {number} was stopped in epoch {self.current_epoch}, step {self.global_step}: {reason}. The "
+                "others go on.",
+                stacklevel=2,
+            )
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Leave stopped members as they are."""
@@ -331,8 +349,8 @@ class ZooTask(LightningModule):
     def on_train_epoch_end(self) -> None:
         """Log the epoch's training metrics."""
         self._log_members("train", self.train_metrics)
+        self._average_buffers()  # no validation may have done so in this epoch, and a checkpoint has rank 0's only
         if self.keep == "last":
-            self.on_validation_start()  # for runs without validation
             self._keep_current({})
         if len(self.gathered()[0]) == self.members:
             raise ValueError(
@@ -377,11 +395,12 @@ class ZooTask(LightningModule):
 
     def _log_members(self, split: str, metric: PopulationClassification) -> dict[str, list[float]]:
         """Log a metric per member and over members; return its values and clear it."""
-        computed = metric.compute()
+        computed = metric.values()
         values = {name: computed[name].tolist() for name in ("accuracy", "loss")}
         metric.reset()
         stopped, _ = self.gathered()
-        entries: dict[str, float] = {}
+        summary: dict[str, float] = {}
+        single: dict[str, float] = {}
         for name, numbers in values.items():
             running = [
                 value
@@ -389,17 +408,25 @@ class ZooTask(LightningModule):
                 if number not in stopped and math.isfinite(value)
             ]
             if running:
-                entries[f"{split}/{name}"] = math.fsum(running) / len(running)
-                entries[f"{split}/{name}/min"] = min(running)
-                entries[f"{split}/{name}/max"] = max(running)
+                summary[f"{split}/{name}"] = math.fsum(running) / len(running)
+                summary[f"{split}/{name}/min"] = min(running)
+                summary[f"{split}/{name}/max"] = max(running)
             for number, value in zip(self.numbers, numbers, strict=True):
                 if number not in stopped and math.isfinite(value):
-                    entries[f"{split}/{name}/member-{number:04d}"] = value
+                    single[f"{split}/{name}/member-{number:04d}"] = value
             if self.trainer.state.fn == "fit":
-                self.history.setdefault(f"{split}/{name}", []).append(numbers)
+                row = [
+                    math.nan if number in stopped else value
+                    for number, value in zip(self.numbers, numbers, strict=True)
+                ]
+                self.history.setdefault(f"{split}/{name}", []).append(row)
         # The values are the same on every rank already.
-        for name, value in entries.items():
+        for name, value in summary.items():
             self.log(name, value, prog_bar=name == "val/accuracy")
+        # Straight to the loggers: self.log keeps a metric object per name, which costs a millisecond for each member.
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            for logger in self.loggers:
+                logger.log_metrics(single, step=max(self.global_step - 1, 0))  # Lightning's step of an epoch's end
         return values
 
     def gathered(self) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
@@ -446,25 +473,27 @@ class ZooTask(LightningModule):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> dict[str, Tensor]:
-        """Evaluate the kept weights of all members; to be called on every rank.
+        """Evaluate the kept weights of all members that were not stopped; to be called on every rank.
 
         Args:
             batches: Images ``[B, C, H, W]`` and labels ``[B]`` on any device; this rank's share.
             num_classes: ``K``.
 
         Returns:
-            ``accuracy`` and ``loss``, shape ``[M]``, and ``confusion``, shape ``[K, K]``: see
-            :meth:`PopulationClassification.compute`. The same on every rank.
+            ``accuracy`` and ``loss``, shape ``[M]``, NaN for stopped members, and ``confusion``, shape ``[K, K]``:
+            see :meth:`PopulationClassification.compute`. On the CPU, the same on every rank.
         """
         metric = PopulationClassification(self.members, num_classes).to(self.device)
         states = self._states()
+        running = [index for index, number in enumerate(self.population.numbers) if number not in self.stopped]
+        rows = self.rows(self.device)[running]
         mode = self.population.training
         self.population.eval()
         for images, labels in batches:
             images, labels = images.to(self.device), labels.to(self.device)
-            metric.update(self.rows(images.device), self.population.logits(images, states), labels)
+            metric.update(rows, self.population.logits(images, states)[running], labels)
         self.population.train(mode)
-        return {name: value.cpu() for name, value in metric.compute().items()}
+        return metric.values()
 
     def split_metrics(self, data: "SplitData") -> dict[str, dict[str, Tensor]]:
         """Evaluate the kept weights on each split, once; to be called on every rank.
@@ -482,7 +511,10 @@ class ZooTask(LightningModule):
                 "test": data.test_dataloader(),
             }
             self._split_metrics = {
-                split: self.evaluate(loader, data.num_classes) for split, loader in loaders.items() if loader
+                # Not "if loader": one of length 0 is this rank's share of very few images.
+                split: self.evaluate(loader, data.num_classes)
+                for split, loader in loaders.items()
+                if loader not in (None, [])
             }
         return self._split_metrics
 
@@ -506,13 +538,15 @@ class ZooTask(LightningModule):
             "stopped": stopped,
             "history": self.history,
             "train_sums": totals,
+            "processes": self.trainer.world_size if self.member_parallel else 1,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take back what had been kept.
 
         Raises:
-            ValueError: If the checkpoint is of other members or of the other execution.
+            ValueError: If the checkpoint is of other members or of the other execution, or is resumed with another
+                placement of the members.
         """
         saved = checkpoint.get("population")
         if saved is None:
@@ -523,6 +557,12 @@ class ZooTask(LightningModule):
                     f"The checkpoint has {name} {saved[name]} and this run has {mine}; resume with the settings that "
                     "the run was started with."
                 )
+        processes = self.trainer.world_size if self.member_parallel else 1
+        if saved["processes"] != processes and self._trainer is not None and self.trainer.state.fn == "fit":
+            raise ValueError(
+                f"The members of the checkpoint were placed on {saved['processes']} process(es) and those of this run "
+                f"on {processes}; resume with the same strategy and number of processes."
+            )
         own = set(self.population.numbers) if hasattr(self, "population") else set(self.numbers)
         self.kept = {number: record for number, record in saved["kept"].items() if number in own}
         self.stopped = {number: record for number, record in saved["stopped"].items() if number in own}
@@ -530,3 +570,4 @@ class ZooTask(LightningModule):
         if self._trainer is None or self.trainer.is_global_zero:
             for name, value in saved["train_sums"].items():
                 setattr(self.train_metrics, name, value.to(self.device))
+        self.train_metrics._update_count = 1  # or it would warn at the end of an epoch that only had its end to go

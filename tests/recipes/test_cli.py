@@ -1,0 +1,561 @@
+"""The command line: what it says, what it refuses, and what it does to a run folder."""
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pytorch_lightning.callbacks import LearningRateMonitor
+
+from lightning_sym import __version__
+from lightning_sym.callbacks import ZooExport, ZooReport
+from lightning_sym.cli import main
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
+from lightning_sym.zoo import ModelZoo
+
+# A small task on small data, given on the command line alone.
+SMALL = [
+    "--model=lightning_sym.tasks.ZooTask",
+    "--model.members=2",
+    "--model.network=MultiLayerPerceptron",
+    "--model.network.widths=[8]",
+    "--data=DigitsDataModule",
+    "--data.max_samples=64",
+]
+
+THEIR_MODULE = '''
+import torch
+from pytorch_lightning import Callback, LightningModule
+from torch import nn
+
+from lightning_sym.networks import Network
+from lightning_sym.tasks import ZooTask
+
+
+class SizelessNetwork(Network):
+    """Takes no image_size and no in_channels."""
+
+    def __init__(self, hidden: int = 4, num_classes: int = 3) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.flatten = nn.Flatten()
+        self.linear = nn.Linear(4, hidden)
+        self.activation = nn.ReLU()
+        self.classifier = nn.Linear(hidden, num_classes)
+
+    def forward(self, x):
+        return self.classifier(self.activation(self.linear(self.flatten(self.pool(x)))))
+
+
+class TheirTask(ZooTask):
+    """A task of their own."""
+
+
+class NetworklessTask(LightningModule):
+    """A task without a network argument, and with its own idea of training."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(64, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0].flatten(-3)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Interrupt(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        raise KeyboardInterrupt
+
+
+class Break(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        raise RuntimeError("broken\\non purpose")
+'''
+
+
+@pytest.fixture(scope="session")
+def _their_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "their_experiments.py").write_text(THEIR_MODULE)
+    return folder
+
+
+@pytest.fixture
+def theirs(_their_folder, monkeypatch):
+    monkeypatch.syspath_prepend(_their_folder)
+
+
+@pytest.fixture
+def run(digits_run, tmp_path):
+    """A copy of a finished run, which may be changed."""
+    return Path(shutil.copytree(digits_run, tmp_path / "copy"))
+
+
+def python(*args, **kwargs):
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# ---- without torch
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], [], ["--version"], ["recipes"], ["recipes", "zoo/mnist5k"], ["fitt"], ["fit", "--config", "zoo"]],
+)
+def test_what_needs_no_torch_does_not_load_it(args):
+    code = f"import sys; from lightning_sym.cli import main; main({args}); print('torch' in sys.modules)"
+    assert python("-c", code).stdout.splitlines()[-1] == "False"
+
+
+def test_help_names_all_commands(call):
+    for args in ([], ["--help"], ["-h"], ["help"]):
+        result = call(*args)
+        assert result.status == 0
+        for word in ("fit", "validate", "test", "predict", "recipes", "--config"):
+            assert word in result.out
+    assert call("--version").out == f"lightning-sym {__version__}\n"
+
+
+def test_recipes_are_listed_and_shown(call):
+    lines = call("recipes").out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    assert all(recipe_summary(line.split()[0]) in line for line in lines)
+    for name in ("zoo/mnist5k", "zoo/mnist5k.yaml"):
+        assert call("recipes", name).out == recipe_path("zoo/mnist5k").read_text()
+    result = call("recipes", "zoo/mnist6k")
+    assert result.status == 2
+    assert "Did you mean 'zoo/mnist5k'?" in result.error
+    assert call("recipes", "--help").status == 0
+    assert call("recipes", "a", "b").status == 2
+
+
+def test_module_can_be_run():
+    result = python("-m", "lightning_sym.cli", "recipes")
+    assert result.returncode == 0
+    assert "zoo/mnist5k" in result.stdout
+    assert python("-m", "lightning_sym.cli", "fitt").returncode == 2
+
+
+@pytest.mark.parametrize("args", [["recipes"], ["--help"]])
+def test_a_reader_that_goes_away_is_no_error(args):
+    with subprocess.Popen(
+        [sys.executable, "-m", "lightning_sym.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()  # ... | head -0
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+# ---- what is not understood: status 2, one line, the nearest valid name
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["fitt"], "Unknown command 'fitt'; .* Did you mean 'fit'\\?"),
+        (["fit", "--config", "zoo/mnist6k"], "Unknown recipe or file 'zoo/mnist6k'; .* Did you mean 'zoo/mnist5k'\\?"),
+        (["fit", "--config=zoo/mnist6k"], "Unknown recipe or file .* Did you mean 'zoo/mnist5k'\\?"),
+        (["fit", "--config"], ".*--config: expected one argument"),
+        (["fit"], "Missing: --data.*; or name a recipe with --config .*"),
+        (["fit", *SMALL, "--trainr.max_epochs=3"], "Unknown option 'trainr.max_epochs'.* 'trainer.max_epochs'\\?"),
+        (["fit", *SMALL, "--trainer.maxepochs=3"], "Unknown option 'trainer.maxepochs'.* 'trainer.max_epochs'\\?"),
+        # A prefix is a misspelling too.
+        (["fit", *SMALL, "--trainer.max_epoch=3"], "Unknown option 'trainer.max_epoch'.* 'trainer.max_epochs'\\?"),
+        (["fit", *SMALL, "--over=true"], "Unknown option 'over'.*"),
+        (["fit", *SMALL, "--checkpoint.moniter=x"], "Unknown option 'checkpoint.moniter'.* 'checkpoint.monitor'\\?"),
+        (["fit", *SMALL, "--run_dri=x"], "Unknown option 'run_dri'. Did you mean 'run_dir'\\?"),
+        (["fit", *SMALL, "--model.membres=3"], "Unknown option 'membres'. Did you mean 'members'\\?"),
+        (["fit", *SMALL, "--data.batchsize=3"], "Unknown option 'batchsize'. Did you mean 'batch_size'\\?"),
+        (["fit", *SMALL, "--model.network.widthz=[3]"], "Unknown option 'widthz'. .*'widths'\\?"),
+        (["fit", *SMALL, "--model.network.batch_norm=1"], "Option 'batch_norm' does not belong to the class .*"),
+        (["fit", *SMALL, "--model.optimizer=SGD", "--model.optimizer.momentun=0.9"], ".*Did you mean 'momentum'\\?"),
+        (["fit", *SMALL, "--model=ZooTsk"], "Unknown class 'ZooTsk'; .* Did you mean 'ZooTask'\\?"),
+        (["fit", *SMALL, "--model=lightning_sym.tasks.ZooTsk"], "There is no class .* Did you mean 'ZooTask'\\?"),
+        (["fit", *SMALL, "--model=lightning_sim.ZooTask"], "There is no module 'lightning_sim'.* 'lightning_sym'.*"),
+        (["fit", *SMALL, "--model.network=MyrtleCN"], "Unknown class 'MyrtleCN'; .* Did you mean 'MyrtleCNN'\\?"),
+        (["fit", *SMALL, "--model.network=torch.nn.Linear"], ".*torch.nn.Linear is not a subclass of Network."),
+        (["fit", *SMALL, "--data=DigitDataModule"], "Unknown class 'DigitDataModule'; .*'DigitsDataModule'\\?"),
+        (["fit", *SMALL, "--model.optimizer=Adm"], "Unknown class 'Adm'; .* Did you mean 'Adam'\\?"),
+        (["fit", *SMALL, "--model.optimizer=torch.optim.Adm"], "There is no class torch.optim.Adm. .*'Adam'\\?"),
+        (["fit", *SMALL, "--trainer.callbacks+=ZooExprt"], "Unknown class 'ZooExprt'; .* Did you mean 'ZooExport'\\?"),
+        (["fit", *SMALL, "--trainer.callbacks+=nowhere.Callback"], "There is no module 'nowhere'. .* PYTHONPATH."),
+        (["fit", *SMALL, "--model.members=many"], "members: expected int, got 'many'."),
+        (["fit", *SMALL, "--trainer.max_epochs=many"], "trainer.max_epochs: expected int or null, got 'many'."),
+        (["fit", *SMALL, "--model.execution=fast"], "execution: expected one of 'loop', 'vmap', got 'fast'."),
+        (["fit", *SMALL, "--model.network.widths=wide"], "widths: expected a list, got 'wide'."),
+        (["fit", *SMALL, "--model.optimizer=SGD", "--model.optimizer.lr=x"], "lr: expected float, got 'x'."),
+        (["fit", *SMALL, "--overwrite=perhaps"], "overwrite: expected bool, got 'perhaps'."),
+        (["fit", *SMALL, "--seed_everything=x"], "seed_everything: expected bool or int, got 'x'."),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_one_line(args, message, call, tmp_path):
+    result = call(*args)
+    assert result.status == 2
+    assert re.fullmatch(message, result.error), result.error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "config.yaml is not valid YAML: .*line 1.*"),
+        ("", "config.yaml holds no configuration; .*"),
+        ("just words", "config.yaml holds no configuration; .*"),
+        (b"\xff\xfe\x00", "config.yaml is not a text file; .*"),
+        ("modle: {class_path: ZooTask}", "Unknown option 'modle.class_path'. Did you mean 'model.class_path'\\?"),
+        ("trainer: {max_epoch: 3}", "Unknown option 'trainer.max_epoch'.* 'trainer.max_epochs'\\?"),
+    ],
+)
+def test_a_bad_file_is_one_line(text, message, call):
+    Path("config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = call("fit", "--config", "config.yaml")
+    assert result.status == 2
+    assert re.fullmatch(message, result.error), result.error
+
+
+# ---- what fails: status 1, one line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model.members=0"], "members must be at least 1, got 0."),
+        (["--data.val_fraction=1"], "val_fraction must be in \\[0, 1\\), got 1.0; .*"),
+        (["--data.batch_size=0"], "batch_size must be an integer >= 1, got 0."),
+        (["--model.network.activation=reluu"], "Unknown activation 'reluu'; .* Did you mean 'relu'\\?"),
+        (["--model.network=MyrtleCNN", "--data.transforms+=Resized", "--data.transforms.size=4"], ".*[48].*"),
+        (["--model.network.num_classes=7"], "model.network.num_classes is set to 7, but .*: 10 with Digits.*"),
+        (["--ckpt_path=last"], "Nothing to go on from: .*/run/checkpoints/last.ckpt does not exist .*"),
+        (["--ckpt_path=absent.ckpt"], "No checkpoint at .*/absent.ckpt; .*"),
+        (["--ckpt_path=words.txt"], "words.txt is damaged, or no checkpoint of lightning-sym."),
+        (["--run_dir=words.txt/run"], "The run folder .*/words.txt/run cannot be written to \\(Not a directory\\); .*"),
+        (["--trainer.accelerator=gpuu"], ".*invalid accelerator name.*"),
+    ],
+)  # fmt: skip
+def test_what_fails_is_one_line(args, message, call, quiet):
+    Path("words.txt").write_text("words")
+    result = call("fit", *SMALL, *quiet, "--run_dir=run", *args)
+    assert result.status == 1
+    assert re.fullmatch(message, result.error), result.error
+
+
+def test_the_traceback_is_shown_when_asked_for(call, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SYM_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="members must be at least 1"):
+        call("fit", *SMALL, "--model.members=0")
+    with pytest.raises(Exception, match="members"):
+        call("fit", *SMALL, "--model.members=many")
+    monkeypatch.setenv("LIGHTNING_SYM_TRACEBACK", "0")
+    assert call("fit", *SMALL, "--model.members=0").status == 1
+
+
+@pytest.mark.usefixtures("theirs")
+def test_errors_and_interrupts_while_training(call, quiet):
+    args = ["fit", *SMALL, *quiet, "--trainer.max_epochs=1"]
+    result = call(*args, "--run_dir=a", "--trainer.callbacks+=their_experiments.Break")
+    assert (result.status, result.error) == (1, "RuntimeError: broken on purpose")
+    result = call(*args, "--run_dir=b", "--trainer.callbacks+=their_experiments.Interrupt")
+    assert result.status == 130
+    assert result.err == "lightning-sym: interrupted; go on with --ckpt_path last\n"
+
+
+# ---- classes of the package lightning are other classes
+
+
+@pytest.fixture
+def _lightning(monkeypatch):
+    """A package that has the names of ``lightning``; whether it is installed or not makes no difference."""
+    for name in ("lightning", "lightning.pytorch", "lightning.pytorch.callbacks"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    base = type("Callback", (), {"__module__": "lightning.pytorch.callbacks"})
+    sys.modules["lightning.pytorch.callbacks"].Timer = type("Timer", (base,), {"__module__": base.__module__})
+    theirs = types.ModuleType("other_people")
+    theirs.Mine = type("Mine", (base,), {"__module__": "other_people"})
+    monkeypatch.setitem(sys.modules, "other_people", theirs)
+
+
+@pytest.mark.usefixtures("_lightning")
+def test_callbacks_of_the_package_lightning_are_refused_with_a_reason(call):
+    result = call("fit", *SMALL, "--trainer.callbacks+=lightning.pytorch.callbacks.Timer")
+    assert result.status == 2
+    assert result.error.startswith("lightning.pytorch.callbacks.Timer is of the package lightning")
+    assert "use pytorch_lightning.callbacks.Timer" in result.error
+    config = {"trainer": {"callbacks": [{"class_path": "other_people.Mine"}]}}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    for args in (["--trainer.callbacks+=other_people.Mine"], ["--config=config.yaml"]):
+        result = call("fit", *SMALL, *args)
+        assert result.status == 2
+        assert "lightning.pytorch.callbacks.Callback is of the package lightning" in result.error
+
+
+def test_the_package_lightning_need_not_be_installed_to_say_so(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning", None)  # importing it fails
+    result = call("fit", *SMALL, "--trainer.callbacks+=lightning.pytorch.callbacks.Timer")
+    assert "use pytorch_lightning.callbacks.Timer" in result.error
+
+
+# ---- what a recipe and the command line say together
+
+
+def test_a_recipe_is_found_by_name_and_by_file(call):
+    by_name = call("fit", "--config", "zoo/digits_mlp", "--print_config").out
+    Path("mine.yaml").write_text(recipe_path("zoo/digits_mlp").read_text())
+    for config in (["--config=zoo/digits_mlp"], ["-c", "zoo/digits_mlp.yaml"], ["--config", "mine.yaml"]):
+        assert call("fit", *config, "--print_config").out == by_name
+
+
+def test_a_file_of_ones_own_goes_before_a_recipe_of_that_name(call):
+    Path("zoo").mkdir()
+    Path("zoo/mnist5k").write_text(recipe_path("zoo/digits_mlp").read_text())
+    assert "DigitsDataModule" in call("fit", "--config", "zoo/mnist5k", "--print_config").out
+
+
+def test_another_optimizer_takes_nothing_from_the_one_of_the_recipe(call, built):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    recipe = yaml.safe_load(recipe_path("zoo/mnist5k").read_text())["model"]["init_args"]["optimizer"]
+    assert recipe["class_path"] == "torch.optim.Adam"
+    assert recipe["init_args"]["weight_decay"] > 0
+
+    def optimizer(*args):
+        result = call("fit", "--config", "zoo/mnist5k", *args)
+        assert result.status == 0, result.err
+        return built.model.optimizer([parameter])
+
+    given = optimizer("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1")
+    alone = torch.optim.SGD([parameter], lr=0.1)
+    assert type(given) is torch.optim.SGD
+    assert given.defaults == alone.defaults
+    Path("sgd.yaml").write_text("model: {init_args: {optimizer: {class_path: SGD, init_args: {lr: 0.1}}}}")
+    assert optimizer("--config", "sgd.yaml").defaults == alone.defaults
+    # The same class again is a change of what the recipe says.
+    kept = optimizer("--model.optimizer=Adam", "--model.optimizer.lr=0.1").defaults
+    assert (kept["lr"], kept["weight_decay"]) == (0.1, recipe["init_args"]["weight_decay"])
+
+
+def test_callbacks_are_added_or_replaced(call, built):
+    def kinds(*args):
+        result = call("fit", "--config", "zoo/digits_mlp", *args)
+        assert result.status == 0, result.err
+        return {type(callback) for callback in built.trainer.callbacks}
+
+    monitor = "pytorch_lightning.callbacks.LearningRateMonitor"
+    assert {ZooExport, ZooReport, LearningRateMonitor} <= kinds(f"--trainer.callbacks+={monitor}")
+    Path("more.yaml").write_text(f"trainer: {{callbacks+: [{{class_path: {monitor}}}]}}")
+    assert {ZooExport, ZooReport, LearningRateMonitor} <= kinds("--config", "more.yaml")
+    assert not {ZooExport, ZooReport} & kinds("--trainer.callbacks=[]")
+    only = kinds(f"--trainer.callbacks={monitor}")
+    assert LearningRateMonitor in only
+    assert ZooExport not in only
+
+
+def test_checkpoints_and_loggers_can_be_switched_off(call, quiet):
+    args = ["--trainer.enable_checkpointing=false", "--trainer.logger=false", "--trainer.max_epochs=1"]
+    result = call("fit", *SMALL, *quiet, "--run_dir=run", *args)
+    assert result.status == 0, result.err
+    assert [path.name for path in Path("run").iterdir()] == ["config.yaml"]
+
+
+# ---- sizes follow from the data
+
+
+def test_sizes_of_the_network_follow_from_the_data(call, built):
+    for args, size, classes in ([], 8, 10), (["--data.transforms+=Quadrant"], 16, 40):
+        result = call("fit", *SMALL, *args)
+        assert result.status == 0, result.err
+        assert built.data.num_classes == classes
+        arguments = built.model.network.architecture["init_args"]
+        assert arguments == {
+            **MultiLayerPerceptron(widths=[8]).architecture["init_args"],
+            **{"in_channels": 1, "image_size": [size, size], "num_classes": classes},
+        }
+
+
+@pytest.mark.usefixtures("theirs")
+def test_networks_and_tasks_of_ones_own(call, quiet):
+    Path("mine.yaml").write_text(
+        """
+        trainer: {max_epochs: 1}
+        model:
+          class_path: their_experiments.TheirTask
+          init_args:
+            members: 2
+            network: {class_path: their_experiments.SizelessNetwork, init_args: {hidden: 5}}
+        data: {class_path: DigitsDataModule, init_args: {max_samples: 64}}
+        """
+    )
+    result = call("fit", "--config=mine.yaml", "--run_dir=run", "--trainer.callbacks+=ZooExport", *quiet)
+    assert result.status == 0, result.err
+    zoo = ModelZoo.open("run/zoo", allow=["their_experiments"])
+    assert zoo.architecture == {
+        "class_path": "their_experiments.SizelessNetwork",
+        "init_args": {"hidden": 5, "num_classes": 10},
+    }
+    # Their task and network come back from the checkpoint as well.
+    result = call(
+        "test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *quiet
+    )
+    assert result.status == 0, result.err
+
+
+@pytest.mark.usefixtures("theirs")
+def test_a_task_without_a_network_argument(call, quiet):
+    args = ["--data=DigitsDataModule", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", *quiet]
+    result = call("fit", "--model=their_experiments.NetworklessTask", "--run_dir=run", *args)
+    assert result.status == 0, result.err
+    saved = torch.load("run/checkpoints/last.ckpt", weights_only=True)["hyper_parameters"]
+    assert "network" not in saved
+    assert saved["width"] == 3
+
+
+# ---- the run folder
+
+
+def test_a_run_is_not_written_over(run, call, quiet):
+    before = contents(run)
+    result = call("fit", "--config=zoo/digits_mlp", f"--run_dir={run}", *quiet)
+    assert result.status == 1
+    for way in ("--ckpt_path last", "--run_dir FOLDER", "--overwrite true"):
+        assert way in result.error
+    assert contents(run) == before
+
+
+def test_a_run_is_replaced_when_asked_for(run, call, quiet):
+    before = contents(run)
+    (run / "config_test.yaml").write_text("# of an earlier test")
+    args = ["--config=zoo/digits_mlp", f"--run_dir={run}", "--model.members=1", "--trainer.max_epochs=1", *quiet]
+    result = call("fit", *args, "--overwrite=true")
+    assert result.status == 0, result.err
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["trainer"]["max_epochs"] == 1
+    assert config["overwrite"] is False  # to repeat the run is not to replace it once more
+    with (run / "metrics.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0"]
+    assert not (run / "config_test.yaml").exists()
+    events = list(run.glob("events.*"))
+    assert len(events) == 1
+    assert events[0] not in before
+    after = contents(run)
+    assert after[run / "zoo/member-0000.safetensors"] != before[run / "zoo/member-0000.safetensors"]
+    # Members that were not trained anew stay.
+    assert after[run / "zoo/member-0002.safetensors"] == before[run / "zoo/member-0002.safetensors"]
+    assert call("fit", *args).status == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        (["--config=zoo/digits_mlp", "--model.membres=1"], 2),
+        (["--config=zoo/digits_mlp", "--model.members=0"], 1),
+        (["--config=zoo/digits_mlp", "--trainer.accelerator=gpuu"], 1),
+        (["--config=zoo/cifar10_myrtle", "--data.download=false"], 1),  # found out when the data are read
+        (["--config=zoo/digits_mlp", "--model.network.widths=[3]"], 1),  # the zoo holds another architecture
+    ],
+)
+def test_a_mistake_does_not_cost_the_earlier_run(args, status, run, call, quiet):
+    before = contents(run)
+    result = call("fit", *quiet, *args, f"--run_dir={run}", "--overwrite=true")
+    assert result.status == status, result.err
+    assert before.items() <= contents(run).items()
+
+
+def test_a_folder_that_is_no_run_is_not_removed(call, quiet):
+    Path("thesis/results").mkdir(parents=True)
+    Path("thesis/results/years_of_work.txt").write_text("42")
+    for args in ([], ["--overwrite=true"]):
+        assert call("fit", *SMALL, *quiet, "--run_dir=thesis", *args).status == 1
+    assert Path("thesis/results/years_of_work.txt").read_text() == "42"
+
+
+def test_an_attempt_that_failed_is_no_run(call, quiet):
+    args = ["fit", *SMALL, *quiet, "--run_dir=run", "--trainer.max_epochs=1"]
+    assert call(*args, "--data.batch_size=1000").status == 1
+    assert call(*args).status == 0
+
+
+# ---- test, validate, predict
+
+
+def test_other_commands_leave_the_files_of_the_fit_alone(run, call, quiet):
+    before = contents(run)
+    for command in ("test", "validate", "predict"):
+        result = call(command, "--config", run / "config.yaml", f"--run_dir={run}", "--ckpt_path=last", *quiet)
+        assert result.status == 0, result.err
+        assert yaml.safe_load((run / f"config_{command}.yaml").read_text())["ckpt_path"] == str(
+            run / "checkpoints/last.ckpt"
+        )
+    assert before.items() <= contents(run).items()
+    with (run / "metrics_test.csv").open() as file:
+        (tested,) = csv.DictReader(file)
+    zoo = ModelZoo.open(run / "zoo")
+    mean = sum(member.metrics["test"]["accuracy"] for member in zoo) / len(zoo)
+    assert float(tested["test/accuracy"]) == pytest.approx(mean, abs=1e-6)  # float32 sums
+    assert (run / "metrics_validate.csv").exists()
+
+
+def test_a_resumed_run_is_repeated_from_its_start(run, call, quiet):
+    before = contents(run)
+    args = [f"--config={run}/config.yaml", f"--run_dir={run}", "--ckpt_path=last", "--trainer.max_epochs=3", *quiet]
+    result = call("fit", *args)
+    assert result.status == 0, result.err
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["ckpt_path"] is None
+    assert config["trainer"]["max_epochs"] == 3
+    # Its members were in the zoo already.
+    member = run / "zoo/member-0000.safetensors"
+    assert member.read_bytes() != before[member]
+    with (run / "metrics.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
+
+
+def test_settings_of_a_checkpoint_are_used_and_the_command_line_wins(digits_run, call, built):
+    checkpoint = ["--ckpt_path", digits_run / "checkpoints/last.ckpt"]
+
+    def task(*args):
+        result = call("test", *checkpoint, "--data=DigitsDataModule", *args)
+        assert result.status == 0, result.err
+        return built.model
+
+    own = task()
+    assert (own.members, own.execution, own.keep) == (3, "vmap", "best")
+    assert own.network.architecture["init_args"]["widths"] == [64, 64]
+    given = task("--model.label_smoothing=0.25", "--model.keep=last")
+    assert (given.members, given.label_smoothing, given.keep) == (3, 0.25, "last")
+    Path("mine.yaml").write_text("model: {class_path: lightning_sym.tasks.ZooTask, init_args: {execution: loop}}")
+    assert task("--config=mine.yaml").execution == "loop"
+    # The same with the option written as one word, and behind the others.
+    checkpoint[:] = [f"--ckpt_path={digits_run / 'checkpoints/last.ckpt'}"]
+    assert task("--model.keep=last").keep == "last"
+
+
+def test_data_that_do_not_fit_a_checkpoint_are_named(digits_run, call):
+    checkpoint = f"--ckpt_path={digits_run / 'checkpoints/last.ckpt'}"
+    result = call("test", checkpoint, "--data=DigitsDataModule", "--data.transforms+=Quadrant")
+    assert result.status == 1
+    assert "is set to (8, 8), but follows from the data: (16, 16) with DigitsDataModule" in result.error
+
+
+def test_main_returns_a_status_and_never_exits(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning-sym", "fit", "--bogus"])
+    assert main() == 2
+    assert main(["fit", "--help"]) == 0
+    assert "--run_dir" in capsys.readouterr().out
+    assert os.environ.get("LIGHTNING_SYM_TRACEBACK") is None

@@ -1,0 +1,163 @@
+"""Every shipped recipe, and one run from end to end."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import lightning_sym.callbacks
+import lightning_sym.datamodules
+from lightning_sym.datamodules._downloaded import DownloadedDataModule
+from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
+from lightning_sym.zoo import ModelZoo, read_member
+
+NAMES = recipe_names()
+
+
+def settings(name):
+    return yaml.safe_load(recipe_path(name).read_text())
+
+
+def data_class(name):
+    return getattr(lightning_sym.datamodules, settings(name)["data"]["class_path"].rsplit(".")[-1])
+
+
+DOWNLOADED = [name for name in NAMES if issubclass(data_class(name), DownloadedDataModule)]
+EMBEDDED = [name for name in NAMES if name not in DOWNLOADED]
+
+
+def class_paths(node):
+    if isinstance(node, dict):
+        return [*([node["class_path"]] if "class_path" in node else []), *class_paths(list(node.values()))]
+    return [path for item in node for path in class_paths(item)] if isinstance(node, list) else []
+
+
+def test_the_recipes_of_the_first_experiment_are_there():
+    zoo = ["cifar10_myrtle", "cifar10_resnet18", "cifar10_resnet20", "digits_mlp", "mnist5k", "mnist5k_lenet"]
+    assert {f"zoo/{name}" for name in zoo} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_header_says_all_that_a_reader_needs(name):
+    lines = recipe_path(name).read_text().splitlines()
+    header = lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))]
+    assert recipe_summary(name).endswith(".")
+    assert len(recipe_summary(name)) <= 110  # one line in the list of recipes
+    assert header[1] == "#"
+    found = [match[1] for line in header[2:] if (match := re.match(r"# (\w+): +\S", line))]
+    assert found == ["question", "source", "expected", "time", "hardware"]
+    assert all(re.match(r"# (\w+: +| +)\S", line) for line in header[2:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sections_are_in_order_and_classes_named_in_full(name):
+    recipe = settings(name)
+    assert list(recipe) == ["seed_everything", "run_dir", "trainer", "model", "data"]
+    assert recipe["run_dir"] == "runs/" + name.replace("/", "-").replace("_", "-")
+    for path in class_paths(recipe):
+        if path.startswith("lightning_sym."):
+            room, _, kind = path.removeprefix("lightning_sym.").partition(".")
+            assert kind in getattr(lightning_sym, room).__all__
+        else:
+            assert path.startswith(("torch.optim.", "pytorch_lightning."))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_print_config_can_be_read_back(name, call):
+    whole = call("fit", "--config", name, "--print_config")
+    assert (whole.status, whole.err) == (0, "")
+    Path("whole.yaml").write_text(whole.out)
+    Path("short.yaml").write_text(call("fit", "--config", name, "--print_config=skip_default").out)
+    assert len(Path("short.yaml").read_text()) < len(whole.out) / 2
+    for file in ("whole.yaml", "short.yaml"):
+        assert call("fit", "--config", file, "--print_config").out == whole.out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_model_and_data_are_built_and_fit_each_other(name, call, quiet, built):
+    result = call("fit", "--config", name, *quiet)
+    assert result.status == 0, result.err
+    assert type(built.data) is data_class(name)
+    network = built.model.network.eval()
+    with torch.no_grad():
+        assert network(torch.zeros(2, *built.data.input_shape)).shape == (2, built.data.num_classes)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = built.model.optimizer([parameter])
+    if built.model.lr_scheduler is not None:
+        built.model.lr_scheduler(optimizer)
+        if "T_max" in (schedule := settings(name)["model"]["init_args"]["lr_scheduler"]["init_args"]):
+            assert schedule["T_max"] == built.trainer.max_epochs
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embedded_recipes_run(name, call, quiet):
+    result = call("fit", "--config", name, "--trainer.fast_dev_run=true", *quiet)
+    assert result.status == 0, result.err
+    assert result.err == ""
+    assert list(Path().iterdir()) == []  # a trial leaves nothing behind
+
+
+@pytest.mark.parametrize("name", DOWNLOADED)
+def test_absent_data_are_one_sentence(name, call, quiet):
+    for _ in range(2):  # the failed attempt is no run that would have to be replaced
+        result = call("fit", "--config", name, "--data.download=false", *quiet)
+        assert result.status == 1
+        assert re.fullmatch(r"CIFAR-10 is not in .*/data/cifar-10-batches-py \(.*\); copy .*\.", result.error)
+        assert str(Path.cwd()) in result.error
+
+
+def test_a_run_leaves_what_the_design_promises(digits_run):
+    files = {path.relative_to(digits_run).as_posix() for path in digits_run.rglob("*") if path.is_file()}
+    files = {re.sub(r"tfevents\..*", "tfevents", name) for name in files if "/." not in name}
+    assert files == {
+        "config.yaml",
+        "hparams.yaml",
+        "metrics.csv",
+        "events.out.tfevents",
+        "checkpoints/last.ckpt",
+        "results/members.csv",
+        "results/members.json",
+        "results/zoo.png",
+        "results/validation_curves.png",
+        "results/confusion.png",
+        "terminal.txt",
+        "zoo/manifest.json",
+        *(f"zoo/member-000{number}.safetensors" for number in range(3)),
+    }
+    terminal = (digits_run / "terminal.txt").read_text()
+    for place in ("results/zoo.png", "results/members.csv", "zoo", ""):
+        assert str(digits_run / place) in terminal
+    assert (digits_run / "results/zoo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_numbers_of_a_run_agree_with_each_other(digits_run):
+    with (digits_run / "results/members.csv").open() as file:
+        table = list(csv.DictReader(file))
+    report = json.loads((digits_run / "results/members.json").read_text())
+    assert report["seeds"] == [0, 1, 2] == [int(row["member"]) for row in table]
+    accuracies = [float(row["test_accuracy"]) for row in table]
+    assert min(accuracies) > 0.85  # two epochs reach 0.9; a tenth would be guessing
+    zoo = ModelZoo.open(digits_run / "zoo")
+    assert [member.metrics["test"]["accuracy"] for member in zoo] == pytest.approx(accuracies, abs=1e-7)
+    assert {member.data["fingerprint"] for member in zoo} == {report["data"]["fingerprint"]}
+    with (digits_run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    assert int(rows[0]["step"]) < int(rows[1]["step"])
+    assert all(float(row["val/accuracy"]) > 0 and float(row["train/loss"]) > 0 for row in rows)
+
+
+def test_config_of_a_run_repeats_it_bit_by_bit(digits_run, call):
+    result = call("fit", "--config", digits_run / "config.yaml", "--run_dir", "other")
+    assert result.status == 0, result.err
+    for number in range(3):
+        name = f"member-000{number}.safetensors"
+        mine, theirs = read_member(digits_run / "zoo" / name)[1], read_member(Path("other/zoo") / name)[1]
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    first, second = (yaml.safe_load((run / "config.yaml").read_text()) for run in (digits_run, Path("other")))
+    assert {**first, "run_dir": "other"} == second

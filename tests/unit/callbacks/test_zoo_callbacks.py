@@ -1,0 +1,337 @@
+"""ZooExport and ZooReport: what a fit leaves behind, and what they refuse before it starts."""
+
+import csv
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_sym._files
+from lightning_sym._metrics_csv import MetricsCSV
+from lightning_sym.callbacks import ZooExport, ZooReport
+from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
+from lightning_sym.tasks import ZooTask
+from lightning_sym.zoo import ModelZoo, member_file
+
+
+class Frail(Network):
+    """A perceptron of which the member with seed 2 is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.classifier = nn.Linear(64, 10)
+        if torch.initial_seed() == 2:
+            nn.init.constant_(self.classifier.bias, math.nan)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.flatten(x))
+
+
+def perceptron() -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(8,), image_size=8)
+
+
+def digits(**changes) -> DigitsDataModule:
+    return DigitsDataModule(**{"batch_size": 16, "max_samples": 48, **changes})
+
+
+def fit(path: Path, *callbacks, task=None, data=None, **changes) -> ZooTask:
+    task = task or ZooTask(perceptron(), members=2)
+    settings = {
+        "default_root_dir": path,
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    Trainer(**{**settings, **changes}, callbacks=list(callbacks)).fit(task, data or digits())
+    return task
+
+
+# ---- ZooExport
+
+
+def test_exported_members_are_the_kept_ones(tmp_path):
+    data = digits()
+    task = fit(tmp_path, ZooExport(), task=ZooTask(MyrtleCNN(2, in_channels=1, image_size=8), members=3), data=data)
+    zoo = ModelZoo.open(tmp_path / "zoo")
+    assert zoo.numbers == [0, 1, 2]
+    assert zoo.verify() == {}
+    assert not list((tmp_path / "zoo").glob(".*writable*"))
+    for number in zoo.numbers:
+        member = zoo.member(number)
+        state = zoo.load(number).state_dict()
+        assert all(torch.equal(state[name], value) for name, value in task.kept[number]["state"].items())
+        for split in ("train", "val", "test"):
+            images, labels = data.split_tensors(split)
+            guesses = zoo.load(number)(data.normalize(images)).argmax(1)
+            assert member.metric(split, "accuracy") == float((guesses == labels).double().mean())
+        assert member.metric("val", "accuracy") == task.kept[number]["metrics"]["accuracy"]
+        assert member.data == json.loads(json.dumps(data.identity()))
+        assert member.training["epoch_kept"] == task.kept[number]["epoch"]
+        assert member.training["epochs"] == 2
+        assert member.training["optimizer"] == "Adam"
+
+
+def test_further_seeds_add_members(tmp_path):
+    fit(tmp_path, ZooExport())
+    before = (tmp_path / "zoo" / member_file(0)).read_bytes()
+    fit(tmp_path, ZooExport(), task=ZooTask(perceptron(), members=2, seed=2))
+    zoo = ModelZoo.open(tmp_path / "zoo")
+    assert zoo.numbers == [0, 1, 2, 3]
+    assert (tmp_path / "zoo" / member_file(0)).read_bytes() == before
+    assert [e["number"] for e in json.loads((tmp_path / "zoo" / "manifest.json").read_text())["members"]] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_taken_numbers_are_refused_unless_overwritten(tmp_path):
+    fit(tmp_path, ZooExport())
+    task = ZooTask(perceptron(), members=2, seed=1)
+    message = r"already has member\(s\) 1; train others with --model.seed 2, replace them with --overwrite true"
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, ZooExport(), task=task)
+    fit(tmp_path, ZooExport(overwrite=True), task=ZooTask(perceptron(), members=2, seed=1), max_epochs=1)
+    zoo = ModelZoo.open(tmp_path / "zoo")
+    assert [member.training["epochs"] for member in zoo] == [2, 1, 1]
+
+
+def test_other_architecture_is_refused(tmp_path):
+    fit(tmp_path, ZooExport())
+    task = ZooTask(MultiLayerPerceptron(widths=(9,), image_size=8), members=1, seed=5)
+    message = r"holds .*MultiLayerPerceptron\(.*widths=\[8\].* and this run trains .*widths=\[9\].*; choose another"
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, ZooExport(), task=task)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_other_data_are_refused(tmp_path, manifest):
+    fit(tmp_path, ZooExport())
+    if not manifest:
+        (tmp_path / "zoo" / "manifest.json").unlink()
+    task = ZooTask(perceptron(), members=1, seed=5)
+    with pytest.raises(ValueError, match=r"Member 0 of the zoo at .* was trained on other data \(fingerprint"):
+        fit(tmp_path, ZooExport(), task=task, data=digits(data_seed=1))
+    # Settings of the training only are no other data.
+    fit(tmp_path, ZooExport(), task=task, data=digits(batch_size=8))
+
+
+def test_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path):
+    (tmp_path / "zoo").touch()
+    task = ZooTask(perceptron(), members=1)
+    with pytest.raises(OSError, match=r"The zoo's folder .*zoo cannot be written to .*; choose another"):
+        fit(tmp_path, ZooExport(), task=task)
+    assert not hasattr(task, "population") or not task.history
+
+
+def test_full_disk_while_exporting_leaves_whole_files_only(tmp_path, monkeypatch):
+    calls = []
+
+    def fail(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lightning_sym._files.os, "fsync", fail)
+    with pytest.raises(OSError, match=r"Cannot write .*member-0001.safetensors: No space left on device"):
+        fit(tmp_path, ZooExport())
+    assert [path.name for path in (tmp_path / "zoo").iterdir()] == [member_file(0)]
+    assert ModelZoo.open(tmp_path / "zoo").verify() == {}
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0].flatten(1)).mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("callback", [ZooExport, ZooReport])
+def test_other_tasks_and_data_are_refused(tmp_path, callback):
+    with pytest.raises(TypeError, match=rf"{callback.__name__} works with lightning_sym.tasks.ZooTask, got Plain"):
+        fit(tmp_path, callback(), task=Plain())
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, callbacks=[callback()])
+    loader = DataLoader(TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(
+        TypeError, match=rf"{callback.__name__} needs a datamodule of lightning_sym.datamodules .*NoneType"
+    ):
+        trainer.fit(ZooTask(perceptron(), members=1), loader, loader)
+
+
+def test_training_that_ends_before_the_first_validation_says_what_is_missing(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="Member 1 was not written: training ended before the first validation"),
+        pytest.warns(UserWarning, match="Member 0 was not written"),
+    ):
+        fit(tmp_path, ZooExport(), max_epochs=None, max_steps=1)
+    assert not list((tmp_path / "zoo").glob("member-*"))
+
+
+def test_fast_dev_run_leaves_nothing(tmp_path):
+    fit(tmp_path, ZooExport(), ZooReport(), fast_dev_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- stopped members
+
+
+def test_stopped_member_is_reported_and_not_exported(tmp_path, capsys):
+    with pytest.warns(UserWarning, match="Member 2 was stopped"):
+        fit(tmp_path, ZooExport(), ZooReport(), task=ZooTask(Frail(), members=3, seed=1))
+    assert ModelZoo.open(tmp_path / "zoo").numbers == [1, 3]
+    with (tmp_path / "results" / "members.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["member"] for row in rows] == ["1", "2", "3"]
+    assert [row["stopped"] for row in rows] == ["", "its training loss is not finite", ""]
+    assert [row["test_accuracy"] == "" for row in rows] == [False, True, False]
+    text = (tmp_path / "results" / "members.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["rows"][1]["test_accuracy"] is None
+    assert found["rows"][1]["stopped"] == "its training loss is not finite"
+    assert "stopped: its training" in capsys.readouterr().out
+
+
+# ---- ZooReport
+
+
+def test_report_says_what_was_found(tmp_path, capsys):
+    data = digits()
+    task = fit(tmp_path, ZooReport(rows=1), ZooExport(), task=ZooTask(perceptron(), members=3, seed=4), data=data)
+    results = tmp_path / "results"
+    with (results / "members.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = json.loads((results / "members.json").read_text())
+    assert [int(row["member"]) for row in rows] == [row["member"] for row in found["rows"]] == [4, 5, 6]
+    splits = task.split_metrics(data)
+    for index, (row, same) in enumerate(zip(rows, found["rows"], strict=True)):
+        assert int(row["epoch_kept"]) == task.kept[4 + index]["epoch"] + 1
+        for split in ("train", "val", "test"):
+            for name in ("accuracy", "loss"):
+                value = float(splits[split][name][index])
+                assert float(row[f"{split}_{name}"]) == same[f"{split}_{name}"] == value
+    assert found["seeds"] == [4, 5, 6]
+    assert found["architecture"] == perceptron().architecture
+    assert found["data"]["fingerprint"] == data.identity()["fingerprint"]
+    assert "torch" in found["versions"]
+    assert "accuracy" in found["units"]
+    for name in ("zoo", "validation_curves", "confusion"):
+        image = imread(results / f"{name}.png")
+        assert image.ndim == 3
+        assert image.std() > 0
+    out = capsys.readouterr().out
+    assert "2 more" in " ".join(out.split())  # of three members one is listed
+    for path in (results / "zoo.png", results / "members.csv", tmp_path / "zoo"):
+        assert str(path) in out
+
+
+class Bare(MetricsCSV):
+    """A logger with an experiment that takes no figures."""
+
+    @property
+    def experiment(self) -> object:
+        return object()
+
+
+@pytest.mark.parametrize("logger", [MetricsCSV, Bare])
+def test_report_works_with_loggers_that_take_no_figures(tmp_path, logger):
+    fit(tmp_path, ZooReport(), logger=logger(tmp_path / "run"))
+    assert (tmp_path / "run" / "results" / "zoo.png").is_file()
+
+
+def test_figures_go_to_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(tmp_path, ZooReport(), logger=TensorBoardLogger(tmp_path, name="run", version=""))
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    tags = events.Tags()
+    assert {f"figures/ZooReport/{name}" for name in ("zoo", "validation_curves", "confusion")} <= set(tags["images"])
+    for split in ("train", "val"):
+        for name in ("accuracy", "loss"):
+            wanted = {f"{split}/{name}{end}" for end in ("", "/min", "/max", "/member-0000", "/member-0001")}
+            assert wanted <= set(tags["scalars"])
+    assert (tmp_path / "run" / "results" / "members.csv").is_file()
+
+
+def test_rows_must_not_be_negative():
+    with pytest.raises(ValueError, match="rows must be at least 0, got -1"):
+        ZooReport(rows=-1)
+
+
+# ---- metrics.csv
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_metrics_csv_has_one_row_per_step(tmp_path):
+    logger = MetricsCSV(tmp_path)
+    logger.log_metrics({"a": 1.0}, 3)
+    logger.log_metrics({"b": 0.5}, 3)
+    logger.log_metrics({"a": 0.1 + 0.2}, 7)
+    logger.save()
+    assert read(tmp_path / "metrics.csv") == [
+        {"step": "3", "a": "1.0", "b": "0.5"},
+        {"step": "7", "a": "0.30000000000000004", "b": ""},
+    ]
+
+
+def test_metrics_csv_goes_on_where_the_run_is_resumed(tmp_path):
+    def log(logger, *steps):
+        for step in steps:
+            logger.log_metrics({"a": step / 3, **({"late": 1.0} if step > 4 else {})}, step)
+            logger.save()
+
+    log(MetricsCSV(tmp_path / "whole"), 1, 3, 5, 7, 9)
+    log(MetricsCSV(tmp_path / "resumed"), 1, 3, 5, 7)
+    log(MetricsCSV(tmp_path / "resumed"), 5, 7, 9)
+    assert (tmp_path / "resumed" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
+
+
+def test_metrics_csv_that_was_damaged_is_no_obstacle(tmp_path):
+    (tmp_path / "metrics.csv").write_text("a,step\n1,2\n3\nx,y,z\n")
+    logger = MetricsCSV(tmp_path)
+    logger.log_metrics({"a": 5.0}, 9)
+    logger.save()
+    assert [row["step"] for row in read(tmp_path / "metrics.csv")] == ["2", "9"]
+
+
+def test_metrics_csv_without_anything_logged_writes_nothing(tmp_path):
+    logger = MetricsCSV(tmp_path / "run")
+    logger.finalize("success")
+    assert not list(tmp_path.iterdir())
+
+
+def test_metrics_of_a_fit_are_in_one_row_per_epoch(tmp_path):
+    task = fit(tmp_path, logger=MetricsCSV(tmp_path))
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["2", "5"]
+    for epoch, row in enumerate(rows):
+        for number in range(2):
+            for name in ("train/accuracy", "val/loss"):
+                assert float(row[f"{name}/member-000{number}"]) == pytest.approx(task.history[name][epoch][number])

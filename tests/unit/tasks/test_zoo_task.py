@@ -1,0 +1,662 @@
+"""ZooTask: every member is the one that would have been trained alone."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
+from lightning_sym.population import LoopPopulation
+from lightning_sym.tasks import ZooTask
+from lightning_sym.tasks.metrics import PopulationClassification
+
+BATCH = 16
+
+
+class Fragile(Network):
+    """A perceptron of which the member with seed 2 has a weight that is not finite."""
+
+    def __init__(self, seed: int = 2, value: float = math.inf) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.linear1 = nn.Linear(64, 12)
+        self.activation1 = nn.ReLU()
+        self.classifier = nn.Linear(12, 10)
+        if torch.initial_seed() == seed or seed < 0:
+            nn.init.constant_(self.classifier.bias[:1], value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+class Dropping(Fragile):
+    def __init__(self) -> None:
+        super().__init__(seed=99)
+        self.activation1 = nn.Dropout(0.5)
+
+
+def perceptron() -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(12,), image_size=8)
+
+
+def myrtle() -> MyrtleCNN:
+    return MyrtleCNN(width=2, in_channels=1, image_size=8)
+
+
+def digits(**changes) -> DigitsDataModule:
+    return DigitsDataModule(**{"batch_size": BATCH, "max_samples": 80, "shift": 1, **changes})
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def cosine(optimizer):
+    return CosineAnnealingLR(optimizer, T_max=3)
+
+
+def trainer(tmp_path, epochs: int = 3, **changes) -> Trainer:
+    settings = {
+        "default_root_dir": tmp_path,
+        "accelerator": "cpu",
+        "max_epochs": epochs,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**settings, **changes})
+
+
+def fit(tmp_path, task: ZooTask, data=None, **changes) -> ZooTask:
+    trainer(tmp_path, **changes).fit(task, data or digits())
+    return task
+
+
+def same_state(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def same_kept(a: dict, b: dict) -> bool:
+    return a["epoch"] == b["epoch"] and a["metrics"] == b["metrics"] and same_state(a["state"], b["state"])
+
+
+def plain_loop(network: Network, number: int, epochs: int = 3, **data_settings) -> list[dict[str, Tensor]]:
+    """Train one network in plain PyTorch; return its state after each epoch."""
+    data = digits(**data_settings)
+    data.setup()
+    loader = data._loader("train", batch_size=BATCH, seeds=number, shift=1, drop_last=True)
+    member = network.fresh(number)
+    optimizer = torch.optim.Adam(member.parameters(), lr=0.01)
+    scheduler = CosineAnnealingLR(optimizer, T_max=3)
+    states = []
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(member(images), labels).backward()
+            optimizer.step()
+        scheduler.step()
+        states.append({name: value.clone() for name, value in member.state_dict().items()})
+    return states
+
+
+# ---- the identity
+
+
+@pytest.mark.parametrize("make", [perceptron, myrtle])
+def test_members_are_bitwise_those_trained_alone(tmp_path, make):
+    zoo = fit(tmp_path, ZooTask(make(), members=4, seed=3, optimizer=adam, lr_scheduler=cosine))
+    assert sorted(zoo.kept) == [3, 4, 5, 6]
+    for number in (3, 5, 6):
+        alone = fit(tmp_path, ZooTask(make(), members=1, seed=number, optimizer=adam, lr_scheduler=cosine))
+        assert same_kept(zoo.kept[number], alone.kept[number])
+        assert same_state(zoo.population.member_state(number), alone.population.member_state(number))
+        states = plain_loop(make(), number)
+        assert same_state(zoo.population.member_state(number), states[-1])
+        assert same_state(zoo.kept[number]["state"], states[zoo.kept[number]["epoch"]])
+    assert not same_state(zoo.kept[3]["state"], zoo.kept[4]["state"])
+
+
+def test_dropout_is_bitwise_that_of_the_member_alone(tmp_path):
+    zoo = fit(tmp_path, ZooTask(Dropping(), members=3, optimizer=adam))
+    alone = fit(tmp_path, ZooTask(Dropping(), members=1, seed=1, optimizer=adam))
+    assert same_kept(zoo.kept[1], alone.kept[1])
+
+
+def test_dropout_draws_anew_while_gradients_accumulate(tmp_path, monkeypatch):
+    draws = []
+    original = LoopPopulation.step
+
+    def step(self, *args, **kwargs):
+        draws.append(kwargs["draw"])
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LoopPopulation, "step", step)
+    fit(tmp_path, ZooTask(Dropping(), members=1), accumulate_grad_batches=2, epochs=2)
+    assert len(draws) == 10
+    assert len(set(draws)) == 10
+
+
+@pytest.mark.parametrize("make", [perceptron, myrtle])
+def test_vmap_is_close_to_loop(tmp_path, make):
+    def sgd(parameters):  # Adam's first steps are signs, which rounding decides where gradients are 0
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    loop, vmap = (
+        fit(tmp_path, ZooTask(make(), members=3, optimizer=sgd, execution=execution, keep="last"), epochs=2)
+        for execution in ("loop", "vmap")
+    )
+    for number in range(3):
+        for name, value in loop.kept[number]["state"].items():
+            torch.testing.assert_close(vmap.kept[number]["state"][name], value, atol=1e-5, rtol=1e-5)
+    for name, rows in loop.history.items():
+        torch.testing.assert_close(torch.tensor(vmap.history[name]), torch.tensor(rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_leaves_members_independent(tmp_path, execution, algorithm):
+    clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm, "epochs": 1}
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    def run(members, **changes):
+        task = ZooTask(perceptron(), members=members, seed=0, optimizer=sgd, execution=execution, keep="last")
+        return fit(tmp_path, task, **changes).kept[0]["state"]["classifier.weight"]
+
+    torch.testing.assert_close(run(3, **clip), run(1, **clip), atol=1e-6, rtol=1e-6)
+    assert (run(3, **clip) - run(3, epochs=1)).abs().max() > 1e-3
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path):
+    """Two batches of 16 and one of 32 see the same images, so that the same step is taken."""
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    small = fit(
+        tmp_path,
+        ZooTask(perceptron(), members=2, optimizer=sgd, keep="last"),
+        digits(batch_size=16, max_samples=64),
+        accumulate_grad_batches=2,
+    )
+    large = fit(
+        tmp_path, ZooTask(perceptron(), members=2, optimizer=sgd, keep="last"), digits(batch_size=32, max_samples=64)
+    )
+    for name, value in large.kept[1]["state"].items():
+        torch.testing.assert_close(small.kept[1]["state"][name], value, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_weight_decay_on_weights_only(tmp_path, execution):
+    def decay(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.5)
+
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def run(optimizer, **changes):
+        task = ZooTask(myrtle(), members=2, optimizer=optimizer, execution=execution, keep="last", **changes)
+        return fit(tmp_path, task, epochs=1, limit_train_batches=1).kept[0]["state"]
+
+    none, every, weights = run(plain), run(decay), run(decay, weight_decay_on="weights")
+    assert torch.equal(weights["classifier.bias"], none["classifier.bias"])
+    assert not torch.equal(every["classifier.bias"], none["classifier.bias"])
+    for name in ("classifier.weight", "norm1.weight"):
+        assert torch.equal(weights[name], every[name])
+        assert not torch.equal(weights[name], none[name])
+
+
+# ---- metrics
+
+
+@torch.no_grad()
+def naive(network: Network, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Accuracy and mean cross-entropy, one image after another."""
+    right, loss = 0, 0.0
+    for image, label in zip(images, labels, strict=True):
+        logits = network(image[None])[0].double()
+        right += int(logits.argmax() == label)
+        loss -= float(logits[label] - logits.exp().sum().log())
+    return right / len(labels), loss / len(labels)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_metrics_are_those_of_a_naive_computation(tmp_path, execution):
+    data = digits(eval_batch_size=27)  # does not divide the number of images
+    task = ZooTask(myrtle(), members=2, optimizer=adam, execution=execution, keep="last")
+    run = trainer(tmp_path)
+    run.fit(task, data)
+    logged = run.callback_metrics
+    splits = task.split_metrics(data)
+    networks = [myrtle() for _ in range(2)]
+    for number, network in enumerate(networks):
+        network.load_state_dict(task.kept[number]["state"])
+        network.eval()
+        for split in ("train", "val", "test"):
+            images, labels = data.split_tensors(split)
+            accuracy, loss = naive(network, data.normalize(images), labels)
+            assert float(splits[split]["accuracy"][number]) == accuracy
+            assert float(splits[split]["loss"][number]) == pytest.approx(loss, abs=1e-5)
+            if split == "val":
+                assert task.history["val/accuracy"][-1][number] == accuracy
+                assert task.history["val/loss"][-1][number] == pytest.approx(loss, abs=1e-5)
+    values = task.history["val/accuracy"][-1]
+    assert float(logged["val/accuracy"]) == pytest.approx(sum(values) / 2)
+    assert float(logged["val/accuracy/min"]) == pytest.approx(min(values))
+    assert float(logged["val/accuracy/max"]) == pytest.approx(max(values))
+
+    images, labels = data.split_tensors("test")
+    confusion = torch.zeros(10, 10, dtype=torch.float64)
+    for network in networks:
+        for label, guess in zip(labels, network(data.normalize(images)).argmax(1), strict=True):
+            confusion[label, guess] += 1
+    expected = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(splits["test"]["confusion"], expected, atol=1e-12, rtol=0)
+
+
+def test_training_metrics_are_those_of_the_steps(tmp_path):
+    seen = []
+
+    class Watching(ZooTask):
+        def training_step(self, batch, batch_idx):
+            images, labels = batch
+            logits = [self.population.members[f"{n:04d}"](images[n]).detach() for n in range(2)]
+            seen.append(
+                [
+                    (int((out.argmax(1) == labels[n]).sum()), float(nn.functional.cross_entropy(out, labels[n])))
+                    for n, out in enumerate(logits)
+                ]
+            )
+            return super().training_step(batch, batch_idx)
+
+    task = fit(tmp_path, Watching(perceptron(), members=2), epochs=1)
+    for number in range(2):
+        right = sum(step[number][0] for step in seen)
+        assert task.history["train/accuracy"][0][number] == right / (BATCH * len(seen))
+        mean = sum(step[number][1] for step in seen) / len(seen)
+        assert task.history["train/loss"][0][number] == pytest.approx(mean, rel=1e-6)
+
+
+def test_members_that_saw_nothing_have_no_metrics():
+    metric = PopulationClassification(3, 2)
+    metric.update(torch.tensor([2, 0]), torch.tensor([[[1.0, 0.0]], [[0.0, 3.0]]]), torch.tensor([1]))
+    found = metric.compute()
+    assert found["accuracy"].isnan().tolist() == [False, True, False]
+    assert found["accuracy"][[0, 2]].tolist() == [1.0, 0.0]
+    assert found["loss"].isnan().tolist() == [False, True, False]
+    assert found["loss"][2].item() == pytest.approx(math.log(1 + math.e))
+    assert found["confusion"].tolist() == [[0.0, 0.0], [0.5, 0.5]]
+
+
+def test_evaluate_without_batches_is_nan(tmp_path):
+    task = fit(tmp_path, ZooTask(perceptron(), members=2), epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics says that nothing was seen
+        found = task.evaluate([], num_classes=10)
+    assert found["accuracy"].isnan().all()
+    assert not found["confusion"].any()
+
+
+def test_evaluate_leaves_the_mode_as_it_was(tmp_path):
+    task = fit(tmp_path, ZooTask(myrtle(), members=1), epochs=1)
+    before = task.population.member_state(0)
+    data = digits()
+    for mode in (True, False):
+        task.population.train(mode)
+        task.evaluate(data.test_dataloader(), 10)
+        assert task.population.training is mode
+        assert same_state(task.population.member_state(0), before)
+
+
+# ---- which weights are kept
+
+
+def keep_over(metrics: list[tuple[float, float]]) -> list[int]:
+    """Return after each epoch which epoch is kept, for these accuracies and losses."""
+    task = ZooTask(perceptron(), members=1)
+    task.population = LoopPopulation(perceptron(), [0])
+    kept = []
+    for epoch, (accuracy, loss) in enumerate(metrics):
+        type(task).current_epoch = property(lambda self, epoch=epoch: epoch)
+        task._keep_current({"accuracy": [accuracy], "loss": [loss]})
+        kept.append(task.kept[0]["epoch"])
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ([(0.5, 1.0), (0.6, 2.0), (0.4, 0.1)], [0, 1, 1]),
+        ([(0.5, 1.0), (0.5, 0.9), (0.5, 0.95)], [0, 1, 1]),
+        ([(0.5, 1.0), (0.5, 1.0)], [0, 0]),
+        ([(0.0, 5.0), (0.0, 4.0), (0.1, 9.0)], [0, 1, 2]),
+    ],
+    ids=["accuracy", "loss breaks a tie", "the earlier of equals", "from 0"],
+)
+def test_rule_of_the_best_weights(monkeypatch, metrics, expected):
+    monkeypatch.setattr(ZooTask, "current_epoch", property(lambda self: 0))
+    assert keep_over(metrics) == expected
+
+
+def test_best_weights_are_those_of_the_best_epoch(tmp_path):
+    task = fit(tmp_path, ZooTask(perceptron(), members=3, optimizer=lambda p: torch.optim.Adam(p, lr=0.1)), epochs=5)
+    for number in range(3):
+        curve = [
+            (accuracy[number], -loss[number])
+            for accuracy, loss in zip(task.history["val/accuracy"], task.history["val/loss"], strict=True)
+        ]
+        assert task.kept[number]["epoch"] == curve.index(max(curve))
+    assert len({task.kept[number]["epoch"] for number in range(3)} | {4}) > 1, "no member peaked before the last epoch"
+
+
+def test_last_weights_without_validation(tmp_path):
+    task = ZooTask(perceptron(), members=2, keep="last", optimizer=adam)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Lightning: no val_dataloader
+        fit(tmp_path, task, digits(val_fraction=0.0))
+    assert [task.kept[number]["epoch"] for number in range(2)] == [2, 2]
+    assert same_state(task.kept[1]["state"], task.population.member_state(1))
+
+
+# ---- members that diverge
+
+
+def hot(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_member_that_is_not_finite_is_stopped_and_the_others_go_on(tmp_path, execution, value):
+    settings = {"members": 4, "seed": 1, "optimizer": hot, "execution": execution, "keep": "last"}
+    task = ZooTask(Fragile(2, value), **settings)
+    with pytest.warns(UserWarning, match=r"Member 2 was stopped in epoch 0, step 0: its training loss is not finite\."):
+        fit(tmp_path, task)
+    clean = fit(tmp_path, ZooTask(Fragile(99), **settings))
+    assert list(task.stopped) == [2]
+    assert sorted(task.kept) == [1, 3, 4]
+    for number in (1, 3, 4):
+        assert same_state(task.kept[number]["state"], clean.kept[number]["state"])
+    for name, rows in task.history.items():
+        for row, other in zip(rows, clean.history[name], strict=True):
+            assert math.isnan(row[1])
+            assert [*row[:1], *row[2:]] == [*other[:1], *other[2:]]
+
+
+def test_means_are_over_the_members_that_go_on(tmp_path):
+    run = trainer(tmp_path)
+    task = ZooTask(Fragile(2), members=3, seed=1)
+    with pytest.warns(UserWarning, match="Member 2 was stopped"):
+        run.fit(task, digits())
+    values = task.history["val/accuracy"][-1]
+    assert float(run.callback_metrics["val/accuracy"]) == pytest.approx((values[0] + values[2]) / 2)
+
+
+def test_member_that_diverges_later_is_stopped_with_its_last_weights(tmp_path):
+    """The learning rate is turned up for one member in the second epoch."""
+
+    class Diverging(ZooTask):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                with torch.no_grad():
+                    for parameter in self.population.member_parameters(1):
+                        parameter.mul_(1e38).mul_(10)
+
+    task = Diverging(perceptron(), members=2, optimizer=hot)
+    with pytest.warns(UserWarning, match="Member 1 was stopped in epoch 1, step 5: its training loss"):
+        fit(tmp_path, task, digits())
+    assert task.stopped[1]["epoch"] == 1
+    assert task.kept[1]["epoch"] == 0  # not exported, but still there for whoever wants to look
+    assert same_kept(task.kept[0], fit(tmp_path, ZooTask(perceptron(), members=1, optimizer=hot)).kept[0])
+
+
+def test_validation_loss_that_is_not_finite_stops_the_member(tmp_path):
+    class Breaking(ZooTask):
+        def on_validation_epoch_start(self):
+            if self.current_epoch == 1 and not self.trainer.sanity_checking:
+                with torch.no_grad():
+                    self.population.member_parameters(0)[0].fill_(math.nan)
+
+    task = Breaking(perceptron(), members=2)
+    with pytest.warns(UserWarning, match="Member 0 was stopped in epoch 1, step 10: its validation loss is not finite"):
+        fit(tmp_path, task)
+    assert list(task.stopped) == [0]
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_all_members_stopped_is_an_error(tmp_path, execution):
+    task = ZooTask(Fragile(-1), members=2, execution=execution)
+    with (
+        pytest.warns(UserWarning, match="Member 0 was stopped"),
+        pytest.warns(UserWarning, match="Member 1 was stopped"),
+        pytest.raises(ValueError, match="All members were stopped, as their losses are not finite; lower the learning"),
+    ):
+        fit(tmp_path, task)
+
+
+def test_stopped_members_are_left_out_of_the_confusion_matrix(tmp_path):
+    data = digits()
+    task = ZooTask(Fragile(2), members=2, seed=1)
+    with pytest.warns(UserWarning, match="Member 2 was stopped"):
+        fit(tmp_path, task, data)
+    alone = fit(tmp_path, ZooTask(Fragile(2), members=1, seed=1), data)
+    found, expected = task.split_metrics(data)["test"], alone.split_metrics(data)["test"]
+    assert torch.equal(found["confusion"], expected["confusion"])
+    assert found["accuracy"][0] == expected["accuracy"][0]
+    assert found["accuracy"][1].isnan()
+
+
+# ---- testing, predicting, checkpoints
+
+
+def test_test_and_predict_use_the_kept_weights(tmp_path):
+    data = digits()
+    task = fit(tmp_path, ZooTask(myrtle(), members=2, optimizer=adam), data)
+    with torch.no_grad():
+        for parameter in task.population.parameters():
+            parameter.zero_()
+    run = trainer(tmp_path)
+    (found,) = run.test(task, data, verbose=False)
+    expected = task.split_metrics(data)["test"]["accuracy"]
+    assert found["test/accuracy"] == pytest.approx(float(expected.mean()))
+    probabilities = torch.cat(run.predict(task, data), dim=1)
+    labels = data.split_tensors("test").labels
+    assert probabilities.shape == (2, len(labels), 10)
+    torch.testing.assert_close(probabilities.sum(2), torch.ones(2, len(labels)))
+    accuracy = (probabilities.argmax(2) == labels).double().mean(1)
+    assert torch.equal(accuracy, expected)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_checkpoint_holds_the_population_and_loads_safely(tmp_path, execution):
+    task = ZooTask(myrtle(), members=2, seed=5, execution=execution, optimizer=adam)
+    run = trainer(tmp_path, epochs=2)
+    run.fit(task, digits())
+    run.save_checkpoint(tmp_path / "zoo.ckpt")
+    checkpoint = torch.load(tmp_path / "zoo.ckpt", weights_only=True)
+    population = checkpoint["population"]
+    assert population["numbers"] == [5, 6]
+    assert same_kept(population["kept"][6], task.kept[6])
+    assert "population.members.0006.conv1.weight" in checkpoint["state_dict"]
+    assert checkpoint["hyper_parameters"]["network"] == myrtle().architecture
+
+    again = ZooTask.load_from_checkpoint(tmp_path / "zoo.ckpt", network=myrtle(), weights_only=True)
+    assert same_state(again.population.member_state(5), task.population.member_state(5))
+    assert same_kept(again.kept[5], task.kept[5])
+    assert again.history == task.history
+
+    fresh = ZooTask(myrtle(), members=2, seed=5, execution=execution)
+    (found,) = trainer(tmp_path).test(
+        fresh, digits(), ckpt_path=tmp_path / "zoo.ckpt", verbose=False, weights_only=True
+    )
+    assert found["test/accuracy"] == pytest.approx(float(task.split_metrics(digits())["test"]["accuracy"].mean()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"members": 3}, r"The checkpoint has numbers \[0, 1\] and this run has \[0, 1, 2\]"),
+        ({"seed": 1}, r"The checkpoint has numbers \[0, 1\] and this run has \[1, 2\]"),
+        ({"execution": "vmap"}, "The checkpoint has execution loop and this run has vmap"),
+    ],
+)
+def test_resuming_with_other_members_is_refused(tmp_path, changes, message):
+    run = trainer(tmp_path, epochs=1)
+    run.fit(ZooTask(perceptron(), members=2), digits())
+    run.save_checkpoint(tmp_path / "zoo.ckpt")
+    other = ZooTask(perceptron(), **{"members": 2, **changes})
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path).fit(other, digits(), ckpt_path=tmp_path / "zoo.ckpt", weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("step", [3, 7])
+def test_resume_from_any_step_is_bitwise_the_uninterrupted_run(tmp_path, execution, step):
+    """Step 5 is the last one of an epoch: only the epoch's end is left to do."""
+
+    def task():
+        return ZooTask(
+            Fragile(1),
+            members=3,
+            execution=execution,
+            optimizer=adam,
+            lr_scheduler=cosine,
+            lr_scheduler_interval="step",
+        )
+
+    every = ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
+    )
+    whole, rest = task(), task()
+    with pytest.warns(UserWarning, match="Member 1 was stopped"):
+        fit(tmp_path, whole, callbacks=[every], enable_checkpointing=True)
+    run = trainer(tmp_path)
+    run.fit(rest, digits(), ckpt_path=tmp_path / f"{step}.ckpt", weights_only=True)
+    assert rest.stopped == whole.stopped
+    assert str(rest.history) == str(whole.history)  # NaN is not equal to itself
+    for number in (0, 2):
+        assert same_kept(rest.kept[number], whole.kept[number])
+        assert same_state(rest.population.member_state(number), whole.population.member_state(number))
+
+
+def test_checkpoint_of_another_task_is_refused(tmp_path):
+    task = fit(tmp_path, ZooTask(perceptron(), members=1), epochs=1)
+    with pytest.raises(ValueError, match="The checkpoint holds no population: it was not written by a ZooTask"):
+        task.on_load_checkpoint({})
+
+
+# ---- bad settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"members": 0}, r"members must be at least 1, got 0\."),
+        ({"seed": -1}, "seed must be at least 0, as it is the first member's number, got -1"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ({"execution": "pmap"}, 'execution must be "loop" or "vmap", got \'pmap\''),
+        ({"keep": "first"}, 'keep must be "best" or "last", got \'first\''),
+        ({"weight_decay_on": "biases"}, 'weight_decay_on must be "all" or "weights", got \'biases\''),
+        ({"lr_scheduler_interval": "day"}, 'lr_scheduler_interval must be "epoch" or "step", got \'day\''),
+        ({"channels_last": True, "execution": "vmap"}, 'channels_last works with execution="loop" only'),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ZooTask(perceptron(), **settings)
+
+
+def plateau(optimizer):
+    return ReduceLROnPlateau(optimizer)
+
+
+class Whole(torch.optim.SGD):
+    """An optimizer that is not known to act entry by entry."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_scheduler": plateau}, "ReduceLROnPlateau would tie the members' learning rates together; use a sched"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS searches along one direction for all members together; use another"),
+        (
+            {"optimizer": lambda p: Whole(p, lr=0.1), "execution": "vmap"},
+            'Whole may look at a tensor as a whole.* use execution="loop", or one of ASGD',
+        ),
+    ],
+)
+def test_optimizers_that_would_mix_members(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, ZooTask(perceptron(), members=2, **settings))
+
+
+def test_optimizer_of_unknown_kind_is_fine_in_a_loop(tmp_path):
+    task = fit(tmp_path, ZooTask(perceptron(), members=1, optimizer=lambda p: Whole(p, lr=0.1)), epochs=1)
+    assert 0 in task.kept
+
+
+def test_half_precision_with_one_scale_is_refused(tmp_path):
+    task = ZooTask(perceptron(), members=2)
+    run = trainer(tmp_path)
+    run.strategy.precision_plugin.precision = "16-mixed"  # Lightning itself needs a GPU for the real one
+    with pytest.raises(ValueError, match=r"precision 16-mixed ties the members together .* use bf16-mixed or 32-true"):
+        run.fit(task, digits())
+
+
+@pytest.mark.parametrize("settings", [{"val_fraction": 0.0}, {}], ids=["no split", "no batches"])
+def test_best_without_validation_is_refused(tmp_path, settings):
+    limit = {} if settings else {"limit_val_batches": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Lightning: no val_dataloader
+        with pytest.raises(
+            ValueError, match=r'keep="best" needs validation data .*; set val_fraction above 0, or keep'
+        ):
+            fit(tmp_path, ZooTask(perceptron(), members=1), digits(**settings), **limit)
+
+
+class OneOrder(LightningDataModule):
+    """Data that know nothing of members."""
+
+    def train_dataloader(self):
+        images = TensorDataset(torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64))
+        return DataLoader(images, batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+def test_batches_of_one_network_are_refused(tmp_path):
+    message = (
+        r"Expected one batch of images per member, shape \[2, B, C, H, W\], got \[4, 1, 8, 8\]; the datamodule has"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, ZooTask(perceptron(), members=2), OneOrder())
+
+
+def test_bf16_trains(tmp_path):
+    task = fit(tmp_path, ZooTask(perceptron(), members=2), precision="bf16-mixed")
+    assert all(value.dtype == torch.float32 for value in task.kept[0]["state"].values())
+    assert math.isfinite(task.history["val/loss"][-1][0])
+
+
+def test_float64_trains_in_float64(tmp_path):
+    task = fit(tmp_path, ZooTask(perceptron(), members=1), precision="64-true", epochs=1)
+    assert task.kept[0]["state"]["classifier.weight"].dtype == torch.float64
+
+
+def test_member_is_learning(tmp_path):
+    task = fit(tmp_path, ZooTask(perceptron(), members=1, optimizer=adam), digits(max_samples=400), epochs=8)
+    assert task.kept[0]["metrics"]["accuracy"] > 0.8

@@ -1,0 +1,341 @@
+"""What a population does beside training: names, states, clipping, skipping, random layers."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
+from lightning_sym.population import LoopPopulation, VmapPopulation, carry_gradients
+
+KINDS = [LoopPopulation, VmapPopulation]
+
+
+class Dropping(Network):
+    """A network with dropout as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.linear1 = nn.Linear(16, 8)
+        self.activation1 = nn.ReLU()
+        self.drop = nn.Dropout(0.5)
+        self.linear2 = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+class Noisy(Dropping):
+    """A network whose random layer has no telling name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = Noise()
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Odd(Network):
+    """Tied weights, a buffer that is not persistent, a frozen and an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.first = nn.Linear(16, 16, bias=False)
+        self.second = nn.Linear(16, 16, bias=False)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(16, 3)
+        self.last.bias.requires_grad = False
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("scale", torch.rand(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(self.flatten(x))) * self.scale)
+
+
+def perceptron() -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(5,), image_size=4, num_classes=3)
+
+
+def batch(members: int, size: int = 6, shape: tuple[int, ...] = (1, 4, 4), seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(members, size, *shape, generator=generator)
+    return images, torch.randint(3, (members, size), generator=generator)
+
+
+def step(population, images, labels, skip=frozenset(), draw=0, label_smoothing=0.0):
+    return population.step(images, labels, skip=skip, draw=draw, label_smoothing=label_smoothing)
+
+
+def gradients_of(population, gradients, number):
+    """Return one member's gradients, whatever the execution."""
+    if isinstance(population, VmapPopulation):
+        return [gradient[population.numbers.index(number)] for gradient in gradients]
+    start = sum(len(population.member_parameters(n)) for n in population.numbers[: population.numbers.index(number)])
+    return gradients[start : start + len(population.member_parameters(number))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numbers", [(), (1, 1)])
+def test_numbers_must_be_distinct_and_some(kind, numbers):
+    with pytest.raises(ValueError, match="numbers must be distinct and at least one, got"):
+        kind(perceptron(), numbers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_start_from_their_numbers(kind):
+    network = perceptron()
+    population = kind(network, (3, 0, 12))
+    assert len(population) == 3
+    for number in (3, 0, 12):
+        state = population.member_state(number)
+        expected = network.fresh(number).state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    with pytest.raises(ValueError, match=r"No member 1 in this population of members \[3, 0, 12\]"):
+        population.member_state(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_member_state_is_a_copy(kind):
+    population = kind(perceptron(), (0, 1))
+    state = population.member_state(1)
+    before = {name: value.clone() for name, value in state.items()}
+    with torch.no_grad():
+        for parameter in population.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_named_trainable_names_what_trainable_gives(kind):
+    population = kind(perceptron(), (0, 1))
+    named = list(population.named_trainable())
+    assert [id(parameter) for _, parameter in named] == [id(parameter) for parameter in population.trainable()]
+    names = [name for name, _ in perceptron().named_parameters()]
+    assert [name for name, _ in named] == names * (2 if kind is LoopPopulation else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unusual_networks(kind):
+    """The state is the network's own: tied weights under both names, no buffer that is not persistent."""
+    network = Odd()
+    population = kind(network, (0, 1))
+    state = population.member_state(1)
+    assert state.keys() == network.state_dict().keys()
+    network.fresh(0).load_state_dict(state)
+    assert "unused" in [name for name, _ in population.named_trainable()]
+    assert "last.bias" not in [name for name, _ in population.named_trainable()]
+
+    images, labels = batch(2)
+    found = step(population, images, labels)
+    member = network.fresh(1)
+    nn.functional.cross_entropy(member(images[1]), labels[1]).backward()
+    expected = [p.grad if p.grad is not None else torch.zeros_like(p) for p in member.parameters() if p.requires_grad]
+    for gradient, value in zip(gradients_of(population, found.gradients, 1), expected, strict=True):
+        torch.testing.assert_close(gradient, value)
+    states = {number: population.member_state(number) for number in (0, 1)}
+    torch.testing.assert_close(population.logits(images[0], states), population.logits(images[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_with_other_states(kind):
+    network = MyrtleCNN(width=2, in_channels=1, image_size=8, num_classes=3)
+    population = kind(network, (0, 1)).eval()
+    images = batch(1, shape=(1, 8, 8))[0][0]
+    swapped = {0: population.member_state(1), 1: population.member_state(0)}
+    torch.testing.assert_close(population.logits(images, swapped), population(images).flip(0))
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("loaded", KINDS)
+def test_state_dict_is_the_same_for_both_executions(saved, loaded):
+    network = MyrtleCNN(width=2, in_channels=1, image_size=8)
+    source, target = saved(network, (0, 5)), loaded(network, (0, 5))
+    with torch.no_grad():
+        for tensor in (*source.parameters(), *source.buffers()):
+            tensor.add_(1)
+    target.load_state_dict(source.state_dict())
+    for number in (0, 5):
+        a, b = source.member_state(number), target.member_state(number)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_of_other_members_is_refused(kind):
+    population = kind(perceptron(), (0, 1))
+    state = population.state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key.*members\.0002"):
+        kind(perceptron(), (0, 2)).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*members\.0001"):
+        kind(perceptron(), (0,)).load_state_dict(state)
+    wider = MultiLayerPerceptron(widths=(6,), image_size=4, num_classes=3)
+    with pytest.raises(RuntimeError, match="shape"):
+        kind(wider, (0, 1)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipped_members_have_no_gradient_and_leave_the_others_alone(kind):
+    images, labels = batch(3)
+    population = kind(perceptron(), (4, 5, 6))
+    every, some = step(population, images, labels), step(population, images, labels, skip=frozenset({5}))
+    assert some.losses[1] == 0
+    assert some.correct[1] == 0
+    assert all(not gradient.any() for gradient in gradients_of(population, some.gradients, 5))
+    for number in (4, 6):
+        index = number - 4
+        assert torch.equal(some.losses[index], every.losses[index])
+        assert torch.equal(some.correct[index], every.correct[index])
+        pairs = zip(
+            gradients_of(population, some.gradients, number),
+            gradients_of(population, every.gradients, number),
+            strict=True,
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_that_is_not_finite_leaves_the_others_alone(kind):
+    images, labels = batch(3)
+    clean = step(kind(perceptron(), (4, 5, 6)), images, labels)
+    population = kind(perceptron(), (4, 5, 6))
+    broken = {name: value for name, value in population.state_dict().items() if ".0005." in name}
+    for value in broken.values():
+        value.fill_(float("nan"))  # shares memory with the population
+    found = step(population, images, labels)
+    assert found.losses.isfinite().tolist() == [True, False, True]
+    for number in (4, 6):
+        pairs = zip(
+            gradients_of(population, found.gradients, number),
+            gradients_of(population, clean.gradients, number),
+            strict=True,
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_norm", [True, False])
+def test_clipping_is_that_of_each_member_alone(kind, by_norm):
+    images, labels = batch(3)
+    images[1] *= 50  # so that members differ in whether they are clipped
+    limit = 1.5 if by_norm else 0.1
+    population = kind(perceptron(), (0, 1, 2))
+    found = step(population, images, labels)
+    carry_gradients(found.losses.sum(), found.gradients, population.trainable()).backward()
+    population.clip_gradients(limit, by_norm=by_norm)
+    clipped = [parameter.grad for parameter in population.trainable()]
+    factors = []
+    for number in range(3):
+        member = perceptron().fresh(number)
+        nn.functional.cross_entropy(member(images[number]), labels[number]).backward()
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in member.parameters()])
+        if by_norm:
+            nn.utils.clip_grad_norm_(member.parameters(), limit)
+        else:
+            nn.utils.clip_grad_value_(member.parameters(), limit)
+        factors.append(bool(norm > limit))
+        for gradient, parameter in zip(gradients_of(population, clipped, number), member.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)
+    if by_norm:
+        assert factors == [False, True, False], "the test must have members on both sides of the limit"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropped_gradients(kind):
+    images, labels = batch(2)
+    population = kind(perceptron(), (0, 1))
+    found = step(population, images, labels)
+    carry_gradients(found.losses.sum(), found.gradients, population.trainable()).backward()
+    kept = [value.clone() for value in gradients_of(population, [p.grad for p in population.trainable()], 0)]
+    population.drop_gradients(1)
+    remaining = [parameter.grad for parameter in population.trainable()]
+    assert all(value is None or not value.any() for value in gradients_of(population, remaining, 1))
+    for value, old in zip(gradients_of(population, remaining, 0), kept, strict=True):
+        assert torch.equal(value, old)
+
+
+# ---- carry_gradients
+
+
+def test_carried_gradients_are_those_of_autograd_and_accumulate():
+    population = LoopPopulation(perceptron(), (0, 1))
+    batches = [batch(2, seed=seed) for seed in (1, 2)]
+    for images, labels in batches:
+        found = step(population, images, labels)
+        value = carry_gradients(found.losses.mean(), found.gradients, population.trainable())
+        assert value.item() == found.losses.mean().item()
+        (value / 2).backward()  # as Lightning does to accumulate two batches
+    for index, number in enumerate((0, 1)):
+        member = perceptron().fresh(number)
+        for images, labels in batches:
+            (nn.functional.cross_entropy(member(images[index]), labels[index]) / 2).backward()
+        for mine, alone in zip(population.member_parameters(number), member.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, alone.grad, atol=1e-7, rtol=1e-6)
+
+
+def test_carrying_does_not_change_the_gradients_it_was_given():
+    parameter = nn.Parameter(torch.zeros(2))
+    gradient = torch.tensor([1.0, -2.0])
+    carry_gradients(torch.tensor(5.0), [gradient], [parameter]).backward()
+    parameter.grad.mul_(0)
+    assert gradient.tolist() == [1.0, -2.0]
+
+
+# ---- random layers
+
+
+@pytest.mark.parametrize("network", [Dropping, Noisy])
+def test_random_layers_depend_on_member_and_draw_only(network):
+    images, labels = batch(3)
+    together = LoopPopulation(network(), (4, 5, 6))
+    alone = LoopPopulation(network(), (5,))
+    torch.manual_seed(1)
+    for draw in (0, 1):
+        a = step(together, images, labels, draw=draw)
+        torch.rand(17)  # what others draw in between must not matter
+        b = step(alone, images[1:2], labels[1:2], draw=draw)
+        assert torch.equal(a.losses[1], b.losses[0])
+    again = step(LoopPopulation(network(), (4, 5, 6)), images, labels, draw=1)
+    assert torch.equal(again.losses, step(together, images, labels, draw=1).losses)
+    other = step(together, images, labels, draw=2)
+    assert not torch.isclose(other.losses, again.losses).any()
+
+
+@pytest.mark.parametrize("network", [Dropping, Noisy])
+def test_random_layers_under_vmap_are_reproducible_and_differ_by_member(network):
+    images, labels = batch(1)
+    images, labels = images.expand(2, *images.shape[1:]), labels.expand(2, -1)
+    population = VmapPopulation(network(), (4, 5))
+    state = {name: value for name, value in population.state_dict().items() if ".0005." in name}
+    for name, value in state.items():
+        value.copy_(population.state_dict()[name.replace("0005", "0004")])
+    first = step(population, images, labels, draw=3)
+    torch.rand(3)
+    assert torch.equal(step(population, images, labels, draw=3).losses, first.losses)
+    assert first.losses[0] != first.losses[1]  # same weights, same images, other masks
+    assert not torch.isclose(step(population, images, labels, draw=4).losses, first.losses).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("network", [Dropping, perceptron])
+def test_the_callers_generator_is_left_alone(kind, network):
+    template = network()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    population = kind(template, (0, 1))
+    step(population, *batch(2))
+    step(population, *batch(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_has_no_dropout(kind):
+    population = kind(Dropping(), (0, 1)).eval()
+    images = batch(1)[0][0]
+    expected = torch.stack([Dropping().fresh(number).eval()(images) for number in (0, 1)])
+    torch.testing.assert_close(population(images), expected)

@@ -1,0 +1,613 @@
+"""A zoo on disk: what is written is read again, and what is wrong is said and never loaded."""
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save as save_safetensors
+
+import lightning_sym._files
+from lightning_sym import zoo as zoo_module
+from lightning_sym.networks import MultiLayerPerceptron, Network, build
+from lightning_sym.zoo import (
+    ModelZoo,
+    member_file,
+    read_member,
+    rebuild_manifest,
+    statistics,
+    versions,
+    write_member,
+)
+
+
+def perceptron(width: int = 4) -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(width,), image_size=4, num_classes=3)
+
+
+def add(path: Path, number: int, network: Network | None = None, **kwargs) -> Path:
+    network = network or perceptron()
+    return write_member(path, number, network.fresh(number).state_dict(), architecture=network.architecture, **kwargs)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A zoo of members 0, 1, 2 and 7."""
+    path = tmp_path / "zoo"
+    for number in (0, 1, 2, 7):
+        add(path, number, metrics={"val": {"accuracy": number / 10, "loss": 1.0}})
+    rebuild_manifest(path)
+    return path
+
+
+def edit_record(file: Path, **changes: object) -> None:
+    """Write a member anew with a changed record and checksums that fit it, as a stranger could."""
+    _, tensors = read_member(file)
+    text = json.loads(_metadata(file)["member"])
+    text = json.dumps({**text, **changes}, sort_keys=True)
+    metadata = {
+        "member": text,
+        "member_sha256": zoo_module._checksum(text, {}),
+        "sha256": zoo_module._checksum(text, tensors),
+    }
+    file.write_bytes(save_safetensors(tensors, metadata=metadata))
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size])["__metadata__"]
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+# ---- writing and reading
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"],
+)
+def test_every_dtype_comes_back_bitwise(tmp_path, dtype):
+    dtype = getattr(torch, dtype)
+    values = torch.arange(-3, 9).to(dtype)
+    state = {
+        "matrix": values.view(3, 4),
+        "transposed": values.view(3, 4).T,
+        "scalar": values[5],
+        "empty": values[:0],
+        "view": values[2:5],
+    }
+    file = write_member(tmp_path, 3, state, architecture=perceptron().architecture)
+    _, found = read_member(file)
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        assert found[name].dtype == dtype
+        assert found[name].shape == value.shape
+        assert torch.equal(found[name], value)
+
+
+def test_batch_norm_counter_is_a_scalar_int64(tmp_path):
+    state = {"num_batches_tracked": torch.tensor(2**40 + 1)}
+    _, found = read_member(write_member(tmp_path, 0, state, architecture=perceptron().architecture))
+    assert found["num_batches_tracked"].shape == ()
+    assert found["num_batches_tracked"].item() == 2**40 + 1
+
+
+def test_tied_weights_are_written(tmp_path):
+    tensor = torch.randn(3)
+    _, found = read_member(write_member(tmp_path, 0, {"a": tensor, "b": tensor}, architecture={}))
+    assert torch.equal(found["a"], tensor)
+    assert torch.equal(found["b"], tensor)
+
+
+def test_record_says_what_was_written(tmp_path):
+    network = perceptron()
+    file = add(tmp_path, 12, metrics={"val": {"accuracy": 0.5}}, data={"fingerprint": "f"}, training={"epochs": 2})
+    member, _ = read_member(file)
+    assert file.name == "member-0012.safetensors" == member.file
+    assert (member.number, member.architecture) == (12, network.architecture)
+    assert (member.metrics, member.data) == ({"val": {"accuracy": 0.5}}, {"fingerprint": "f"})
+    assert member.training == {"epochs": 2}
+    assert member.versions == versions()
+    assert member.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert member.created.endswith("+00:00")
+
+
+def test_large_numbers_have_files_too(tmp_path):
+    add(tmp_path, 123456)
+    assert ModelZoo.open(tmp_path).numbers == [123456]
+
+
+def test_written_file_can_be_read_by_others(tmp_path):
+    old = os.umask(0o022)
+    try:
+        file = add(tmp_path, 0)
+    finally:
+        os.umask(old)
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_written(tmp_path, value):
+    state = {"a": torch.zeros(2), "b": torch.tensor([0.0, value])}
+    with pytest.raises(ValueError, match="Member 4 has values that are not finite in b; it was not written"):
+        write_member(tmp_path, 4, state, architecture={})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("metrics", [{"val": {"loss": float("nan")}}, {"val": {"loss": torch.zeros(())}}])
+def test_records_that_are_no_json_are_not_written(tmp_path, metrics):
+    with pytest.raises(ValueError, match="What is known about member 0 cannot be stored as JSON"):
+        add(tmp_path, 0, metrics=metrics)
+    assert not list(tmp_path.iterdir())
+
+
+def test_negative_numbers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="number must be at least 0, got -1"):
+        write_member(tmp_path, -1, {}, architecture={})
+
+
+# ---- opening
+
+
+def test_open_lists_members_in_order(folder):
+    zoo = ModelZoo.open(folder)
+    assert zoo.numbers == [0, 1, 2, 7]
+    assert [member.number for member in zoo] == [0, 1, 2, 7]
+    assert len(zoo) == 4
+    assert zoo.damaged == {}
+    assert zoo.verify() == {}
+    assert zoo.architecture == perceptron().architecture
+    assert "4 members of lightning_sym.networks.MultiLayerPerceptron" in repr(zoo)
+
+
+def test_load_gives_the_member_in_eval_mode(folder):
+    network = ModelZoo.open(folder).load(7)
+    assert isinstance(network, MultiLayerPerceptron)
+    assert not network.training
+    for name, value in perceptron().fresh(7).state_dict().items():
+        assert torch.equal(network.state_dict()[name], value)
+
+
+def test_load_keeps_float64(tmp_path):
+    state = {name: value.double() / 3 for name, value in perceptron().state_dict().items()}
+    write_member(tmp_path, 0, state, architecture=perceptron().architecture)
+    loaded = ModelZoo.open(tmp_path).load(0).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+
+def test_unknown_members_are_named(folder):
+    with pytest.raises(ValueError, match=r"No member 5 in .*; it has members 0-2, 7\."):
+        ModelZoo.open(folder).load(5)
+
+
+def test_unknown_metrics_are_named(folder):
+    member = ModelZoo.open(folder).member(1)
+    assert member.metric("val", "accuracy") == 0.1
+    with pytest.raises(ValueError, match=r"Member 1 has no metric test/accuracy; it has: val/accuracy, val/loss\."):
+        member.metric("test", "accuracy")
+
+
+def test_filter(folder):
+    zoo = ModelZoo.open(folder)
+    assert zoo.filter(lambda member: member.metric("val", "accuracy") >= 0.2).numbers == [2, 7]
+    with pytest.raises(ValueError, match="is left after the filter; it holds 4 members"):
+        zoo.filter(lambda member: False)
+
+
+def test_summary(folder):
+    summary = ModelZoo.open(folder).summary()
+    assert summary["members"] == 4
+    assert summary["damaged"] == 0
+    values = [0.0, 0.1, 0.2, 0.7]
+    mean = sum(values) / 4
+    found = summary["metrics"]["val"]["accuracy"]
+    assert found["min"] == 0.0
+    assert found["max"] == 0.7
+    assert found["mean"] == pytest.approx(mean, rel=1e-12)
+    assert found["std"] == pytest.approx((sum((v - mean) ** 2 for v in values) / 4) ** 0.5, rel=1e-12)
+    json.dumps(summary)
+
+
+def test_statistics_of_one_value():
+    assert statistics([0.3]) == {"mean": 0.3, "min": 0.3, "max": 0.3, "std": 0.0}
+
+
+def test_pairs_are_distinct_uniform_and_from_the_seed(folder):
+    zoo = ModelZoo.open(folder)
+    count = 12_000
+    pairs = zoo.pairs(count, seed=0)
+    assert pairs == zoo.pairs(count, seed=0)
+    assert pairs != zoo.pairs(count, seed=1)
+    counts = {pair: pairs.count(pair) for pair in set(pairs)}
+    possible = [(a, b) for a in zoo.numbers for b in zoo.numbers if a != b]
+    assert set(counts) == set(possible)
+    expected = count / len(possible)
+    chi_square = sum((counts[pair] - expected) ** 2 / expected for pair in possible)
+    assert chi_square < 31.3  # the 0.999 quantile for 11 degrees of freedom
+
+
+def test_pairs_need_two_members_and_a_count(folder):
+    zoo = ModelZoo.open(folder)
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        zoo.pairs(0, seed=0)
+    with pytest.raises(ValueError, match="Pairs need at least two members"):
+        zoo.filter(lambda member: member.number == 0).pairs(1, seed=0)
+
+
+# ---- the manifest
+
+
+def test_manifest_says_all_about_every_member(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["format"] == zoo_module.FORMAT
+    assert manifest["architecture"] == perceptron().architecture
+    assert manifest["damaged"] == {}
+    assert [entry["number"] for entry in manifest["members"]] == [0, 1, 2, 7]
+    entry = manifest["members"][3]
+    assert entry["file"] == member_file(7)
+    assert entry["seed"] == 7
+    assert entry["metrics"] == {"val": {"accuracy": 0.7, "loss": 1.0}}
+    assert entry["sha256"] == _metadata(folder / member_file(7))["sha256"]
+    assert entry.keys() >= {"data", "training", "versions", "created"}
+
+
+def test_member_that_is_not_yet_in_the_manifest_is_there(folder):
+    add(folder, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ModelZoo.open(folder).numbers == [0, 1, 2, 3, 7]
+
+
+def test_zoo_without_manifest_opens(folder):
+    (folder / "manifest.json").unlink()
+    assert len(ModelZoo.open(folder)) == 4
+
+
+def test_member_that_is_gone_is_reported(folder):
+    (folder / member_file(1)).unlink()
+    with pytest.warns(UserWarning, match=r"member-0001.safetensors: listed in the manifest, but the file is gone"):
+        zoo = ModelZoo.open(folder)
+    assert zoo.numbers == [0, 2, 7]
+    assert list(zoo.verify()) == [member_file(1)]
+    with pytest.raises(ValueError, match=r"Member 1 cannot be used: .*the file is gone"):
+        zoo.load(1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "other/1", "members": []}', "\x00\xff"])
+def test_corrupt_manifest(folder, text):
+    (folder / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"manifest.json is not the manifest of a zoo .*; delete it"):
+        ModelZoo.open(folder)
+    rebuild_manifest(folder)  # what the message proposes
+    assert len(ModelZoo.open(folder)) == 4
+
+
+# ---- damage
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"No zoo at .*nowhere: the folder does not exist"):
+        ModelZoo.open(tmp_path / "nowhere")
+
+
+def test_empty_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no members\. Train some"):
+        ModelZoo.open(tmp_path)
+
+
+def test_mixed_architectures(folder):
+    add(folder, 3, perceptron(5))
+    with pytest.raises(ValueError, match=r"mixes architectures: member 0 is .* and member 3 is .*of its own"):
+        ModelZoo.open(folder)
+    with pytest.raises(ValueError, match="mixes architectures"):
+        rebuild_manifest(folder)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+def test_half_written_member_is_left_out(folder, share):
+    file = folder / member_file(2)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    with pytest.warns(UserWarning, match=r"Left out .*member-0002.* is damaged or no zoo member"):
+        zoo = ModelZoo.open(folder)
+    assert zoo.numbers == [0, 1, 7]
+    with pytest.raises(ValueError, match="Member 2 cannot be used"):
+        zoo.load(2)
+    rebuild_manifest(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert list(manifest["damaged"]) == [member_file(2)]
+
+
+def test_flipped_byte_in_the_weights_is_never_loaded(folder):
+    file = folder / member_file(2)
+    flip(file, file.stat().st_size - 5)
+    zoo = ModelZoo.open(folder)  # reads headers only
+    with pytest.raises(ValueError, match="does not agree with its checksum"):
+        zoo.load(2)
+    assert "does not agree with its checksum" in zoo.verify()[member_file(2)]
+    assert set(zoo.verify()) == {member_file(2)}
+
+
+def test_flipped_byte_in_the_record_is_found_on_opening(folder):
+    file = folder / member_file(7)
+    flip(file, file.read_bytes().index(b'accuracy\\": 0.7') + len(b'accuracy\\": 0.'))
+    assert json.loads(_metadata(file)["member"])["metrics"]["val"]["accuracy"] == 0.6
+    with pytest.warns(UserWarning, match=r"member-0007.*does not agree with its checksum"):
+        zoo = ModelZoo.open(folder)
+    assert zoo.numbers == [0, 1, 2]
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    file = write_member(tmp_path, 0, {"a": torch.randn(3), "b": torch.tensor(5)}, architecture={})
+    content = file.read_bytes()
+    member, tensors = read_member(file)
+    for position in range(0, len(content), 3):
+        flip(file, position)
+        try:
+            # Spaces that pad the header and digits of "format":"pt" carry nothing; whatever is read must be right.
+            again, read = read_member(file)
+            assert again == member, position
+            assert all(torch.equal(read[name], value) for name, value in tensors.items()), position
+            assert read.keys() == tensors.keys()
+        except ValueError:
+            pass
+        file.write_bytes(content)
+
+
+def test_copy_under_another_name_is_left_out(folder):
+    (folder / member_file(3)).write_bytes((folder / member_file(2)).read_bytes())
+    with pytest.warns(UserWarning, match=r"member-0003.*it says that it is member 2"):
+        assert ModelZoo.open(folder).numbers == [0, 1, 2, 7]
+
+
+def test_foreign_safetensors_file_is_left_out(folder):
+    (folder / member_file(3)).write_bytes(save_safetensors({"a": torch.zeros(1)}))
+    with pytest.warns(UserWarning, match=r"member-0003.*it is no member of a zoo"):
+        assert ModelZoo.open(folder).numbers == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{}", b'{"a": 1}', b'{"a": {"data_offsets": []}}', b"[" * 100_000])
+def test_malformed_headers_are_left_out(folder, header):
+    (folder / member_file(3)).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.warns(UserWarning, match=r"member-0003.* is damaged or no zoo member"):
+        assert ModelZoo.open(folder).numbers == [0, 1, 2, 7]
+
+
+def test_only_damaged_members(tmp_path):
+    (tmp_path / member_file(0)).write_bytes(b"")
+    with (
+        pytest.warns(UserWarning, match="Left out"),
+        pytest.raises(FileNotFoundError, match=r"holds 1 damaged member\(s\) only\. Delete them"),
+    ):
+        ModelZoo.open(tmp_path)
+
+
+class Payload:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.target}",))
+
+
+@pytest.mark.parametrize("writer", [pickle.dump, torch.save])
+def test_pickle_renamed_to_safetensors_is_not_executed(folder, tmp_path, writer):
+    proof = tmp_path / "executed"
+    file = folder / member_file(3)
+    with file.open("wb") as handle:
+        writer(Payload(proof), handle)
+    with pytest.warns(UserWarning, match=r"member-0003.* is damaged or no zoo member"):
+        zoo = ModelZoo.open(folder)
+    with pytest.raises(ValueError, match="damaged or no zoo member"):
+        zoo.load(3)
+    with pytest.raises(ValueError, match="damaged or no zoo member"):
+        read_member(file)
+    assert not proof.exists()
+    with file.open("rb") as handle:
+        pickle.load(handle) if writer is pickle.dump else torch.load(handle, weights_only=False)
+    assert proof.exists()  # the payload would have worked
+
+
+# ---- class paths
+
+
+@pytest.mark.parametrize(
+    "path", ["os.system", "subprocess.Popen", "builtins.eval", "torch.hub.load", "lightning_symx.A"]
+)
+def test_class_paths_outside_the_allow_list_are_refused(tmp_path, path):
+    proof = tmp_path / "executed"
+    architecture = {"class_path": path, "init_args": {"command": f"touch {proof}"}}
+    write_member(tmp_path / "zoo", 0, {"a": torch.zeros(1)}, architecture=architecture)
+    zoo = ModelZoo.open(tmp_path / "zoo")
+    with pytest.raises(ValueError, match=r"allow-list \(lightning_sym, torchvision.models\).*pass the package's name"):
+        zoo.load(0)
+    assert not proof.exists()
+
+
+def test_class_path_that_was_changed_in_a_member_is_refused(folder):
+    edit_record(folder / member_file(7), architecture={"class_path": "os.system", "init_args": {"command": "true"}})
+    for number in (0, 1, 2):
+        (folder / member_file(number)).unlink()
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"names os\.system, which is not in the allow-list"):
+        ModelZoo.open(folder).load(7)
+
+
+def test_class_path_in_the_manifest_is_not_used(folder):
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["architecture"] = {"class_path": "os.system", "init_args": {"command": "true"}}
+    file.write_text(json.dumps(manifest))
+    zoo = ModelZoo.open(folder)
+    assert zoo.architecture == perceptron().architecture
+    assert isinstance(zoo.load(0), MultiLayerPerceptron)
+
+
+USER_PACKAGE = """
+from torch import nn
+from lightning_sym.networks import Network
+
+class Tiny(Network):
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+
+
+def test_package_of_the_user_needs_allow(tmp_path, monkeypatch):
+    (tmp_path / "users_package_for_zoo.py").write_text(USER_PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    network = build({"class_path": "users_package_for_zoo.Tiny", "init_args": {"size": 5}}, ["users_package_for_zoo"])
+    write_member(tmp_path / "zoo", 0, network.state_dict(), architecture=network.architecture)
+    with pytest.raises(ValueError, match="is not in the allow-list"):
+        ModelZoo.open(tmp_path / "zoo").load(0)
+    zoo = ModelZoo.open(tmp_path / "zoo", allow=["users_package_for_zoo"])
+    for view in (zoo, zoo.filter(lambda member: True)):
+        assert torch.equal(view.load(0).layer.weight, network.layer.weight)
+
+
+def test_passing_a_network(folder):
+    for number in (0, 1, 2, 7):
+        edit_record(folder / member_file(number), architecture={"class_path": "elsewhere.Net", "init_args": {}})
+    network = perceptron()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    zoo = ModelZoo.open(folder, network=network)
+    assert torch.equal(zoo.load(1).classifier.weight, network.fresh(1).classifier.weight)
+    assert all(torch.equal(network.state_dict()[name], value) for name, value in before.items())
+
+
+def test_weights_that_do_not_fit(folder):
+    zoo = ModelZoo.open(folder, network=perceptron(5))
+    with pytest.raises(
+        ValueError, match=r"Member 1 of .* does not fit the network MultiLayerPerceptron: .*linear1"
+    ) as e:
+        zoo.load(1)
+    assert "\n" not in str(e.value)
+
+
+# ---- several processes, full disks, unwritable folders
+
+
+def _write_some(path: Path, first: int) -> None:
+    network = perceptron()
+    for number in range(first, first + 5):
+        write_member(path, number, network.fresh(number).state_dict(), architecture=network.architecture)
+        rebuild_manifest(path)
+
+
+def test_four_processes_add_members_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    torch.set_num_threads(1)  # forked processes must not meet the threads of this one
+    writers = [context.Process(target=_write_some, args=(tmp_path, 5 * index)) for index in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [entry["number"] for entry in manifest["members"]] == list(range(20))
+    zoo = ModelZoo.open(tmp_path)
+    assert zoo.verify() == {}
+    assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
+
+
+def test_reading_while_a_member_is_replaced(tmp_path):
+    """A reader sees the old member or the new one, whatever their sizes, never a damaged one."""
+    context = multiprocessing.get_context("fork")
+    add(tmp_path, 0, training={"note": ""})
+    writer = context.Process(target=_replace, args=(tmp_path,))
+    writer.start()
+    reads = 0
+    while writer.is_alive():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ModelZoo.open(tmp_path).load(0)
+        reads += 1
+    writer.join()
+    assert writer.exitcode == 0
+    assert reads > 5
+
+
+def _replace(path: Path) -> None:
+    for index in range(150):
+        add(path, 0, training={"note": "x" * (1000 * (index % 2))})
+
+
+DISK_IS_FULL = """
+import resource, signal, sys, torch
+from lightning_sym.zoo import write_member
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    write_member(sys.argv[1], 0, {"a": torch.ones(100_000)}, architecture={})
+except OSError as error:
+    print(error)
+    sys.exit(7)
+"""
+
+
+def test_file_that_cannot_be_written_to_its_end(tmp_path):
+    file = write_member(tmp_path, 0, {"a": torch.zeros(10)}, architecture={})
+    old = file.read_bytes()
+    result = subprocess.run(
+        [sys.executable, "-c", DISK_IS_FULL, tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 7, result.stderr
+    assert f"Cannot write {file}: File too large; nothing was left behind" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert file.read_bytes() == old
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_full_disk(folder, monkeypatch, call):
+    old = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if call == "fsync":
+        monkeypatch.setattr(lightning_sym._files.os, "fsync", fail)
+    else:
+        monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match=r"Cannot write .*member-0002.safetensors: No space left on device; nothing was"):
+        add(folder, 2, training={"new": True})
+    with pytest.raises(OSError, match=r"Cannot write .*manifest.json: No space left on device"):
+        rebuild_manifest(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == old
+
+
+def test_interrupt_while_writing_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lightning_sym._files.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        add(tmp_path, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_in_place_of_the_folder(tmp_path):
+    blocked = tmp_path / "zoo"
+    blocked.touch()
+    with pytest.raises(OSError, match=r"Cannot write .*member-0000.safetensors: .*choose another folder"):
+        add(blocked, 0)
+    with pytest.raises(FileNotFoundError, match="the folder does not exist"):
+        ModelZoo.open(blocked)
