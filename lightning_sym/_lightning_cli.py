@@ -1,6 +1,5 @@
 """LightningCLI with run folders, recipes and one-line errors."""
 
-import importlib
 import inspect
 import logging
 import os
@@ -8,11 +7,8 @@ import re
 import shutil
 import sys
 import tempfile
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import SequenceMatcher, get_close_matches
-from io import BytesIO
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,38 +17,24 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from jsonargparse import Namespace
-from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.utilities import rank_zero_only
-from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ignore[attr-defined]
+from safetensors.torch import save as save_safetensors
 
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
+from lightning_sym._checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym._files import write_atomically
+from lightning_sym._messages import class_at, explain, show_traceback
 from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import ZooExport
-from lightning_sym.cli import TRACEBACK, USAGE
-from lightning_sym.datamodules import ImageTransform
-from lightning_sym.networks import Network
+from lightning_sym.cli import USAGE
 
 # What follows from the data, and is linked from a datamodule into a task's network.
 _SIZES = ("in_channels", "image_size", "num_classes")
-
-_SECTIONS = [
-    "model",
-    "data",
-    "trainer",
-    "checkpoint",
-    "run_dir",
-    "zoo_dir",
-    "overwrite",
-    "seed_everything",
-    "ckpt_path",
-    "config",
-]
 
 
 class RecipeParser(LightningArgumentParser):
@@ -88,174 +70,6 @@ class RecipeParser(LightningArgumentParser):
             return instantiator(kind, *values, applied_instantiation_links=links, **named)
 
         super().add_instantiator(instantiate, *args, **kwargs)
-
-
-def explain(message: str) -> str:
-    """Return an error's message on one line, and a parser's in plain words with the nearest valid name."""
-    line = " ".join(message.split())
-    if path := _foreign_class(line):
-        return (
-            f"{path} is of the package lightning, whose classes are others than those of pytorch_lightning, with which "
-            f"lightning_sym works; use {path.replace('lightning.pytorch', 'pytorch_lightning')}, and import from there."
-        )
-    if match := re.search(
-        r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|"
-        r"does not accept (?:option|nested key) '([^']+)'|[Uu]nrecognized arguments: (?:--)?([^\s=]+)",
-        line,
-    ):
-        return _unknown_option(next(filter(None, match.groups())))
-    if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
-        missing = ", ".join(f"--{name.split('.', 1)[-1]}" for name in (match[1] or match[2]).split(", "))
-        return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
-    if match := re.search(
-        r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
-    ):
-        line = match[1]  # older versions of jsonargparse hand a constructor's error on as text only
-    return _wrong_class(line) or _wrong_value(line) or line
-
-
-def _unknown_option(given: str) -> str:
-    head, dot, rest = given.partition(".")
-    if given in _option_names():  # of another class than the one that was named
-        return (
-            f"Option {given!r} does not belong to the class that was named; name its class first, as in --model CLASS."
-        )
-    if not dot:
-        return f"Unknown option {given!r}.{_hint(given, [*_SECTIONS, *_option_names()])}"
-    if head not in _SECTIONS:
-        return f"Unknown option {given!r}.{_hint(head, _SECTIONS, after=dot + rest)}"
-    parents, _, name = given.rpartition(".")
-    return f"Unknown option {given!r}.{_hint(name, _option_names(), before=parents + '.')}"
-
-
-def _wrong_class(line: str) -> str | None:
-    """Return the sentence for a class that was not found or is of the wrong kind; None if that is not the trouble."""
-    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
-        return f"There is no class {match[1]}.{match[2]}.{_hint(match[2], _class_names())}"
-    if match := re.search(r"No module named '([\w.]+)'", line):
-        return (
-            f"There is no module {match[1]!r}.{_hint(match[1], ('lightning_sym', 'pytorch_lightning', 'torch'))} "
-            "The folder of a module of your own has to be on PYTHONPATH."
-        )
-    # A class without its path; a plain word may be a wrong value where a class is one of several things accepted.
-    basic = re.search(r"Expected an? <class '(?!NoneType)", line)
-    if (match := re.search(r"Expected a dot import path string: (\w+)", line)) and (
-        basic is None or match[1][0].isupper()
-    ):
-        hint = _hint(match[1], _class_names())
-        return f"Unknown class {match[1]!r}; give its full path, or the name of one of ours.{hint}"
-    if match := re.search(r"does not correspond to a subclass of (\w+)", line):
-        return f"{_key(line)}{' or '.join(_misfits(line))} is not a subclass of {match[1]}."
-    return None
-
-
-def _wrong_value(line: str) -> str | None:
-    """Return the sentence for a value of the wrong type; None if that is not the trouble."""
-    value = re.search(r"(?:Got value|Given value): (.*)$", line)
-    # Literals are written out, types are not: <class 'int'>.
-    kinds = [
-        "null" if kind == "NoneType" else kind.rsplit(".")[-1] or f"one of {options}"
-        for kind, options in re.findall(r"Expected an? (?:<class '([\w.]+)'>|(?:typing\.)?Literal\[([^\]]*)\])", line)
-    ]
-    if value is None or not set(kinds) - {"null"}:
-        return None
-    kinds = [
-        "a list" if kind in ("Sequence", "list") else kind for kind in dict.fromkeys(sorted(kinds, key="null".__eq__))
-    ]
-    return f"{_key(line)}expected {' or '.join(kinds)}, got {value[1]!r}."
-
-
-def _key(line: str) -> str:
-    match = re.search(r'Parser key "([^"]+)"', line)
-    return f"{match[1]}: " if match else ""
-
-
-def _foreign_class(line: str) -> str | None:
-    """Return the class of the package ``lightning`` that a message is about, or one derived from it."""
-    if match := re.search(r"\b(?<![\w.])(lightning\.(?:pytorch|fabric)(?:\.\w+)*\.[A-Z]\w*)", line):
-        return match[1]
-    for path in _misfits(line):
-        for base in inspect.getmro(_class_at(path) or object):
-            if base.__module__.startswith(("lightning.pytorch.", "lightning.fabric.")):
-                return f"{base.__module__}.{base.__qualname__}"
-    return None
-
-
-def _misfits(line: str) -> list[str]:
-    """Return the classes that a message says are not of the kind that is needed."""
-    paths = re.findall(r"Import path ([\w.]+) does not correspond", line)
-    if not paths and "does not correspond" in line:  # within lists and unions only the value says which
-        paths = re.findall(r"\b[a-z_]\w*(?:\.\w+)*\.[A-Z]\w*", line.rpartition("Given value: ")[2])
-    return list(dict.fromkeys(paths))
-
-
-def _class_at(path: str) -> type | None:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except (ImportError, ValueError):
-        return None
-    return found if isinstance(found, type) else None
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error that a parser wrapped while it built classes; other errors as they are."""
-    inner: BaseException | None = error
-    while inner is not None:
-        frames = traceback.extract_tb(inner.__traceback__)
-        if frames and "jsonargparse" not in Path(frames[-1].filename).parts:
-            return inner
-        inner = inner.__cause__ or inner.__context__
-    return error
-
-
-def is_expected(error: BaseException) -> bool:
-    """Return whether an error's message is meant for users, so that its type need not be named."""
-    return isinstance(error, ValueError | OSError | MisconfigurationException)
-
-
-def show_traceback() -> bool:
-    """Return whether the user asked for tracebacks."""
-    return os.environ.get(TRACEBACK, "") not in ("", "0")
-
-
-def _hint(given: str, names: Iterable[str], before: str = "", after: str = "") -> str:
-    nearest = get_close_matches(given, sorted(set(names)), n=2, cutoff=0.6)
-    # Two if both are as near: which class an option was meant for is not known here.
-    likeness = [SequenceMatcher(None, name, given).ratio() for name in nearest]
-    nearest = [name for name, ratio in zip(nearest, likeness, strict=True) if ratio > likeness[0] - 0.1]
-    return f" Did you mean {' or '.join(repr(before + name + after) for name in nearest)}?" if nearest else ""
-
-
-def _classes() -> Iterator[type]:
-    """Yield the classes that a recipe may name: ours, torch's, Lightning's, and those of imported modules."""
-    kinds = [Callback, ImageTransform, LightningDataModule, LightningModule, Network, torch.optim.Optimizer]
-    kinds.append(torch.optim.lr_scheduler.LRScheduler)
-    while kinds:
-        kind = kinds.pop()
-        kinds += kind.__subclasses__()
-        if not kind.__name__.startswith("_"):
-            yield kind
-
-
-def _class_names() -> list[str]:
-    return [kind.__name__ for kind in _classes()]
-
-
-def _option_names() -> list[str]:
-    return [name for kind in (Trainer, *_classes()) for name in inspect.signature(kind).parameters]
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that are whole or absent, also when the process is killed or the disk is full."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
-        """Write under a temporary name in the same folder, then rename."""
-        buffer = BytesIO()
-        torch.save(checkpoint, buffer)
-        write_atomically(Path(path), buffer.getvalue())
 
 
 class RunConfig(SaveConfigCallback):
@@ -360,7 +174,7 @@ class RecipeCLI(LightningCLI):
         parser.add_argument(
             "--zoo_dir", type=str | None, default=None, help="Zoo that members are exported to; default run_dir/zoo."
         )
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.set_defaults(
             {
                 # One file, last.ckpt, written anew after every epoch (not after validation, which comes before the
@@ -388,12 +202,15 @@ class RecipeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Prepare the run folder and find the checkpoint, before anything is built."""
         config = self.config[self.subcommand]
+        if self.subcommand != "fit" and config.get("ckpt_path") is None:
+            config.ckpt_path = "last"  # untrained weights are never what is meant
         if config.get("ckpt_path") == "last":
             last = self._run_dir / "checkpoints" / "last.ckpt"
             if not last.is_file():
                 raise FileNotFoundError(
                     f"Nothing to go on from: {last.absolute()} does not exist (the first checkpoint is written after "
-                    "the first epoch); start the run without --ckpt_path."
+                    "the first epoch); start with lightning-sym fit without --ckpt_path, or give another --run_dir or "
+                    "a file as --ckpt_path."
                 )
             config.ckpt_path = str(last)
         elif config.get("ckpt_path") and not Path(config.ckpt_path).is_file():
@@ -445,14 +262,13 @@ class RecipeCLI(LightningCLI):
         self._check_sizes()
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ZooExport):
-                # A run that goes on may have exported before; the trainer does not tell callbacks in time that it does.
-                callback.overwrite |= self._get(self.config, "overwrite") or bool(self._get(self.config, "ckpt_path"))
+                callback.overwrite |= self._get(self.config, "overwrite")
                 callback.dirpath = self._get(self.config, "zoo_dir") or callback.dirpath
 
     def _check_sizes(self) -> None:
         """Check that sizes follow from the data also where they were given: those of the data are used."""
         network = (self._get(self.config, "model").get("init_args") or {}).get("network")
-        if not isinstance(network, Namespace) or (kind := _class_at(network.get("class_path", ""))) is None:
+        if not isinstance(network, Namespace) or (kind := class_at(network.get("class_path", ""))) is None:
             return
         for name in _SIZES:
             given, follows = network.init_args.get(name), getattr(self.datamodule, name, None)
@@ -465,6 +281,23 @@ class RecipeCLI(LightningCLI):
                     f"{type(self.datamodule).__name__}; leave it out, or choose data that fit."
                 )
 
+    def predict(self, **kwargs: Any) -> None:
+        """Run ``Trainer.predict`` and write what the task returns to ``results/predictions.safetensors``.
+
+        Raises:
+            ValueError: If there are several processes, each of which would see a share of the images.
+        """
+        if self.trainer.world_size > 1:
+            raise ValueError(f"predict runs in one process, got {self.trainer.world_size}; set --trainer.devices 1.")
+        batches = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        if not batches or not all(isinstance(batch, torch.Tensor) for batch in batches):
+            return  # fast_dev_run, or a task whose callbacks take care of what it returns
+        # The last axis holds what is predicted of an image, the one before it the images.
+        predictions = torch.cat([batch.cpu() for batch in batches], dim=-2)
+        file = self._run_dir / "results" / "predictions.safetensors"
+        write_atomically(file, save_safetensors({"predictions": predictions.contiguous()}))
+        print(f"  predictions, shape {list(predictions.shape)}: {file}")
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer with the run folder's loggers and checkpoints; a logger set by the user stays."""
         config = self._get(self.config_init, "trainer")
@@ -472,7 +305,11 @@ class RecipeCLI(LightningCLI):
         if config.get("logger") in (None, True):
             kwargs["logger"] = [
                 # validate would add a point at step 0 to the curves of the fit.
-                *([TensorBoardLogger(run_dir.parent, run_dir.name, "")] if self.subcommand != "validate" else []),
+                *(
+                    [TensorBoardLogger(run_dir.parent, run_dir.name, "", default_hp_metric=False)]
+                    if self.subcommand != "validate"
+                    else []
+                ),
                 # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
                 MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
             ]
@@ -512,7 +349,9 @@ def _with_checkpoint_settings(args: list[str], folder: Path) -> list[str]:
     class_path = settings.pop("_class_path", None)
     if class_path is None:  # written from Python, without the command line
         return args
-    settings.pop("_instantiator", None)
+    # Some are there to be read only, such as the name of the optimizer.
+    kind = class_at(class_path)
+    settings = {name: value for name, value in settings.items() if kind and name in inspect.signature(kind).parameters}
     file = folder / "checkpoint.yaml"
     file.write_text(yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}))
     return [args[0], "--config", str(file), *args[1:]]

@@ -18,7 +18,7 @@ USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME 
 _COMMANDS = {
     "fit": "train, for example: lightning-sym fit --config zoo/mnist5k",
     "validate": "evaluate on the validation split",
-    "test": "evaluate on the test split, for example: ... test --config zoo/mnist5k --ckpt_path last",
+    "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
     "predict": "predict the test split",
     "recipes": "list the shipped recipes; with a name, show one",
 }
@@ -143,7 +143,8 @@ def _misunderstood(message: str) -> int:
 
 
 def _run(args: list[str]) -> int:
-    from lightning_sym._lightning_cli import RecipeCLI, explain, is_expected, root_cause, show_traceback
+    from lightning_sym._lightning_cli import RecipeCLI
+    from lightning_sym._messages import explain, is_expected, root_cause, show_traceback
 
     try:
         RecipeCLI(args=args)

@@ -144,7 +144,7 @@ class Network(nn.Module, ABC):
         Raises:
             ValueError: If the network cannot be traced, calls an activation module twice, works in place or
                 applies an activation as a function; the sentence names the module.
-        """  # noqa: DOC502
+        """
         return list(trace(self, self.leaf_modules, strict=self._strict).sites)
 
     def split(self, site: str) -> tuple[nn.Module, nn.Module]:
@@ -302,7 +302,7 @@ class WrappedNetwork(_ModuleHolder):
 
         Raises:
             ValueError: If a module was wrapped rather than what builds it.
-        """  # noqa: DOC502
+        """
         factory = self._require_factory("fresh weights")
         with seeded(seed):
             return type(self)(factory)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -122,11 +122,6 @@ class ZooTask(LightningModule):
                 raise ValueError(f'{name} must be "{accepted[0]}" or "{accepted[1]}", got {value!r}.')
         if channels_last and execution == "vmap":
             raise ValueError('channels_last works with execution="loop" only; drop one of the two.')
-        self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
-        kind = type(self)
-        self.save_hyperparameters(
-            {"network": network.architecture, "_class_path": f"{kind.__module__}.{kind.__qualname__}"}
-        )
         self._template = (network,)  # in a tuple: the template's weights are no part of the population
         self.members = members
         self.seed = seed
@@ -138,6 +133,15 @@ class ZooTask(LightningModule):
         self.label_smoothing = label_smoothing
         self.keep = keep
         self.channels_last = channels_last
+        self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
+        kind = type(self)
+        self.save_hyperparameters(
+            {
+                "network": network.architecture,
+                "_class_path": f"{kind.__module__}.{kind.__qualname__}",
+                **self._describe_optimizer(),
+            }
+        )
 
         self.train_metrics = PopulationClassification(members)
         self.val_metrics = PopulationClassification(members)
@@ -246,6 +250,15 @@ class ZooTask(LightningModule):
                 },
             ]
             parameters = [group for group in parameters if group["params"]]
+        optimizer = self._make_optimizer(parameters)
+        scheduler = self._make_scheduler(optimizer)
+        if scheduler is None:
+            return optimizer
+        return OptimizerLRSchedulerConfig(
+            optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": self.lr_scheduler_interval}
+        )
+
+    def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
         name = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -255,17 +268,28 @@ class ZooTask(LightningModule):
                 f'{name} may look at a tensor as a whole, which mixes members under execution="vmap"; use '
                 'execution="loop", or one of ' + ", ".join(sorted(_ENTRYWISE)) + "."
             )
-        if self.lr_scheduler is None:
-            return optimizer
-        scheduler = self.lr_scheduler(optimizer)
+        return optimizer
+
+    def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler else None
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError(
                 "ReduceLROnPlateau would tie the members' learning rates together; use a scheduler that depends on "
                 "the epoch or step only."
             )
-        return OptimizerLRSchedulerConfig(
-            optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": self.lr_scheduler_interval}
-        )
+        return scheduler
+
+    def _describe_optimizer(self) -> dict[str, Any]:
+        """Make optimizer and scheduler for a tensor of no network, to refuse bad settings now and to name them."""
+        optimizer = self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])
+        settings = {name: optimizer.defaults.get(name) for name in ("lr", "weight_decay", "momentum")}
+        described = {name: value for name, value in settings.items() if isinstance(value, int | float)}
+        scheduler = self._make_scheduler(optimizer)
+        return {
+            **described,
+            "optimizer_name": type(optimizer).__name__,
+            "lr_scheduler_name": type(scheduler).__name__ if scheduler else "none",
+        }
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Take all members' gradients on their own batches; images ``[M, B, C, H, W]``, labels ``[M, B]``."""
@@ -466,8 +490,11 @@ class ZooTask(LightningModule):
         """Return the kept weights by member; None if nothing was kept, which leaves the current ones."""
         if not self.kept:
             return None
+        device = next(self.population.parameters()).device  # what a checkpoint held is on the CPU
         return {
-            number: self.kept[number]["state"] if number in self.kept else self.population.member_state(number)
+            number: {name: value.to(device) for name, value in self.kept[number]["state"].items()}
+            if number in self.kept
+            else self.population.member_state(number)
             for number in self.population.numbers
         }
 
@@ -483,15 +510,19 @@ class ZooTask(LightningModule):
             ``accuracy`` and ``loss``, shape ``[M]``, NaN for stopped members, and ``confusion``, shape ``[K, K]``:
             see :meth:`PopulationClassification.compute`. On the CPU, the same on every rank.
         """
-        metric = PopulationClassification(self.members, num_classes).to(self.device)
+        # After a fit Lightning has moved the module to the CPU; a resumed run without an epoch left gets here then.
+        strategy = self.trainer.strategy
+        device = strategy.root_device
+        self.population.to(device)
+        metric = PopulationClassification(self.members, num_classes).to(device)
         states = self._states()
         running = [index for index, number in enumerate(self.population.numbers) if number not in self.stopped]
-        rows = self.rows(self.device)[running]
+        rows = self.rows(device)[running]
         mode = self.population.training
         self.population.eval()
         for images, labels in batches:
-            images, labels = images.to(self.device), labels.to(self.device)
-            metric.update(rows, self.population.logits(images, states)[running], labels)
+            images = strategy.precision_plugin.convert_input(images.to(device))
+            metric.update(rows, self.population.logits(images, states)[running], labels.to(device))
         self.population.train(mode)
         return metric.values()
 

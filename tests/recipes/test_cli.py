@@ -13,10 +13,12 @@ import pytest
 import torch
 import yaml
 from pytorch_lightning.callbacks import LearningRateMonitor
+from safetensors.torch import load_file
 
 from lightning_sym import __version__
 from lightning_sym.callbacks import ZooExport, ZooReport
 from lightning_sym.cli import main
+from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
 from lightning_sym.zoo import ModelZoo
@@ -175,7 +177,7 @@ def test_a_reader_that_goes_away_is_no_error(args):
         (["fit", "--config", "zoo/mnist6k"], "Unknown recipe or file 'zoo/mnist6k'; .* Did you mean 'zoo/mnist5k'\\?"),
         (["fit", "--config=zoo/mnist6k"], "Unknown recipe or file .* Did you mean 'zoo/mnist5k'\\?"),
         (["fit", "--config"], ".*--config: expected one argument"),
-        (["fit"], "Missing: --data.*; or name a recipe with --config .*"),
+        (["fit"], "Missing: --(data|model).*; or name a recipe with --config .*"),
         (["fit", *SMALL, "--trainr.max_epochs=3"], "Unknown option 'trainr.max_epochs'.* 'trainer.max_epochs'\\?"),
         (["fit", *SMALL, "--trainer.maxepochs=3"], "Unknown option 'trainer.maxepochs'.* 'trainer.max_epochs'\\?"),
         # A prefix is a misspelling too.
@@ -509,6 +511,28 @@ def test_other_commands_leave_the_files_of_the_fit_alone(run, call, quiet):
     mean = sum(member.metrics["test"]["accuracy"] for member in zoo) / len(zoo)
     assert float(tested["test/accuracy"]) == pytest.approx(mean, abs=1e-6)  # float32 sums
     assert (run / "metrics_validate.csv").exists()
+
+
+def test_predict_writes_the_probabilities_of_the_runs_own_members(run, call, quiet):
+    result = call("predict", "--config", run / "config.yaml", f"--run_dir={run}", *quiet)
+    assert result.status == 0, result.err
+    written = load_file(run / "results/predictions.safetensors")["predictions"]
+    zoo = ModelZoo.open(run / "zoo")
+    data = next(iter(zoo)).data
+    images, _ = DigitsDataModule(**data["arguments"]).split_tensors("test")
+    assert written.shape == (len(zoo), len(images), 10)
+    torch.testing.assert_close(written.sum(2), torch.ones(written.shape[:2]))
+    normal = (images / 255 - torch.tensor(data["mean"])) / torch.tensor(data["std"])
+    for number, probabilities in zip(zoo.numbers, written, strict=True):
+        expected = zoo.load(number)(normal).softmax(1)
+        torch.testing.assert_close(probabilities, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("command", ["test", "validate", "predict"])
+def test_a_run_that_was_never_made_is_not_evaluated(command, call, quiet):
+    result = call(command, *SMALL, *quiet, "--run_dir=absent")
+    assert result.status == 1
+    assert "Nothing to go on from" in result.err
 
 
 def test_a_resumed_run_is_repeated_from_its_start(run, call, quiet):

@@ -37,8 +37,10 @@ ARROWS |= {
     "tasks": BELOW,
     "callbacks": {"tasks", *BELOW},
     "_metrics_csv": HELPERS,
-    "cli": {"_lightning_cli", "recipes", *HELPERS},
-    "_lightning_cli": {"cli", "callbacks", "tasks", "_metrics_csv", *BELOW},
+    "_checkpoints": HELPERS,
+    "cli": {"_lightning_cli", "_messages", "recipes", *HELPERS},
+    "_messages": {"cli", *BELOW},
+    "_lightning_cli": {"cli", "callbacks", "tasks", "_messages", "_metrics_csv", "_checkpoints", *BELOW},
     "recipes": {"cli", *HELPERS},
 }
 WITHOUT_LIGHTNING = {"layers", "networks", *NUMERICS, "population", "figures", "zoo", "cli", "recipes", *HELPERS}

@@ -6,11 +6,11 @@ import warnings
 import pytest
 import torch
 from pytorch_lightning import LightningDataModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation
@@ -524,7 +524,7 @@ def test_resuming_with_other_members_is_refused(tmp_path, changes, message):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
-@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("step", [3, 5, 7])
 def test_resume_from_any_step_is_bitwise_the_uninterrupted_run(tmp_path, execution, step):
     """Step 5 is the last one of an epoch: only the epoch's end is left to do."""
 
@@ -538,7 +538,7 @@ def test_resume_from_any_step_is_bitwise_the_uninterrupted_run(tmp_path, executi
             lr_scheduler_interval="step",
         )
 
-    every = ModelCheckpoint(
+    every = RunCheckpoint(
         dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
     )
     whole, rest = task(), task()

@@ -1,0 +1,49 @@
+"""Checkpoints of a run, such that the run can go on from each of them as if it had never stopped."""
+
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+
+from lightning_sym._files import write_atomically
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoints that are whole or absent, also when the process is killed or the disk is full."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write under a temporary name in the same folder, then rename."""
+        buffer = BytesIO()
+        torch.save(checkpoint, buffer)
+        write_atomically(Path(path), buffer.getvalue())
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """A ``ModelCheckpoint`` that does not save between an epoch's last step and its validation.
+
+    Lightning leaves the validation out when it goes on from there. A checkpoint that is due at that step is written
+    at the epoch's end. Arguments as for ``pytorch_lightning.callbacks.ModelCheckpoint``.
+    """
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if due, but not after the last step of an epoch."""
+        if not trainer.is_last_batch:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if due, now or at the last step."""
+        super().on_train_epoch_end(trainer, pl_module)
+        every = self._every_n_train_steps
+        if every and trainer.global_step % every == 0 and not self._should_skip_saving_checkpoint(trainer):
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
