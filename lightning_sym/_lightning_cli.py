@@ -30,8 +30,8 @@ from lightning_sym._checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym._files import write_atomically
 from lightning_sym._messages import class_at, explain, show_traceback
 from lightning_sym._metrics_csv import MetricsCSV
+from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport
-from lightning_sym.cli import USAGE
 
 # What follows from the data, and is linked from a datamodule into a task's network.
 _SIZES = ("in_channels", "image_size", "num_classes")

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 
-from lightning_sym.cli import TRACEBACK
+from lightning_sym._text import TRACEBACK
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network
 

@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+TRACEBACK = "LIGHTNING_SYM_TRACEBACK"  # environment variable
+USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME VALUE ...]"
+
 
 def unknown(kind: str, name: object, options: Iterable[str]) -> str:
     """Return the sentence that says a name is not one of the options, with the nearest one.

@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sym import __version__
-from lightning_sym._text import unknown
-
-TRACEBACK = "LIGHTNING_SYM_TRACEBACK"
-
-USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME VALUE ...]"
+from lightning_sym._text import TRACEBACK, USAGE, unknown
 
 _COMMANDS = {
     "fit": "train, for example: lightning-sym fit --config zoo/mnist5k",

@@ -39,8 +39,8 @@ ARROWS |= {
     "_metrics_csv": HELPERS,
     "_checkpoints": HELPERS,
     "cli": {"_lightning_cli", "_messages", "recipes", *HELPERS},
-    "_messages": {"cli", *BELOW},
-    "_lightning_cli": {"cli", "callbacks", "tasks", "_messages", "_metrics_csv", "_checkpoints", *BELOW},
+    "_messages": BELOW,
+    "_lightning_cli": {"callbacks", "tasks", "_messages", "_metrics_csv", "_checkpoints", *BELOW},
     "recipes": {"cli", *HELPERS},
 }
 WITHOUT_LIGHTNING = {"layers", "networks", *NUMERICS, "population", "figures", "zoo", "cli", "recipes", *HELPERS}
