@@ -1,7 +1,9 @@
 """What callbacks ask of the task, the data and the trainer, with errors that name what is missing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 
 from lightning_sym.datamodules import ImageDataModule
@@ -40,3 +42,29 @@ def image_datamodule(callback: Callback, trainer: Trainer) -> ImageDataModule:
 def run_folder(trainer: Trainer) -> Path:
     """Return the folder of this run: the logger's, or ``default_root_dir`` without one. The same on all ranks."""
     return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def on_first_rank(trainer: Trainer, work: Callable[[], object]) -> None:
+    """Do something on rank 0; if it fails, the error is raised on every rank, so that none waits for the others.
+
+    Args:
+        trainer: To be called on every one of its ranks.
+        work: Called on rank 0 only.
+    """
+    error: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            work()
+        except Exception as caught:
+            error = caught
+    raise_together(trainer, error)
+
+
+def raise_together(trainer: Trainer, error: Exception | None) -> None:
+    """Raise the first rank's error on every rank; to be called on every rank, with None where all went well."""
+    errors = [error]
+    if trainer.world_size > 1:
+        errors = [None] * trainer.world_size
+        torch.distributed.all_gather_object(errors, error)
+    if (first := next(filter(None, errors), None)) is not None:
+        raise first

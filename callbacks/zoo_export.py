@@ -7,9 +7,12 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
-from lightning_sym.callbacks._checks import image_datamodule, run_folder, zoo_task
+from lightning_sym._text import ranges
+from lightning_sym.callbacks._checks import image_datamodule, on_first_rank, raise_together, run_folder, zoo_task
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+
+_ELSEWHERE = "choose another folder (ZooExport's dirpath; --run_dir or --zoo_dir)"
 
 
 class ZooExport(Callback):
@@ -49,13 +52,16 @@ class ZooExport(Callback):
         task = zoo_task(self, pl_module)
         data = image_datamodule(self, trainer)
         self.path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
-        if not trainer.is_global_zero:
-            return
-        self._check_writable(self.path)
-        if any(self.path.glob("member-*.safetensors")):
-            self._zoo = ModelZoo.open(self.path)
-            self._check_architecture(self._zoo, task.network.architecture)
-            self._check_data(self._zoo, task.numbers, data.identity()["fingerprint"])
+        path = self.path
+
+        def check() -> None:
+            self._check_writable(path)
+            if any(path.glob("member-*.safetensors")):
+                self._zoo = ModelZoo.open(path)
+                self._check_architecture(self._zoo, task.network.architecture)
+                self._check_data(self._zoo, task.numbers, data.identity())
+
+        on_first_rank(trainer, check)
 
     @staticmethod
     def _check_writable(path: Path) -> None:
@@ -76,18 +82,18 @@ class ZooExport(Callback):
         if zoo.architecture != architecture:
             raise ValueError(
                 f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains "
-                f"{_describe(architecture)}; choose another --run_dir or --zoo_dir."
+                f"{_describe(architecture)}; {_ELSEWHERE}."
             )
 
     @staticmethod
-    def _check_data(zoo: ModelZoo, numbers: list[int], mine: str) -> None:
+    def _check_data(zoo: ModelZoo, numbers: list[int], mine: dict[str, Any]) -> None:
         for member in zoo:
-            other = member.data.get("fingerprint")
-            if other != mine and member.number not in numbers:
-                raise ValueError(
-                    f"Member {member.number} of the zoo at {zoo.path} was trained on other data (fingerprint "
-                    f"{str(other)[:12]}, these have {mine[:12]}); choose another --run_dir or --zoo_dir."
-                )
+            for what in ("fingerprint", "mean", "std"):
+                if member.data.get(what) != mine[what] and member.number not in numbers:
+                    raise ValueError(
+                        f"Member {member.number} of the zoo at {zoo.path} was trained on other data ({what} "
+                        f"{str(member.data.get(what))[:40]}, these have {str(mine[what])[:40]}); {_ELSEWHERE}."
+                    )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that no members are replaced by accident; whether the run is a resumed one is known by now.
@@ -95,15 +101,21 @@ class ZooExport(Callback):
         Raises:
             ValueError: If the zoo has members of these numbers.
         """
-        if self._zoo is None or self.overwrite or trainer.ckpt_path is not None:
-            return
-        taken = sorted(set(zoo_task(self, pl_module).numbers) & set(self._zoo.numbers))
-        if taken:
-            raise ValueError(
-                f"The zoo at {self._zoo.path} already has member(s) {', '.join(map(str, taken))}; train others with "
-                f"--model.seed {max(self._zoo.numbers) + 1}, replace them with --overwrite true, or choose another "
-                "--run_dir."
-            )
+        numbers = zoo_task(self, pl_module).numbers
+
+        def check() -> None:
+            if self._zoo is None or self.overwrite or trainer.ckpt_path is not None:
+                return
+            taken = sorted(set(numbers) & set(self._zoo.numbers))
+            if taken:
+                raise ValueError(
+                    f"The zoo at {self._zoo.path} already has member(s) {ranges(taken)}; train others (seed "
+                    f"{max(self._zoo.numbers) + 1} of ZooTask, --model.seed), replace them (ZooExport(overwrite=True), "
+                    f"--overwrite true), or {_ELSEWHERE}."
+                )
+
+        if self.path is not None:
+            on_first_rank(trainer, check)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the kept weights and write this rank's members."""
@@ -114,6 +126,7 @@ class ZooExport(Callback):
         results = task.split_metrics(data)
         identity = data.identity()
         writes = task.member_parallel or trainer.is_global_zero
+        path, failed = self.path, None
         for number in task.member_seeds if writes else []:
             if number in task.stopped:
                 continue
@@ -141,9 +154,11 @@ class ZooExport(Callback):
                 )
             except ValueError as error:  # weights that are not finite; the others are written all the same
                 warnings.warn(str(error), stacklevel=2)
-        trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            rebuild_manifest(self.path)
+            except OSError as error:
+                failed = error
+                break
+        raise_together(trainer, failed)
+        on_first_rank(trainer, lambda: rebuild_manifest(path))
         self._written = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,7 +171,7 @@ def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:
     """Return how a member was trained, for its file."""
     return {
         "epochs": trainer.current_epoch,
-        "epoch_kept": task.kept[number]["epoch"],
+        "epoch_kept": task.kept[number]["epochs"],
         "steps": trainer.global_step,
         "optimizer": type(trainer.optimizers[0]).__name__,
         "execution": task.execution,

@@ -18,7 +18,7 @@ from lightning_sym.zoo import statistics, versions
 _UNITS = {
     "accuracy": "fraction of images, 0 to 1",
     "loss": "mean cross-entropy, nats",
-    "epoch": "counted from 1",
+    "epoch_kept": "epochs trained when the weights were taken",
 }
 
 
@@ -77,25 +77,26 @@ class ZooReport(Callback):
         publish_table(self._table, about, self._path / "members")
         self._figures(trainer, task, data, kept)
 
-    def _figures(self, trainer: Trainer, task: ZooTask, data: ImageDataModule, kept: dict[int, int]) -> None:
+    def _figures(self, trainer: Trainer, task: ZooTask, data: ImageDataModule, kept: dict[int, float]) -> None:
         assert self._path is not None
         confusion = task.split_metrics(data)["test"]["confusion"].numpy()
         names = data.class_names
         title = f"{type(task.network).__name__}, {task.members} members, test split"
-        epochs = task.history.get("val/accuracy", [])
-        if epochs:
+        accuracy, epochs = task.history.get("val/accuracy", []), task.history_epochs.get("val", [])
+        if accuracy:
             publish_figure(
                 trainer,
-                validation_curves(epochs, task.numbers, kept=kept),
+                validation_curves(accuracy, task.numbers, epochs=epochs, kept=kept),
                 "figures/ZooReport/validation_curves",
                 self._path / "validation_curves.png",
             )
-            accuracy = [row["test_accuracy"] for row in self._table if not row["stopped"]]
-            mean = f"mean test accuracy {100 * statistics(accuracy)['mean']:.2f} %" if accuracy else "all stopped"
+            tested = [row["test_accuracy"] for row in self._table if not row["stopped"]]
+            mean = f"mean test accuracy {100 * statistics(tested)['mean']:.2f} %" if tested else "all stopped"
             overview = zoo_overview(
-                epochs,
+                accuracy,
                 task.numbers,
                 confusion,
+                epochs=epochs,
                 kept=kept,
                 class_names=names,
                 title=f"A zoo of {task.members} {type(task.network).__name__}, {mean}",
@@ -131,12 +132,12 @@ class ZooReport(Callback):
 
 
 def _rows(
-    task: ZooTask, data: ImageDataModule, stopped: dict[int, dict[str, Any]], kept: dict[int, int]
+    task: ZooTask, data: ImageDataModule, stopped: dict[int, dict[str, Any]], kept: dict[int, float]
 ) -> list[dict[str, Any]]:
     splits = task.split_metrics(data)
     table = []
     for index, number in enumerate(task.numbers):
-        row: dict[str, Any] = {"member": number, "epoch_kept": kept.get(number, -1) + 1}
+        row: dict[str, Any] = {"member": number, "epoch_kept": f"{kept.get(number, 0):g}"}
         for split, values in splits.items():
             for name in ("accuracy", "loss"):
                 row[f"{split}_{name}"] = float(values[name][index])

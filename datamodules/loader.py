@@ -118,7 +118,6 @@ class TensorLoader:
         self.batch_size = batch_size
         self.sampler = EpochSampler()
         self.batch_sampler = None  # Lightning expects it wherever there is a sampler
-        self.batch_sampler = None  # Lightning looks for it beside a sampler
         self._seeds = seeds if seeds is None or isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
         self._shift, self._flip = shift, flip
         self._reshuffle = reshuffle

@@ -1,7 +1,6 @@
 """Checkpoints of a run, such that the run can go on from each of them as if it had never stopped."""
 
 import os
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Write under a temporary name in the same folder, then rename."""
-        buffer = BytesIO()
-        torch.save(checkpoint, buffer)
-        write_atomically(Path(path), buffer.getvalue())
+        write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
 
 
 class RunCheckpoint(ModelCheckpoint):

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
@@ -177,6 +178,8 @@ class RecipeCLI(LightningCLI):
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.set_defaults(
             {
+                # Not all there are: a recipe's batch size, and so its result, is that of one.
+                "trainer.devices": 1,
                 # One file, last.ckpt, written anew after every epoch (not after validation, which comes before the
                 # epoch's end: a run resumed from there would miss what tasks do at the end of an epoch).
                 "checkpoint.filename": "last",
@@ -281,6 +284,16 @@ class RecipeCLI(LightningCLI):
                     f"{type(self.datamodule).__name__}; leave it out, or choose data that fit."
                 )
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the command; if it fails, end the processes that it started, which would wait for this one."""
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception:
+            kill = getattr(self.trainer.strategy.launcher, "kill", None)
+            if kill is not None:
+                kill(signal.SIGTERM)
+            raise
+
     def predict(self, **kwargs: Any) -> None:
         """Run ``Trainer.predict`` and write what the task returns to ``results/predictions.safetensors``.
 
@@ -290,10 +303,11 @@ class RecipeCLI(LightningCLI):
         if self.trainer.world_size > 1:
             raise ValueError(f"predict runs in one process, got {self.trainer.world_size}; set --trainer.devices 1.")
         batches = self.trainer.predict(**{**kwargs, "return_predictions": True})
-        if not batches or not all(isinstance(batch, torch.Tensor) for batch in batches):
+        tensors = [batch.cpu() for batch in batches or [] if isinstance(batch, torch.Tensor)]
+        if not tensors or len(tensors) < len(batches or []):
             return  # fast_dev_run, or a task whose callbacks take care of what it returns
         # The last axis holds what is predicted of an image, the one before it the images.
-        predictions = torch.cat([batch.cpu() for batch in batches], dim=-2)
+        predictions = torch.cat(tensors, dim=-2)
         file = self._run_dir / "results" / "predictions.safetensors"
         write_atomically(file, save_safetensors({"predictions": predictions.contiguous()}))
         print(f"  predictions, shape {list(predictions.shape)}: {file}")
@@ -313,6 +327,8 @@ class RecipeCLI(LightningCLI):
                 # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
                 MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
             ]
+        if config.get("accelerator") == "auto" and torch.backends.mps.is_available():
+            kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64, in which metrics are added up
         if config.get("default_root_dir") is None:
             kwargs["default_root_dir"] = str(run_dir)
         plugins = config.get("plugins") or []

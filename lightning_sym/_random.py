@@ -36,7 +36,10 @@ def seeded(seed: int) -> Iterator[None]:
     Args:
         seed: What ``torch.manual_seed`` is called with.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=list(devices)):
-        torch.manual_seed(seed)
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if cuda else []):
+        if cuda:
+            torch.manual_seed(seed)
+        else:  # torch.manual_seed would leave the seed waiting for CUDA
+            torch.default_generator.manual_seed(seed)
         yield

@@ -1,6 +1,6 @@
 """Sentences for the user, made in one place so that they read alike."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 TRACEBACK = "LIGHTNING_SYM_TRACEBACK"  # environment variable
@@ -22,3 +22,18 @@ def unknown(kind: str, name: object, options: Iterable[str]) -> str:
     nearest = get_close_matches(str(name), options, n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"Unknown {kind} {name!r}; expected one of: {', '.join(options)}.{hint}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ``0-3, 7`` for ``[0, 1, 2, 3, 7]``.
+
+    Args:
+        numbers: Ascending.
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -41,6 +41,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from lightning_sym._files import write_atomically
+from lightning_sym._text import ranges
 from lightning_sym.networks import Network, build
 
 FORMAT = "lightning_sym.zoo/1"
@@ -184,7 +185,7 @@ class ModelZoo:
         name = member_file(number)
         if name in self.damaged:
             raise ValueError(f"Member {number} cannot be used: {self.path / name}: {self.damaged[name]}.")
-        raise ValueError(f"No member {number} in {self.path}; it has members {_ranges(self.numbers)}.")
+        raise ValueError(f"No member {number} in {self.path}; it has members {ranges(self.numbers)}.")
 
     def state(self, number: int) -> dict[str, Tensor]:
         """Return one member's parameters and buffers, on the CPU, after checking its checksum.
@@ -552,14 +553,3 @@ def _check_one_architecture(path: Path, members: "Iterator[ZooMember] | Any") ->
             f"The zoo at {path} mixes architectures: member {a} is {first} and member {b} is {second}; "
             "keep each architecture in a folder of its own."
         )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ``0-3, 7`` for ``[0, 1, 2, 3, 7]``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

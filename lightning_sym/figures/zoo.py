@@ -16,15 +16,18 @@ def validation_curves(
     accuracy: Sequence[Sequence[float]],
     numbers: Sequence[int],
     *,
-    kept: Mapping[int, int] | None = None,
+    epochs: Sequence[float] | None = None,
+    kept: Mapping[int, float] | None = None,
     axes: Axes | None = None,
 ) -> Figure:
     """Draw every member's validation accuracy over epochs, and their mean.
 
     Args:
-        accuracy: Per epoch one fraction per member; NaN where there is none. Shape ``[epochs, M]``.
+        accuracy: Per validation one fraction per member; NaN where there is none. Shape ``[validations, M]``.
         numbers: The members' numbers, for the legend. Length ``M``.
-        kept: The epoch (from 0) whose weights were kept, by member number; marked by a dot.
+        epochs: How many epochs had been trained at each validation; default 1, 2, ...
+        kept: How many epochs had been trained when the weights were taken that were kept, by member number; marked by
+            a dot.
         axes: Where to draw; None makes a figure.
 
     Returns:
@@ -32,25 +35,24 @@ def validation_curves(
     """
     axes = axes if axes is not None else _figure(5.2, 3.8).add_subplot()
     values = np.asarray(accuracy, dtype=float).reshape(len(accuracy), len(numbers))
-    epochs = np.arange(1, len(values) + 1)
+    places = np.arange(1.0, len(values) + 1) if epochs is None else np.asarray(epochs, dtype=float)
     colors = colormaps["viridis"](np.linspace(0.05, 0.9, len(numbers)))
     few = len(numbers) <= 10
     for column, (number, color) in enumerate(zip(numbers, colors, strict=True)):
         label = f"member {number}" if few else None
         axes.plot(
-            epochs,
+            places,
             values[:, column],
             color=color,
             lw=1.4 if few else 0.7,
             alpha=0.9 if few else 0.5,
             label=label,
         )
-        epoch = (kept or {}).get(number)
-        if epoch is not None and epoch < len(values):
-            axes.plot(epoch + 1, values[epoch, column], "o", color=color, ms=5 if few else 3)
+        (rows,) = np.nonzero(places == (kept or {}).get(number))
+        axes.plot(places[rows], values[rows, column], "o", color=color, ms=5 if few else 3)
     if np.isfinite(values).any(axis=1).all():
         mean = np.nanmean(values, axis=1)
-        axes.plot(epochs, mean, "--", color=_MEAN, lw=1.8, label=f"mean of {len(numbers)}", zorder=3)
+        axes.plot(places, mean, "--", color=_MEAN, lw=1.8, label=f"mean of {len(numbers)}", zorder=3)
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation accuracy")
     axes.set_title("Validation accuracy (dot: weights kept)" if kept else "Validation accuracy")
@@ -112,7 +114,8 @@ def zoo_overview(
     numbers: Sequence[int],
     confusion: NDArray[np.float64],
     *,
-    kept: Mapping[int, int] | None = None,
+    epochs: Sequence[float] | None = None,
+    kept: Mapping[int, float] | None = None,
     class_names: Sequence[str] | None = None,
     title: str,
     confusion_title: str = "Confusion, mean over members",
@@ -124,7 +127,7 @@ def zoo_overview(
     """
     figure = _figure(11, 4.4)
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
-    validation_curves(accuracy, numbers, kept=kept, axes=left)
+    validation_curves(accuracy, numbers, epochs=epochs, kept=kept, axes=left)
     confusion_matrix(confusion, class_names=class_names, title=confusion_title, axes=right)
     figure.suptitle(title)
     return figure
@@ -135,6 +138,6 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _of(axes: Axes) -> Figure:
-    figure = axes.get_figure(root=True)
-    assert figure is not None
+    figure = axes.figure
+    assert isinstance(figure, Figure)
     return figure

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from torch.nn import Module
@@ -71,6 +72,8 @@ def gather(value: T) -> list[T]:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [value]
+    # On the CPU: tensors of an accelerator would come back on the sender's device.
+    value = apply_to_collection(value, torch.Tensor, lambda tensor: tensor.cpu())
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     values: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(value, values, dst=0)

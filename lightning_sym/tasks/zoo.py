@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_sym._random import derive_seed
-from lightning_sym.networks import Network
+from lightning_sym._text import ranges
+from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather
@@ -58,7 +59,9 @@ class ZooTask(LightningModule):
         members: Number of members, ``M``. >= 1.
         seed: The first member's number; the members are ``seed, ..., seed + members - 1``. >= 0.
         execution: ``"loop"`` runs one member after another (the faster one for convolutions on a CPU),
-            ``"vmap"`` all in one vectorised call (the faster one for many small fully connected networks).
+            ``"vmap"`` all in one vectorised call (the faster one for many small fully connected networks). Both give
+            the same numbers up to rounding, but for dropout and other random layers, which draw for all members
+            together under ``"vmap"``.
         optimizer: Makes the optimizer from parameters; default Adam with its defaults, as in the paper.
             With ``execution="vmap"`` it must act entry by entry.
         lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
@@ -106,6 +109,8 @@ class ZooTask(LightningModule):
         channels_last: bool = False,
     ) -> None:
         super().__init__()
+        if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
+            network = build(network)
         if members < 1:
             raise ValueError(f"members must be at least 1, got {members}.")
         if seed < 0:
@@ -148,6 +153,8 @@ class ZooTask(LightningModule):
         self.kept: dict[int, dict[str, Any]] = {}
         self.stopped: dict[int, dict[str, Any]] = {}
         self.history: dict[str, list[list[float]]] = {}
+        self.history_epochs: dict[str, list[float]] = {}
+        self._evaluated: dict[int, dict[str, Tensor]] | None = None
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
 
     # ---- members and their placement
@@ -198,6 +205,8 @@ class ZooTask(LightningModule):
             raise ValueError(
                 "precision 16-mixed ties the members together (one gradient scale for all); use bf16-mixed or 32-true."
             )
+        if self.execution == "vmap" and getattr(self.trainer.strategy, "_layer_sync", None) is not None:
+            raise ValueError('sync_batchnorm has no effect on execution="vmap"; use execution="loop".')
 
     def rows(self, device: torch.device) -> Tensor:
         """Return the places of this rank's members among all members. Shape ``[m]``, int64."""
@@ -209,11 +218,15 @@ class ZooTask(LightningModule):
     def on_train_start(self) -> None:
         """Check that the best weights can be told, and leave running statistics to :meth:`_average_buffers`."""
         batches = torch.tensor(sum(self.trainer.num_val_batches), device=self.device)
-        # Lightning would skip validation on a process without data, and the others would wait for it.
-        if self.keep == "best" and not self.trainer.strategy.reduce(batches, reduce_op="min"):
+        fewest = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="min"))
+        most = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="max"))
+        if fewest < most and fewest == 0:  # Lightning would skip validation there, and the others would wait
             raise ValueError(
-                'keep="best" needs validation data on every process, and there are none; set val_fraction above 0, or '
-                'keep="last".'
+                "There are fewer validation images than processes; raise val_fraction, or start fewer processes."
+            )
+        if self.keep == "best" and most == 0:
+            raise ValueError(
+                'keep="best" needs validation data, and there are none; set val_fraction above 0, or keep="last".'
             )
         self._split_metrics = None
         if isinstance(self.trainer.strategy.model, DistributedDataParallel):
@@ -221,7 +234,8 @@ class ZooTask(LightningModule):
             self.trainer.strategy.model.broadcast_buffers = False
 
     def on_validation_start(self) -> None:
-        """Evaluate the same running statistics on all ranks."""
+        """Evaluate the current weights during a fit, with the same running statistics on all ranks."""
+        self._evaluated = None if self.trainer.state.fn == "fit" else self._states()
         self._average_buffers()
 
     def _average_buffers(self) -> None:
@@ -233,7 +247,7 @@ class ZooTask(LightningModule):
                 buffer.copy_(self.trainer.strategy.reduce(buffer, reduce_op="mean"))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of this rank's members. Images ``[B, C, H, W]``, logits ``[M, B, K]``."""
+        """Return the logits of this rank's members, current weights. Images ``[B, C, H, W]``, logits ``[M, B, K]``."""
         logits: Tensor = self.population(images)
         return logits
 
@@ -254,6 +268,14 @@ class ZooTask(LightningModule):
         scheduler = self._make_scheduler(optimizer)
         if scheduler is None:
             return optimizer
+        epochs, period = self.trainer.max_epochs, getattr(scheduler, "T_max", None)
+        per_epoch = self.lr_scheduler_interval == "epoch" and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        if period is not None and per_epoch and epochs not in (None, -1, period):
+            warnings.warn(
+                f"The learning rate comes to its lowest after {period} epochs (T_max) and training ends after {epochs} "
+                f"(max_epochs); to anneal over the whole run set lr_scheduler.T_max to {epochs}.",
+                stacklevel=2,
+            )
         return OptimizerLRSchedulerConfig(
             optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": self.lr_scheduler_interval}
         )
@@ -355,7 +377,7 @@ class ZooTask(LightningModule):
             )
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Leave stopped members as they are."""
+        """Keep what is not finite away from the optimizer; in a loop, stopped members stay as they are."""
         for number in self.stopped:
             if number in self.population.numbers:
                 self.population.drop_gradients(number)
@@ -384,9 +406,12 @@ class ZooTask(LightningModule):
     # ---- validation, test, prediction
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Evaluate all members on the same images; images ``[B, C, H, W]``, labels ``[B]``."""
+        """Evaluate all members on the same images; images ``[B, C, H, W]``, labels ``[B]``.
+
+        During a fit the current weights, otherwise (``lightning-sym validate``) the kept ones.
+        """
         images, labels = batch
-        self.val_metrics.update(self.rows(images.device), self.population.logits(images), labels)
+        self.val_metrics.update(self.rows(images.device), self.population.logits(images, self._evaluated), labels)
 
     def on_validation_epoch_end(self) -> None:
         """Log the members' validation metrics and keep the weights that are the best so far."""
@@ -414,8 +439,15 @@ class ZooTask(LightningModule):
             self.kept[number] = {
                 "epoch": self.current_epoch,
                 "metrics": metrics,
-                "state": self.population.member_state(number),
+                # Not on the accelerator, whose memory is for training; also what a checkpoint gives back.
+                "state": {name: value.cpu() for name, value in self.population.member_state(number).items()},
+                "epochs": self._epochs_trained(),
             }
+
+    def _epochs_trained(self) -> float:
+        """Return how many epochs have been trained by now, with the part of the current one."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return self.current_epoch + min(1.0, progress / max(1, int(self.trainer.num_training_batches)))
 
     def _log_members(self, split: str, metric: PopulationClassification) -> dict[str, list[float]]:
         """Log a metric per member and over members; return its values and clear it."""
@@ -444,6 +476,8 @@ class ZooTask(LightningModule):
                     for number, value in zip(self.numbers, numbers, strict=True)
                 ]
                 self.history.setdefault(f"{split}/{name}", []).append(row)
+        if self.trainer.state.fn == "fit":
+            self.history_epochs.setdefault(split, []).append(self._epochs_trained())
         # The values are the same on every rank already.
         for name, value in summary.items():
             self.log(name, value, prog_bar=name == "val/accuracy")
@@ -453,14 +487,14 @@ class ZooTask(LightningModule):
                 logger.log_metrics(single, step=max(self.global_step - 1, 0))  # Lightning's step of an epoch's end
         return values
 
-    def gathered(self) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
+    def gathered(self) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
         """Return what became of the members of all ranks; to be called on every rank.
 
         Returns:
-            Why and when members were stopped, and the epoch (from 0) whose weights were kept; by number, the same
-            on every rank.
+            Why and when members were stopped, and after how many epochs of training the kept weights were taken; by
+            number, the same on every rank.
         """
-        epochs = {number: record["epoch"] for number, record in self.kept.items()}
+        epochs = {number: record["epochs"] for number, record in self.kept.items()}
         if not self.member_parallel:
             return self.stopped, epochs
         parts: list[Any] = [None] * self.trainer.world_size
@@ -470,21 +504,26 @@ class ZooTask(LightningModule):
 
     def on_test_start(self) -> None:
         """Test the weights that were kept."""
+        self._evaluated = self._states()
         self.test_metrics = PopulationClassification(self.members).to(self.device)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Evaluate the kept weights of all members on the same images."""
         images, labels = batch
-        self.test_metrics.update(self.rows(images.device), self.population.logits(images, self._states()), labels)
+        self.test_metrics.update(self.rows(images.device), self.population.logits(images, self._evaluated), labels)
 
     def on_test_epoch_end(self) -> None:
         """Log the members' test metrics."""
         self._log_members("test", self.test_metrics)
 
+    def on_predict_start(self) -> None:
+        """Predict with the weights that were kept."""
+        self._evaluated = self._states()
+
     def predict_step(self, batch: tuple[Tensor, Tensor] | Tensor, batch_idx: int) -> Tensor:
         """Return class probabilities of the kept weights of all members. Shape ``[M, B, K]``."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return self.population.logits(images, self._states()).softmax(2)
+        return self.population.logits(images, self._evaluated).softmax(2)
 
     def _states(self) -> dict[int, dict[str, Tensor]] | None:
         """Return the kept weights by member; None if nothing was kept, which leaves the current ones."""
@@ -522,7 +561,9 @@ class ZooTask(LightningModule):
         self.population.eval()
         for images, labels in batches:
             images = strategy.precision_plugin.convert_input(images.to(device))
-            metric.update(rows, self.population.logits(images, states)[running], labels.to(device))
+            with strategy.precision_plugin.forward_context():
+                logits = self.population.logits(images, states)
+            metric.update(rows, logits[running], labels.to(device))
         self.population.train(mode)
         return metric.values()
 
@@ -559,15 +600,18 @@ class ZooTask(LightningModule):
             kept = {number: record for part, _ in parts for number, record in part.items()}
             stopped = {number: record for _, part in parts for number, record in part.items()}
         sums = self.train_metrics
-        totals = {name: getattr(sums, name).clone() for name in ("correct", "loss_sum", "count")}
+        # On the device of the process group: after a fit Lightning has moved the module to the CPU.
+        device = self.trainer.strategy.root_device
+        totals = {name: getattr(sums, name).clone().to(device) for name in ("correct", "loss_sum", "count")}
         if self.trainer.world_size > 1:
-            totals = {n: self.trainer.strategy.reduce(t, reduce_op="sum") for n, t in totals.items()}
+            totals = {name: self.trainer.strategy.reduce(total, reduce_op="sum") for name, total in totals.items()}
         checkpoint["population"] = {
             "numbers": self.numbers,
             "execution": self.execution,
             "kept": kept,
             "stopped": stopped,
             "history": self.history,
+            "history_epochs": self.history_epochs,
             "train_sums": totals,
             "processes": self.trainer.world_size if self.member_parallel else 1,
         }
@@ -582,11 +626,14 @@ class ZooTask(LightningModule):
         saved = checkpoint.get("population")
         if saved is None:
             raise ValueError("The checkpoint holds no population: it was not written by a ZooTask.")
-        for name, mine in (("numbers", self.numbers), ("execution", self.execution)):
-            if saved[name] != mine:
+        for name, theirs, mine in (
+            ("members", ranges(saved["numbers"]), ranges(self.numbers)),
+            ("execution", saved["execution"], self.execution),
+        ):
+            if theirs != mine:
                 raise ValueError(
-                    f"The checkpoint has {name} {saved[name]} and this run has {mine}; resume with the settings that "
-                    "the run was started with."
+                    f"The checkpoint has {name} {theirs} and this run has {mine}; use the settings that it was trained "
+                    "with, which the config.yaml of its run holds."
                 )
         processes = self.trainer.world_size if self.member_parallel else 1
         if saved["processes"] != processes and self._trainer is not None and self.trainer.state.fn == "fit":
@@ -598,6 +645,7 @@ class ZooTask(LightningModule):
         self.kept = {number: record for number, record in saved["kept"].items() if number in own}
         self.stopped = {number: record for number, record in saved["stopped"].items() if number in own}
         self.history = saved["history"]
+        self.history_epochs = saved["history_epochs"]
         if self._trainer is None or self.trainer.is_global_zero:
             for name, value in saved["train_sums"].items():
                 setattr(self.train_metrics, name, value.to(self.device))

@@ -62,7 +62,8 @@ def assert_same(a: dict[int, dict[str, Tensor]], b: dict[int, dict[str, Tensor]]
 
 
 def test_only_what_must_fail_failed(errors):
-    assert set(errors) == {"too few members", "part loop", "part vmap", "other world", "other placement"}, errors
+    expected = {"too few members", "part loop", "part vmap", "other world", "other placement"}
+    assert set(errors) == {*expected, "one image", "data 2, other architecture"}, errors
 
 
 # ---- the data shared out
@@ -183,6 +184,15 @@ def test_more_processes_than_members(errors):
         "1 member(s) cannot be placed on 2 processes with strategy ddp_members; raise members"
         in errors["too few members"]
     )
+
+
+def test_fewer_validation_images_than_processes(errors):
+    """The process without images would not validate, and the other would wait for it."""
+    assert "There are fewer validation images than processes; raise val_fraction" in errors["one image"]
+
+
+def test_zoo_of_another_architecture_is_refused_on_all_processes(errors):
+    assert "and this run trains lightning_sym.networks.MyrtleCNN" in errors["data 2, other architecture"]
 
 
 @pytest.mark.parametrize("execution", ["loop", "vmap"])

@@ -84,10 +84,11 @@ def fit(
     epochs: int = 2,
     kind: type[ZooTask] = ZooTask,
     ckpt_path: Path | None = None,
+    data: DigitsDataModule | None = None,
     **settings,
 ) -> None:
     task = kind(network(), **{"members": MEMBERS, "optimizer": sgd, "keep": "last", **settings})
-    trainer(folder, strategy, epochs).fit(task, digits(batch_size), ckpt_path=ckpt_path, weights_only=True)
+    trainer(folder, strategy, epochs).fit(task, data or digits(batch_size), ckpt_path=ckpt_path, weights_only=True)
 
 
 def main(folder: Path) -> None:
@@ -97,9 +98,9 @@ def main(folder: Path) -> None:
 
     def run(name: str, action: Callable[..., None], **settings) -> None:
         try:
-            action(folder / name, **settings)
+            action(folder / name, **{key: value for key, value in settings.items() if key != "note"})
         except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            errors[name + settings.get("note", "")] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
     # The data shared out: 2 x 16 images see what 1 x 32 sees.
     run("data 1", fit, batch_size=32)
@@ -114,6 +115,10 @@ def main(folder: Path) -> None:
         )
     run("members 2 diverging", fit, strategy="ddp_members_fork", kind=Diverging)
     run("too few members", fit, strategy="ddp_members_fork", members=1)
+    # What is wrong on one process ends them all.
+    one = DigitsDataModule(batch_size=16, val_fraction=0.0007)
+    run("one image", fit, strategy="ddp_fork", data=one)
+    run("data 2", fit, strategy="ddp_fork", network=myrtle, note=", other architecture")
     for execution in ("loop", "vmap"):
         common = {"strategy": "ddp_members_fork", "epochs": 3, "execution": execution}
         run(f"whole {execution}", fit, **common)

@@ -81,7 +81,7 @@ def test_exported_members_are_the_kept_ones(tmp_path):
             assert member.metric(split, "accuracy") == float((guesses == labels).double().mean())
         assert member.metric("val", "accuracy") == task.kept[number]["metrics"]["accuracy"]
         assert member.data == json.loads(json.dumps(data.identity()))
-        assert member.training["epoch_kept"] == task.kept[number]["epoch"]
+        assert member.training["epoch_kept"] == task.kept[number]["epoch"] + 1
         assert member.training["epochs"] == 2
         assert member.training["optimizer"] == "Adam"
 
@@ -104,7 +104,7 @@ def test_further_seeds_add_members(tmp_path):
 def test_taken_numbers_are_refused_unless_overwritten(tmp_path):
     fit(tmp_path, ZooExport())
     task = ZooTask(perceptron(), members=2, seed=1)
-    message = r"already has member\(s\) 1; train others with --model.seed 2, replace them with --overwrite true"
+    message = r"already has member\(s\) 1; train others \(seed 2 of ZooTask, --model.seed\), replace them"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, ZooExport(), task=task)
     fit(tmp_path, ZooExport(overwrite=True), task=ZooTask(perceptron(), members=2, seed=1), max_epochs=1)
@@ -128,6 +128,8 @@ def test_other_data_are_refused(tmp_path, manifest):
     task = ZooTask(perceptron(), members=1, seed=5)
     with pytest.raises(ValueError, match=r"Member 0 of the zoo at .* was trained on other data \(fingerprint"):
         fit(tmp_path, ZooExport(), task=task, data=digits(data_seed=1))
+    with pytest.raises(ValueError, match=r"trained on other data \(mean \[0.3.*, these have \[0.5\]\)"):
+        fit(tmp_path, ZooExport(), task=task, data=digits(mean=[0.5], std=[0.5]))
     # Settings of the training only are no other data.
     fit(tmp_path, ZooExport(), task=task, data=digits(batch_size=8))
 
@@ -228,7 +230,7 @@ def test_report_says_what_was_found(tmp_path, capsys):
     assert [int(row["member"]) for row in rows] == [row["member"] for row in found["rows"]] == [4, 5, 6]
     splits = task.split_metrics(data)
     for index, (row, same) in enumerate(zip(rows, found["rows"], strict=True)):
-        assert int(row["epoch_kept"]) == task.kept[4 + index]["epoch"] + 1
+        assert float(row["epoch_kept"]) == task.kept[4 + index]["epoch"] + 1
         for split in ("train", "val", "test"):
             for name in ("accuracy", "loss"):
                 value = float(splits[split][name][index])
