@@ -41,8 +41,7 @@ class TensorLoader:
 
     - ``seeds`` None: the images in their order. Shapes ``[B, C, H, W]`` and ``[B]``.
     - ``seeds`` an int: shuffled anew each epoch. Same shapes.
-    - ``seeds`` a sequence of ``M`` seeds: row ``m`` is what a loader with ``seeds[m]`` alone would give.
-    Shapes
+    - ``seeds`` a sequence of ``M`` seeds: row ``m`` is what a loader with ``seeds[m]`` alone would give. Shapes
       ``[M, B, C, H, W]`` and ``[M, B]``.
 
     Several processes: without seeds, process ``r`` of ``W`` gets the ``r``-th of ``W`` contiguous parts,

@@ -125,10 +125,9 @@ class _ResidualNetwork(Network):
 class CIFARResNet(_ResidualNetwork):
     """The residual networks of three stages made for CIFAR: ResNet-20, 32, 44 and 56.
 
-    Stages of widths c, 2c, 4c, each of ``(depth - 2) / 6`` blocks; global average pooling. With the defaults
-    and CIFAR
-    images: 269,722 parameters (ResNet-32: 464,154; ResNet-44: 658,586; ResNet-56: 853,018). Kaiming-normal
-    weights (fan in, gain of ReLU) in convolutions and the linear layer, PyTorch's initialisation otherwise.
+    Stages of widths c, 2c, 4c, each of ``(depth - 2) / 6`` blocks; global average pooling. With the
+    defaults and CIFAR images: 269,722 parameters (ResNet-32: 464,154; ResNet-44: 658,586; ResNet-56: 853,018).
+    Kaiming-normal weights (fan in, gain of ReLU) in convolutions and the linear layer, PyTorch's initialisation otherwise.
 
     Args:
         depth: 20, 32, 44 or 56: the number of layers with weights, shortcuts not counted.
@@ -174,9 +173,8 @@ class CIFARResNet(_ResidualNetwork):
 class CIFARResNet18(_ResidualNetwork):
     """ResNet-18 for small images: a 3x3 first convolution without pooling, then four stages of two blocks.
 
-    Widths c, 2c, 4c, 8c; 1x1 convolution shortcuts (option B); global average pooling. With the defaults and
-    CIFAR
-    images: 11,173,962 parameters. PyTorch's initialisation.
+    Widths c, 2c, 4c, 8c; 1x1 convolution shortcuts (option B); global average pooling. With the
+    defaults and CIFAR images: 11,173,962 parameters. PyTorch's initialisation.
 
     Args:
         width: Channels ``c`` of the first stage, >= 1.

@@ -12,8 +12,8 @@ from lightning_sym.networks.base import Network
 class MultiLayerPerceptron(Network):
     """Flatten, then linear layers with an activation after each but the last.
 
-    Modules: ``flatten``, ``linear1``, ``activation1``, ``linear2``, ..., ``classifier``. PyTorch's
-        initialisation.
+    The modules are called ``flatten``, ``linear1``, ``activation1``, ``linear2``, ..., ``classifier``. PyTorch's
+    initialisation.
 
     Args:
         widths: Hidden units of each layer, each >= 1. Empty for a linear classifier.
