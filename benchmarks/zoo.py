@@ -4,6 +4,7 @@ Same data, same networks, same optimizer, same run; variants take turns, so that
 does so for all. Run it alone on the machine::
 
     python benchmarks/zoo.py                  # CPU: Myrtle CNN x 8 on MNIST5k, MLP x 32 on the 8x8 digits
+    python benchmarks/zoo.py --part steps     # single training steps, ours and plain in turn: least noise
     python benchmarks/zoo.py --device cuda    # ResNet-20 x 32 on random 3x32x32 images
 
 Prints a table and writes it to ``benchmarks/results/zoo-<device>.json`` and ``.md``.
@@ -35,6 +36,7 @@ from torch.nn import functional as F
 
 from lightning_sym.datamodules import DigitsDataModule, ImageDataModule, LabelledImages, MNIST5kDataModule
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
+from lightning_sym.population import LoopPopulation, carry_gradients
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import versions
 
@@ -255,6 +257,53 @@ def measure(
     return {"title": title, "members": members, "steps": steps, "batch_size": data.hparams["batch_size"], "rows": rows}
 
 
+def measure_steps(network: Network, shape: tuple[int, int, int], members: int, rounds: int, device: str) -> str:
+    """Time single training steps of all members, ours and plain in turn: close in time, so that noise cancels.
+
+    Returns:
+        A Markdown paragraph with medians and the median ratio of neighbours.
+    """
+    population = LoopPopulation(network, range(members)).to(device)
+    together = torch.optim.Adam(population.trainable())
+    networks = [network.fresh(number).to(device) for number in range(members)]
+    optimizers = [torch.optim.Adam(member.parameters()) for member in networks]
+    images = torch.randn(members, 32, *shape, device=device)
+    labels = torch.randint(10, (members, 32), device=device)
+
+    def ours() -> None:
+        together.zero_grad()
+        step = population.step(images, labels, skip=frozenset(), label_smoothing=0.0, draw=0)
+        carry_gradients(step.losses.mean(), step.gradients, population.trainable()).backward()
+        together.step()
+
+    def plain() -> None:
+        for index, (member, optimizer) in enumerate(zip(networks, optimizers, strict=True)):
+            optimizer.zero_grad()
+            F.cross_entropy(member(images[index]), labels[index]).backward()
+            optimizer.step()
+
+    def seconds(run: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        run()
+        _synchronize(torch.device(device))
+        return time.perf_counter() - start
+
+    pairs = []
+    for number in range(-3, rounds):  # three rounds warm up
+        runs = (ours, plain) if number % 2 else (plain, ours)
+        times = {run: seconds(run) for run in runs}
+        if number >= 0:
+            pairs.append((times[ours], times[plain]))
+    mine, theirs = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+    ratios = sorted(a / b for a, b in pairs)
+    low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+    return (
+        f"One training step of {members} members, without Lightning, {rounds} pairs in turn: ours {mine:.1f} ms, plain "
+        f"{theirs:.1f} ms; median ratio of neighbours {statistics.median(ratios):.3f} "
+        f"(quartiles {low:.3f} to {high:.3f}).\n"
+    )
+
+
 def table(result: dict[str, Any]) -> str:
     """Return one result as a Markdown table."""
     lines = [
@@ -284,7 +333,15 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=6, help="rounds after a first one that is not counted")
     parser.add_argument("--steps", type=int, default=40, help="steps of the CNNs; 112 are an epoch of MNIST5k")
+    parser.add_argument("--part", choices=["epochs", "steps"], default="epochs", help="steps: single steps in pairs")
     arguments = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    if arguments.part == "steps":
+        cnn = MyrtleCNN(width=16, in_channels=1, image_size=28)
+        text = measure_steps(cnn, (1, 28, 28), 8, 40, arguments.device)
+        (RESULTS / f"zoo-{arguments.device}-steps.md").write_text(f"Myrtle CNN, width 16, 28x28, batch 32. {text}")
+        print(text)
+        return
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     steps, repeats, device = arguments.steps, arguments.repeats, arguments.device
@@ -307,7 +364,6 @@ def main() -> None:
         machine = torch.cuda.get_device_name()
     text = "\n".join(table(result) for result in results)
     about = {"machine": machine, "repeats": repeats, "python": platform.python_version(), "versions": versions()}
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"zoo-{device}.json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     (RESULTS / f"zoo-{device}.md").write_text(f"{machine}; torch {torch.__version__}; {repeats} rounds.\n\n{text}")
     print("\n" + text)

@@ -127,7 +127,8 @@ class CIFARResNet(_ResidualNetwork):
 
     Stages of widths c, 2c, 4c, each of ``(depth - 2) / 6`` blocks; global average pooling. With the
     defaults and CIFAR images: 269,722 parameters (ResNet-32: 464,154; ResNet-44: 658,586; ResNet-56: 853,018).
-    Kaiming-normal weights (fan in, gain of ReLU) in convolutions and the linear layer, PyTorch's initialisation otherwise.
+    Kaiming-normal weights (fan in, gain of ReLU) in convolutions and the linear layer, PyTorch's initialisation
+    otherwise.
 
     Args:
         depth: 20, 32, 44 or 56: the number of layers with weights, shortcuts not counted.
