@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +28,8 @@ class ZooReport(Callback):
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
     split, per member), ``results/zoo.png``, ``validation_curves.png`` and ``confusion.png`` (the last two in
-    TensorBoard too, under ``figures/ZooReport``), and a table on the terminal with the places of all files.
+    TensorBoard too, under ``figures/ZooReport``, and the mean test accuracy as ``hp_metric`` beside the
+    hyperparameters), and a table on the terminal with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -75,6 +77,10 @@ class ZooReport(Callback):
             "versions": versions(),
         }
         publish_table(self._table, about, self._path / "members")
+        if tested := [row["test_accuracy"] for row in self._table if not row["stopped"]]:
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):  # in place of the -1 that Lightning begins with
+                    logger.log_metrics({"hp_metric": statistics(tested)["mean"]}, step=trainer.global_step)
         self._figures(trainer, task, data, kept)
 
     def _figures(self, trainer: Trainer, task: ZooTask, data: ImageDataModule, kept: dict[int, float]) -> None:

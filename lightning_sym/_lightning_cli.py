@@ -319,11 +319,7 @@ class RecipeCLI(LightningCLI):
         if config.get("logger") in (None, True):
             kwargs["logger"] = [
                 # validate would add a point at step 0 to the curves of the fit.
-                *(
-                    [TensorBoardLogger(run_dir.parent, run_dir.name, "", default_hp_metric=False)]
-                    if self.subcommand != "validate"
-                    else []
-                ),
+                *([TensorBoardLogger(run_dir.parent, run_dir.name, "")] if self.subcommand != "validate" else []),
                 # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
                 MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
             ]
