@@ -8,6 +8,7 @@ A population knows two ways to run its members, which give the same numbers up t
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class PopulationStep:
     gradients: list[Tensor]
 
 
-class Population(nn.Module):
+class Population(nn.Module, ABC):
     """Members that share an architecture and differ by seed; see the module's docstring.
 
     Member ``n`` starts from ``network.fresh(n)``: its weights depend on its number only.
@@ -64,10 +65,11 @@ class Population(nn.Module):
         """Return the parameters that are trained, in the order of :attr:`PopulationStep.gradients`."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
+    @abstractmethod
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield ``(name within the network, parameter)`` for every trainable parameter, in the same order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(
         self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
     ) -> PopulationStep:
@@ -83,8 +85,8 @@ class Population(nn.Module):
         Returns:
             Losses, counts and gradients; nothing is accumulated into ``.grad``.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None) -> Tensor:
         """Return all members' outputs for the same images.
 
@@ -95,16 +97,16 @@ class Population(nn.Module):
         Returns:
             Shape ``[M, B, K]``.
         """
-        raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
         """Return all members' outputs for the same images, shape ``[M, B, K]``."""
         return self.logits(images)
 
+    @abstractmethod
     def member_state(self, number: int) -> dict[str, Tensor]:
         """Return a copy of one member's parameters and buffers, under the network's own names."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:
         """Clip every member's gradient separately, as if it were trained alone.
 
@@ -112,11 +114,10 @@ class Population(nn.Module):
             value: Largest norm (or absolute value) allowed. > 0.
             by_norm: Clip the Euclidean norm over the member's parameters; otherwise each entry.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def drop_gradients(self, number: int) -> None:
         """Forget one member's gradient, so that the optimizer leaves the member alone where it can."""
-        raise NotImplementedError
 
     @contextmanager
     def _drawing(self, device: torch.device, *keys: int) -> Iterator[None]:
