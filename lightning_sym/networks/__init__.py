@@ -8,6 +8,7 @@ from lightning_sym.networks.activations import (
     make_activation,
 )
 from lightning_sym.networks.base import Network, WrappedNetwork
+from lightning_sym.networks.batch_norm import batch_norms, preserved_statistics, recalibrate_batch_norm
 from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18
 from lightning_sym.networks.construction import build
 from lightning_sym.networks.lenet import LeNet5
@@ -27,7 +28,10 @@ __all__ = [
     "Polynomial",
     "TorchvisionNetwork",
     "WrappedNetwork",
+    "batch_norms",
     "build",
     "is_activation",
     "make_activation",
+    "preserved_statistics",
+    "recalibrate_batch_norm",
 ]

@@ -18,11 +18,12 @@ FOLDERS = {
 }
 
 # Each room and the rooms that it may import from, besides itself; from the bottom up.
-HELPERS = {"_files", "_random", "_text"}
+HELPERS = {"_files", "_random", "_statistics", "_text"}
 NUMERICS = {"symmetry", "curvature", "similarity", "landscape"}
 ARROWS: dict[str, set[str]] = {
     "_files": set(),
     "_random": set(),
+    "_statistics": set(),
     "_text": set(),
     "layers": HELPERS,
     "networks": {"layers", *HELPERS},
@@ -63,8 +64,9 @@ def room(name):
 
 
 def natural(name):
-    """Return the key by which CIFAR10 comes before CIFAR100, as ruff sorts."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    """Return the key by which constants come first and CIFAR10 before CIFAR100, as ruff sorts."""
+    constant = name.isupper() and "_" in name
+    return [not constant, *(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))]
 
 
 def imports(file):

@@ -1,0 +1,837 @@
+"""The symmetry of a network: its group, its elements, and how they act on weights."""
+
+import copy
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_sym.symmetry._capture import evaluating, state_tensors
+from lightning_sym.symmetry._structure import Site, Structure
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A place in the network where the units of an axis group can be watched.
+
+    Attributes:
+        module: The module whose output shows them.
+        axis: The axis of that output on which they live.
+        positions: For each unit, its position there. Shape (size,), int64.
+    """
+
+    module: str
+    axis: int
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """Where the units of an axis group stand in one tensor.
+
+    Attributes:
+        tensor: The name of the parameter or buffer.
+        axis: Its axis.
+        positions: For each unit, its positions on that axis (several after flattening an image). Shape
+            (size, positions per unit), int64.
+        exponent: How the unit's own first scale acts here: 1 on what it puts out, -1 on what reads it, 0 where it
+            does not act.
+        is_parameter: False for buffers.
+    """
+
+    tensor: str
+    axis: int
+    positions: Tensor
+    exponent: float
+    is_parameter: bool
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """Units that one group element moves together, and the tensors' axes on which they stand.
+
+    Attributes:
+        name: After the first tensor in which the units stand.
+        units: The units' numbers. Shape (size,), int64.
+        cells: For each unit the number of its cell: units change places freely within a cell only. One cell, unless
+            the units belong to heads or groups. Shape (size,), int64.
+        movable: Whether units may change places at all.
+        dense: Whether any invertible matrix may mix the units of a cell.
+        scales: How many magnitudes are free per unit.
+        signs: How many signs are free per unit.
+        occurrences: Where the units stand.
+        taps: Where they can be watched.
+    """
+
+    name: str
+    units: Tensor
+    cells: Tensor
+    movable: bool
+    dense: bool
+    scales: int
+    signs: int
+    occurrences: tuple[Occurrence, ...]
+    taps: tuple[Tap, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of units."""
+        return len(self.units)
+
+    @property
+    def kind(self) -> str:
+        """What may be done to the units, in words."""
+        if self.dense:
+            return "invertible matrices"
+        parts = ["permutation"] if self.movable and self.size > int(self.cells.max()) + 1 else []
+        parts += ["scale" if self.scales == 1 else f"{self.scales} scales"] * (self.scales > 0)
+        parts += ["sign" if self.signs == 1 else f"{self.signs} signs"] * (self.signs > 0)
+        return " + ".join(parts) or "moves with its block"
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element of a network's symmetry group. Scales come first, permutations second.
+
+    Attributes:
+        group: The fingerprint of the symmetry that it belongs to.
+        permutation: The new unit i is the old unit permutation[i]. Shape (units,), int64.
+        log_scale: Logarithms of the magnitudes. Shape (scales,), float64.
+        sign: +1 or -1. Shape (signs,), float64.
+        dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
+        shift: For each bias before a batch norm, the vector that is added to it. Each of shape (channels,), float64.
+    """
+
+    group: str
+    permutation: Tensor
+    log_scale: Tensor
+    sign: Tensor
+    dense: tuple[Tensor, ...] = ()
+    shift: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Action:
+    """What an element does to each site."""
+
+    source: Ints
+    scale: Floats
+    moved: NDArray[np.bool_]
+
+
+class _Scratch:
+    """Memory for what is needed only for a moment: fresh memory costs more than the work done in it."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def select(self, tensor: Tensor, axis: int, source: Ints) -> Tensor:
+        """Return `tensor.index_select(axis, source)`, valid until the next call."""
+        key = (tensor.dtype, tensor.device)
+        held = self.memory.get(key)
+        if held is None or held.numel() < tensor.numel() or held.data_ptr() == tensor.data_ptr():
+            held = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            self.memory[key] = held
+        index = torch.from_numpy(source).to(tensor.device)
+        return torch.index_select(tensor, axis, index, out=held[: tensor.numel()].view(tensor.shape))
+
+
+class Symmetry:
+    """The group of changes of weights and buffers that leave a network's function alone, in evaluation mode.
+
+    Made by `trace_symmetry`. Elements are made by `identity` and `sample`, put together by `compose` and `inverse`, and
+    change networks by `act`. Every network of the traced architecture may be acted on, whatever its weights.
+
+    Attributes:
+        groups: The axis groups, in the order of the forward pass.
+        notes: What limits the group: unknown operations, parameters never used, and the like.
+        worst_error: Largest relative change of the output that the self-test saw.
+    """
+
+    def __init__(self, structure: Structure, network: nn.Module, notes: Sequence[str], modules: dict[str, str]) -> None:
+        self.structure = structure
+        self.notes: tuple[str, ...] = tuple(notes)
+        self.worst_error = math.nan
+        states = state_tensors(network)
+        self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: (tuple(t.shape), t.dtype) for name, t in states.items()
+        }
+        self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
+        text = repr([(name, shape) for name, (shape, _) in self.layout.items()])
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._sites_of: dict[str, list[int]] = {}
+        for index, site in enumerate(structure.sites):
+            self._sites_of.setdefault(site.tensor, []).append(index)
+        self._dense_cells = {tuple(cell.tolist()): index for index, cell in enumerate(structure.dense)}
+        self.groups: tuple[AxisGroup, ...] = tuple(self._axis_groups(modules))
+
+    # What there is.
+
+    def _axis_groups(self, modules: dict[str, str]) -> Iterator[AxisGroup]:
+        structure = self.structure
+        starts = np.array([site.offset for site in structure.sites], np.int64)
+        forms = structure.magnitudes
+        dense = {int(unit) for cell in structure.dense for unit in cell}
+        names: set[str] = set()
+        for index, units in enumerate(structure.types):
+            columns = structure.columns[index]
+            site_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
+            occurrences = []
+            table = structure.scale_table[index]
+            first = (
+                np.asarray(forms[columns[0], table[0, 0]].todense()).ravel()
+                if table.shape[1] and columns.shape[1]
+                else np.zeros(columns.shape[1])
+            )
+            for site_index, exponent in dict.fromkeys(zip(site_of.tolist(), first.tolist(), strict=True)):
+                site = structure.sites[site_index]
+                at = columns[:, (site_of == site_index) & (first == exponent)]
+                occurrences.append(
+                    Occurrence(
+                        site.tensor,
+                        site.axes[0] if site.axes else 0,
+                        torch.from_numpy(np.ascontiguousarray(at - site.offset)),
+                        exponent,
+                        site.tensor in self.parameter_names,
+                    )
+                )
+            taps = [
+                Tap(modules[node], axis, torch.from_numpy(positions))
+                for node, axis, positions in structure.taps[index]
+                if node in modules
+            ]
+            # Buffers and biases are named after the same module as the weight, which comes first.
+            name = occurrences[0].tensor.rpartition(".")[0] or occurrences[0].tensor
+            number = 2
+            base = name
+            while name in names:
+                name, number = f"{base} ({number})", number + 1
+            names.add(name)
+            yield AxisGroup(
+                name=name,
+                units=torch.from_numpy(units),
+                cells=torch.from_numpy(structure.fine[index]),
+                movable=structure.movable[index],
+                dense=int(units[0]) in dense,
+                scales=structure.scale_table[index].shape[1],
+                signs=structure.sign_table[index].shape[1],
+                occurrences=tuple(occurrences),
+                taps=tuple(taps),
+            )
+
+    @property
+    def units(self) -> int:
+        """The number of units: what a permutation moves."""
+        return self.structure.units
+
+    @property
+    def scales(self) -> int:
+        """The number of free magnitudes, those inside dense cells included."""
+        return int(self.structure.magnitudes.shape[1])
+
+    @property
+    def signs(self) -> int:
+        """The number of free signs, those inside dense cells included."""
+        return int(self.structure.signs.shape[1])
+
+    @cached_property
+    def shifts(self) -> int:
+        """The number of free shifts: biases before batch norms (spec 2.3, c)."""
+        return sum(size for _, _, size in self.structure.shifts)
+
+    @cached_property
+    def dimension(self) -> int:
+        """The dimension of the group's continuous part, and of the orbit of a generic network."""
+        inside = sum(len(cell) for cell in self.structure.dense)
+        return self.scales - inside + sum(len(cell) ** 2 for cell in self.structure.dense) + self.shifts
+
+    @cached_property
+    def log10_permutations(self) -> float:
+        """Decimal logarithm of the number of permutations (inside dense cells they are matrices, and not counted)."""
+        dense = {int(unit) for cell in self.structure.dense for unit in cell}
+        total = 0.0
+        for units, cells, movable in zip(
+            self.structure.types, self.structure.fine, self.structure.movable, strict=True
+        ):
+            if movable and int(units[0]) not in dense:
+                total += sum(math.lgamma(count + 1) for count in np.bincount(cells))
+        total += sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.coarse)
+        return total / math.log(10)
+
+    @property
+    def log_order(self) -> float:
+        """Natural logarithm of the order of the group's discrete part: permutations and signs."""
+        inside = sum(len(cell) for cell in self.structure.dense)
+        return self.log10_permutations * math.log(10) + (self.signs - inside) * math.log(2)
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row per axis group: what `print(symmetry)` shows, as data."""
+        rows = []
+        for index, group in enumerate(self.groups):
+            cells = np.bincount(self.structure.fine[index])
+            count = 0.0 if group.dense or not group.movable else sum(math.lgamma(n + 1) for n in cells) / math.log(10)
+            shared = np.unique(self.structure.scale_table[index])
+            rows.append(
+                {
+                    "group": group.name,
+                    "size": group.size,
+                    "cells": len(cells) if group.movable else group.size,
+                    "type": group.kind,
+                    "parameters": [f"{o.tensor}[{o.axis}]" for o in group.occurrences],
+                    "dimension": int((cells**2).sum()) if group.dense else len(shared),
+                    "log10_permutations": count,
+                }
+            )
+        return rows
+
+    def __str__(self) -> str:
+        rows = [("axis group", "size", "type", "dimension", "log10 permutations", "on the axes of")]
+        for row in self.table():
+            axes = row["parameters"]
+            shown = ", ".join(axes[:3]) + (f" and {len(axes) - 3} more" if len(axes) > 3 else "")
+            size = (
+                f"{row['size']}"
+                if row["cells"] in (1, row["size"])
+                else f"{row['cells']} x {row['size'] // row['cells']}"
+            )
+            rows.append(
+                (row["group"], size, row["type"], f"{row['dimension']}", f"{row['log10_permutations']:.1f}", shown)
+            )
+        width = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            "  ".join(cell.ljust(width[i]) if i in (0, 2) else cell.rjust(width[i]) for i, cell in enumerate(row[:5]))
+            + "  "
+            + row[5]
+            for row in rows
+        ]
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        summary = (
+            f"{len(self.groups)} axis groups, {self.units} units: 10^{self.log10_permutations:.1f} permutations, "
+            f"{self.signs} signs, dimension {self.dimension}"
+        )
+        blocks = [f"blocks that change places as wholes: {len(b)} of {b.shape[1]} units" for b in self.structure.coarse]
+        checked = [] if math.isnan(self.worst_error) else [f"checked with a random element: {self.worst_error:.1e}"]
+        return "\n".join([*lines, summary, *blocks, *checked, *(f"note: {note}" for note in self.notes)])
+
+    def __repr__(self) -> str:
+        return f"<Symmetry: {len(self.groups)} axis groups, {self.units} units, dimension {self.dimension}>"
+
+    # Elements.
+
+    def identity(self) -> Element:
+        """Return the element that changes nothing."""
+        return Element(
+            self.fingerprint,
+            torch.arange(self.units),
+            torch.zeros(self.scales, dtype=torch.float64),
+            torch.ones(self.signs, dtype=torch.float64),
+            tuple(torch.eye(len(cell), dtype=torch.float64) for cell in self.structure.dense),
+            tuple(torch.zeros(size, dtype=torch.float64) for _, _, size in self.structure.shifts),
+        )
+
+    def sample(
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        scale: float = 0.5,
+        permutations: bool = True,
+        signs: bool = True,
+        mixing: bool = True,
+        shifts: bool = True,
+    ) -> Element:
+        """Draw a random element.
+
+        Args:
+            generator: Where randomness comes from.
+            scale: Standard deviation of the magnitudes' logarithms (natural), and of the shifts; also of the
+                logarithms of a dense matrix's singular values. 0 leaves all magnitudes alone.
+            permutations: Whether units change places; uniform over all permutations of each cell and of the blocks.
+            signs: Whether signs are drawn.
+            mixing: Whether dense cells get random matrices.
+            shifts: Whether biases before batch norms are shifted.
+
+        Raises:
+            ValueError: If `scale` is negative or not finite.
+        """
+        if not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"scale must be a finite number >= 0, got {scale}")
+        structure = self.structure
+        permutation = np.arange(self.units)
+        inside = np.zeros(self.units, bool)
+        for cell in structure.dense:
+            inside[cell] = True
+        if permutations:
+            for units, cells, movable in zip(structure.types, structure.fine, structure.movable, strict=True):
+                if not movable or inside[units[0]]:
+                    continue
+                draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
+                # Sorting by (cell, random) permutes within cells.
+                start = np.lexsort((np.arange(len(units)), cells))
+                permutation[units[start]] = units[np.lexsort((draw, cells))]
+            for blocks in structure.coarse:
+                order = torch.randperm(len(blocks), generator=generator).numpy()
+                within = permutation.copy()
+                permutation[blocks] = within[blocks[order]]
+        log_scale = torch.randn(self.scales, dtype=torch.float64, generator=generator) * scale
+        sign = torch.ones(self.signs, dtype=torch.float64)
+        if signs:
+            sign = torch.randint(0, 2, (self.signs,), generator=generator).double() * 2 - 1
+        dense = []
+        for _index, cell in enumerate(structure.dense):
+            size = len(cell)
+            matrix = torch.eye(size, dtype=torch.float64)
+            if mixing:
+                left, right = (
+                    torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))[0] for _ in "lr"
+                )
+                matrix = (left * (scale * torch.randn(size, dtype=torch.float64, generator=generator)).exp()) @ right
+            dense.append(matrix)
+        # Inside dense cells, the matrices do it all.
+        for table, numbers, neutral in ((structure.scale_table, log_scale, 0.0), (structure.sign_table, sign, 1.0)):
+            for units, own in zip(structure.types, table, strict=True):
+                if inside[units[0]]:
+                    numbers[torch.from_numpy(own.ravel())] = neutral
+        shift = tuple(
+            torch.randn(size, dtype=torch.float64, generator=generator) * (scale if shifts else 0.0)
+            for _, _, size in structure.shifts
+        )
+        return Element(self.fingerprint, torch.from_numpy(permutation), log_scale, sign, tuple(dense), shift)
+
+    def _own(self, *elements: Element) -> None:
+        for element in elements:
+            if (
+                element.group != self.fingerprint
+                or len(element.permutation) != self.units
+                or len(element.log_scale) != self.scales
+                or len(element.sign) != self.signs
+            ):
+                raise ValueError(
+                    "the element belongs to the symmetry of another network; expected one made by this symmetry's "
+                    "identity() or sample()"
+                )
+
+    def _pulled(self, numbers: Tensor, tables: tuple[Ints, ...], permutation: Ints) -> Tensor:
+        """Rename generators of the permuted network to those of the network before: what unit p[j] has, j had."""
+        result = numbers.clone()
+        local = self._local
+        for units, table in zip(self.structure.types, tables, strict=True):
+            if table.shape[1]:
+                old = table[local[permutation[units]]]
+                result[torch.from_numpy(old)] = numbers[torch.from_numpy(table)]
+        return result
+
+    @cached_property
+    def _local(self) -> Ints:
+        """For each unit, its place in its type."""
+        local = np.zeros(self.units, np.int64)
+        for units in self.structure.types:
+            local[units] = np.arange(len(units))
+        return local
+
+    def compose(self, second: Element, first: Element) -> Element:
+        """Return the element that acts as `first` and then `second`.
+
+        Raises:
+            ValueError: If one belongs to another network's symmetry.
+        """
+        self._own(second, first)
+        permutation = first.permutation.numpy()
+        dense = []
+        for index, cell in enumerate(self.structure.dense):
+            dense.append(second.dense[self._cell_after(cell, permutation)] @ first.dense[index])
+        shift = []
+        action = self._action(second)
+        source = self._action(first).source
+        for index, (_, mean, size) in enumerate(self.structure.shifts):
+            site = self.structure.sites[mean]
+            at = slice(site.offset, site.offset + size)
+            old = torch.from_numpy(source[at] - site.offset)
+            later = torch.zeros(size, dtype=torch.float64)
+            later[old] = torch.from_numpy(action.scale[at]) * first.shift[index][old] + second.shift[index]
+            shift.append(later)
+        return Element(
+            self.fingerprint,
+            first.permutation[second.permutation],
+            first.log_scale + self._pulled(second.log_scale, self.structure.scale_table, permutation),
+            first.sign * self._pulled(second.sign, self.structure.sign_table, permutation),
+            tuple(dense),
+            tuple(shift),
+        )
+
+    def _cell_after(self, cell: Ints, permutation: Ints) -> int:
+        """Return the dense cell in whose place the given one stands after a permutation."""
+        inverse = np.argsort(permutation)
+        return self._dense_cells[tuple(inverse[cell].tolist())]
+
+    def inverse(self, element: Element) -> Element:
+        """Return the element that undoes another one."""
+        self._own(element)
+        inverse = torch.argsort(element.permutation)
+        back = inverse.numpy()
+        dense: list[Tensor] = [torch.empty(0)] * len(element.dense)
+        for index, cell in enumerate(self.structure.dense):
+            dense[self._cell_after(cell, element.permutation.numpy())] = torch.linalg.inv(element.dense[index])
+        action = self._action(element)
+        shift = []
+        for index, (_, mean, size) in enumerate(self.structure.shifts):
+            site = self.structure.sites[mean]
+            at = slice(site.offset, site.offset + size)
+            old = torch.from_numpy(action.source[at] - site.offset)
+            shift.append((-element.shift[index] / torch.from_numpy(action.scale[at]))[old])
+        return Element(
+            self.fingerprint,
+            inverse,
+            -self._pulled(element.log_scale, self.structure.scale_table, back),
+            self._pulled(element.sign, self.structure.sign_table, back),
+            tuple(dense),
+            tuple(shift),
+        )
+
+    # Action.
+
+    def _action(self, element: Element) -> _Action:
+        structure = self.structure
+        total = structure.magnitudes.shape[0]
+        scale = np.exp(structure.magnitudes @ element.log_scale.numpy())
+        if structure.signs.shape[1]:
+            flips = structure.signs @ (element.sign.numpy() < 0).astype(np.float64)
+            scale = np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
+        source = np.arange(total)
+        permutation = element.permutation.numpy()
+        local = self._local
+        for units, columns in zip(structure.types, structure.columns, strict=True):
+            new = permutation[units]
+            if not np.array_equal(new, units):
+                source[columns] = columns[local[new]]
+        return _Action(source, scale, source != np.arange(total))
+
+    def act(
+        self,
+        element: Element,
+        network: nn.Module,
+        *,
+        inplace: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> nn.Module:
+        """Change a network's weights and buffers by an element; its function in evaluation mode stays the same.
+
+        Running variances move by v' = s^2 (v + eps) - eps, which keeps evaluation mode exact. In training mode, batch
+        norm divides by the batch's own variance, so a scale s in front of it changes the output by O(eps / v); all else
+        is exact there, too.
+
+        Args:
+            element: From this symmetry.
+            network: Any network of the traced architecture. Not changed unless `inplace`.
+            inplace: Whether to change the network itself.
+            optimizer: The network's optimiser, whose state is carried along in place (momenta move by the inverse
+                scale, as gradients do; second moments by its square); needs `inplace`.
+
+        Returns:
+            The changed network.
+
+        Raises:
+            ValueError: If the element or the network does not belong to this symmetry, a weight is not finite, or an
+                optimiser is given without `inplace` or holds state that cannot be carried along.
+        """
+        self._own(element)
+        self.require(network)
+        if optimizer is not None and not inplace:
+            raise ValueError("an optimiser's state can be carried along only with inplace=True")
+        action = self._action(element)
+        old = state_tensors(network)
+        scratch = _Scratch()
+        with torch.no_grad():
+            if inplace:
+                if optimizer is not None:
+                    self._carry(optimizer, old, element, action)
+                for name in self._sites_of:
+                    old[name].copy_(self._moved(old[name], name, element, action, scratch=scratch))
+                return network
+            # The copy gets its new tensors at once, instead of copies of the old ones.
+            made: dict[int, Any] = {}
+            for name in self._sites_of:
+                tensor = self._moved(old[name], name, element, action, scratch=scratch)
+                if type(old[name]) is nn.Parameter:
+                    tensor = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
+                made[id(old[name])] = tensor
+        return copy.deepcopy(network, made)
+
+    def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
+        """Return what becomes of some parameters or buffers, by name; nothing is checked and nothing is changed.
+
+        Args:
+            element: From this symmetry.
+            tensors: Parameters or buffers, by name.
+            shifts: Whether to shift biases in front of batch norms, and running means.
+        """
+        action, scratch = self._action(element), _Scratch()
+        return {
+            name: self._moved(tensor, name, element, action, scratch=scratch, shifted=shifts)
+            if name in self._sites_of
+            else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def require(self, network: nn.Module) -> None:
+        """Check that a network has the traced architecture's tensors.
+
+        Raises:
+            ValueError: If names or shapes differ.
+        """
+        states = state_tensors(network)
+        shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
+        for name, (shape, _) in self.layout.items():
+            if shapes.get(name) != shape:
+                found = f"has shape {list(shapes[name])} there" if name in shapes else "has no such tensor"
+                raise ValueError(f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network")
+        if extra := next((name for name in shapes if name not in self.layout), None):
+            raise ValueError(f"the network holds {extra}, which the traced network does not")
+
+    def _moved(
+        self,
+        tensor: Tensor,
+        name: str,
+        element: Element,
+        action: _Action,
+        *,
+        scratch: "_Scratch",
+        power: float = 1.0,
+        shifted: bool = True,
+    ) -> Tensor:
+        """Return what becomes of one tensor (of weights; of their gradients with power -1, of squares with -2)."""
+        sites = [self.structure.sites[index] for index in self._sites_of[name]]
+        result = tensor.detach()
+        for site in sites:
+            if site.offset in self._dense_places:
+                result = self._mixed(result, site, element)
+        joint = next((site for site in sites if len(site.axes) == 2), None)
+        if joint is not None:
+            scale = action.scale[joint.offset : joint.offset + joint.size] ** power
+            result = self._moved_jointly(result * self._on_axis(torch.from_numpy(scale), joint, result), joint, action)
+        else:
+            moves = [
+                (site.axes[0], action.source[site.offset : site.offset + site.size] - site.offset)
+                for site in sites
+                if site.axes and action.moved[site.offset : site.offset + site.size].any()
+            ]
+            for axis, source in moves[:-1]:
+                result = scratch.select(result, axis, source)
+            if moves:
+                axis, source = moves[-1]
+                result = result.index_select(axis, torch.from_numpy(source).to(result.device))
+        if result.data_ptr() == tensor.data_ptr():
+            result = result.clone()
+        for site in sites:
+            if site is joint:
+                continue
+            at = slice(site.offset, site.offset + site.size)
+            scale = action.scale[action.source[at]]
+            if site.kind == "variance" and shifted:
+                square = self._on_axis(torch.from_numpy(scale**2), site, result)
+                result.add_(site.epsilon).mul_(square).sub_(site.epsilon)
+            elif not np.all(scale == 1):
+                result.mul_(self._on_axis(torch.from_numpy(scale**power), site, result))
+        if shifted and self.structure.shifts:
+            for index in self._shifts_of.get(name, ()):
+                site = self.structure.sites[self.structure.shifts[index][0 if name in self._biases else 1]]
+                source = action.source[site.offset : site.offset + site.size] - site.offset
+                result.add_(element.shift[index][torch.from_numpy(source)].to(result))
+        return result
+
+    @cached_property
+    def _shifts_of(self) -> dict[str, list[int]]:
+        """By tensor: which shifts are added to it."""
+        found: dict[str, list[int]] = {}
+        for index, (bias, mean, _) in enumerate(self.structure.shifts):
+            for site in (bias, mean):
+                found.setdefault(self.structure.sites[site].tensor, []).append(index)
+        return found
+
+    @cached_property
+    def _biases(self) -> set[str]:
+        return {self.structure.sites[bias].tensor for bias, _, _ in self.structure.shifts}
+
+    @staticmethod
+    def _on_axis(vector: Tensor, site: Site, tensor: Tensor) -> Tensor:
+        shape = [1] * tensor.ndim
+        for axis, size in zip(site.axes, site.shape, strict=True):
+            shape[axis] = size
+        return vector.reshape(shape).to(tensor)
+
+    def _moved_jointly(self, tensor: Tensor, joint: Site, action: _Action) -> Tensor:
+        """Move the weight of a grouped convolution: which channel the second axis means depends on the first."""
+        rows = next(
+            self.structure.sites[i] for i in self._sites_of[joint.tensor] if self.structure.sites[i].axes == (0,)
+        )
+        at = slice(rows.offset, rows.offset + rows.size)
+        row = action.source[at] - rows.offset
+        unit, wanted = joint.unit, self._permutation_of(action)[joint.unit]
+        # In row r of the new weight stands row[r] of the old one, in which the wanted units have to be found.
+        held = unit[row]
+        if held.shape[1] == 1:
+            column = np.zeros_like(held)
+        else:
+            order = np.argsort(held, axis=1)
+            rank = np.argsort(np.argsort(wanted, axis=1), axis=1)
+            column = np.take_along_axis(order, rank, axis=1)
+        return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
+
+    def _permutation_of(self, action: _Action) -> Ints:
+        unit_at = np.full(len(action.source), -1)
+        for site in self.structure.sites:
+            if len(site.axes) < 2:
+                unit_at[site.offset : site.offset + site.size] = site.unit.ravel()
+        permutation = np.arange(self.units)
+        for units, columns in zip(self.structure.types, self.structure.columns, strict=True):
+            permutation[units] = unit_at[action.source[columns[:, 0]]]
+        return permutation
+
+    def _mixed(self, tensor: Tensor, site: Site, element: Element) -> Tensor:
+        """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
+        for cells, positions, read in self._dense_places.get(site.offset, ()):
+            matrices = torch.stack([element.dense[cell] for cell in cells])
+            matrices = (torch.linalg.inv(matrices).mT if read else matrices).to(tensor)
+            moved = tensor.movedim(site.axes[0], 0).clone(memory_format=torch.contiguous_format)
+            for at in positions:  # (cells, size)
+                index = torch.from_numpy(at.ravel()).to(tensor.device)
+                old = moved.index_select(0, index).reshape(*at.shape, -1)
+                moved.index_copy_(0, index, torch.bmm(matrices, old).reshape(len(index), *moved.shape[1:]))
+            tensor = moved.movedim(0, site.axes[0])
+        return tensor
+
+    @cached_property
+    def _dense_places(self) -> dict[int, list[tuple[list[int], list[Ints], bool]]]:
+        """By site: which dense cells of one size stand there, where, and whether they are read (or put out)."""
+        structure = self.structure
+        found: dict[tuple[int, bool, int, int], list[tuple[int, Ints]]] = {}
+        starts = np.array([site.offset for site in structure.sites], np.int64)
+        type_of = {int(unit): index for index, units in enumerate(structure.types) for unit in units}
+        for cell_index, cell in enumerate(structure.dense):
+            own_type = type_of[int(cell[0])]
+            columns = structure.columns[own_type][self._local[cell]]
+            site_of = np.searchsorted(starts, columns[0], side="right") - 1
+            exponent = structure.magnitudes.data[structure.magnitudes.indptr[columns[0]]]
+            for site_index, read in dict.fromkeys(zip(site_of.tolist(), (exponent < 0).tolist(), strict=True)):
+                offset = structure.sites[site_index].offset
+                at = columns[:, (site_of == site_index) & ((exponent < 0) == read)] - offset
+                found.setdefault((offset, read, own_type, len(cell)), []).append((cell_index, at))
+        places: dict[int, list[tuple[list[int], list[Ints], bool]]] = {}
+        for (offset, read, _, _), members in found.items():
+            positions = np.stack([at for _, at in members])  # (cells, size, columns)
+            cells = [cell for cell, _ in members]
+            places.setdefault(offset, []).append((cells, list(np.moveaxis(positions, 2, 0)), read))
+        return places
+
+    def _carry(
+        self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], element: Element, action: _Action
+    ) -> None:
+        """Move an optimiser's state: momenta as gradients, second moments as their squares."""
+        names = {tensor: name for name, tensor in tensors.items()}
+        squares = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
+        linear = ("momentum_buffer", "exp_avg", "grad_avg", "prev")
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(parameter)
+                if name not in self._sites_of:
+                    continue
+                if (
+                    any(self.structure.dense)
+                    and any(self.structure.sites[i].offset in self._dense_places for i in self._sites_of[name])
+                    and optimizer.state.get(parameter)
+                ):
+                    raise ValueError(
+                        f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
+                        "element with mixing=False"
+                    )
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
+                        continue
+                    if key not in squares + linear:
+                        raise ValueError(
+                            f"the optimiser's state {key!r} cannot be carried along; expected one of "
+                            f"{', '.join(linear + squares)}"
+                        )
+                    power = -2.0 if key in squares else -1.0
+                    value.copy_(
+                        self._moved(value, name, element, action, scratch=_Scratch(), power=power, shifted=False)
+                    )
+
+    def check(
+        self,
+        network: nn.Module,
+        inputs: Any,
+        *,
+        samples: int = 1,
+        scale: float = 0.5,
+        generator: torch.Generator | None = None,
+        perturb: float = 0.0,
+    ) -> float:
+        """Let random elements act on a copy of a network, in float64 and evaluation mode, and compare the outputs.
+
+        Args:
+            network: A network of the traced architecture.
+            inputs: Its input, or a tuple of its positional arguments.
+            samples: How many elements are tried.
+            scale: Standard deviation of the logarithms of their magnitudes.
+            generator: Where randomness comes from; by default the same elements every time.
+            perturb: How much noise is added to the copy's weights and statistics first, relative to their root mean
+                square. The self-test of `trace_symmetry` adds some, so that weights that happen to be zero, or
+                statistics that have not been trained, cannot hide a mistake.
+
+        Returns:
+            The largest change of an output's element, relative to the largest magnitude in that output.
+        """
+        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        arguments = double(inputs if isinstance(inputs, tuple) else (inputs,))
+        exact = copy.deepcopy(network).double()
+        worst = 0.0
+        with torch.no_grad(), evaluating(exact):
+            if perturb:
+                self._perturb(exact, perturb, generator)
+            before = outputs_of(exact, arguments)
+            for _ in range(samples):
+                # One element after another: the product is as random as each.
+                self.act(self.sample(generator, scale=scale), exact, inplace=True)
+                after = outputs_of(exact, arguments)
+                for old, new in zip(before, after, strict=True):
+                    size = float(old.abs().max()) if old.numel() else 0.0
+                    change = float((new - old).abs().max()) if old.numel() else 0.0
+                    worst = max(worst, change / size if size > 0 else change)
+                    if not math.isfinite(change):
+                        return math.inf
+        return worst
+
+    def _perturb(self, network: nn.Module, amount: float, generator: torch.Generator) -> None:
+        variances = {site.tensor for site in self.structure.sites if site.kind == "variance"}
+        for name, tensor in state_tensors(network).items():
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+            if name in variances:
+                tensor.mul_((amount * noise).exp())
+            else:
+                size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+                tensor.add_(noise, alpha=amount * (size or 0.1))
+
+
+def double(inputs: Any) -> Any:
+    """Return floating tensors in float64."""
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
+
+
+def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Return every floating tensor that a network puts out."""
+    from lightning_sym.symmetry._capture import plain
+
+    found = torch.utils._pytree.tree_leaves(plain(network(*arguments)))
+    return [t.detach() for t in found if isinstance(t, Tensor) and t.is_floating_point()]

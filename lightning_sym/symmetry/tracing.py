@@ -1,0 +1,104 @@
+"""From a network to its symmetry."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize
+
+from lightning_sym.symmetry._capture import capture, state_tensors
+from lightning_sym.symmetry._structure import build_structure
+from lightning_sym.symmetry._trace import Trace
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.rules import leaf_types
+
+TOLERANCE = 1e-10
+
+
+def trace_symmetry(network: nn.Module, example_input: Any, *, check: bool = True) -> Symmetry:
+    """Find the weight-space symmetry of a network, and prove it on a random element.
+
+    The network is run once on tensors without data; what each operation demands is written down, position by position,
+    and solved. The result holds for every network of this architecture, in evaluation mode, for any weights and inputs.
+
+    Args:
+        network: Any network whose operations do not depend on values. Not changed.
+        example_input: An input (a tensor of any batch size), or a tuple of positional arguments.
+        check: Whether to run the self-test (recommended; two forward passes in float64 of the example).
+
+    Returns:
+        The symmetry.
+
+    Raises:
+        TypeError: If a parameter is complex or not floating, or the example holds no tensor.
+        ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, a weight
+            that is not finite).
+        RuntimeError: If the self-test fails, because the rule of some operation allows too much.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> symmetry = trace_symmetry(network, torch.randn(2, 5))
+        >>> symmetry.dimension
+        8
+        >>> other = symmetry.act(symmetry.sample(), network)
+    """
+    inputs = example_input if isinstance(example_input, tuple) else (example_input,)
+    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    if not tensors:
+        raise TypeError(
+            f"the example input must be a tensor or a tuple with tensors, got {type(example_input).__name__}"
+        )
+    if any(t.numel() == 0 for t in tensors):
+        raise ValueError("the example input is empty; expected at least one sample")
+    _check_network(network)
+    states = state_tensors(network)
+    captured = capture(network, inputs, leaf_types())
+    trace = Trace(captured, states)
+    trace.run()
+    unused = [name for name in dict(network.named_parameters()) if name not in trace.axis_labels]
+    structure = build_structure(trace.ledger, trace.axis_labels, trace.grouped, trace.kinds)
+    notes = list(trace.ledger.notes)
+    if unused:
+        shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {shown}"
+        notes.insert(0, note)
+        warnings.warn(note, stacklevel=2)
+    modules = {node.name: name for node, name in captured.results.items()}
+    symmetry = Symmetry(structure, network, notes, modules)
+    if check:
+        symmetry.worst_error = symmetry.check(network, inputs, perturb=0.3)
+        if not symmetry.worst_error <= TOLERANCE:
+            raise RuntimeError(
+                f"the self-test changed the output by {symmetry.worst_error:.1e} (relative; at most {TOLERANCE:g} was "
+                "expected), so some operation's rule allows too much: check your own rules, or report the network"
+            )
+    return symmetry
+
+
+def _check_network(network: nn.Module) -> None:
+    for name, module in network.named_modules():
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{name or 'the network'} has parametrised weights, whose symmetry is that of what they are computed "
+                "from; remove the parametrisation first (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+        hooks = getattr(module, "_forward_pre_hooks", {}).values()
+        if hook := next((h for h in hooks if type(h).__name__ in ("SpectralNorm", "WeightNorm")), None):
+            kind = type(hook).__name__
+            raise ValueError(
+                f"{name or 'the network'} has weights that a {kind} hook computes before every forward; remove the "
+                "hook first (torch.nn.utils.remove_spectral_norm or remove_weight_norm)"
+            )
+    for name, tensor in state_tensors(network).items():
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ValueError(f"{name} has no shape yet (a lazy module); run the network once on an example first")
+    for name, parameter in network.named_parameters():
+        if parameter.is_complex() or not parameter.is_floating_point():
+            raise TypeError(f"{name} has dtype {parameter.dtype}; expected real floating-point parameters")
+    for name, tensor in state_tensors(network).items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"{name} holds values that are not finite; expected a network whose weights are all finite"
+            )

@@ -1,0 +1,550 @@
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sym.networks import Gaussian, IdentityActivation, Polynomial
+from lightning_sym.symmetry import INTERTWINER_GROUPS, GroupElement, IntertwinerGroup, intertwiner_group, measure
+
+N = 6
+EXACT = 1e-12
+KINDS = {
+    "perm": IntertwinerGroup("", False, False),
+    "odd": IntertwinerGroup("", False, True),
+    "even": IntertwinerGroup("", False, True, even=True),
+    "positive": IntertwinerGroup("", True, False),
+    "abs": IntertwinerGroup("", True, True, even=True),
+    "dense": IntertwinerGroup("", True, True, dense=True),
+}
+FUNCTIONS = {
+    "relu": torch.relu,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "prelu": nn.PReLU(),
+    "relu_squared": lambda x: x.relu() ** 2,
+    "identity": lambda x: x,
+    "polynomial(2)": lambda x: x**2,
+    "polynomial(3)": lambda x: x**3,
+    "gaussian": lambda x: torch.exp(-x * x),
+    **{name: getattr(torch, name) for name in ("abs", "cos", "sin", "erf", "atan", "tanh", "sigmoid")},
+    **{name: getattr(F, name) for name in ("softsign", "hardtanh", "softshrink", "hardshrink", "tanhshrink")},
+    **{name: getattr(F, name) for name in ("logsigmoid", "gelu", "silu", "softplus", "elu", "celu", "selu", "mish")},
+    **{name: getattr(F, name) for name in ("relu6", "hardswish", "hardsigmoid")},
+}
+ON_CHANNELS = {"avg_pool", "interpolate", "max_pool", "dropout", "alpha_dropout"}
+
+# min_B |sigma(A X) - B sigma(X)| / |sigma(A X)| as printed in the specification, section 1.2; None: accepted.
+RESIDUALS = {
+    "relu": (None, 0.35, 0.13),
+    "leaky_relu": (None, 0.34, 0.12),
+    "abs": (None, None, 0.15),
+    "polynomial(2)": (None, None, 0.18),
+    "polynomial(3)": (None, None, 0.19),
+    "relu_squared": (None, 0.39, 0.18),
+    "tanh": (0.074, None, 0.13),
+    "sigmoid": (0.051, 0.16, 0.047),
+    "gaussian": (0.12, None, 0.22),
+    "gelu": (0.042, 0.37, 0.14),
+    "silu": (0.070, 0.37, 0.14),
+    "softplus": (0.074, 0.26, 0.078),
+    "elu": (0.092, 0.28, 0.098),
+    "selu": (0.13, 0.17, 0.078),
+}
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def probes():
+    scale, flip, rotation = (torch.eye(N, dtype=torch.float64) for _ in range(3))
+    scale[0, 0], flip[0, 0] = 2, -1
+    c, s = math.cos(0.3), math.sin(0.3)
+    rotation[:2, :2] = torch.tensor([[c, -s], [s, c]])
+    return scale, flip, rotation
+
+
+def error(a, b):
+    return float((a - b).abs().max() / a.abs().max())
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_what_is_in_the_group_and_what_is_not(name):
+    sigma, group = FUNCTIONS[name], INTERTWINER_GROUPS[name]
+    x = 1.5 * normal(N, 4000)
+    for a, printed in zip(probes(), RESIDUALS[name], strict=True):
+        image = sigma(a @ x)
+        b = torch.linalg.lstsq(sigma(x).T, image.T).solution.T
+        residual = float((image - b @ sigma(x)).norm() / image.norm())
+        assert group.contains(a) == (printed is None)
+        if printed is None:
+            assert residual < 1e-12
+        else:
+            assert residual > 1e-2
+            assert residual == pytest.approx(printed, rel=0.05)  # two printed digits, other random numbers
+
+
+def test_the_table_covers_what_the_tests_cover():
+    assert set(FUNCTIONS) | ON_CHANNELS == set(INTERTWINER_GROUPS)
+    with pytest.raises(TypeError):
+        INTERTWINER_GROUPS["mine"] = KINDS["perm"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_measuring_finds_the_row_of_the_table(name):
+    group = measure(FUNCTIONS[name])
+    assert group == INTERTWINER_GROUPS[name]
+    assert hash(group) == hash(INTERTWINER_GROUPS[name])
+    assert group.measured
+    assert group.residual < EXACT
+    assert group.margin > 0.1
+    assert group.reach == pytest.approx(1e30)
+    assert not group.doubtful
+    affine = measure(FUNCTIONS[name], affine=True)
+    assert affine == intertwiner_group(name, affine=True)
+    assert affine.offset == (1.0 if name in ("sigmoid", "hardsigmoid") else 0.0)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_phi_is_sigma_of_the_matrix_times_the_inverse_of_sigma_of_the_unit(name):
+    sigma, group = FUNCTIONS[name], INTERTWINER_GROUPS[name]
+    if name == "prelu":
+        sigma = nn.PReLU(dtype=torch.float64).requires_grad_(False)
+    unit = sigma(torch.eye(N, dtype=torch.float64))
+    for seed in range(5):
+        element = group.sample(N, generator(seed))
+        a, b = element.matrix(), group.phi(element).matrix()
+        assert group.contains(element)
+        assert group.contains(a)
+        if abs(torch.linalg.det(unit)) > 1e-8:
+            torch.testing.assert_close(sigma(a) @ torch.linalg.inv(unit), b, atol=EXACT, rtol=EXACT)
+        x = 1.5 * normal(N, 500, seed=seed)
+        assert error(sigma(a @ x), b @ sigma(x)) < EXACT
+        assert error(sigma(element.apply(x, 0)), group.phi(element).apply(sigma(x), 0)) < EXACT
+        assert not group.shift(element).any()
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "prelu"])
+def test_the_unit_matrix_through_the_activation(name):
+    sigma = FUNCTIONS[name]
+    image = sigma(torch.eye(N, dtype=torch.float64))
+    at0, at1 = (float(sigma(torch.tensor([v], dtype=torch.float64))) for v in (0.0, 1.0))
+    expected = sorted([at1 - at0] * (N - 1) + [at1 + (N - 1) * at0])
+    assert torch.linalg.eigvalsh(image).tolist() == pytest.approx(expected, abs=1e-13)
+    invertible = at1 != at0 and at1 != -(N - 1) * at0
+    assert (abs(float(torch.linalg.det(image))) > 1e-12) == invertible
+
+
+def test_the_worked_example():
+    a = torch.tensor([[0.0, 2.0], [3.0, 0.0]], dtype=torch.float64)
+    element = GroupElement.from_matrix(a)
+    assert element.permutation.tolist() == [1, 0]
+    assert element.scale.tolist() == [3.0, 2.0]
+    assert element.dense is None
+    relu = intertwiner_group("relu")
+    assert relu.contains(a)
+    assert torch.equal(relu.phi(element).matrix(), a)
+    x = torch.tensor([5.0, -7.0], dtype=torch.float64)
+    assert torch.relu(a @ x).tolist() == [0.0, 15.0]
+    assert element.apply(x.relu()).tolist() == [0.0, 15.0]
+
+
+def test_phi_is_no_homomorphism_on_all_matrices():
+    a, b = normal(2, N, N)
+    unit = torch.linalg.inv(torch.eye(N, dtype=torch.float64) ** 2)
+    assert float(((a @ b) ** 2 @ unit - a**2 @ unit @ (b**2) @ unit).abs().max()) > 1
+    with pytest.raises(ValueError, match="not in the intertwiner group of polynomial"):
+        intertwiner_group("polynomial(2)").phi(GroupElement.from_matrix(a))
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.ReLU(inplace=True), "positive"),
+        (nn.LeakyReLU(0.3), "positive"),
+        (nn.LeakyReLU(1), "dense"),
+        (nn.LeakyReLU(-1.0), "abs"),
+        (nn.RReLU(), "positive"),
+        (nn.RReLU(1, 1), "dense"),
+        (nn.PReLU(), "positive"),
+        (nn.PReLU(5), "positive"),
+        (nn.Threshold(0, 0), "positive"),
+        (nn.Threshold(0.1, 0), "perm"),
+        (nn.Threshold(20, 0), "perm"),
+        (nn.Hardtanh(), "odd"),
+        (nn.Hardtanh(-3, 3), "odd"),
+        (nn.Hardtanh(-1, 2), "perm"),
+        (nn.Hardtanh(0, 1), "perm"),
+        (nn.ReLU6(), "perm"),
+        (nn.Hardshrink(), "odd"),
+        (nn.Hardshrink(2.0), "odd"),  # sigma(1) = sigma(0): sigma(I) is singular
+        (nn.Softshrink(), "odd"),
+        (nn.Softshrink(0), "dense"),
+        (nn.Tanhshrink(), "odd"),
+        (nn.Tanh(), "odd"),
+        (nn.Softsign(), "odd"),
+        (nn.ELU(), "perm"),
+        (nn.ELU(0.0), "positive"),
+        (nn.CELU(2.0), "perm"),
+        (nn.SELU(), "perm"),
+        (nn.GELU(), "perm"),
+        (nn.GELU("tanh"), "perm"),
+        (nn.SiLU(), "perm"),
+        (nn.Mish(), "perm"),
+        (nn.Softplus(), "perm"),
+        (nn.Softplus(beta=5), "perm"),
+        (nn.Sigmoid(), "perm"),
+        (nn.LogSigmoid(), "perm"),
+        (nn.Hardsigmoid(), "perm"),
+        (nn.Hardswish(), "perm"),
+        (Gaussian(), "even"),
+        (Polynomial(1), "dense"),
+        (IdentityActivation(), "dense"),
+        (nn.Identity(), "dense"),
+        (nn.MaxPool2d(2), "positive"),
+        (nn.AdaptiveMaxPool1d(1), "positive"),
+        (nn.AvgPool3d(2), "dense"),
+        (nn.AdaptiveAvgPool2d(1), "dense"),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), "dense"),
+        (nn.AlphaDropout(), "perm"),
+        (nn.Sequential(nn.ReLU(), nn.Dropout()), "positive"),
+    ],
+    ids=str,
+)
+def test_modules(module, expected):
+    before = copy.deepcopy(module.state_dict()), module.training, torch.get_rng_state()
+    group = intertwiner_group(module)
+    assert group == KINDS[expected]
+    assert not group.doubtful
+    assert str(module.state_dict()) == str(before[0])
+    assert module.training == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_more_modules():
+    dropout = intertwiner_group(nn.Dropout2d())
+    assert (dropout.positive_scales, dropout.signs, dropout.dense) == (True, True, False)
+    for degree in (2, 3, 7, 50):
+        group = intertwiner_group(Polynomial(degree))
+        assert (group.exponent, group.even) == (degree, degree % 2 == 0)
+        assert measure(Polynomial(degree)) == group
+    assert intertwiner_group(Polynomial(1000)).exponent == 1000
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("relu", "positive"),
+        (" leaky_relu(-1)", "abs"),
+        ("polynomial(1)", "dense"),
+        ("max_pool2d", "positive"),
+        ("adaptive_avg_pool2d", "dense"),
+        ("swish", "perm"),
+        (torch.relu, "positive"),
+        (F.relu, "positive"),
+        (torch.Tensor.relu, "positive"),
+        (torch.relu_, "positive"),
+        (F.max_pool2d, "positive"),
+        (F.gelu, "perm"),
+        (torch.sin, "odd"),
+        (torch.sinh, "odd"),
+        (torch.tan, "odd"),
+        (torch.asinh, "odd"),
+        (torch.expm1, "perm"),
+        (functools.partial(F.leaky_relu, negative_slope=1.0), "dense"),
+        (functools.partial(F.hardtanh, min_val=-2.0), "perm"),
+        (lambda x: x + 1, "perm"),
+        (lambda x: x - torch.sin(x), "odd"),
+        (lambda x: torch.log(torch.cosh(x)), "even"),
+        (lambda x: x.exp() / (1 + x.exp()), "perm"),
+        (lambda x: -3 * x, "dense"),
+        (lambda x: 1e-9 * x.relu(), "positive"),
+        (lambda x: x * (2 + torch.sin(2 * math.pi * x.abs().clamp_min(1e-99).log2())), "odd"),  # t = 2 alone holds
+    ],
+)
+def test_names_and_functions(function, expected):
+    assert intertwiner_group(function) == KINDS[expected]
+
+
+def test_numbers_that_are_measured():
+    power = measure(lambda x: x.relu() ** 2.5)
+    assert (power.exponent, power.margin) == (2.5, 1.0)
+    sign = measure(torch.sign)
+    assert (sign.positive_scales, sign.exponent, sign.signs, sign.even) == (True, 0.0, True, False)
+    odd_power = measure(lambda x: x.sign() * x.abs() ** (1 / math.e))
+    assert odd_power.exponent == pytest.approx(1 / math.e, abs=1e-13)
+    erfc = measure(torch.erfc, affine=True)
+    assert (erfc.signs, erfc.offset) == (True, 2.0)
+    assert measure(torch.exp).reach < 710
+    assert measure(torch.relu, name="mine").name == "mine"
+    assert measure(nn.CELU(2.0)).name == "CELU(alpha=2.0)"
+
+
+def test_doubt_is_on_the_safe_side_and_said():
+    nearly = measure(functools.partial(F.leaky_relu, negative_slope=1 - 1e-6))
+    assert nearly == KINDS["positive"]
+    assert nearly.doubtful
+    assert nearly.margin == pytest.approx(1e-6, rel=0.1)
+    assert "doubtful" in nearly.confidence
+    assert "may be too small" in nearly.confidence
+    rounded = measure(lambda x: (x.float().relu() ** 1.5).double())  # float32 inside
+    assert rounded == KINDS["perm"]
+    assert rounded.doubtful
+    assert intertwiner_group("relu").confidence == "looked up"
+    assert "fail by at least 1.0e+00" in measure(torch.relu).confidence
+    # An identity that a kink breaks only at very small or very large numbers.
+    assert measure(nn.Softshrink(1e-8)) == measure(nn.Hardtanh(-1e9, 1e9)) == KINDS["odd"]
+
+
+def test_a_subclass_counts_for_what_it_computes():
+    class Renamed(nn.ReLU):
+        pass
+
+    class Changed(nn.ReLU):
+        def forward(self, x):
+            return torch.tanh(x)
+
+    assert intertwiner_group(Renamed()) == KINDS["positive"]
+    assert not intertwiner_group(Renamed()).measured
+    assert intertwiner_group(Changed()) == KINDS["odd"]
+
+
+def test_modules_are_measured_past_their_hooks():
+    module, seen = nn.Softplus(), []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    measure(module)
+    assert not seen
+
+
+counter = iter(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind", "message"),
+    [
+        ("rellu", ValueError, "Did you mean 'relu'"),
+        ("polynomial(0)", ValueError, "polynomial needs an integer degree >= 1"),
+        (3, TypeError, "module, name or function from tensor to tensor, got int"),
+        (None, TypeError, "got NoneType"),
+        (nn.ReLU, TypeError, "got the class ReLU; pass an instance"),
+        (nn.LeakyReLU(math.nan), ValueError, "slope of LeakyReLU must be finite"),
+        (lambda x: 0 * x + 3, ValueError, r"constant \(3\)"),
+        (nn.Softmax(1), ValueError, "does not act elementwise"),
+        (lambda x: F.softmax(x, 0), ValueError, "does not act elementwise"),
+        (lambda x: x - x.mean(), ValueError, "does not act elementwise"),
+        (lambda x: x / x.abs().max(), ValueError, "does not act elementwise"),
+        (lambda x: x.flip(-1), ValueError, "does not act elementwise"),
+        (lambda x: x.cumsum(0), ValueError, "does not act elementwise"),
+        (nn.LayerNorm(16), ValueError, "raised RuntimeError .* an activation takes any shape"),
+        (nn.Linear(3, 3), ValueError, "raised RuntimeError"),
+        (nn.GLU(), ValueError, r"made shape \[16, 8\] out of \[16, 16\]"),
+        (lambda x: x.sum(), ValueError, r"made shape \[\]"),
+        (lambda x: F.dropout(x), ValueError, "gave two answers .* random or keeps state"),
+        (lambda x: x + next(counter), ValueError, "gave two answers"),
+        (lambda x: (x, x), TypeError, "returned tuple"),
+        (lambda x: x > 0, TypeError, "returned torch.bool for torch.float64"),
+        (lambda x: x.float(), TypeError, "returned torch.float32"),
+        (torch.sqrt, ValueError, "sqrt is not finite at x = -"),
+        (torch.log, ValueError, "log is not finite at x"),
+        (torch.reciprocal, ValueError, "not finite at x = 0"),
+        (lambda: 0, ValueError, "raised TypeError"),
+    ],
+)
+def test_what_cannot_be_an_activation(activation, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        intertwiner_group(activation)
+    assert "\n" not in str(caught.value)
+
+
+def test_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="two answers"):
+        measure(lambda x: x * torch.rand_like(x))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "hardsigmoid"])
+def test_affine_signs_change_the_weights_but_not_the_network(name):
+    sigma, group = FUNCTIONS[name], intertwiner_group(name, affine=True)
+    assert not intertwiner_group(name).signs
+    w1, b1, w2, b2, x = normal(8, 5), normal(8, seed=1), normal(3, 8, seed=2), normal(3, seed=3), normal(40, 5, seed=4)
+    element = group.sample(8, generator(1))
+    assert (element.scale < 0).any()
+    phi, shift = group.phi(element), group.shift(element)
+    torch.testing.assert_close(
+        sigma(element.apply(x @ w1.T + b1)), phi.apply(sigma(x @ w1.T + b1)) + shift, atol=1e-14, rtol=0
+    )
+    w1_, b1_ = element.apply(w1, 0), element.apply(b1, 0)
+    w2_ = w2 @ phi.inverse().matrix()
+    b2_ = b2 - w2_ @ shift
+    before, after = sigma(x @ w1.T + b1) @ w2.T + b2, sigma(x @ w1_.T + b1_) @ w2_.T + b2_
+    torch.testing.assert_close(after, before, atol=1e-13, rtol=0)
+    # The closed form of the specification, without the permutation.
+    s = torch.tensor([1, -1, -1, 1, 1, -1, 1, -1], dtype=torch.float64)
+    after = sigma(x @ (s[:, None] * w1).T + s * b1) @ (w2 * s).T + b2 + w2 @ (1 - s) / 2
+    torch.testing.assert_close(after, before, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("sigma", [torch.relu, F.gelu, F.silu, F.softplus])
+def test_a_flip_leaves_a_linear_remainder(sigma):
+    x = torch.linspace(-15, 15, 601, dtype=torch.float64)  # softplus is exact up to 20
+    torch.testing.assert_close(sigma(-x), sigma(x) - x, atol=1e-14, rtol=0)
+
+
+def test_gated_linear_units():
+    gate, up, down, x = normal(7, 4), normal(7, 4, seed=1), normal(3, 7, seed=2), normal(4, 50, seed=3)
+    permutation = INTERTWINER_GROUPS["silu"].sample(7, generator(4))
+    scales = INTERTWINER_GROUPS["dropout"].sample(7, generator(5))  # permutations with non-zero scales
+    scaled = GroupElement(permutation.permutation, scales.scale)
+    before = down @ (F.silu(gate @ x) * (up @ x))
+    after = (down @ scaled.inverse().matrix()) @ (F.silu(permutation.apply(gate, 0) @ x) * (scaled.apply(up, 0) @ x))
+    assert error(after, before) < 1e-13
+
+
+def test_how_far_gelu_is_from_homogeneous():
+    x = torch.linspace(-12, 12, 48001, dtype=torch.float64)
+    weight = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+    def xi(t):
+        return math.sqrt(float(torch.trapezoid((F.gelu(t * x) - t * F.gelu(x)) ** 2 * weight, x)))
+
+    printed = {0.25: 0.065, 0.5: 0.069, 0.75: 0.041, 1.0: 0.0, 2.0: 0.177}
+    assert {t: round(xi(t), 3) for t in printed} == printed
+    # The specification prints 0.1267, cut off; the limit is the distance of GELU from ReLU.
+    assert xi(1e5) / 1e5 == pytest.approx(0.12675385, abs=1e-6)
+
+
+def test_sizes_of_the_groups():
+    factorial = math.log10(math.factorial(N))
+    signs = N * math.log10(2)
+    sizes = {
+        "identity": (N * N, math.log10(2)),
+        "avg_pool": (N * N, math.log10(2)),
+        "relu": (N, factorial),
+        "max_pool": (N, factorial),
+        "relu_squared": (N, factorial),
+        "abs": (N, signs + factorial),
+        "polynomial(3)": (N, signs + factorial),
+        "sigmoid": (0, factorial),
+        "gaussian": (0, signs + factorial),
+        "tanh": (0, signs + factorial),
+        "gelu": (0, factorial),
+    }
+    for name, (dimension, components) in sizes.items():
+        group = INTERTWINER_GROUPS[name]
+        assert group.dimension(N) == dimension
+        assert group.log10_components(N) == pytest.approx(components, abs=1e-12)
+
+
+def test_samples():
+    tanh, relu, identity, gelu = (INTERTWINER_GROUPS[name] for name in ("tanh", "relu", "identity", "gelu"))
+    assert set(tanh.sample(100, generator()).scale.tolist()) == {-1.0, 1.0}
+    assert (gelu.sample(100, generator()).scale == 1).all()
+    scale = relu.sample(4000, generator(), scale=0.5).scale
+    assert (scale > 0).all()
+    assert float(scale.log().std()) == pytest.approx(0.5, rel=0.05)
+    assert (relu.sample(5, generator(), scale=0).scale == 1).all()
+    assert relu.sample(5, generator(), dtype=torch.float32).scale.dtype == torch.float32
+    assert torch.equal(relu.sample(5, generator(3)).matrix(), relu.sample(5, generator(3)).matrix())
+    dense = identity.sample(5, generator())
+    assert dense.dense is not None
+    assert identity.contains(dense)
+    assert not relu.contains(dense)
+    assert {bool(torch.linalg.det(identity.sample(3, generator(k)).matrix()) > 0) for k in range(9)} == {True, False}
+    for size in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="size must be an integer >= 1"):
+            relu.sample(size, generator())
+    for scale in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="scale must be >= 0"):
+            relu.sample(2, generator(), scale)
+
+
+def test_membership_of_matrices():
+    relu, tanh, identity = (INTERTWINER_GROUPS[name] for name in ("relu", "tanh", "identity"))
+    wide = torch.diag(torch.tensor([1e-9, 1.0, 1e9], dtype=torch.float64))
+    assert relu.contains(wide)
+    assert identity.contains(wide)
+    assert not tanh.contains(wide)
+    assert not relu.contains(-wide)
+    assert not relu.contains(torch.zeros(2, 2))
+    assert not identity.contains(torch.ones(2, 2))
+    assert not identity.contains(torch.full((2, 2), math.nan))
+    assert not relu.contains(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    nearly = torch.eye(3) + 1e-3
+    assert not relu.contains(nearly)
+    assert relu.contains(nearly, tolerance=1e-2)
+    assert tanh.contains(nearly, tolerance=1e-2)
+    with pytest.raises(ValueError, match="must be square"):
+        relu.contains(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="must be floating"):
+        relu.contains(torch.eye(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="GroupElement or a matrix, got list"):
+        relu.contains([1])
+    with pytest.raises(ValueError, match="tolerance must be >= 0"):
+        relu.contains(torch.eye(2), -1.0)
+
+
+def test_elements_that_are_none():
+    p, d = torch.tensor([1, 0]), torch.ones(2)
+    for arguments, kind, message in [
+        ((p.int(), d), TypeError, "int64"),
+        ((p, p), TypeError, "floating"),
+        ((p, torch.ones(3)), ValueError, r"got \[2\] and \[3\]"),
+        ((torch.tensor([1, 1]), d), ValueError, "each of 0 to 1 once"),
+        ((p, torch.tensor([1.0, 0.0])), ValueError, "non-zero"),
+        ((p, torch.tensor([1.0, math.inf])), ValueError, "finite"),
+        ((p, d, torch.eye(2)), ValueError, "from_matrix"),
+        ((p, d, torch.eye(3)), ValueError, r"dense must have shape \[2, 2\]"),
+        ((torch.arange(2), d, torch.full((2, 2), math.nan)), ValueError, "dense must be finite"),
+    ]:
+        with pytest.raises(kind, match=message):
+            GroupElement(*arguments)
+    with pytest.raises(ValueError, match="not invertible"):
+        GroupElement.from_matrix(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="finite"):
+        GroupElement.from_matrix(torch.full((2, 2), math.inf))
+    a = GroupElement(p, d)
+    with pytest.raises(ValueError, match="one size can be composed, got 2 and 3"):
+        a.compose(GroupElement.identity(3, dtype=torch.float32))
+    with pytest.raises(ValueError, match="one dtype"):
+        a @ GroupElement.identity(2)
+    with pytest.raises(TypeError):
+        a @ 3
+    with pytest.raises(ValueError, match="size 2 acts on an axis of that size, got 3"):
+        a.apply(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="dim must be an axis"):
+        a.apply(torch.ones(2, 2), 2)
+    with pytest.raises(TypeError, match="floating"):
+        a.apply(p)
+
+
+def test_groups_that_contradict_themselves():
+    for flags, message in [
+        ({"positive_scales": True, "signs": False, "dense": True}, "dense"),
+        ({"positive_scales": False, "signs": False, "exponent": 2.0}, "exponent"),
+        ({"positive_scales": True, "signs": False, "exponent": math.nan}, "finite"),
+        ({"positive_scales": False, "signs": False, "even": True}, "even"),
+        ({"positive_scales": False, "signs": False, "offset": 1.0}, "offset"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            IntertwinerGroup("x", **flags)
+
+
+def test_apply_keeps_the_dtype_and_any_axis():
+    element = INTERTWINER_GROUPS["abs"].sample(4, generator())
+    dense = INTERTWINER_GROUPS["identity"].sample(4, generator())
+    x = torch.randn(2, 4, 3, 4, generator=generator())
+    for a in (element, dense):
+        for dim in (1, 3, -1, -3):
+            y = a.apply(x, dim)
+            assert (y.dtype, y.shape) == (x.dtype, x.shape)
+            expected = (a.matrix() @ x.double().movedim(dim, -2)).movedim(-2, dim)
+            torch.testing.assert_close(y, expected.float())
+        assert a.to(dtype=torch.float32).matrix().dtype == torch.float32

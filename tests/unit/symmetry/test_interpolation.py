@@ -1,0 +1,384 @@
+"""Lines and means of networks, and barriers with closed forms."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, batch_norms, recalibrate_batch_norm
+from lightning_sym.symmetry import Barrier, average, barrier, interpolate
+from lightning_sym.symmetry.interpolation import curve_losses
+
+torch.set_num_threads(1)
+
+
+class Everything(nn.Module):
+    """Tied and frozen parameters, buffers of all kinds, several dtypes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.brief = nn.Parameter(torch.randn(4, generator=generator).to(torch.bfloat16))
+        self.frozen = nn.Parameter(torch.randn(2, generator=generator), requires_grad=False)
+        self.wave = nn.Parameter(torch.randn(2, generator=generator, dtype=torch.complex64))
+        self.register_buffer("scale", torch.randn(2, generator=generator, dtype=torch.float64), persistent=False)
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("mask", torch.tensor([seed == 0, True]))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        with torch.no_grad():
+            self.first.weight.normal_(generator=generator)
+            self.norm.running_mean.normal_(generator=generator)
+            self.norm.num_batches_tracked.fill_(seed)
+
+
+def tensors(network: nn.Module) -> dict[str, Tensor]:
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def batch(count: int = 12, seed: int = 0, classes: int = 3, shape: tuple[int, ...] = (1, 4, 4)):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, *shape, generator=generator, dtype=torch.float64)
+    return images, torch.randint(classes, (count,), generator=generator)
+
+
+def perceptron(seed: int) -> nn.Module:
+    return MultiLayerPerceptron((5,), image_size=4, num_classes=3).fresh(seed).double()
+
+
+def myrtle(seed: int) -> nn.Module:
+    return MyrtleCNN(2, in_channels=1, image_size=8, num_classes=3).fresh(seed).double()
+
+
+# ---- lines
+
+
+@pytest.mark.parametrize("t", [-0.5, 0.0, 0.3, 0.5, 0.9, 1.0, 2.0])
+def test_values_are_on_the_line(t):
+    a, b = Everything(0), Everything(1)
+    result = tensors(interpolate(a, b, t))
+    assert result.keys() == tensors(a).keys()
+    for name, value in tensors(a).items():
+        found, other = result[name], tensors(b)[name]
+        assert found is not value
+        assert (found.dtype, found.requires_grad, type(found)) == (value.dtype, value.requires_grad, type(value))
+        if value.is_floating_point() or value.is_complex():
+            torch.testing.assert_close(found, (1 - t) * value + t * other)
+        else:
+            assert torch.equal(found, value)
+
+
+def test_ends_are_bitwise_the_networks():
+    a, b = Everything(0), Everything(1)
+    with torch.no_grad():  # what arithmetic would change
+        a.frozen[0], b.frozen[0] = -0.0, 3e38
+        a.scale[0], b.scale[0] = torch.nan, -0.0
+        a.brief[0], b.brief[0] = 1e-40, torch.inf
+    for t, end in ((0, a), (1, b)):
+        for name, value in tensors(interpolate(a, b, t)).items():
+            expected = tensors(end if value.is_floating_point() or value.is_complex() else a)[name]
+            assert bits(value) == bits(expected), (t, name)
+
+
+def test_the_networks_do_not_change_and_ties_stay():
+    a, b = Everything(0), Everything(1)
+    b.eval()
+    before = [{name: bits(value) for name, value in tensors(network).items()} for network in (a, b)]
+    result = interpolate(a, b, 0.5)
+    assert [{name: bits(value) for name, value in tensors(network).items()} for network in (a, b)] == before
+    assert result.second.weight is result.first.weight
+    assert result.training
+    assert not interpolate(b, a, 0.5).training
+    assert type(result) is Everything
+
+
+class Relu3(nn.Sequential):
+    def __init__(self, *, out: int = 2, act: type[nn.Module] = nn.ReLU, bias: bool = True) -> None:
+        super().__init__(nn.Linear(3, 3), act(), nn.Linear(3, out, bias=bias))
+
+
+def untied() -> Everything:
+    network = Everything(1)
+    network.second.weight = nn.Parameter(network.first.weight.detach().clone())
+    return network
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (Relu3(), Relu3(act=nn.Tanh), "the module '1' is a .*ReLU in the first and a .*Tanh in the second"),
+        (Relu3(), nn.Linear(3, 2), "the whole network is a .*Relu3 in the first and a .*Linear in the second"),
+        (
+            Relu3(),
+            Relu3(out=4),
+            r"the parameter '2.weight' is of shape \[2, 3\] and dtype float32 in the first and of ",
+        ),
+        (Relu3(), Relu3(bias=False), "only the first has the parameter '2.bias'"),
+        (Relu3(bias=False), Relu3(), "only the second has the parameter '2.bias'"),
+        (Relu3(), Relu3().double(), "'0.weight' is of shape .* dtype float32 in the first and .* dtype float64"),
+        (nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU()), "only the second has the module '1'"),
+        (Everything(0), untied(), "'second.weight' is of .*, tied to 'first.weight' in the first and of"),
+        (nn.LazyLinear(2), nn.LazyLinear(2), "The parameter 'weight' is not initialised yet"),
+    ],
+)
+def test_the_first_difference_is_named(a, b, message):
+    for call in (lambda: interpolate(a, b, 0.5), lambda: average([a, a, b]), lambda: barrier(a, b, [])):
+        with pytest.raises(ValueError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("t", [math.nan, math.inf])
+def test_t_must_be_finite(t):
+    with pytest.raises(ValueError, match=f"t must be finite, got {t}"):
+        interpolate(nn.ReLU(), nn.ReLU(), t)
+
+
+# ---- means
+
+
+def test_average():
+    networks = [Everything(seed) for seed in range(3)]
+    weights = [1.0, 2.0, 5.0]
+    for given, share in ((weights, [0.125, 0.25, 0.625]), (None, [1 / 3] * 3)):
+        result = tensors(average(networks, given))
+        for name, value in tensors(networks[0]).items():
+            if value.is_floating_point() or value.is_complex():
+                each = [tensors(network)[name] for network in networks]
+                wide = torch.complex128 if value.is_complex() else torch.float64
+                expected = sum(w * tensor.to(wide) for w, tensor in zip(share, each, strict=True))
+                torch.testing.assert_close(result[name], expected.to(value.dtype), atol=1e-7, rtol=0)
+            else:
+                assert torch.equal(result[name], value)
+
+
+def test_average_of_two_is_the_middle_and_of_equal_ones_themselves():
+    a, b = perceptron(0), perceptron(1)
+    for x, y in zip(average([a, b]).parameters(), interpolate(a, b, 0.5).parameters(), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-15, rtol=1e-15)
+    a = a.float()
+    for x, y in zip(average([a] * 7).parameters(), a.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("networks", "weights", "message"),
+    [
+        ([], None, "at least one network"),
+        ([nn.ReLU()], [1, 2], "one number for each of 1 networks, got 2"),
+        ([nn.ReLU()] * 2, [1, -1], "a sum other than 0"),
+        ([nn.ReLU()] * 2, [1, math.nan], "must be finite"),
+    ],
+)
+def test_average_rejects(networks, weights, message):
+    with pytest.raises(ValueError, match=message):
+        average(networks, weights)
+
+
+# ---- barriers
+
+
+class Product(nn.Module):
+    """The output u v, whatever the image: (u, v) and (-u, -v) are the same function, and between them is 0."""
+
+    def __init__(self, u: float, v: float) -> None:
+        super().__init__()
+        self.u, self.v = (nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (u, v))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.u * self.v).expand(len(x))
+
+
+def test_barrier_of_a_toy_in_closed_form():
+    """Between (1, 1) and (-1, -1) the output is (1 - 2t)^2, and the loss to the target y is ((1 - 2t)^2 - y)^2."""
+    data = [(torch.zeros(3), torch.full((3,), 1.0)), (torch.zeros(1), torch.full((1,), 3.0))]
+    found = barrier(Product(1, 1), Product(-1, -1), data, points=11, loss=F.mse_loss)
+    output = (1 - 2 * found.t) ** 2
+    torch.testing.assert_close(found.t, torch.linspace(0, 1, 11, dtype=torch.float64))
+    torch.testing.assert_close(found.loss, 0.75 * (output - 1) ** 2 + 0.25 * (output - 3) ** 2)
+    # At the ends 0.25 * 4 = 1, in the middle 0.75 + 0.25 * 9 = 3.
+    assert found.loss_ends == pytest.approx((1, 1))
+    assert found.loss_barrier == pytest.approx(2)
+    assert found.loss_barrier_mean == pytest.approx(2)
+    assert found.samples == 4
+    assert found.accuracy is found.accuracy_barrier is found.accuracy_barrier_mean is found.accuracy_ends is None
+    assert not found.recalibrated
+
+
+def test_both_definitions_where_the_ends_differ():
+    """From (0, 0) to (1, 1) the output is t^2 and the loss to the target 1 is (t^2 - 1)^2, above the line 1 - t."""
+    data = [(torch.zeros(1), torch.ones(1))]
+    found = barrier(Product(0, 0), Product(1, 1), data, points=101, loss=F.mse_loss)
+    t = found.t
+    assert found.loss_ends == (1, 0)
+    assert found.loss_barrier == pytest.approx(float(((t**2 - 1) ** 2 - (1 - t)).max()))
+    assert found.loss_barrier > 0.1
+    assert found.loss_barrier_mean == pytest.approx(0.5)  # the worse end itself
+    # The other way round it is the same.
+    back = barrier(Product(1, 1), Product(0, 0), data, points=101, loss=F.mse_loss)
+    assert back.loss_barrier == pytest.approx(found.loss_barrier)
+
+
+@pytest.mark.parametrize("make", [perceptron, myrtle])
+def test_barrier_to_itself_is_zero(make):
+    network = make(0)
+    data = [batch(shape=(1, 8, 8) if make is myrtle else (1, 4, 4), seed=seed) for seed in range(2)]
+    found = barrier(network, network, data, points=5)
+    assert found.loss_barrier == found.loss_barrier_mean == 0
+    assert found.accuracy_barrier == found.accuracy_barrier_mean == 0
+    assert (found.loss == found.loss[0]).all()
+
+
+def test_every_sample_counts_once():
+    """Against new networks at every point and all samples in one batch; sizes of batches differ."""
+    a, b = perceptron(0), perceptron(1)
+    images, labels = batch(50)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=16)
+    found = barrier(a, b, loader, points=7)
+    for t, loss, accuracy in zip(found.t.tolist(), found.loss, found.accuracy, strict=True):
+        outputs = interpolate(a, b, t).eval()(images)
+        torch.testing.assert_close(loss, F.cross_entropy(outputs, labels).detach(), atol=1e-12, rtol=1e-12)
+        assert accuracy.item() == pytest.approx((outputs.argmax(1) == labels).double().mean().item())
+    assert found.samples == 50
+    assert found.accuracy_barrier == pytest.approx(
+        float(((1 - found.t) * found.accuracy[0] + found.t * found.accuracy[-1] - found.accuracy).max())
+    )
+    assert found.accuracy_barrier_mean == pytest.approx(float(found.accuracy[[0, -1]].mean() - found.accuracy.min()))
+    assert found.accuracy_ends == (found.accuracy[0], found.accuracy[-1])
+    assert isinstance(found, Barrier)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_statistics_are_measured_anew_at_every_point(separate):
+    a, b = myrtle(0), myrtle(1)
+    data = [batch(20, seed=seed, shape=(1, 8, 8)) for seed in range(2)]
+    training = [batch(10, seed=seed, shape=(1, 8, 8))[0] for seed in range(5, 8)] if separate else None
+    before = {name: bits(value) for network in (a, b) for name, value in tensors(network).items()}
+    found = barrier(a, b, data, points=4, recalibration_data=training)
+    assert found.recalibrated
+    assert before == {name: bits(value) for network in (a, b) for name, value in tensors(network).items()}
+    for t, loss in zip(found.t.tolist(), found.loss, strict=True):
+        network = interpolate(a, b, t).eval()
+        recalibrate_batch_norm(network, training or data)
+        expected = sum(F.cross_entropy(network(images), labels) for images, labels in data) / 2
+        torch.testing.assert_close(loss, expected.detach(), atol=1e-12, rtol=1e-12)
+    plain = barrier(a, b, data, points=4, recalibrate=False)
+    assert not plain.recalibrated
+    assert not torch.isclose(plain.loss, found.loss).any(), "the ends are recalibrated too"
+
+
+def test_modes_and_gradients():
+    """Evaluated in eval mode whatever the mode of the networks, without gradients."""
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 3)) for _ in range(2)]
+    a, b = (network.double() for network in networks)
+    data = [batch()]
+    found = barrier(a, b, data, points=3)
+    torch.testing.assert_close(found.loss[0], F.cross_entropy(a.eval()(data[0][0]), data[0][1]).detach())
+    assert b.training
+    assert not found.loss.requires_grad
+    assert all(parameter.grad is None for parameter in (*a.parameters(), *b.parameters()))
+
+
+def test_accuracy_with_another_loss_and_without_classes():
+    a, b = perceptron(0), perceptron(1)
+    images, labels = batch()
+    smooth = barrier(a, b, [(images, labels)], points=3, loss=lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1))
+    assert smooth.accuracy is not None
+    targets = F.one_hot(labels, 3).double()
+    assert barrier(a, b, [(images, targets)], points=3).accuracy is None
+    assert barrier(a, b, [(images, labels), (images, targets)], points=3).accuracy is None
+
+
+def test_curve_of_another_kind():
+    """A parabola through weight space, in a scratch network."""
+    scratch = Product(1, 1)
+
+    def place(s: float) -> None:
+        with torch.no_grad():
+            scratch.u.fill_(s)
+            scratch.v.fill_(s * s)
+
+    curve = curve_losses(scratch, place, [0.0, 1.0, 2.0], [(torch.zeros(1), torch.ones(1))], loss=F.mse_loss)
+    assert curve.loss.tolist() == [1, 0, 49]
+    assert scratch.training
+    assert scratch.u == 2
+    with pytest.raises(ValueError, match="at least one point"):
+        curve_losses(scratch, place, [], [])
+
+
+def test_progress_bar(capsys):
+    network = perceptron(0)
+    barrier(network, network, [batch()], points=2)
+    assert capsys.readouterr().out == ""
+    barrier(network, network, [batch()], points=2, progress=True)
+    assert "points on the curve" in capsys.readouterr().out
+
+
+def test_networks_in_half_precision():
+    a, b = perceptron(0).bfloat16(), perceptron(1).bfloat16()
+    images, labels = batch()
+    found = barrier(a, b, [(images.bfloat16(), labels)], points=5)
+    exact = barrier(a.double(), b.double(), [(images.bfloat16().double(), labels)], points=5)
+    torch.testing.assert_close(found.loss, exact.loss, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("recalibrate", [False, True])
+def test_loss_that_is_not_finite_names_the_point(recalibrate):
+    make = myrtle if recalibrate else perceptron
+    shape = (1, 8, 8) if recalibrate else (1, 4, 4)
+    a, b = make(0), make(1)
+    with torch.no_grad():
+        next(b.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"t = 0\.25"):  # at t = 0 the weights are those of a
+        barrier(a, b, [batch(shape=shape)], points=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": []}, "data has no samples"),
+        ({"data": [batch(0)]}, "data has no samples"),
+        ({"data": iter([batch()])}, "data is read once for every point, and this iterator"),
+        ({"data": 3}, "data must be a list or loader of batches, got int"),
+        ({"data": batch()}, r"data must give pairs \(images, labels\), got a Tensor"),
+        ({"data": [(*batch(), 0)]}, r"data must give pairs \(images, labels\), got a tuple"),
+        ({"recalibration_data": iter([])}, "recalibration_data is read once for every point"),
+        ({"points": 1}, "points must be an integer >= 2, got 1"),
+        ({"points": 2.5}, "points must be an integer >= 2"),
+        ({"recalibrate": True}, "the network has no batch norm"),
+        ({"recalibrate": "yes"}, "recalibrate must be True, False or 'auto', got 'yes'"),
+        ({"loss": lambda x, y: F.cross_entropy(x, y, reduction="none")}, r"a scalar; got shape \[12\]"),
+    ],
+)
+def test_barrier_rejects(settings, message):
+    with pytest.raises(ValueError, match=message):
+        barrier(perceptron(0), perceptron(1), **{"data": [batch()], **settings})
+
+
+def test_no_data_for_statistics():
+    a = myrtle(0)
+    with pytest.raises(ValueError, match="At t = 0: There are no batches to recalibrate"):
+        barrier(a, copy.deepcopy(a), [batch(shape=(1, 8, 8))], recalibration_data=[])
+    assert batch_norms(a)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_networks_on_two_devices():
+    data = [batch(20, shape=(1, 8, 8))]
+    expected = barrier(myrtle(0), myrtle(1), data, points=3)
+    found = barrier(myrtle(0).cuda(), myrtle(1), data, points=3)
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-10, rtol=1e-10)
+    assert torch.equal(found.accuracy, expected.accuracy)
