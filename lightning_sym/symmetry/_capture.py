@@ -174,17 +174,29 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
         leaves = stack.enter_context(_as_leaves(network, leaf_types, inputs)) if leaf_types else {}
         recorder = _Recorder(network, leaf_types)
         stack.callback(recorder.close)
-        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Detached before the mode is entered, which would make it ten times as slow.
         fake = {name: mode.from_tensor(tensor.detach()) for name, tensor in states.items()}
         arguments = pytree.tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach()), inputs)
+        stack.enter_context(mode)
+
+        # Every place that holds a tensor, once: modules and weights may go by several names.
+        first = {id(tensor): name for name, tensor in states.items()}
+        places = {
+            (f"{prefix}." if prefix else "") + name: first[id(tensor)]
+            for prefix, module in network.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
 
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
+            held = {place: state[name] for place, name in places.items()}
             with torch.no_grad():
-                outputs = torch.func.functional_call(network, dict(state), arguments)
+                outputs = torch.func.functional_call(network, held, arguments, tie_weights=False)
             return [t for t in pytree.tree_leaves(plain(outputs)) if isinstance(t, Tensor)]
 
         try:
-            module = make_fx(run, tracing_mode="fake", pre_dispatch=True)(fake, arguments)
+            module = make_fx(run, tracing_mode="real", pre_dispatch=True)(fake, arguments)
         except Exception as error:
             where = first_line_of_user(error)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,7 +1,7 @@
 """From a ledger of demands to the group that meets them all: who may change places, what may be scaled."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,7 @@ class Structure:
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
         shifts: For each pair of bias and running mean: their sites, and the positions on them.
         taps: For each type, for each node that shows all its units on one axis: node, axis, positions.
+        absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
     """
 
     sites: tuple[Site, ...]
@@ -80,7 +81,7 @@ class Structure:
     dense: tuple[Ints, ...]
     shifts: tuple[tuple[int, int, int], ...]
     taps: tuple[tuple[tuple[str, int, Ints], ...], ...]
-    notes: tuple[str, ...] = field(default=())
+    absorbed: tuple[tuple[str, str, int, float], ...] = ()
 
 
 def _mix(values: Ints | Hashes) -> Hashes:
@@ -129,6 +130,7 @@ def build_structure(
     axis_labels: dict[str, tuple[Label, ...]],
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
+    absorbed: list[tuple[str, str, int, float]],
 ) -> Structure:
     """Solve all demands of a ledger."""
     number = ledger.atoms
@@ -278,6 +280,7 @@ def build_structure(
         dense=dense,
         shifts=shifts,
         taps=taps,
+        absorbed=tuple(absorbed),
     )
 
 
@@ -364,8 +367,9 @@ def _dense(
         exponent = forms.data[forms.indptr[matrix]]
         if not np.all(np.abs(exponent) == 1):
             continue
-        for cell in range(int(cells.max()) + 1):
-            result.append(group[cells == cell])
+        if np.bincount(cells).min() < 2:
+            continue  # matrices of size 1 are scales with signs
+        result += [group[cells == cell] for cell in range(int(cells.max()) + 1)]
     return tuple(result)
 
 

@@ -26,6 +26,8 @@ class Value:
         concrete: Its value, where it is made of constants only (indices, masks).
         state: The parameter or buffer that this is, untouched so far.
         producer: The bias that was added last, if this value comes right out of a linear operation with one.
+        offset: What a unit's change of sign adds to it (spec 1.3: sigmoid(-x) = 1 - sigmoid(x)). Only a linear
+            operation with a bias can take it up.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +35,7 @@ class Value:
     concrete: Tensor | None = None
     state: str | None = None
     producer: str | None = None
+    offset: float = 0.0
 
     @property
     def ndim(self) -> int:
@@ -68,7 +71,7 @@ class Trace:
         node: The operation at hand.
     """
 
-    def __init__(self, capture: Capture, states: dict[str, Tensor]) -> None:
+    def __init__(self, capture: Capture, states: dict[str, Tensor], *, affine: bool = False) -> None:
         self.capture = capture
         self.ledger = Ledger()
         self.tensors = states
@@ -78,6 +81,8 @@ class Trace:
         self.grouped: dict[str, Label] = {}
         self.shifted: set[str] = set()
         self.leaf: dict[str, Value] = {}
+        self.affine = affine
+        self.absorbed: list[tuple[str, str, int, float]] = []
 
     # What something is called, for notes and errors.
 
@@ -274,12 +279,21 @@ class Trace:
         return torch.arange(1, count + 1, dtype=torch.float64).reshape(sizes).expand(shape)
 
     @staticmethod
-    def _varies(part: Tensor) -> list[int]:
+    def _core(part: Tensor) -> Tensor:
+        """Return coordinates once along the axes along which they were not copied."""
+        for axis, stride in enumerate(part.stride()):
+            if stride == 0:
+                part = part.narrow(axis, 0, 1)
+        return part
+
+    @classmethod
+    def _varies(cls, part: Tensor) -> list[int]:
         """Return the axes along which coordinates change, filler (0) aside."""
+        part = cls._core(part)
         axes = []
         filled = part.numel() > 0 and bool(part.min() == 0)
-        for axis, (size, stride) in enumerate(zip(part.shape, part.stride(), strict=True)):
-            if size == 1 or stride == 0:
+        for axis, size in enumerate(part.shape):
+            if size == 1:
                 continue
             if filled:
                 low = torch.where(part == 0, torch.inf, part).amin(axis)
@@ -293,6 +307,7 @@ class Trace:
     @staticmethod
     def _reduced(part: Tensor, axes: Sequence[int]) -> Ints:
         """Return coordinates on some axes only, given that they do not change along the others."""
+        part = Trace._core(part)
         others = tuple(axis for axis in range(part.ndim) if axis not in axes)
         if not others:
             return part.long().numpy()
@@ -314,22 +329,23 @@ class Trace:
         if part.numel() == 0:
             return None
         axes = self._varies(part)
+        if not axes and part.ndim == value.ndim and bool(self._core(part).min() == 0):
+            # One unit, padded along its own axis: what was added are other units.
+            axes = [axis for axis in label.axes if part.shape[axis] > 1 and value.shape[axis] == 1]
         position = self._reduced(part, axes) - 1
         filler = position < 0
-        if filler.any() and not axes:
-            axes = [
-                axis
-                for axis, size in enumerate(part.shape)
-                if size > 1 and bool((part.amin(axis) != part.amax(axis)).any())
-            ]
-            position = self._reduced(part, axes) - 1
-            filler = position < 0
         if value.state is not None and label.size == 1 and len(value.shape) > 1:
             # An axis of size 1 of a parameter: nothing can be told about where it went.
             self.ledger.fix(label)
             return None
         if not axes:
-            return Label((), *(a.reshape(-1)[position.reshape(-1)[0]] for a in (label.atom, label.tag, label.scale)))
+            # One unit fills the whole result; it keeps its axis where that can still be told.
+            kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
+            at = position.reshape(-1)[0]
+            arrays = [a.reshape(-1)[at] for a in (label.atom, label.tag, label.scale)]
+            if kept:
+                return Label(label.axes, *(a.reshape((1,) * len(label.axes)) for a in arrays))
+            return Label((), *arrays)
         atom, tag, scale = (a.reshape(-1)[position] for a in (label.atom, label.tag, label.scale))
         if len(np.unique(position[~filler])) < int((~filler).sum()):
             resolved = self.ledger.resolve(Label(tuple(axes), atom, tag, scale))
@@ -362,7 +378,7 @@ class Trace:
             self.ledger.restrict(Label((), atom, tag, scale))
             if not filled_by_zero:
                 self.ledger.fix_scales(new.scale)
-        if not filled_by_zero and bool(part.min() == 0):
+        if not filled_by_zero and bool(self._core(part).min() == 0):
             self.ledger.fix_scales(label.scale)
         return self._plainest(Label(tuple(axes), atom, tag, scale))
 
@@ -441,7 +457,23 @@ class Trace:
                 self.ledger.equate([(scale, 1.0), (alone.scale, 1.0)])
                 alone = alone.scaled_by(scale)
             result.append(alone)
+        if product:
+            result = self._lent(result)
         return self._disjoint(Value(shape, tuple(result)))
+
+    def _lent(self, labels: list[Label]) -> list[Label]:
+        """Let units that fill a whole factor (a learned gate) scale the units of the product."""
+        wide = next((index for index, label in enumerate(labels) if label.axes), None)
+        if wide is None or all(label.axes for label in labels):
+            return labels
+        for label in labels:
+            if label.axes:
+                continue
+            whole = np.full(labels[wide].scale.shape, int(label.scale))
+            scale = self.ledger.scales_like(labels[wide].scale, whole)
+            self.ledger.equate([(scale, 1.0), (labels[wide].scale, -1.0), (whole, -1.0)])
+            labels[wide] = labels[wide].scaled_by(scale)
+        return [label for label in labels if label.axes]
 
     @staticmethod
     def _onto(label: Label, axes: tuple[int, ...], shape: tuple[int, ...]) -> Label:
@@ -452,21 +484,14 @@ class Trace:
         """Return the labels of a value on the axes of a larger shape."""
         offset = len(shape) - value.ndim
         result = []
-        single = value.state is not None
-        keep_single = single and int(np.prod(value.shape)) == 1
+        keep_single = int(np.prod(value.shape)) == 1
         for label in value.labels:
-            if (
-                single
-                and label.size == 1
-                and label.axes
-                and not (shape[label.axes[0] + offset] == 1 and not keep_single)
-            ):
+            if value.state is not None and label.size == 1 and label.axes:
                 # A parameter's axis of size 1 says nothing of its own, unless the parameter is one number.
-                if keep_single:
-                    keep_single = False
-                else:
+                if not keep_single:
                     self.ledger.fix(label)
                     continue
+                keep_single = False
             axes = tuple(axis + offset for axis in label.axes)
             kept = tuple(axis for axis in axes if value.shape[axis - offset] == shape[axis])
             sizes = [shape[axis] for axis in kept]
@@ -610,7 +635,7 @@ class Trace:
 
     def run(self) -> list[Value]:
         """Walk through the network; return its outputs."""
-        from lightning_sym.symmetry.rules import find_rule
+        from lightning_sym.symmetry.rules import find_rule, passes_offset
 
         environment: dict[fx.Node, Any] = {}
         order = {node: index for index, node in enumerate(self.capture.graph.nodes)}
@@ -637,7 +662,11 @@ class Trace:
                 keywords = fx.map_arg(node.kwargs, lambda n: environment[n])
                 result = self._constant(node, arguments, keywords)
                 if result is None:
+                    if self.affine:
+                        self._only_where_absorbed(node, arguments, keywords)
                     result = find_rule(node.target)(self, *arguments, **keywords)
+                    if self.affine and isinstance(result, Value) and passes_offset(node.target):
+                        result = replace(result, offset=arguments[0].offset)
                 environment[node] = result
                 self._written_in_place(node, environment, bases, order, result)
                 for value in result if isinstance(result, (list, tuple)) else [result]:
@@ -645,6 +674,15 @@ class Trace:
                         for label in value.labels:
                             self.see(label)
         return outputs
+
+    def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
+        """Fix the signs of units whose change of sign adds a constant that the operation at hand cannot take up."""
+        from lightning_sym.symmetry.rules import absorbs_offset
+
+        for value in torch.utils._pytree.tree_leaves((arguments, keywords)):
+            if isinstance(value, Value) and value.offset and not absorbs_offset(self, node.target, value, arguments):
+                for label in value.labels:
+                    self.ledger.fix_scales(label.scale, magnitudes=False)
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""

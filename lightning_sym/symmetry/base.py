@@ -129,6 +129,20 @@ class _Action:
     moved: NDArray[np.bool_]
 
 
+# By which power of a weight's scale an optimiser's state moves.
+_POWERS = {
+    **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "prev"), -1.0),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), -2.0),
+    "acc_delta": 2.0,
+}
+
+
+def _powered(scale: Floats, power: float) -> Floats:
+    """Raise magnitudes to a power; odd and zeroth powers keep the sign."""
+    powered: Floats = np.abs(scale) ** power
+    return powered if power in (2.0, -2.0) else np.sign(scale) * powered
+
+
 class _Scratch:
     """Memory for what is needed only for a moment: fresh memory costs more than the work done in it."""
 
@@ -540,8 +554,8 @@ class Symmetry:
             The changed network.
 
         Raises:
-            ValueError: If the element or the network does not belong to this symmetry, a weight is not finite, or an
-                optimiser is given without `inplace` or holds state that cannot be carried along.
+            ValueError: If the element or the network does not belong to this symmetry, or an optimiser is given without
+                `inplace` or holds state that cannot be carried along.
         """
         self._own(element)
         self.require(network)
@@ -551,16 +565,19 @@ class Symmetry:
         old = state_tensors(network)
         scratch = _Scratch()
         with torch.no_grad():
+            added = self._added(old, action)
             if inplace:
                 if optimizer is not None:
                     self._carry(optimizer, old, element, action)
                 for name in self._sites_of:
-                    old[name].copy_(self._moved(old[name], name, element, action, scratch=scratch))
+                    old[name].copy_(
+                        self._moved(old[name], name, element, action, scratch=scratch, added=added.get(name))
+                    )
                 return network
             # The copy gets its new tensors at once, instead of copies of the old ones.
             made: dict[int, Any] = {}
             for name in self._sites_of:
-                tensor = self._moved(old[name], name, element, action, scratch=scratch)
+                tensor = self._moved(old[name], name, element, action, scratch=scratch, added=added.get(name))
                 if type(old[name]) is nn.Parameter:
                     tensor = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
                 made[id(old[name])] = tensor
@@ -607,16 +624,19 @@ class Symmetry:
         scratch: "_Scratch",
         power: float = 1.0,
         shifted: bool = True,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Return what becomes of one tensor (of weights; of their gradients with power -1, of squares with -2)."""
         sites = [self.structure.sites[index] for index in self._sites_of[name]]
         result = tensor.detach()
+        if added is not None:
+            result = result + added
         for site in sites:
             if site.offset in self._dense_places:
                 result = self._mixed(result, site, element)
         joint = next((site for site in sites if len(site.axes) == 2), None)
         if joint is not None:
-            scale = action.scale[joint.offset : joint.offset + joint.size] ** power
+            scale = _powered(action.scale[joint.offset : joint.offset + joint.size], power)
             result = self._moved_jointly(result * self._on_axis(torch.from_numpy(scale), joint, result), joint, action)
         else:
             moves = [
@@ -640,13 +660,27 @@ class Symmetry:
                 square = self._on_axis(torch.from_numpy(scale**2), site, result)
                 result.add_(site.epsilon).mul_(square).sub_(site.epsilon)
             elif not np.all(scale == 1):
-                result.mul_(self._on_axis(torch.from_numpy(scale**power), site, result))
+                result.mul_(self._on_axis(torch.from_numpy(_powered(scale, power)), site, result))
         if shifted and self.structure.shifts:
             for index in self._shifts_of.get(name, ()):
                 site = self.structure.sites[self.structure.shifts[index][0 if name in self._biases else 1]]
                 source = action.source[site.offset : site.offset + site.size] - site.offset
                 result.add_(element.shift[index][torch.from_numpy(source)].to(result))
         return result
+
+    def _added(self, tensors: dict[str, Tensor], action: _Action) -> dict[str, Tensor]:
+        """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
+        added: dict[str, Tensor] = {}
+        for bias, weight, axis, offset in self.structure.absorbed:
+            site = next((s for s in self.structure.sites if s.tensor == weight and s.axes == (axis,)), None)
+            if site is None:
+                continue
+            flipped = torch.from_numpy(action.scale[site.offset : site.offset + site.size] < 0)
+            if flipped.any():
+                columns = tensors[weight].detach()
+                columns = columns.flatten(2).sum(2) if columns.ndim > 2 else columns
+                added[bias] = offset * columns[:, flipped.to(columns.device)].sum(1)
+        return added
 
     @cached_property
     def _shifts_of(self) -> dict[str, list[int]]:
@@ -735,36 +769,37 @@ class Symmetry:
     def _carry(
         self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], element: Element, action: _Action
     ) -> None:
-        """Move an optimiser's state: momenta as gradients, second moments as their squares."""
+        """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights."""
         names = {tensor: name for name, tensor in tensors.items()}
-        squares = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
-        linear = ("momentum_buffer", "exp_avg", "grad_avg", "prev")
+        mixes = any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in element.dense)
+        moved: list[tuple[Tensor, Tensor]] = []
         for group in optimizer.param_groups:
+            powers = dict(_POWERS)
+            if isinstance(optimizer, torch.optim.RMSprop):
+                powers["momentum_buffer"] = 0.0  # of gradients over their size
             for parameter in group["params"]:
                 name = names.get(parameter)
-                if name not in self._sites_of:
+                state = optimizer.state.get(parameter, {})
+                if name not in self._sites_of or not state:
                     continue
-                if (
-                    any(self.structure.dense)
-                    and any(self.structure.sites[i].offset in self._dense_places for i in self._sites_of[name])
-                    and optimizer.state.get(parameter)
-                ):
+                if mixes and any(self.structure.sites[i].offset in self._dense_places for i in self._sites_of[name]):
                     raise ValueError(
                         f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
                         "element with mixing=False"
                     )
-                for key, value in optimizer.state.get(parameter, {}).items():
+                for key, value in state.items():
                     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
                         continue
-                    if key not in squares + linear:
+                    if key not in powers:
                         raise ValueError(
-                            f"the optimiser's state {key!r} cannot be carried along; expected one of "
-                            f"{', '.join(linear + squares)}"
+                            f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(powers)}"
                         )
-                    power = -2.0 if key in squares else -1.0
-                    value.copy_(
-                        self._moved(value, name, element, action, scratch=_Scratch(), power=power, shifted=False)
+                    new = self._moved(
+                        value, name, element, action, scratch=_Scratch(), power=powers[key], shifted=False
                     )
+                    moved.append((value, new))
+        for value, new in moved:  # only now, so that an error leaves everything as it was
+            value.copy_(new)
 
     def check(
         self,
@@ -814,8 +849,8 @@ class Symmetry:
     def _perturb(self, network: nn.Module, amount: float, generator: torch.Generator) -> None:
         variances = {site.tensor for site in self.structure.sites if site.kind == "variance"}
         for name, tensor in state_tensors(network).items():
-            if not tensor.is_floating_point():
-                continue
+            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+                continue  # integers, and masks of -inf
             noise = torch.randn(tensor.shape, generator=generator).to(tensor)
             if name in variances:
                 tensor.mul_((amount * noise).exp())

@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,26 +109,64 @@ def _unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
 
 def _untagged(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
     """Some elementwise operations are not marked as such; measuring them tells."""
+    assert trace.node is not None
     values = _values((args, kwargs))
-    shape = getattr(trace.node.meta.get("val"), "shape", None)  # type: ignore[union-attr]
-    if len(values) == 1 and values[0] in args and shape is not None and tuple(shape) == values[0].shape:
-        position = args.index(values[0])
-        try:
-            group = _measured(
-                target, position, (*args[:position], *args[position + 1 :]), tuple(sorted(kwargs.items()))
-            )
-        except (TypeError, ValueError, RuntimeError):
-            return _unknown(trace, *args, **kwargs)
-        return _by_group(trace, values[0], group)
-    return _unknown(trace, *args, **kwargs)
+    shape = getattr(trace.node.meta.get("val"), "shape", None)
+    if len(values) != 1 or values[0] not in args or shape is None or tuple(shape) != values[0].shape:
+        return _unknown(trace, *args, **kwargs)
+    group = _measured_group(target, trace, values[0], args, kwargs)
+    return _unknown(trace, *args, **kwargs) if group is None else _by_group(trace, values[0], group)
+
+
+def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: Any) -> IntertwinerGroup | None:
+    """Measure an operation of one tensor; None if it is not elementwise, or not defined everywhere."""
+    position = args.index(value)
+    rest = (*args[:position], *args[position + 1 :])
+    try:
+        group: IntertwinerGroup = _measured(target, position, rest, tuple(sorted(kwargs.items())), trace.affine)
+    except (ValueError, RuntimeError):
+        return None
+    return group
 
 
 def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
     if group.dense:
         return value
+    if group.offset:
+        return replace(trace.elementwise(value, signs=True), offset=group.offset)
     return trace.elementwise(
         value, positive_scales=group.positive_scales, signs=group.signs, exponent=group.exponent, even=group.even
     )
+
+
+_PASS_OFFSETS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "dropout", "feature_dropout", "contiguous")
+
+
+def passes_offset(target: Any) -> bool:
+    """Whether an operation leaves a constant that was added to its input as it is."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name in {f"aten::{n}" for n in _PASS_OFFSETS}
+
+
+def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
+    """Whether an operation can take up what changes of sign add to its input (spec 1.3); notes in which bias it does.
+
+    It can if it is linear and has a bias; a convolution only without padding, as the padding stays zero.
+    """
+    if passes_offset(target):
+        return True
+    name = getattr(getattr(target, "_schema", None), "name", "")
+    if not name.startswith(("aten::linear", "aten::conv")) or "transpose" in name or len(arguments) < 3:
+        return False
+    first, weight, bias = arguments[:3]
+    rest = list(arguments[3:])
+    if first is not value or not isinstance(bias, Value) or bias.state is None or weight.state is None:
+        return False
+    if rest and (any(np.atleast_1d(rest[1] if len(rest) > 1 else 0)) or (len(rest) > 3 and rest[3] != 1)):
+        return False
+    if any(bias.state == known for known, *_ in trace.absorbed):
+        return False
+    trace.absorbed.append((bias.state, weight.state, 1, value.offset))
+    return True
 
 
 def _ignore(trace: Trace, *args: Any, **kwargs: Any) -> None:
@@ -154,26 +193,25 @@ def _leaf(trace: Trace, inputs: list[Value], weights: list[Value], key: int) -> 
 
 
 @functools.lru_cache(maxsize=512)
-def _measured(target: Any, position: int, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> Any:
+def _measured(
+    target: Any, position: int, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...], affine: bool
+) -> Any:
     def function(x: Tensor) -> Any:
         args = [*arguments[:position], x.clone(), *arguments[position:]]
         return target(*args, **dict(keywords))
 
-    return intertwiner_group(function)
+    return intertwiner_group(function, affine=affine)
 
 
 def _pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
     """A pointwise operation without a rule of its own: measured if it has one tensor, else units tied, scales fixed."""
     values = _values((args, kwargs))
     if len(values) == 1 and values[0] in args:
-        position = args.index(values[0])
-        rest = (*args[:position], *args[position + 1 :])
-        try:
-            group = _measured(target, position, rest, tuple(sorted(kwargs.items())))
-        except (TypeError, ValueError, RuntimeError):
-            return trace.permutations_only(values[0])
-        return _by_group(trace, values[0], group)
+        group = _measured_group(target, trace, values[0], args, kwargs)
+        return trace.permutations_only(values[0]) if group is None else _by_group(trace, values[0], group)
     result: Value | None = None
+    if any(value.labels for value in values):
+        trace.note("combines several tensors in a way that is not known; units may change places, scales are fixed")
     for value in values:
         value = trace.permutations_only(value)
         result = value if result is None else trace.join(result, value, product=False)
@@ -242,14 +280,62 @@ def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
     return trace.join(value, mask, product=True)
 
 
-@register_rule(
-    "aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::softmin", "aten::cumsum"
-)
+@register_rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::softmin")
 def _softmax(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -> Value:
     along = [label for label in value.labels if axis % value.ndim in label.axes and len(label.axes) > 1]
-    if along or trace.where.startswith("cumsum"):
+    if along:
         value = trace.free_of(value, [axis], "acts along an axis on which units live")
     return trace.permutations_only(value)
+
+
+@register_rule("aten::cumsum")
+def _cumsum(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -> Value:
+    return trace.linear_along(value, [axis], value.shape)
+
+
+@register_rule("aten::log_sigmoid", "aten::log_sigmoid_forward")
+def _log_sigmoid(trace: Trace, value: Value) -> Any:
+    assert trace.node is not None
+    result = trace.permutations_only(value)
+    return result if isinstance(trace.node.meta["val"], Tensor) else [result, Value(value.shape)]
+
+
+@register_rule("aten::addcmul")
+def _addcmul(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Value:
+    return trace.join(added, trace.join(one, two, product=True), product=False)
+
+
+@register_rule("aten::where")
+def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
+    values = [part for part in (one, two) if isinstance(part, Value)]
+    if not values:
+        return _unknown(trace, condition)
+    if len(values) == 2:
+        value = trace.join(values[0], values[1], product=False)
+    else:
+        zero = any(not isinstance(part, Value) and part == 0 for part in (one, two))
+        zero = zero or any(v.concrete is not None and not bool(v.concrete.any()) for v in values)
+        value = values[0] if zero else trace.permutations_only(values[0])
+    return trace.join(value, trace.permutations_only(condition), product=True)
+
+
+@register_rule("aten::gt", "aten::lt", "aten::ge", "aten::le", "aten::greater", "aten::less")
+def _compare(trace: Trace, one: Value, two: Any) -> Value:
+    """Comparing with 0 does not see positive scales; comparing anything else does."""
+    if isinstance(two, Value):
+        return trace.permutations_only(trace.join(one, two, product=False))
+    if two != 0:
+        return trace.permutations_only(one)
+    one = trace.elementwise(one, positive_scales=True)
+    zero = [trace.ledger.scales_like(label.scale) for label in one.labels]
+    for scale in zero:
+        trace.ledger.fix_scales(scale)
+    return one.with_labels(*(label.scaled_by(scale) for label, scale in zip(one.labels, zero, strict=True)))
+
+
+@register_rule("aten::maximum", "aten::minimum")
+def _maximum(trace: Trace, one: Value, two: Value) -> Value:
+    return trace.elementwise(trace.join(one, two, product=False), positive_scales=True)
 
 
 @register_rule("aten::glu")

@@ -1,0 +1,272 @@
+"""How long tracing, acting, matching and canonicalising take, each beside a plain reference in the same run.
+
+Variants take turns, so that a machine whose speed drifts does so for all. Run it alone on the machine::
+
+    python benchmarks/symmetry.py                     # everything, about six minutes on two cores
+    python benchmarks/symmetry.py --only trace act    # parts of it
+    python benchmarks/symmetry.py --device cuda       # gains of the matching on the GPU
+
+Prints tables and writes them to ``benchmarks/results/symmetry-<device>.json`` and ``.md``.
+
+Plain references:
+    trace   ``torch.export.export(network, (x,), strict=False)``: what another tool would begin with
+    act     ``copy.deepcopy(network)``
+    match   coordinate descent as it is usually written (all gains of a group from freshly permuted float64 weights,
+            group after group until nothing changes), on the same axis groups
+    canonicalize  one sweep that gives every convolution's rows norm 1, written by hand for this one architecture
+"""
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from lightning_sym.networks import CIFARResNet, CIFARResNet18, MultiLayerPerceptron
+from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
+from lightning_sym.zoo import versions
+
+RESULTS = Path(__file__).parent / "results"
+Runs = dict[str, Callable[[], Any]]
+
+
+def timed(runs: Runs, rounds: int) -> list[dict[str, Any]]:
+    """Time variants in turn, after a round that is not counted; return one row per variant."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(-1, rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    plain = seconds["plain"]
+    rows = []
+    for name, own in seconds.items():
+        ratios = [a / b for a, b in zip(own, plain, strict=True)]
+        rows.append(
+            {
+                "variant": name,
+                "seconds_median": statistics.median(own),
+                "seconds_min": min(own),
+                "seconds_max": max(own),
+                "ratio_to_plain_median": statistics.median(ratios),
+                "ratio_to_plain_min": min(ratios),
+                "ratio_to_plain_max": max(ratios),
+            }
+        )
+    return rows
+
+
+def result(title: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Put rows together, and print them."""
+    print(table({"title": title, "rows": rows, **more}), flush=True)
+    return {"title": title, "rows": rows, **more}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return one result as a Markdown table."""
+    lines = [f"### {found['title']}", ""]
+    lines += [found["note"], ""] if found.get("note") else []
+    lines += ["| variant | median s | min to max | ratio to plain, by rounds |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        ratios = [row[f"ratio_to_plain_{name}"] for name in ("median", "min", "max")]
+        lines.append(
+            f"| {row['variant']} | {row['seconds_median']:.3f} | {row['seconds_min']:.3f} to {row['seconds_max']:.3f} "
+            f"| {ratios[0]:.2f}, {ratios[1]:.2f} to {ratios[2]:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def torchvision_model(name: str) -> nn.Module:
+    """Return a model with random weights."""
+    torch.manual_seed(0)
+    return torchvision.models.get_model(name, weights=None).eval()
+
+
+def measure_tracing(rounds: int) -> list[dict[str, Any]]:
+    """Time the tracer."""
+    torch.manual_seed(0)
+    cases = [("ResNet-20", CIFARResNet(20).eval(), 32, 0.3)]
+    cases += [(name, torchvision_model(name), 224, limit) for name, limit in (("resnet50", 1), ("densenet121", 3))]
+    cases += [("vit_b_16", torchvision_model("vit_b_16"), 224, 3)]
+    found = []
+    for name, network, size, limit in cases:
+        x = torch.randn(2, 3, size, size)
+        runs: Runs = {
+            "plain": lambda network=network, x=x: torch.export.export(network, (x,), strict=False),
+            "ours, without the self-test": lambda network=network, x=x: trace_symmetry(network, x, check=False),
+            "ours": lambda network=network, x=x: trace_symmetry(network, x),
+        }
+        found.append(result(f"Trace {name}, 2 x 3 x {size} x {size}", timed(runs, rounds), target_seconds=limit))
+    return found
+
+
+def measure_acting(rounds: int) -> list[dict[str, Any]]:
+    """Time one action on resnet50."""
+    network = torchvision_model("resnet50")
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 64, 64), check=False)
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    permutation = symmetry.sample(torch.Generator().manual_seed(0), scale=0, signs=False)
+    other = copy.deepcopy(network)
+    runs: Runs = {
+        "plain": lambda: copy.deepcopy(network),
+        "act, a new network": lambda: symmetry.act(element, network),
+        "act, in place": lambda: symmetry.act(element, other, inplace=True),
+        "act, permutations only": lambda: symmetry.act(permutation, network),
+        "sample": lambda: symmetry.sample(torch.Generator().manual_seed(0)),
+    }
+    return [result("One action on resnet50", timed(runs, 10 * rounds), target_ratio=3)]
+
+
+def plain_matching(symmetry: Symmetry, a: nn.Module, b: nn.Module, seed: int = 0) -> np.ndarray:
+    """Match weights as it is usually written: permute everything, take all gains of one group, assign, repeat."""
+    first = {name: p.detach().double().numpy() for name, p in a.named_parameters()}
+    second = {name: p.detach().double().numpy() for name, p in b.named_parameters()}
+    assignment = {group.name: np.arange(group.size) for group in symmetry.groups}
+    places: dict[str, list[tuple[str, int, np.ndarray]]] = {name: [] for name in first}
+    for group in symmetry.groups:
+        for occurrence in group.occurrences:
+            if occurrence.is_parameter:
+                places[occurrence.tensor].append((group.name, occurrence.axis, occurrence.positions.numpy()))
+
+    def permuted(name: str, without: str) -> np.ndarray:
+        tensor = second[name]
+        for group, axis, positions in places[name]:
+            if group != without:
+                source = np.arange(tensor.shape[axis])
+                source[positions] = positions[assignment[group]]
+                tensor = np.take(tensor, source, axis)
+        return tensor
+
+    generator = np.random.default_rng(seed)
+    improved = True
+    while improved:
+        improved = False
+        for index in generator.permutation(len(symmetry.groups)):
+            group = symmetry.groups[index]
+            gain = np.zeros((group.size, group.size))
+            for occurrence in group.occurrences:
+                if not occurrence.is_parameter:
+                    continue
+                positions = occurrence.positions.numpy()
+                moved = [
+                    np.moveaxis(t, occurrence.axis, 0)[positions].reshape(group.size, -1)
+                    for t in (first[occurrence.tensor], permuted(occurrence.tensor, group.name))
+                ]
+                gain += moved[0] @ moved[1].T
+            before = gain[np.arange(group.size), assignment[group.name]].sum()
+            _, best = linear_sum_assignment(gain, maximize=True)
+            if gain[np.arange(group.size), best].sum() > before + 1e-12:
+                assignment[group.name], improved = best, True
+    return np.concatenate(list(assignment.values()))
+
+
+def two_networks(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Return two networks of one architecture from two seeds."""
+    networks = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        networks.append(make().eval())
+    return networks[0], networks[1]
+
+
+def measure_matching(rounds: int, device: str) -> list[dict[str, Any]]:
+    """Time weight matching."""
+    found = []
+    for title, make, shape, limit in (
+        ("MLP 784-512-512-512-10", lambda: MultiLayerPerceptron(in_channels=1, image_size=28), (1, 28, 28), 2),
+        ("CIFAR ResNet-18", lambda: CIFARResNet18(), (3, 32, 32), None),
+    ):
+        a, b = two_networks(make)
+        symmetry = trace_symmetry(a, torch.randn(2, *shape), check=False)
+        runs: Runs = {
+            "plain": lambda s=symmetry, a=a, b=b: plain_matching(s, a, b),
+            "ours, permutations only": lambda s=symmetry, a=a, b=b: weight_matching(
+                s, a, b, scales=False, signs=False, device=device
+            ),
+            "ours": lambda s=symmetry, a=a, b=b: weight_matching(s, a, b, device=device),
+        }
+        sweeps = weight_matching(symmetry, a, b, device=device).sweeps
+        note = f"Two random initialisations, the hardest case: nothing matches well. Ours took {sweeps} sweeps."
+        count = rounds if limit else 1
+        found.append(result(f"Match {title}", timed(runs, count), target_seconds=limit, note=note))
+    return found
+
+
+@torch.no_grad()
+def plain_gauge(network: nn.Module) -> nn.Module:
+    """Give the rows of every convolution of a ResNet norm 1, and let its batch norm follow: one gauge, by hand."""
+    network = copy.deepcopy(network)
+    modules = dict(network.named_modules())
+    for name, conv in modules.items():
+        if not isinstance(conv, nn.Conv2d):
+            continue
+        norm = modules[
+            name.replace("conv", "bn") if "downsample" not in name else name.replace("downsample.0", "downsample.1")
+        ]
+        scale: Tensor = 1 / conv.weight.flatten(1).norm(dim=1)
+        conv.weight.mul_(scale[:, None, None, None])
+        norm.running_mean.mul_(scale)
+        norm.running_var.copy_(scale**2 * (norm.running_var + norm.eps) - norm.eps)
+    return network
+
+
+def measure_canonical_forms(rounds: int) -> list[dict[str, Any]]:
+    """Time the canonical form of resnet50."""
+    network = torchvision_model("resnet50")
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 64, 64), check=False)
+    runs: Runs = {
+        "plain": lambda: plain_gauge(network),
+        "scales only": lambda: canonicalize(symmetry, network, signs=False, order=False),
+        "ours": lambda: canonicalize(symmetry, network),
+    }
+    return [result("Canonical form of resnet50", timed(runs, 2 * rounds), target_seconds=1)]
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where gains are computed")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after a first one that is not counted")
+    parser.add_argument("--only", nargs="*", choices=["trace", "act", "match", "canonicalize"], default=None)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "trace": lambda: measure_tracing(arguments.rounds),
+        "act": lambda: measure_acting(arguments.rounds),
+        "match": lambda: measure_matching(arguments.rounds, arguments.device),
+        "canonicalize": lambda: measure_canonical_forms(arguments.rounds),
+    }
+    results = [found for name in arguments.only or parts for found in parts[name]()]
+    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    machine = torch.cuda.get_device_name() if arguments.device == "cuda" else machine
+    if arguments.only:
+        return
+    about = {
+        "machine": machine,
+        "rounds": arguments.rounds,
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    text = "\n".join(table(found) for found in results)
+    file = RESULTS / f"symmetry-{arguments.device}"
+    file.with_suffix(".json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    file.with_suffix(".md").write_text(f"{machine}; torch {torch.__version__}; {arguments.rounds} rounds.\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""The local dimension of a network's equivalence class, from the rank of its Jacobian."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from lightning_sym.symmetry._capture import plain, state_tensors
+from lightning_sym.symmetry.base import Symmetry, double
+
+# Units whose incoming weights and biases have a larger cosine are duplicates (spec 4.5).
+DUPLICATE = 1 - 1e-6
+# Activations that are linear where their input is positive; where it is negative, the first two are constant.
+_PIECEWISE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU)
+_ACTIVATIONS = tuple(
+    getattr(nn, name)
+    for name in (
+        *("ReLU", "ReLU6", "LeakyReLU", "PReLU", "RReLU", "Tanh", "Sigmoid", "GELU", "SiLU", "ELU", "SELU", "CELU"),
+        *("Softplus", "Mish", "Hardtanh", "Hardswish", "Hardsigmoid", "Softsign", "Softshrink", "Hardshrink"),
+    )
+)
+# Bytes of Jacobian that are held beside the result.
+_CHUNK = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class LocalDimension:
+    """What the Jacobian of ``theta -> f(X; theta)`` says about the networks around one network.
+
+    Attributes:
+        parameters: Number of parameters ``p``.
+        equations: Number of samples times number of outputs.
+        rank: Of the Jacobian.
+        nullity: ``p - rank``: at most so many dimensions has the set of parameters with the same outputs on X, at least
+            the orbit's.
+        orbit_dimension: Of the symmetry group, `Symmetry.dimension`.
+        excess: ``nullity - orbit_dimension``.
+        singular_values: Of the Jacobian, falling. Shape (min(p, equations),), float64.
+        above: The smallest singular value counted into the rank, relative to the largest.
+        below: The largest one not counted, relative to the largest; 0 if there is none.
+        dead: Units whose activation is 0 on all of X (of a ReLU: input never positive).
+        always_on: Units whose piecewise linear activation acts linearly on all of X (of a ReLU: input always positive).
+        constant: Units, dead ones left out, whose activation does not vary over X.
+        duplicated: Units whose incoming weights and bias are a positive multiple of an earlier unit's.
+        groups: The four counts by name of the axis group, where any is not 0.
+        notes: What limits the result.
+    """
+
+    parameters: int
+    equations: int
+    rank: int
+    nullity: int
+    orbit_dimension: int
+    excess: int
+    singular_values: Tensor
+    above: float
+    below: float
+    dead: int
+    always_on: int
+    constant: int
+    duplicated: int
+    groups: dict[str, dict[str, int]]
+    notes: tuple[str, ...]
+
+    @property
+    def gap(self) -> float:
+        """The ratio of the two singular values around the cut, ``above / below``; infinite if none is below."""
+        return self.above / self.below if self.below > 0 else math.inf
+
+    def __str__(self) -> str:
+        units = f"dead {self.dead}, always on {self.always_on}, constant {self.constant}, duplicated {self.duplicated}"
+        lines = [
+            f"parameters                 {self.parameters}",
+            f"equations                  {self.equations}",
+            f"rank of the Jacobian       {self.rank}",
+            f"nullity                    {self.nullity}",
+            f"dimension of the orbit     {self.orbit_dimension}",
+            f"excess                     {self.excess}",
+            f"singular values at the cut {self.above:.1e} | {self.below:.1e}, relative to the largest",
+            f"units                      {units}",
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def local_dimension(
+    symmetry: Symmetry,
+    network: nn.Module,
+    inputs: Any,
+    *,
+    tolerance: float = 1e-9,
+    log_softmax: bool = False,
+    training: bool = False,
+    max_parameters: int = 4096,
+) -> LocalDimension:
+    r"""Compare the number of directions that leave a network's outputs alone with the dimension of its orbit.
+
+    :math:`J = \partial f(X; \theta) / \partial \theta` has the tangent space of the orbit in its kernel, so that
+    :math:`p - \operatorname{rank} J \geq \dim(\text{orbit})`. The excess comes from dead, always-on, constant or
+    duplicated units, from too few inputs, and from symmetries of this one function that no group explains (spec 4.5).
+    For a squared loss the kernel of the Gauss-Newton matrix is that of J; for cross-entropy take ``log_softmax=True``.
+
+    Args:
+        symmetry: Of the network's architecture.
+        network: Not changed; a copy in float64 is used.
+        inputs: One batch: a tensor whose first axis is the samples, shape (N, ...), or a tuple of positional arguments.
+            The rank grows with N and saturates; N times the number of outputs should exceed the parameters by far.
+        tolerance: Singular values above ``tolerance`` times the largest count into the rank. Unitless, in (0, 1).
+        log_softmax: Whether to take the logarithm of the softmax over the last axis of the output.
+        training: Whether batch norms use the batch's own statistics. Slower: all samples then depend on one another.
+        max_parameters: Most parameters that are accepted, since the Jacobian is dense. At least 1.
+
+    Returns:
+        Rank, nullity, the singular values around the cut, and counts of units that explain an excess.
+
+    Raises:
+        ValueError: If an argument is out of range, or the network has another structure than the traced one or more
+            than ``max_parameters`` parameters.
+
+    Note:
+        ``O(N C p min(N C, p))`` time for C outputs; at most ``p x p`` plus one chunk of the Jacobian in memory: rows
+        beyond p are folded in by QR factorisation, which unlike ``J^T J`` does not square the singular values.
+
+    Example:
+        >>> from lightning_sym.symmetry.tracing import trace_symmetry
+        >>> network, inputs = nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.1), nn.Linear(4, 2)), torch.randn(200, 3)
+        >>> found = local_dimension(trace_symmetry(network, inputs), network, inputs)
+        >>> found.nullity, found.orbit_dimension
+        (4, 4)
+    """
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance must be in (0, 1), got {tolerance}.")
+    if max_parameters < 1:
+        raise ValueError(f"max_parameters must be at least 1, got {max_parameters}.")
+    symmetry.require(network)
+    count = sum(p.numel() for p in network.parameters())
+    if count > max_parameters:
+        raise ValueError(
+            f"the network has {count} parameters, and a dense Jacobian is made for at most max_parameters="
+            f"{max_parameters}; take a narrower network of this kind, or raise max_parameters ({count}^2 numbers of "
+            "8 bytes are held)."
+        )
+    arguments = double(inputs if isinstance(inputs, tuple) else (inputs,))
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    if not tensors or tensors[0].ndim == 0 or len(tensors[0]) == 0:
+        raise ValueError(
+            "inputs must hold a batch of at least one sample, as a tensor with the samples on its first axis."
+        )
+    exact = copy.deepcopy(network).double().requires_grad_(True)
+    exact.train(training)
+    transform: Callable[[Tensor], Tensor] = (lambda y: F.log_softmax(y, -1)) if log_softmax else (lambda y: y)
+
+    folded = torch.zeros(0, count, dtype=torch.float64, device=tensors[0].device)
+    equations = 0
+    rows = _rows_of_batch(exact, arguments, transform) if training else _rows(exact, arguments, transform)
+    for block in rows:
+        equations += len(block)
+        folded = torch.cat([folded, block])
+        if len(folded) > 2 * count:
+            folded = torch.linalg.qr(folded, mode="r").R
+    values = torch.linalg.svdvals(folded).cpu() if folded.numel() else torch.zeros(0, dtype=torch.float64)
+    largest = float(values[0]) if len(values) else 0.0
+    rank = int((values > tolerance * largest).sum())
+    relative = values / largest if largest > 0 else values
+    above = float(relative[rank - 1]) if rank else 0.0
+    below = float(relative[rank]) if rank < len(values) else 0.0
+
+    notes = []
+    if equations < count:
+        notes.append(
+            f"the rank has not saturated: {equations} equations for {count} parameters; take at least "
+            f"{math.ceil(2 * count * len(tensors[0]) / max(equations, 1))} samples"
+        )
+    if below > 0 and above / below < 1e3:
+        notes.append(
+            f"no clear gap: singular values {above:.1e} and {below:.1e} of the largest on either side of the tolerance"
+        )
+    groups = _count_units(symmetry, exact, arguments, notes)
+    totals = {
+        kind: sum(found[kind] for found in groups.values()) for kind in ("dead", "always_on", "constant", "duplicated")
+    }
+    return LocalDimension(
+        parameters=count,
+        equations=equations,
+        rank=rank,
+        nullity=count - rank,
+        orbit_dimension=symmetry.dimension,
+        excess=count - rank - symmetry.dimension,
+        singular_values=values,
+        above=above,
+        below=below,
+        groups={name: found for name, found in groups.items() if any(found.values())},
+        notes=tuple(notes),
+        **totals,
+    )
+
+
+def _flat(output: Any, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return all floating outputs in one row per sample."""
+    found = [
+        leaf for leaf in pytree.tree_leaves(plain(output)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+    return torch.cat([transform(leaf).flatten(1) for leaf in found], 1)
+
+
+def _rows(network: nn.Module, arguments: tuple[Any, ...], transform: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """Yield the Jacobian of networks that treat samples apart, some samples at a time."""
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+    buffers = dict(network.named_buffers())
+    leaves, spec = pytree.tree_flatten(arguments)
+    batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
+    samples = len(next(leaf for leaf, use in zip(leaves, batched, strict=True) if use))
+    count = sum(p.numel() for p in parameters.values())
+
+    def one(weights: dict[str, Tensor], *tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        single = [next(given)[None] if use else leaf for leaf, use in zip(leaves, batched, strict=True)]
+        output = functional_call(network, (weights, buffers), pytree.tree_unflatten(single, spec))
+        return _flat(output, transform)[0]
+
+    jacobian = vmap(jacrev(one), in_dims=(None, *[0] * sum(batched)), randomness="same")
+    every = [leaf for leaf, use in zip(leaves, batched, strict=True) if use]
+    with torch.no_grad():
+        outputs = len(one(parameters, *(leaf[0] for leaf in every)))
+    step = max(1, _CHUNK // (8 * count * max(outputs, 1)))
+    for start in range(0, samples, step):
+        try:
+            parts = jacobian(parameters, *(leaf[start : start + step] for leaf in every))
+        except (RuntimeError, NotImplementedError):
+            if start:
+                raise
+            # Some operations have no batched version; all outputs of the whole batch do without.
+            yield from _rows_of_batch(network, arguments, transform)
+            return
+        # One matrix per parameter: samples, outputs, entries.
+        yield torch.cat([part.flatten(2) for part in parts.values()], 2).flatten(0, 1).detach()
+
+
+def _rows_of_batch(
+    network: nn.Module, arguments: tuple[Any, ...], transform: Callable[[Tensor], Tensor]
+) -> Iterator[Tensor]:
+    """Yield the Jacobian of the whole batch's outputs, some outputs at a time."""
+    output = _flat(network(*arguments), transform).flatten()
+    parameters = list(network.parameters())
+    count = sum(p.numel() for p in parameters)
+    step = max(1, min(len(output), _CHUNK // (8 * count)))
+    for start in range(0, len(output), step):
+        rows = []
+        for index in range(start, min(start + step, len(output))):
+            parts = torch.autograd.grad(output[index], parameters, retain_graph=True, materialize_grads=True)
+            rows.append(torch.cat([part.flatten() for part in parts]))
+        yield torch.stack(rows).detach()
+
+
+def _count_units(
+    symmetry: Symmetry, network: nn.Module, arguments: tuple[Any, ...], notes: list[str]
+) -> dict[str, dict[str, int]]:
+    """Count by axis group the units that explain an excess, watching the activations on the inputs."""
+    modules = dict(network.named_modules())
+    watched: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    names = {
+        tap.module for group in symmetry.groups for tap in group.taps if isinstance(modules[tap.module], _ACTIVATIONS)
+    }
+    handles = []
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            # Activations in place change their input, so its sign is noted before.
+            watched[name].append((before.pop(), output.detach().clone()))
+
+        before: list[Tensor] = []
+
+        def early(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            before.append(inputs[0].detach().clone())
+
+        watched[name] = []
+        handles.append(modules[name].register_forward_pre_hook(early))
+        return hook
+
+    try:
+        for name in sorted(names):
+            handles.append(modules[name].register_forward_hook(watch(name)))
+        with torch.no_grad():
+            network(*arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    result = {}
+    blind = []
+    for group in symmetry.groups:
+        counts = dict.fromkeys(("dead", "always_on", "constant", "duplicated"), 0)
+        seen = False
+        for tap in group.taps:
+            for entered, left in watched.get(tap.module, ()):
+                if left.ndim <= tap.axis or entered.shape != left.shape:
+                    continue
+                seen = True
+                x, y = (t.movedim(tap.axis, 0)[tap.positions].reshape(group.size, -1) for t in (entered, left))
+                if isinstance(modules[tap.module], _PIECEWISE):
+                    rectifies = isinstance(modules[tap.module], (nn.ReLU, nn.ReLU6))
+                    dead = (x <= 0).all(1) if rectifies else (y == 0).all(1)
+                    linear = (x > 0).all(1) if rectifies else (x > 0).all(1) | (x < 0).all(1)
+                    counts["always_on"] += int(linear.sum())
+                else:
+                    dead = (y == 0).all(1)
+                spread = y.amax(1) - y.amin(1)
+                constant = (spread <= 1e-12 * y.abs().amax(1)) & ~dead
+                counts["dead"] += int(dead.sum())
+                counts["constant"] += int(constant.sum())
+        if not seen:
+            blind.append(group.name)
+        counts["duplicated"] = _duplicates(symmetry, network, group.name)
+        result[group.name] = counts
+    if blind:
+        shown = ", ".join(blind[:3]) + (f" and {len(blind) - 3} more" if len(blind) > 3 else "")
+        notes.append(f"no activation module shows the units of {shown}: dead, always-on and constant units not counted")
+    return result
+
+
+def _duplicates(symmetry: Symmetry, network: nn.Module, name: str) -> int:
+    """Count units whose incoming weights and bias are a positive multiple of those of an earlier unit."""
+    group = next(group for group in symmetry.groups if group.name == name)
+    tensors = state_tensors(network)
+    own = [place for place in group.occurrences if place.is_parameter]
+    if not own:
+        return 0
+    module = own[0].tensor.rpartition(".")[0]
+    parts = []
+    for place in own:
+        if place.tensor.rpartition(".")[0] == module and place.axis == own[0].axis and place.positions.shape[1] == 1:
+            parts.append(
+                tensors[place.tensor].detach().movedim(place.axis, 0)[place.positions[:, 0]].reshape(group.size, -1)
+            )
+    rows = torch.cat(parts, 1)
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    # Zero rows are dead units, not duplicates.
+    rows = rows[norms > 0] / norms[norms > 0, None]
+    return int(((rows @ rows.T).tril(-1) > DUPLICATE).any(1).sum())

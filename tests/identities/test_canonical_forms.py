@@ -1,0 +1,369 @@
+"""Canonical forms: the same for every member of an orbit, and themselves canonical."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models import resnet18
+
+from lightning_sym.networks import CIFARResNet, CIFARResNet18, LeNet5, MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.symmetry import Symmetry, balance, canonicalize, trace_symmetry
+
+# Sums of up to 1e4 products in float64, through up to 20 layers.
+EXACT = 1e-10
+LARGE = "torchvision_resnet18"
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**2
+
+
+class Residual(nn.Module):
+    """A residual stream of 4 units without normalisation."""
+
+    def __init__(self, activation: type[nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.into, self.inner, self.back, self.out = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 2)
+        self.activation = activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.into(x))
+        return self.out(self.activation(x + self.back(self.activation(self.inner(x)))))
+
+
+class Recurrent(nn.Module):
+    """One hidden layer used twice: its units stand on both axes of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.into(x))
+        return self.out(F.relu(self.hidden(F.relu(self.hidden(x)))))
+
+
+class InvertedResiduals(nn.Module):
+    """As in mobilenet_v2: expand, depthwise, project, without an activation on the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(first: int, hidden: int) -> nn.Sequential:
+            return nn.Sequential(
+                *(nn.Conv2d(first, hidden, 1, bias=False), nn.BatchNorm2d(hidden), nn.ReLU6()),
+                *(
+                    nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=False),
+                    nn.BatchNorm2d(hidden),
+                    nn.ReLU6(),
+                ),
+                *(nn.Conv2d(hidden, first, 1, bias=False), nn.BatchNorm2d(first)),
+            )
+
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+        self.one, self.two = block(6, 12), block(6, 12)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.one(x)
+        x = x + self.two(x)
+        return self.head(x.mean((2, 3)))
+
+
+def mlp(*activations: nn.Module) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    widths = [5, 8, 7, 6][: len(activations) + 1]
+    for first, second, activation in zip(widths, widths[1:], activations, strict=False):
+        layers += [nn.Linear(first, second), activation]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 3))
+
+
+def images(size: int, channels: int = 3) -> tuple[int, ...]:
+    return 2, channels, size, size
+
+
+CASES = {
+    "relu": (lambda: mlp(nn.ReLU(), nn.ReLU(), nn.ReLU()), (16, 5)),
+    "tanh": (lambda: mlp(nn.Tanh(), nn.Tanh()), (16, 5)),
+    "gelu": (lambda: mlp(nn.GELU(), nn.GELU()), (16, 5)),
+    "prelu": (lambda: mlp(nn.PReLU(8), nn.PReLU(7)), (16, 5)),
+    "square": (lambda: mlp(Square(), Square()), (16, 5)),
+    "gaussian": (lambda: MultiLayerPerceptron((6, 5), 1, 3, 3, "gaussian"), (16, 1, 3, 3)),
+    "batch_norm_after": (
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+        (16, 5),
+    ),
+    "biased_before_batch_norm": (
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)),
+        (16, 5),
+    ),
+    "layer_norm": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 2)),
+        (16, 5),
+    ),
+    "grouped": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.BatchNorm2d(12), nn.ReLU()),
+            *(nn.Conv2d(12, 6, 1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2)),
+        ),
+        images(6),
+    ),
+    "residual": (Residual, (16, 3)),
+    "residual_tanh": (lambda: Residual(nn.Tanh), (16, 3)),
+    "recurrent": (Recurrent, (16, 4)),
+    "lenet5": (LeNet5, images(28, 1)),
+    "myrtle": (lambda: MyrtleCNN(width=4), images(32)),
+    "myrtle_tanh": (lambda: MyrtleCNN(width=4, activation="tanh"), images(32)),
+    "myrtle_without_norm": (lambda: MyrtleCNN(width=4, batch_norm=False), images(32)),
+    "resnet20_a": (lambda: CIFARResNet(width=4, shortcut="A"), images(16)),
+    "resnet20_b": (lambda: CIFARResNet(width=4, shortcut="B"), images(16)),
+    "resnet18": (lambda: CIFARResNet18(width=3), images(16)),
+    LARGE: (lambda: resnet18(num_classes=4), images(32)),
+    "inverted_residuals": (InvertedResiduals, images(8)),
+}
+_MADE: dict[str, tuple[nn.Module, Tensor, Symmetry]] = {}
+
+
+def randomize(network: nn.Module) -> None:
+    """Give norm layers weights and statistics as training does."""
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm)):
+                module.weight.normal_()
+                module.bias.normal_()
+            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2.0)
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Symmetry]:
+    if name not in _MADE:
+        torch.manual_seed(0)
+        build, shape = CASES[name]
+        network = build().double().eval()
+        randomize(network)
+        inputs = torch.randn(shape, dtype=torch.float64)
+        _MADE[name] = network, inputs, trace_symmetry(network, inputs, check=False)
+    return _MADE[name]
+
+
+def difference(one: nn.Module, two: nn.Module) -> float:
+    pairs = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
+    return max(float((a - b).abs().max() / (1 + a.abs().max())) for a, b in pairs if a.is_floating_point())
+
+
+def squared_norm(network: nn.Module) -> float:
+    return math.fsum(float(p.detach().square().sum()) for p in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    # One pass over 11 million weights in float64 is enough.
+    [(name, scales) for name in CASES for scales in ("balanced", "unit") if name != LARGE or scales == "balanced"],
+)
+def test_one_form_for_the_whole_orbit(name: str, scales: str) -> None:
+    network, inputs, symmetry = made(name)
+    before = copy.deepcopy(network)
+    found = canonicalize(symmetry, network, scales=scales)
+    assert difference(network, before) == 0
+    assert found.converged
+    assert not found.dead
+    assert not found.notes
+    with torch.no_grad():
+        outputs = network(inputs)
+        assert float((found.network(inputs) - outputs).abs().max()) <= EXACT * float(outputs.abs().max())
+    assert difference(symmetry.act(found.element, network), found.network) == 0
+    assert difference(canonicalize(symmetry, found.network, scales=scales).network, found.network) <= EXACT
+    for seed in range(1 if name == LARGE else 2):
+        member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), network)
+        assert difference(canonicalize(symmetry, member, scales=scales).network, found.network) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["relu", "square", "residual", "recurrent", "lenet5"])
+def test_balanced_member_has_the_smallest_norm(name: str) -> None:
+    network, _, symmetry = made(name)
+    found = canonicalize(symmetry, network).network
+    least = squared_norm(found)
+    for seed in range(5):
+        near = symmetry.sample(torch.Generator().manual_seed(seed), scale=0.01)
+        assert squared_norm(symmetry.act(near, found)) > least
+    for group in balance(symmetry, found).values():
+        assert group.dead == 0
+        assert float((group.difference / group.incoming).abs().max()) < 1e-11
+
+
+def test_unit_gauge_is_the_forward_sweep() -> None:
+    network, _, symmetry = made("relu")
+    found = canonicalize(symmetry, network, scales="unit", order=False).network
+    expected = copy.deepcopy(network)
+    with torch.no_grad():
+        for first, second in ((0, 2), (2, 4), (4, 6)):
+            layer = expected[first]
+            length = (layer.weight.square().sum(1) + layer.bias.square()).sqrt()
+            layer.weight /= length[:, None]
+            layer.bias /= length
+            expected[second].weight *= length
+    assert difference(found, expected) <= 1e-14
+
+
+def test_batch_norm_gauge() -> None:
+    network, _, symmetry = made("myrtle")
+    found = canonicalize(symmetry, network).network
+    for layer in range(1, 5):
+        conv, norm = getattr(found, f"conv{layer}"), getattr(found, f"norm{layer}")
+        assert torch.allclose(conv.weight.flatten(1).norm(dim=1), torch.ones_like(norm.weight), rtol=0, atol=1e-12)
+        assert (norm.weight > 0).all()
+        own = norm.weight.square() + norm.bias.square()
+        # The last norm's scale can be balanced against the classifier, whose rows nothing normalises.
+        target = found.classifier.weight.square().sum(0) if layer == 4 else torch.ones_like(own)
+        assert torch.allclose(own, target, rtol=0, atol=1e-12)
+
+
+def test_stream_gauge() -> None:
+    network, _, symmetry = made(LARGE)
+    found = canonicalize(symmetry, network).network
+    norms = [found.bn1, found.layer1[0].bn2, found.layer1[1].bn2]
+    total = sum(norm.weight.square() + norm.bias.square() for norm in norms)
+    assert torch.allclose(total, torch.full_like(total, 3.0), rtol=0, atol=1e-12)
+    assert all(bool((norm.weight > 0).all()) for norm in norms)
+
+
+def test_bias_before_batch_norm_is_zero() -> None:
+    network, _, symmetry = made("biased_before_batch_norm")
+    bias = canonicalize(symmetry, network).network[0].bias
+    assert torch.allclose(bias, torch.zeros_like(bias), rtol=0, atol=1e-14)
+
+
+def test_largest_incoming_weight_is_positive() -> None:
+    network, _, symmetry = made("tanh")
+    found = canonicalize(symmetry, network).network
+    for layer in (found[0], found[2]):
+        rows = torch.cat([layer.weight, layer.bias[:, None]], 1)
+        assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all()
+        lengths = rows.norm(dim=1)
+        assert (lengths[:-1] >= lengths[1:]).all()
+
+
+def test_ties_of_signs_and_keys() -> None:
+    network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        network[0].weight.copy_(torch.tensor([[1.0, -1.0], [1.0, 1.0], [-0.5, 0.5], [1.0, -1.0]]))
+        network[0].bias.copy_(torch.tensor([0.3, -0.3, 0.0, -0.3]))
+        network[2].weight.copy_(torch.tensor([[1.0, -1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]))
+    symmetry = trace_symmetry(network, torch.randn(4, 2))
+    found = canonicalize(symmetry, network, signs=False)
+    for seed in range(6):
+        element = symmetry.sample(torch.Generator().manual_seed(seed), signs=False)
+        assert (
+            difference(canonicalize(symmetry, symmetry.act(element, network), signs=False).network, found.network) == 0
+        )
+    found = canonicalize(symmetry, network)
+    again = canonicalize(symmetry, found.network)
+    assert difference(again.network, found.network) == 0
+
+
+@pytest.mark.parametrize("scales", ["balanced", "unit"])
+def test_dead_units_are_reported(scales: str) -> None:
+    network = copy.deepcopy(made("relu")[0])
+    _, inputs, symmetry = made("relu")
+    with torch.no_grad():
+        network[0].weight[2] = 0
+        network[0].bias[2] = 0
+        network[4].weight[:, 5] = 0
+    found = canonicalize(symmetry, network, scales=scales)
+    if scales == "balanced":
+        assert {name: units.nonzero().flatten().tolist() for name, units in found.dead.items()} == {"0": [2], "2": [5]}
+        assert [group.dead for group in balance(symmetry, network).values()] == [1, 1, 0]
+    else:
+        assert found.dead["0"].nonzero().flatten().tolist() == [2]
+    assert all(bool(torch.isfinite(p).all()) for p in found.network.parameters())
+    with torch.no_grad():
+        assert float((found.network(inputs) - network(inputs)).abs().max()) <= EXACT
+    assert difference(canonicalize(symmetry, found.network, scales=scales).network, found.network) <= EXACT
+
+
+def test_dead_batch_norm() -> None:
+    _, inputs, symmetry = made("myrtle")
+    network = copy.deepcopy(made("myrtle")[0])
+    with torch.no_grad():
+        network.norm2.weight[1] = 0
+        network.norm2.bias[1] = 0
+        network.conv3.weight[0] = 0
+    found = canonicalize(symmetry, network)
+    assert {name: int(units.sum()) for name, units in found.dead.items()} == {"conv2": 1, "conv3": 1}
+    assert all(bool(torch.isfinite(t).all()) for t in found.network.state_dict().values())
+    with torch.no_grad():
+        assert float((found.network(inputs) - network(inputs)).abs().max()) <= EXACT
+
+
+def test_invertible_matrices_are_left() -> None:
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    symmetry = trace_symmetry(network, torch.randn(2, 3))
+    found = canonicalize(symmetry, network)
+    assert difference(found.network, network) == 0
+    assert "invertible matrices" in found.notes[0]
+
+
+def test_parts_of_the_gauge() -> None:
+    network, _, symmetry = made("square")
+    found = canonicalize(symmetry, network, scales=None, signs=False, order=False)
+    assert difference(found.network, network) == 0
+    found = canonicalize(symmetry, network, signs=False, order=False)
+    assert (found.element.sign == 1).all()
+    assert (found.element.permutation == torch.arange(symmetry.units)).all()
+    other = copy.deepcopy(network)
+    assert canonicalize(symmetry, other, inplace=True).network is other
+    assert difference(other, canonicalize(symmetry, network).network) == 0
+
+
+def test_single_precision() -> None:
+    network, _, symmetry = made("resnet20_a")
+    single = copy.deepcopy(network).float()
+    found = canonicalize(symmetry, single)
+    assert all(p.dtype == torch.float32 for p in found.network.parameters())
+    expected = canonicalize(symmetry, copy.deepcopy(single).double()).network
+    # A few roundings to 24 bits.
+    assert difference(found.network.double(), expected) < 1e-5
+
+
+def test_bad_arguments() -> None:
+    network, _, symmetry = made("relu")
+    with pytest.raises(ValueError, match="'balanced', 'unit' or None, got 'norm'"):
+        canonicalize(symmetry, network, scales="norm")
+    with pytest.raises(ValueError, match="expected shape"):
+        canonicalize(symmetry, mlp(nn.ReLU()))
+    broken = copy.deepcopy(network)
+    with torch.no_grad():
+        broken[2].weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"2\.weight holds values that are not finite"):
+        canonicalize(symmetry, broken)
+
+
+@pytest.mark.parametrize("name", ["relu", "square", "residual", "recurrent", "myrtle", "myrtle_without_norm", "tanh"])
+def test_balance_is_what_gradient_flow_conserves(name: str) -> None:
+    network, inputs, symmetry = made(name)
+    network = copy.deepcopy(network)
+    target = torch.randn(network(inputs).shape, dtype=torch.float64)
+    F.mse_loss(network(inputs), target).backward()
+    before = balance(symmetry, network)
+    # d/dt |w|^2 = -2 <w, g>: a difference quotient along the gradient, symmetric, so that it is exact for squares.
+    rates = []
+    for step in (1.0, -1.0):
+        moved = copy.deepcopy(network)
+        with torch.no_grad():
+            for p, q in zip(moved.parameters(), network.parameters(), strict=True):
+                p.add_(q.grad, alpha=-step)
+        rates.append(balance(symmetry, moved))
+    for group in before:
+        rate = (rates[0][group].difference - rates[1][group].difference) / 4
+        size = (rates[0][group].incoming - rates[1][group].incoming).abs().max() / 4
+        if name == "tanh":
+            assert float(rate.abs().max() / size) > 1e-3
+        else:
+            assert float(rate.abs().max() / size) < 1e-10
+        assert before[group].incoming.dtype == torch.float64

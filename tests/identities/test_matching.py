@@ -1,0 +1,417 @@
+"""Matching finds planted elements, changes no function, and beats every alternative where all can be tried."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_sym.networks import CIFARResNet, CIFARResNet18, LeNet5, MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.symmetry.canonical import canonicalize
+from lightning_sym.symmetry.matching import (
+    ActivationMoments,
+    _best_factors,
+    _Descent,
+    _lower_bound,
+    activation_matching,
+    merge,
+    orbit_distance,
+    parameter_distance,
+    weight_matching,
+)
+from lightning_sym.symmetry.tracing import trace_symmetry
+
+# Rounding in float64, after gauges that are found by iteration.
+EXACT = 1e-10
+
+
+def depthwise() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Tanh(), nn.Conv2d(8, 6, 3), nn.ReLU(),
+        nn.Flatten(), nn.Linear(6 * 16, 5),
+    )  # fmt: skip
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 6, 1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(6 * 36, 5),
+    )  # fmt: skip
+
+
+def group_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1),
+        nn.GroupNorm(4, 8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 64, 5),
+        nn.ReLU(),
+        nn.Linear(5, 4),
+    )
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.Sequential(nn.Linear(4, 8), layer, nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+# By name: how to make the network, and the shape of an input.
+CASES = {
+    "mlp relu": (lambda: MultiLayerPerceptron((12, 9), image_size=4, num_classes=3), (1, 4, 4)),
+    "mlp tanh": (lambda: MultiLayerPerceptron((12, 9), image_size=4, num_classes=3, activation="tanh"), (1, 4, 4)),
+    "mlp gelu": (lambda: MultiLayerPerceptron((12, 9), image_size=4, num_classes=3, activation="gelu"), (1, 4, 4)),
+    "lenet": (LeNet5, (1, 28, 28)),
+    "myrtle bn": (lambda: MyrtleCNN(4, image_size=16), (3, 16, 16)),
+    "myrtle": (lambda: MyrtleCNN(4, image_size=16, batch_norm=False), (3, 16, 16)),
+    "resnet20 A": (lambda: CIFARResNet(20, "A", width=4, image_size=8), (3, 8, 8)),
+    "resnet20 B": (lambda: CIFARResNet(20, "B", width=4, image_size=8), (3, 8, 8)),
+    "resnet18": (lambda: CIFARResNet18(4, image_size=8), (3, 8, 8)),
+    "depthwise": (depthwise, (3, 8, 8)),
+    "grouped": (grouped, (3, 8, 8)),
+    "group norm": (group_norm, (3, 8, 8)),
+}
+
+
+class Made:
+    """A network with its symmetry; made once."""
+
+    def __init__(self, name: str) -> None:
+        self.make, self.shape = CASES[name]
+        self.network = self.member(0)
+        self.inputs = torch.randn(8, *self.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        self.symmetry = trace_symmetry(self.network, self.inputs)
+
+    def member(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            network = self.make().double().eval()
+            for module in network.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.running_var.uniform_(0.5, 2)
+                    module.running_mean.normal_()
+                    nn.init.normal_(module.weight)
+                    nn.init.normal_(module.bias)
+        return network
+
+    def moved(self, network: nn.Module, scale: float, seed: int = 1) -> nn.Module:
+        element = self.symmetry.sample(torch.Generator().manual_seed(seed), scale=scale, mixing=False, shifts=scale > 0)
+        return self.symmetry.act(element, network)
+
+
+@pytest.fixture(scope="module")
+def made():
+    known: dict[str, Made] = {}
+
+    def get(name: str) -> Made:
+        if name not in known:
+            known[name] = Made(name)
+        return known[name]
+
+    return get
+
+
+def difference(one: nn.Module, two: nn.Module) -> float:
+    """Return the largest difference of a parameter or buffer, in units of the tensor's largest magnitude."""
+    others = two.state_dict()
+    return max(
+        float((t.double() - others[k].double()).abs().max() / t.double().abs().max().clamp(min=1e-3))
+        for k, t in one.state_dict().items()
+    )
+
+
+def function_change(case: Made, one: nn.Module, two: nn.Module) -> float:
+    with torch.no_grad():
+        before, after = one(case.inputs), two(case.inputs)
+    return float((before - after).abs().max() / before.abs().max())
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+@pytest.mark.parametrize("name", CASES)
+def test_planted_elements_are_recovered(made, name, scale):
+    case = made(name)
+    b = case.moved(case.network, scale)
+    match = weight_matching(case.symmetry, case.network, b, scales=scale > 0)
+    assert difference(match.network, case.network) < EXACT
+    assert function_change(case, b, match.network) < EXACT
+    assert difference(match.network, case.symmetry.act(match.element, b)) == 0
+    assert match.distance_after < EXACT < match.distance_before
+    assert match.method == "weights"
+
+
+def test_planted_permutations_of_heads_are_recovered():
+    network = transformer().double().eval()
+    symmetry = trace_symmetry(network, torch.randn(2, 5, 4, dtype=torch.float64))
+    assert symmetry.structure.dense
+    generator = torch.Generator().manual_seed(0)
+    b = symmetry.act(symmetry.sample(generator, scale=0.0, mixing=False, shifts=False), network)
+    assert difference(weight_matching(symmetry, network, b, scales=False).network, network) < EXACT
+
+
+def test_rotations_are_recovered():
+    network = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 5, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=generator))[0]
+    identity = symmetry.identity()
+    element = type(identity)(
+        identity.group, identity.permutation, identity.log_scale, identity.sign, (rotation,), identity.shift
+    )
+    b = symmetry.act(element, network)
+    match = weight_matching(symmetry, network, b)
+    assert difference(match.network, network) < EXACT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_unrelated_networks_only_the_distance_changes(made, name):
+    case = made(name)
+    a, b = case.network, case.member(7)
+    copies = copy.deepcopy(a.state_dict()), copy.deepcopy(b.state_dict())
+    one, two = (weight_matching(case.symmetry, a, b, restarts=2, seed=3, refine=True) for _ in range(2))
+    assert function_change(case, b, one.network) < EXACT
+    assert one.distance_after < one.distance_before
+    assert one.distance_after == pytest.approx(parameter_distance(a, one.network))
+    assert all(x <= y for x, y in itertools.pairwise(one.objective))
+    assert max(one.restarts) == one.objective[-1]
+    assert len(one.restarts) == 2
+    # Bitwise the same again, and the arguments as they were.
+    assert difference(one.network, two.network) == 0
+    assert one.objective == two.objective
+    for network, before in zip((a, b), copies, strict=True):
+        assert all(torch.equal(t, before[k]) for k, t in network.state_dict().items())
+
+
+def one_layer(activation: nn.Module, size: int, seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, size), activation, nn.Linear(size, 2)).double()
+
+
+def rows(network: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return incoming (with the bias) and outgoing weights, one row per unit."""
+    return torch.cat([network[0].weight, network[0].bias[:, None]], 1).detach(), network[2].weight.T.detach()
+
+
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 5), kind=st.sampled_from(["gelu", "tanh", "relu"]))
+def test_one_hidden_layer_is_exact_in_one_sweep(seed, size, kind):
+    activation = {"gelu": nn.GELU(), "tanh": nn.Tanh(), "relu": nn.ReLU()}[kind]
+    a, b = one_layer(activation, size, seed), one_layer(activation, size, seed + 1)
+    symmetry = trace_symmetry(a, torch.randn(2, 3, dtype=torch.float64))
+    match = weight_matching(symmetry, a, b, scales=False, balance=False)
+    (ai, ao), (bi, bo) = rows(a), rows(b)
+    pairs = ai @ bi.T + ao @ bo.T
+    if kind == "tanh":
+        pairs = pairs.abs()
+    best = max(sum(float(pairs[i, p[i]]) for i in range(size)) for p in itertools.permutations(range(size)))
+    fixed = float(a[2].bias.detach() @ b[2].bias.detach())
+    assert match.objective[-1] == pytest.approx(best + fixed, abs=1e-12)
+    assert match.objective[min(1, len(match.objective) - 1)] == match.objective[-1]
+    assert match.sweeps <= 2
+    # Both bounds are the distance itself.
+    bounds = orbit_distance(symmetry, a, b, balance=False)
+    assert bounds.lower == pytest.approx(bounds.upper, rel=1e-9)
+    assert bounds.upper == pytest.approx(match.distance_after, rel=1e-9)
+    assert bounds.exact
+
+
+def test_scales_are_those_of_least_distance():
+    a, b = one_layer(nn.ReLU(), 4, 0), one_layer(nn.ReLU(), 4, 1)
+    symmetry = trace_symmetry(a, torch.randn(2, 3, dtype=torch.float64))
+    plain, match = (weight_matching(symmetry, a, b, refine=refine) for refine in (False, True))
+    assert match.distance_after < plain.distance_after
+    (ai, ao), (bi, bo) = rows(a), rows(b)
+    grid = torch.logspace(-3, 3, 20001, dtype=torch.float64)
+    for unit in range(4):
+        mi, mo = rows(match.network)
+        source = int(match.element.permutation[unit])
+        mine = float((ai[unit] - mi[unit]).square().sum() + (ao[unit] - mo[unit]).square().sum())
+        incoming, outgoing = ai[unit] - grid[:, None] * bi[source], ao[unit] - bo[source] / grid[:, None]
+        assert mine <= float((incoming.square().sum(1) + outgoing.square().sum(1)).min()) + 1e-12
+
+
+def test_positive_scales_of_incoming_weights_alone_are_closed_form():
+    """Spec 5.1: with one norm behind, the best factor is <a, b> / |b|^2 where that is positive."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in "ab")
+    p, q = (a * b).sum(1).numpy(), (b * b).sum(1).numpy()
+    step = _best_factors(p, q, 0 * p, 0 * q)
+    for i in range(5):
+        assert step[i] == pytest.approx(math.log(p[i] / q[i]) if p[i] > 0 else 0.0)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.lists(st.floats(-3, 3), min_size=4, max_size=4), st.floats(0.01, 5), st.floats(0.01, 5))
+def test_best_factors_beat_a_grid(numbers, q, s):
+    p, r = numbers[0] * math.sqrt(q), numbers[1] * math.sqrt(s)
+
+    def value(f):
+        return -2 * p * f + q * f**2 - 2 * r / f + s / f**2
+
+    step = _best_factors(*(np.array([x]) for x in (p, q, r, s)))
+    grid = np.logspace(-3, 3, 5001)
+    assert value(math.exp(step[0])) <= value(grid).min() + 1e-9
+
+
+@pytest.mark.parametrize("name", ["mlp relu", "mlp tanh", "myrtle bn", "resnet20 A", "grouped"])
+def test_orbit_distance_of_one_orbit_is_zero(made, name):
+    case = made(name)
+    bounds = orbit_distance(case.symmetry, case.network, case.moved(case.network, 0.5))
+    assert bounds.lower <= bounds.upper < EXACT
+    same = orbit_distance(case.symmetry, case.network, case.network)
+    assert same.lower == same.upper == 0
+    other = orbit_distance(case.symmetry, case.network, case.member(7))
+    assert 0 < other.lower <= other.upper
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp relu", "mlp tanh", "myrtle bn", "resnet20 A", "depthwise", "grouped", "group norm"]
+)
+def test_no_member_of_the_orbit_is_nearer_than_the_lower_bound(made, name):
+    case = made(name)
+    symmetry = case.symmetry
+
+    def bound(a: nn.Module, b: nn.Module) -> float:
+        return _lower_bound(_Descent(symmetry, a, b, signs=True, device=torch.device("cpu")))
+
+    a, b = (canonicalize(symmetry, n, signs=False, order=False).network for n in (case.network, case.member(7)))
+    near = copy.deepcopy(a)
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    lower = bound(a, b)
+    assert lower > 0
+    for seed in range(5):
+        element = symmetry.sample(torch.Generator().manual_seed(seed), scale=0.0, shifts=False)
+        # From the whole orbit the same bound, and no member below it: not the nearest one that is known, either.
+        assert bound(a, symmetry.act(element, b)) == pytest.approx(lower, rel=1e-9)
+        assert parameter_distance(a, symmetry.act(element, b)) >= lower
+        assert bound(a, symmetry.act(element, near)) <= parameter_distance(a, near) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("measure", ["correlation", "product"])
+@pytest.mark.parametrize("name", CASES)
+def test_activations_recover_planted_elements(made, name, measure):
+    case = made(name)
+    scale = 0.5 if measure == "correlation" else 0.0
+    b = case.moved(case.network, scale)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(96, *case.shape, dtype=torch.float64, generator=generator)
+    match = activation_matching(case.symmetry, case.network, b, images.split(32), measure=measure, scales=scale > 0)
+    assert function_change(case, b, match.network) < EXACT
+    assert difference(match.network, case.network) < EXACT
+    assert match.objective[0] <= match.objective[1]
+    assert match.method == "activations"
+
+
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 100))
+def test_moments_do_not_depend_on_the_batches(sizes, seed):
+    a, b = (MultiLayerPerceptron((4, 3), image_size=2, num_classes=2).fresh(k).double() for k in (0, 1))
+    total = sum(sizes)
+    images = torch.randn(max(total, 1), 1, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    symmetry = trace_symmetry(a, images[:1])
+    whole, parts = (ActivationMoments(symmetry, a, b) for _ in range(2))
+    whole.update(images[:total])
+    start = 0
+    for number, size in enumerate(sizes):
+        parts.update((images[start : start + size], None))
+        start += size
+        if number == 0:
+            again = ActivationMoments(symmetry, a, b)
+            again.load_state_dict(parts.state_dict())
+            parts = again
+    assert parts.samples == whole.samples == {"linear1": total, "linear2": total}
+    for name, sums in whole.state_dict()["sums"].items():
+        for key, value in sums.items():
+            torch.testing.assert_close(parts.state_dict()["sums"][name][key], value, atol=1e-12, rtol=1e-12)
+
+
+def test_correlations_are_those_of_numpy_and_dead_units_give_zero():
+    a, b = (MultiLayerPerceptron((4,), image_size=2, num_classes=2).fresh(k).double() for k in (0, 1))
+    with torch.no_grad():
+        a.linear1.bias[1] = -100.0
+    images = torch.randn(50, 1, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moments = ActivationMoments(trace_symmetry(a, images), a, b)
+    moments.update(images)
+    with torch.no_grad():
+        x, y = (n.activation1(n.linear1(images.flatten(1))).numpy() for n in (a, b))
+    alive = [0, 2, 3]
+    expected = np.corrcoef(x[:, alive].T, y.T)[:3, 3:]
+    found = moments.correlation("linear1").numpy()
+    np.testing.assert_allclose(found[alive], expected, atol=1e-10)
+    assert (found[1] == 0).all()
+    assert moments.places == {"linear1": "activation1"}
+    np.testing.assert_allclose(moments.product("linear1").numpy(), x.T @ y / 50, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp relu", "mlp tanh", "myrtle bn", "grouped"])
+def test_the_mean_of_copies_is_the_network(made, name):
+    case = made(name)
+    networks = [case.network, *(case.moved(case.network, 0.5, seed) for seed in (1, 2, 3))]
+    merged = merge(case.symmetry, networks)
+    assert difference(merged.network, case.network) < 1e-8
+    assert merged.distances[-1] < EXACT
+    for element, network in zip(merged.elements, networks, strict=True):
+        assert difference(case.symmetry.act(element, network), case.network) < 1e-8
+    by_activations = merge(case.symmetry, networks[:2], method="activations", batches=[case.inputs])
+    assert difference(by_activations.network, case.network) < 1e-8
+    other = merge(case.symmetry, networks, reference=2)
+    assert difference(other.network, networks[2]) < 1e-8
+
+
+def test_merging_comes_nearer_in_every_round(made):
+    case = made("mlp relu")
+    networks = [case.member(seed) for seed in range(4)]
+    one, two = (merge(case.symmetry, networks, seed=1) for _ in range(2))
+    assert difference(one.network, two.network) == 0
+    assert all(x >= y for x, y in itertools.pairwise(one.distances))
+    assert one.distances[-1] < one.distances[0]
+    assert difference(merge(case.symmetry, networks[:1]).network, networks[0]) < EXACT
+
+
+def test_single_precision_and_an_initial_element(made):
+    case = made("lenet")
+    a, b = copy.deepcopy(case.network).float(), case.moved(case.network, 0.5).float()
+    match = weight_matching(case.symmetry, a, b)
+    assert difference(match.network, a) < 1e-4
+    again = weight_matching(case.symmetry, a, b, initial=match.element, progress=True)
+    assert again.sweeps == 1
+    assert next(again.network.parameters()).dtype == torch.float32
+
+
+def test_bad_input_is_named(made):
+    case, other = made("mlp relu"), made("lenet")
+    a = case.network
+    with pytest.raises(ValueError, match=r"b is not of the traced architecture"):
+        weight_matching(case.symmetry, a, other.network)
+    bad = copy.deepcopy(a)
+    with torch.no_grad():
+        bad.linear1.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"linear1.weight of b holds values that are not finite"):
+        weight_matching(case.symmetry, a, bad)
+    with pytest.raises(ValueError, match="restarts must be an integer >= 1, got 0"):
+        weight_matching(case.symmetry, a, a, restarts=0)
+    with pytest.raises(ValueError, match="belongs to the symmetry of another network"):
+        weight_matching(case.symmetry, a, a, initial=other.symmetry.identity())
+    with pytest.raises(ValueError, match="measure must be"):
+        activation_matching(case.symmetry, a, a, [case.inputs], measure="cosine")
+    with pytest.raises(ValueError, match="at least one batch"):
+        activation_matching(case.symmetry, a, a, [])
+    with pytest.raises(ValueError, match="must be a tensor, or a tuple"):
+        activation_matching(case.symmetry, a, a, ["x"])
+    with pytest.raises(ValueError, match="at least one network"):
+        merge(case.symmetry, [])
+    with pytest.raises(ValueError, match="needs batches"):
+        merge(case.symmetry, [a], method="activations")
+    with pytest.raises(ValueError, match="network 1 is not of the traced architecture"):
+        merge(case.symmetry, [a, other.network])
+    with pytest.raises(ValueError, match="the state holds other axis groups"):
+        ActivationMoments(case.symmetry, a, a).load_state_dict(
+            ActivationMoments(other.symmetry, other.network, other.network).state_dict()
+        )
