@@ -502,7 +502,11 @@ class Trace:
         """A label meets a value on which nothing acts there; None is left if nothing can act on it any more."""
         label = self.ledger.resolve(label)
         offset = len(shape) - other.ndim
-        varies = any(axis >= offset and other.shape[axis - offset] > 1 for axis in label.axes)
+        axes = [axis - offset for axis in label.axes if axis >= offset and other.shape[axis - offset] > 1]
+        if other.concrete is not None:
+            constant = other.concrete
+            axes = [axis for axis in axes if bool((constant != constant.narrow(axis, 0, 1)).any())]
+        varies = bool(axes)
         if varies:
             self.ledger.fix_units(label.atom.ravel())
             self.ledger.restrict(label)

@@ -180,8 +180,9 @@ class Symmetry:
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             name: (tuple(t.shape), t.dtype) for name, t in states.items()
         }
+        self.leaves: dict[str, str] = _leaf_classes(network)
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
-        text = repr([(name, shape) for name, (shape, _) in self.layout.items()])
+        text = repr(([(name, shape) for name, (shape, _) in self.layout.items()], self.leaves))
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._sites_of: dict[str, list[int]] = {}
         for index, site in enumerate(structure.sites):
@@ -600,10 +601,12 @@ class Symmetry:
         }
 
     def require(self, network: nn.Module) -> None:
-        """Check that a network has the traced architecture's tensors.
+        """Check that a network has the traced architecture's tensors and modules.
+
+        What a `forward` does beside its modules (a functional activation) cannot be compared.
 
         Raises:
-            ValueError: If names or shapes differ.
+            ValueError: If names or shapes, or the classes of modules differ.
         """
         states = state_tensors(network)
         shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
@@ -613,6 +616,11 @@ class Symmetry:
                 raise ValueError(f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network")
         if extra := next((name for name in shapes if name not in self.layout), None):
             raise ValueError(f"the network holds {extra}, which the traced network does not")
+        leaves = _leaf_classes(network)
+        for name in (*self.leaves, *leaves):
+            if leaves.get(name) != self.leaves.get(name):
+                found, expected = leaves.get(name, "missing"), self.leaves.get(name, "no module")
+                raise ValueError(f"module {name} is {found} there; expected {expected}, as in the traced network")
 
     def _moved(
         self,
@@ -857,6 +865,11 @@ class Symmetry:
             else:
                 size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
                 tensor.add_(noise, alpha=amount * (size or 0.1))
+
+
+def _leaf_classes(network: nn.Module) -> dict[str, str]:
+    """Return the class of every module without children."""
+    return {name: type(module).__name__ for name, module in network.named_modules() if not any(module.children())}
 
 
 def double(inputs: Any) -> Any:

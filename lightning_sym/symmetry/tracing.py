@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
+from lightning_sym.symmetry import _elementwise_rules, _linear_rules  # noqa: F401 (imported for the rules they register)
 from lightning_sym.symmetry._capture import capture, state_tensors
 from lightning_sym.symmetry._structure import build_structure
 from lightning_sym.symmetry._trace import Trace
@@ -112,8 +113,9 @@ def _check_network(network: nn.Module) -> None:
     for name, parameter in network.named_parameters():
         if parameter.is_complex() or not parameter.is_floating_point():
             raise TypeError(f"{name} has dtype {parameter.dtype}; expected real floating-point parameters")
-    for name, parameter in network.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(
-                f"{name} holds values that are not finite; expected a network whose weights are all finite"
-            )
+    weights = dict(network.named_parameters())
+    for name, tensor in state_tensors(network).items():
+        # Other buffers may hold infinities: masks do.
+        finite = name in weights or name.endswith(("running_mean", "running_var"))
+        if finite and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds values that are not finite; expected finite weights and statistics")

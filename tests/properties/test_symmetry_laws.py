@@ -1,0 +1,243 @@
+"""Elements of a traced network's symmetry form a group, and act as one."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_sym.symmetry.tracing import trace_symmetry
+
+torch.set_num_threads(1)
+LAW = settings(max_examples=30, deadline=None, derandomize=True)
+TIGHT = 1e-12  # relative to the largest entry of each tensor
+
+
+class Attention(nn.Module):
+    """A residual stream with one attention block: dense cells, heads that move as blocks, LayerNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 8)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.inner(x)
+        y = self.norm(x)
+        return self.head(torch.tanh(x + self.attention(y, y, y, need_weights=False)[0]))
+
+
+class Grouped(nn.Module):
+    """Grouped convolutions on both sides of a residual stream, with batch norms and padded channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 1)
+        self.grouped = nn.Conv2d(4, 8, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.transposed = nn.ConvTranspose2d(8, 8, 3, padding=1, groups=2)
+        self.last = nn.Conv2d(15, 2, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        y = torch.relu(self.norm(self.grouped(x)))
+        y = torch.relu(self.transposed(y))
+        return self.last(torch.cat([nn.functional.pad(x, (0, 0, 0, 0, 2, 2)), y], 1)[:, 1:])
+
+
+NETWORKS = {
+    "perceptron": (
+        lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), (2, 5)
+    ),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4), nn.Linear(4, 2)), (2, 5)
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6),
+            nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(24, 5), nn.BatchNorm1d(5), nn.Sigmoid(),
+            nn.Linear(5, 2),
+        ),
+        (2, 3, 8, 8),
+    ),
+    "attention": (Attention, (2, 4, 5)),
+    "grouped": (Grouped, (2, 3, 4, 4)),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(9, 4), nn.RMSNorm(4), nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 2)), None
+    ),
+}  # fmt: skip
+names = st.sampled_from(sorted(NETWORKS))
+seeds = st.integers(0, 2**40)
+flags = st.fixed_dictionaries({flag: st.booleans() for flag in ("permutations", "signs", "mixing", "shifts")})
+
+
+@functools.cache
+def traced(name):
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    network = make().double()
+    for module in network.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            nn.init.normal_(module.running_mean)
+    x = torch.randn(shape, dtype=torch.float64) if shape else torch.arange(8).reshape(2, 4)
+    return network, trace_symmetry(network, x)
+
+
+def draw(symmetry, seed, count, **options):
+    generator = torch.Generator().manual_seed(seed)
+    return [symmetry.sample(generator, **options) for _ in range(count)]
+
+
+def parts(element):
+    return [element.permutation, element.log_scale, element.sign, *element.dense, *element.shift]
+
+
+def same_element(one, two, tolerance=1e-11):
+    assert torch.equal(one.permutation, two.permutation)
+    assert torch.equal(one.sign, two.sign)
+    for a, b in zip(parts(one), parts(two), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def same_weights(one, two, tolerance=TIGHT):
+    first, second = one.state_dict(), two.state_dict()
+    assert first.keys() == second.keys()
+    for name, a in first.items():
+        size = float(a.abs().max())
+        assert float((a - second[name]).abs().max()) <= tolerance * size, name
+
+
+@LAW
+@given(names, seeds)
+def test_elements_form_a_group(name, seed):
+    _, symmetry = traced(name)
+    a, b, c = draw(symmetry, seed, 3)
+    one = symmetry.identity()
+    same_element(symmetry.compose(symmetry.compose(a, b), c), symmetry.compose(a, symmetry.compose(b, c)))
+    same_element(symmetry.compose(a, one), a)
+    same_element(symmetry.compose(one, a), a)
+    inverse = symmetry.inverse(a)
+    same_element(symmetry.compose(inverse, a), one)
+    same_element(symmetry.compose(a, inverse), one)
+    same_element(symmetry.inverse(inverse), a)
+    same_element(symmetry.inverse(symmetry.compose(a, b)), symmetry.compose(symmetry.inverse(b), symmetry.inverse(a)))
+    same_element(symmetry.inverse(one), one, 0)
+
+
+@LAW
+@given(names, seeds)
+def test_acting_is_a_homomorphism(name, seed):
+    network, symmetry = traced(name)
+    g, h = draw(symmetry, seed, 2)
+    same_weights(symmetry.act(h, symmetry.act(g, network)), symmetry.act(symmetry.compose(h, g), network))
+
+
+@LAW
+@given(names, seeds)
+def test_the_inverse_restores_the_weights(name, seed):
+    network, symmetry = traced(name)
+    (g,) = draw(symmetry, seed, 1)
+    inverse = symmetry.inverse(g)
+    same_weights(network, symmetry.act(inverse, symmetry.act(g, network)))
+    same_weights(network, symmetry.act(g, symmetry.act(inverse, network)))
+
+
+@LAW
+@given(names)
+def test_the_identity_changes_no_bit(name):
+    network, symmetry = traced(name)
+    made = symmetry.act(symmetry.identity(), network)
+    for key, value in network.state_dict().items():
+        if "running_var" in key:  # v' = (v + eps) - eps rounds
+            torch.testing.assert_close(made.state_dict()[key], value, rtol=1e-15, atol=1e-15)
+        else:
+            assert torch.equal(made.state_dict()[key], value), key
+
+
+@LAW
+@given(names, seeds, st.booleans())
+def test_permutations_and_signs_are_inverted_bitwise(name, seed, signs):
+    network, symmetry = traced(name)
+    (g,) = draw(symmetry, seed, 1, scale=0, signs=signs, mixing=False, shifts=False)
+    back = symmetry.act(symmetry.inverse(g), symmetry.act(g, network))
+    before, after = network.state_dict(), back.state_dict()
+    for key, value in before.items():
+        if "running_var" in key:  # v' = s^2 (v + eps) - eps rounds
+            torch.testing.assert_close(after[key], value, rtol=1e-15, atol=1e-15)
+        else:
+            assert torch.equal(after[key], value), key
+
+
+@LAW
+@given(names, seeds)
+def test_sampling_is_determined_by_the_generator(name, seed):
+    _, symmetry = traced(name)
+    state = torch.get_rng_state()
+    a, b = draw(symmetry, seed, 2)
+    again, _ = draw(symmetry, seed, 2)
+    assert all(torch.equal(x, y) for x, y in zip(parts(a), parts(again), strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@LAW
+@given(names, seeds, flags, st.sampled_from([0.0, 0.5, 2.0]))
+def test_sampling_respects_its_flags(name, seed, flags, scale):
+    network, symmetry = traced(name)
+    (g,) = draw(symmetry, seed, 1, scale=scale, **flags)
+    one = symmetry.identity()
+    assert sorted(g.permutation.tolist()) == one.permutation.tolist()
+    assert bool((g.sign.abs() == 1).all())
+    if not flags["permutations"]:
+        assert torch.equal(g.permutation, one.permutation)
+    if not flags["signs"]:
+        assert torch.equal(g.sign, one.sign)
+    if scale == 0:
+        assert not g.log_scale.any()
+        assert all(torch.allclose(m @ m.mT, torch.eye(len(m), dtype=m.dtype)) for m in g.dense)
+    if not flags["mixing"]:
+        assert all(torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in g.dense)
+    if scale == 0 or not flags["shifts"]:
+        assert not any(bool(s.any()) for s in g.shift)
+    if scale == 0 and not any(flags.values()):
+        same_weights(network, symmetry.act(g, network), 1e-15)
+
+
+@LAW
+@given(names, seeds, st.sampled_from([0.1, 0.5, 1.0]))
+def test_scales_have_the_spread_asked_for(name, seed, scale):
+    _, symmetry = traced(name)
+    elements = draw(symmetry, seed, 30, scale=scale)
+    drawn = torch.stack([e.log_scale for e in elements])
+    drawn = drawn[:, drawn.any(0)]
+    if drawn.numel() > 100:
+        assert float(drawn.std()) == pytest.approx(scale, rel=0.3)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "convolutions", "grouped"])
+def test_permutations_are_uniform(name):
+    """Over many draws each unit comes to each place of its own axis group equally often, and to no other."""
+    _, symmetry = traced(name)
+    counts = torch.zeros(symmetry.units, symmetry.units)
+    for element in draw(symmetry, 0, 1500):
+        counts[torch.arange(symmetry.units), element.permutation] += 1
+    for group in symmetry.groups:
+        inside = counts[group.units][:, group.units]
+        assert float(inside.sum()) == 1500 * group.size
+        if group.kind != "moves with its block":
+            assert float((inside * group.size / 1500 - 1).abs().max()) < 0.35
+
+
+@LAW
+@given(names, seeds)
+def test_tensors_by_name_move_as_in_the_network(name, seed):
+    network, symmetry = traced(name)
+    (g,) = draw(symmetry, seed, 1)
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    moved, made = symmetry.act_on(g, tensors), symmetry.act(g, network).state_dict()
+    assert all(torch.equal(value, made[key]) for key, value in moved.items())

@@ -1,0 +1,779 @@
+"""Tracing: bad input, users' own rules, what is left alone, batch norm (spec 2.3), and optimisers' state."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from lightning_sym.symmetry import rules
+from lightning_sym.symmetry.rules import register_rule
+from lightning_sym.symmetry.tracing import trace_symmetry
+
+torch.set_num_threads(1)
+
+L, C = nn.Linear, nn.Conv2d
+X = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+
+
+def mlp(width: int = 8, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    return nn.Sequential(L(5, width), activation(), L(width, 3))
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Functional(nn.Module):
+    def __init__(self, function: Any, **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line to be named
+            return torch.relu(x)
+        return x.relu()
+
+
+class ScaledReLU(nn.Module):
+    """Parameters, and a branch that depends on values."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.weight * torch.relu(x)
+        return torch.relu(x) * self.weight
+
+
+@pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that a test registers are forgotten afterwards."""
+    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+    monkeypatch.setattr(rules, "_MODULE_RULES", dict(rules._MODULE_RULES))
+
+
+def snapshot(network: nn.Module) -> Any:
+    """Everything that tracing must leave alone."""
+    tensors = {name: (id(t), type(t), t._version) for name, t in network.state_dict(keep_vars=True).items()}
+    values = {name: t.detach().clone() for name, t in network.state_dict().items()}
+    rest = [
+        (
+            name,
+            module.training,
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            sorted(module.__dict__),
+        )
+        for name, module in network.named_modules(remove_duplicate=False)
+    ]
+    return tensors, rest, values
+
+
+def assert_unchanged(network: nn.Module, before: Any) -> None:
+    after = snapshot(network)
+    assert after[:2] == before[:2]
+    assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
+
+
+# Bad input.
+
+
+def test_network_of_another_structure() -> None:
+    symmetry = trace_symmetry(mlp(8), X)
+    element = symmetry.identity()
+    with pytest.raises(ValueError, match=r"0\.weight; expected shape \[8, 5\]"):
+        symmetry.act(element, mlp(9))
+    with pytest.raises(ValueError, match=r"no such tensor: 2\.weight"):
+        symmetry.act(element, nn.Sequential(L(5, 8), nn.ReLU()))
+    with pytest.raises(ValueError, match=r"holds 3\.weight"):
+        symmetry.act(element, nn.Sequential(*mlp(8), L(3, 3)))
+    network = mlp(9)
+    before = snapshot(network)
+    with pytest.raises(ValueError, match="expected shape"):
+        symmetry.act(element, network, inplace=True)
+    assert_unchanged(network, before)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: mlp(9), lambda: mlp(8, nn.Tanh), lambda: nn.Sequential(*mlp(8), nn.ReLU(), L(3, 3))]
+)
+def test_element_of_another_symmetry(other: Any) -> None:
+    symmetry, stranger = trace_symmetry(mlp(8), X), trace_symmetry(other(), X)
+    element = stranger.sample(generator())
+    for use in (
+        lambda: symmetry.act(element, mlp(8)),
+        lambda: symmetry.inverse(element),
+        lambda: symmetry.compose(symmetry.identity(), element),
+        lambda: symmetry.compose(element, symmetry.identity()),
+    ):
+        with pytest.raises(ValueError, match="another network"):
+            use()
+
+
+def test_unused_parameters_are_noted_and_left_alone() -> None:
+    network = Functional(lambda s, x: s.net(x), net=mlp(), spare=L(4, 4), extra=nn.Parameter(torch.ones(3)))
+    with pytest.warns(UserWarning, match="never uses.*extra, spare.weight, spare.bias"):
+        symmetry = trace_symmetry(network, X)
+    assert any("spare.weight" in note for note in symmetry.notes)
+    assert "spare.weight" in str(symmetry)
+    made = symmetry.act(symmetry.sample(generator()), network)
+    assert torch.equal(made.spare.weight, network.spare.weight)
+    assert torch.equal(made.extra, network.extra)
+    assert symmetry.dimension == 8
+
+
+def test_many_unused_parameters_are_counted() -> None:
+    network = Functional(lambda s, x: s.net(x), net=mlp(), spare=nn.Sequential(L(2, 2), L(2, 2), L(2, 2)))
+    with pytest.warns(UserWarning, match="and 3 more"):
+        trace_symmetry(network, X)
+
+
+def test_control_flow_that_depends_on_data_is_named() -> None:
+    network = nn.Sequential(L(5, 8), Branching(), L(8, 3)).train()
+    before = snapshot(network)
+    line = inspect.getsourcelines(Branching.forward)[1] + 1
+    with pytest.raises(ValueError, match="cannot be traced") as caught:
+        trace_symmetry(network, X)
+    message = str(caught.value)
+    assert f"{__file__}:{line}" in message
+    assert "if x.sum() > 0" in message
+    assert "register_rule" in message
+    assert_unchanged(network, before)
+
+
+@pytest.mark.parametrize("where", ["item", "index", "nonzero"])
+def test_other_dependence_on_data(where: str) -> None:
+    functions = {
+        "item": lambda s, x: s.b(s.a(x) * float(x.sum().item())),
+        "index": lambda s, x: s.b(s.a(x)[:, int(x.argmax()) % 2 :][:, :4]),
+        "nonzero": lambda s, x: s.b(s.a(x)[(x > 0).any(1).nonzero().squeeze(1)]),
+    }
+    network = Functional(functions[where], a=L(5, 8), b=L(8 if where != "index" else 4, 3))
+    before = snapshot(network)
+    with pytest.raises(ValueError, match=r"cannot be traced, because of .*test_tracing\.py:\d+"):
+        trace_symmetry(network, X)
+    assert_unchanged(network, before)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        parametrizations.spectral_norm,
+        parametrizations.weight_norm,
+        parametrizations.orthogonal,
+        nn.utils.spectral_norm,
+        nn.utils.weight_norm,
+    ],
+    ids=["spectral_norm", "weight_norm", "orthogonal", "old_spectral_norm", "old_weight_norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_parametrised_weights(wrap: Any) -> None:
+    network = mlp()
+    network[2] = wrap(network[2])
+    with pytest.raises(ValueError, match=r"^2 has .*remove"):
+        trace_symmetry(network, X)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_removed_parametrisations_do_not_disturb() -> None:
+    network = mlp()
+    parametrizations.spectral_norm(network[0])
+    nn.utils.parametrize.remove_parametrizations(network[0], "weight")
+    nn.utils.weight_norm(network[2])
+    nn.utils.remove_weight_norm(network[2])
+    assert trace_symmetry(network, X).dimension == 8
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize("lazy", [lambda: nn.LazyLinear(8), lambda: nn.Sequential(nn.LazyBatchNorm1d(), L(5, 8))])
+def test_lazy_modules(lazy: Any) -> None:
+    network = nn.Sequential(lazy(), nn.ReLU(), L(8, 3))
+    with pytest.raises(ValueError, match=r"lazy module.*run the network once"):
+        trace_symmetry(network, X)
+    network(X)
+    assert trace_symmetry(network, X).log10_permutations == pytest.approx(math.log10(math.factorial(8)))
+
+
+def test_complex_and_integer_parameters() -> None:
+    for tensor, name in (
+        (torch.ones(8, dtype=torch.complex64), "complex64"),
+        (torch.ones(8, dtype=torch.int64), "int64"),
+    ):
+        network = Functional(
+            lambda s, x: s.net(x), net=mlp(), odd=nn.Parameter(tensor, requires_grad=tensor.is_complex())
+        )
+        with pytest.raises(TypeError, match=f"odd has dtype torch.{name}"):
+            trace_symmetry(network, X)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite(value: float) -> None:
+    network = nn.Sequential(L(5, 8), nn.BatchNorm1d(8), nn.ReLU(), L(8, 3))
+    for tensor, name in ((network[3].weight, r"3\.weight"), (network[1].running_var, r"1\.running_var")):
+        with torch.no_grad():
+            old = tensor.clone()
+            tensor.view(-1)[0] = value
+            with pytest.raises(ValueError, match=f"{name} holds values that are not finite"):
+                trace_symmetry(network, X)
+            tensor.copy_(old)
+
+
+def test_masks_of_minus_infinity_are_no_weights() -> None:
+    network = Functional(
+        lambda s, x: s.o(F.scaled_dot_product_attention(s.q(x), s.k(x), s.v(x), attn_mask=s.mask)),
+        q=L(5, 8), k=L(5, 8), v=L(5, 8), o=L(8, 2),
+    )  # fmt: skip
+    network.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1), persistent=False)
+    symmetry = trace_symmetry(network, torch.randn(2, 4, 5))
+    assert symmetry.dimension == 128
+
+
+def test_example_input() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        trace_symmetry(mlp(), torch.empty(0, 5))
+    for nothing in ("text", None, (), [1.0, 2.0], {"x": 1}):
+        with pytest.raises(TypeError, match="must be a tensor"):
+            trace_symmetry(mlp(), nothing)
+    with pytest.raises(ValueError, match="cannot be traced"):
+        trace_symmetry(mlp(), torch.randn(2, 6))
+
+
+def test_network_without_parameters() -> None:
+    symmetry = trace_symmetry(nn.ReLU(), X)
+    assert (symmetry.groups, symmetry.dimension, symmetry.units) == ((), 0, 0)
+    assert symmetry.act(symmetry.sample(generator()), nn.ReLU()) is not None
+    assert "0 axis groups" in str(symmetry)
+
+
+def test_sample_arguments() -> None:
+    symmetry = trace_symmetry(mlp(), X)
+    for scale in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="scale must be"):
+            symmetry.sample(scale=scale)
+
+
+# Rules.
+
+
+@torch.library.custom_op("lightning_sym_tests::twice_relu", mutates_args=())
+def twice_relu(x: Tensor) -> Tensor:
+    return 2 * torch.relu(x)
+
+
+@twice_relu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def with_operation(operation: Any) -> nn.Module:
+    return Functional(lambda s, x: s.b(operation(s.a(x))), a=L(5, 8), b=L(8, 3))
+
+
+def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
+    network = Functional(lambda s, x: s.c(torch.relu(s.b(torch.linalg.qr(s.a(x)).Q))), a=L(5, 4), b=L(2, 6), c=L(6, 3))
+    symmetry = trace_symmetry(network, X)
+    assert [(g.size, g.kind) for g in symmetry.groups if g.movable] == [(6, "permutation + scale")]
+    (note,) = symmetry.notes
+    assert "linalg_qr" in note
+    assert "no rule for this operation" in note
+    assert "fixes 4 units" in note
+    assert note in str(symmetry)
+
+
+def test_unknown_operation_names_its_module() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.lightning_sym_tests.twice_relu(x)
+
+    symmetry = trace_symmetry(nn.Sequential(L(5, 8), nn.Sequential(Inner()), L(8, 3)), X)
+    (note,) = symmetry.notes
+    assert "twice_relu in 1.0" in note
+
+
+def packet() -> Any:
+    return torch.ops.lightning_sym_tests.twice_relu
+
+
+@pytest.mark.usefixtures("own_rules")
+@pytest.mark.parametrize(
+    "operation", [lambda: "lightning_sym_tests::twice_relu", packet, lambda: packet().default],
+    ids=["name", "packet", "overload"],
+)  # fmt: skip
+def test_rule_for_an_operation(operation: Any) -> None:
+    network = with_operation(packet())
+    assert trace_symmetry(network, X).dimension == 0
+
+    @register_rule(operation())
+    def rule(trace: Any, value: Any) -> Any:
+        return trace.elementwise(value, positive_scales=True)
+
+    symmetry = trace_symmetry(network, X)
+    assert (symmetry.dimension, symmetry.signs) == (8, 0)
+    assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(8)))
+    assert not symmetry.notes
+
+
+def test_rules_are_forgotten_after_a_test() -> None:
+    assert trace_symmetry(with_operation(packet()), X).dimension == 0
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_rule_that_allows_too_much() -> None:
+    @register_rule(packet())
+    def rule(trace: Any, value: Any) -> Any:
+        return trace.elementwise(value, positive_scales=True, signs=True)
+
+    network = with_operation(packet()).train()
+    before = snapshot(network)
+    with pytest.raises(RuntimeError, match=r"self-test.*allows too much"):
+        trace_symmetry(network, X)
+    assert_unchanged(network, before)
+    # Without the self-test, check() tells.
+    symmetry = trace_symmetry(network, X, check=False)
+    assert math.isnan(symmetry.worst_error)
+    assert symmetry.check(network, X) > 1e-3
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_rule_for_a_module_with_control_flow() -> None:
+    network = nn.Sequential(L(5, 8), Branching(), L(8, 3))
+
+    @register_rule(Branching)
+    def rule(trace: Any, module: nn.Module, value: Any) -> Any:
+        assert isinstance(module, Branching)
+        return trace.elementwise(value, positive_scales=True)
+
+    before = snapshot(network)
+    symmetry = trace_symmetry(network, X)
+    assert (symmetry.dimension, symmetry.signs) == (8, 0)
+    assert symmetry.worst_error <= 1e-10
+    assert_unchanged(network, before)
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_rule_for_a_module_with_parameters() -> None:
+    """The rule may ask for the module's parameters, as the documentation of register_rule says."""
+    network = nn.Sequential(L(5, 8), ScaledReLU(8), L(8, 3))
+
+    @register_rule(ScaledReLU)
+    def rule(trace: Any, module: nn.Module, value: Any) -> Any:
+        active = trace.elementwise(value, positive_scales=True)
+        return trace.join(active, trace.parameter(module, "weight"), product=True)
+
+    symmetry = trace_symmetry(network, X)
+    assert (symmetry.dimension, symmetry.signs) == (16, 8)
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_rule_that_fails_leaves_the_network_alone() -> None:
+    network = nn.Sequential(L(5, 8), Branching(), L(8, 3))
+
+    @register_rule(Branching)
+    def rule(trace: Any, module: nn.Module, value: Any) -> Any:
+        raise NotImplementedError("not today")
+
+    before = snapshot(network)
+    with pytest.raises(NotImplementedError, match="not today"):
+        trace_symmetry(network, X)
+    assert_unchanged(network, before)
+    assert network(X).shape == (2, 3)
+
+
+@pytest.mark.parametrize("what", [torch.relu, "relu", nn.ReLU(), 3])
+def test_rules_belong_to_operations(what: Any) -> None:
+    with pytest.raises(TypeError, match="a rule belongs to"):
+        register_rule(what)
+
+
+# What tracing leaves alone, and where it works.
+
+
+def test_tracing_changes_nothing() -> None:
+    network = nn.Sequential(
+        C(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten(), L(144, 3)
+    ).train()
+    network[1].eval()
+    network[0].weight.requires_grad_(False)
+    counted = []
+    network[5].register_forward_hook(lambda *_: counted.append(1))
+    before = snapshot(network)
+    state = torch.get_rng_state()
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 8, 8))
+    assert_unchanged(network, before)
+    assert network.training
+    assert not network[1].training
+    assert all(p.grad is None for p in network.parameters())
+    symmetry.check(network, torch.randn(2, 3, 8, 8), perturb=0.3)
+    symmetry.act(symmetry.sample(generator()), network)
+    assert_unchanged(network, before)
+    del state
+
+
+def test_random_numbers_are_left_alone() -> None:
+    network = nn.Sequential(L(5, 8), nn.Dropout(), nn.ReLU(), L(8, 3))
+    state = torch.get_rng_state()
+    symmetry = trace_symmetry(network, X)
+    symmetry.check(network, X)
+    symmetry.sample(generator())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("shared", ["module", "weight"])
+def test_tracing_keeps_shared_weights(shared: str) -> None:
+    one, two = L(6, 6), L(6, 6)
+    if shared == "weight":
+        two.weight = one.weight
+    network = nn.Sequential(L(5, 6), nn.ReLU(), one, nn.ReLU(), one if shared == "module" else two, nn.ReLU(), L(6, 2))
+    before = snapshot(network)
+    symmetry = trace_symmetry(network, X)
+    assert_unchanged(network, before)
+    assert all(type(p) is nn.Parameter for p in network.parameters())
+    # All three hidden values carry one element.
+    assert [g.size for g in symmetry.groups] == [6]
+    assert symmetry.dimension == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    network = nn.Sequential(C(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), L(144, 3)).to(dtype)
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 8, 8, dtype=dtype))
+    assert symmetry.worst_error <= 1e-10
+    made = symmetry.act(symmetry.sample(generator()), network)
+    assert {t.dtype for t in made.state_dict().values()} == {dtype, torch.int64}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_under_any_gradient_mode(mode: Any) -> None:
+    network = nn.Sequential(L(5, 8), nn.BatchNorm1d(8), nn.ReLU(), L(8, 3))
+    with mode():
+        symmetry = trace_symmetry(network, X.clone())
+        made = symmetry.act(symmetry.sample(generator()), network)
+        torch.testing.assert_close(made.eval()(X), network.eval()(X), rtol=1e-4, atol=1e-5)
+    assert symmetry.dimension == 24
+    assert [p.requires_grad for p in made.parameters()] == [True] * 6
+
+
+@dataclasses.dataclass
+class Result:
+    first: Tensor
+    rest: tuple[Tensor, ...]
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda a, b: {"a": a, "b": {"c": b}},
+        lambda a, b: (a, [b]),
+        lambda a, b: Result(a, (b,)),
+        lambda a, b: (a, None, 3, b),
+    ],
+    ids=["dict", "tuple", "dataclass", "mixed"],
+)
+def test_outputs_of_any_kind(pack: Any) -> None:
+    def forward(s: Any, x: Tensor) -> Any:
+        h = torch.relu(s.a(x))
+        return pack(s.b(h), s.c(h))
+
+    symmetry = trace_symmetry(Functional(forward, a=L(5, 8), b=L(8, 3), c=L(8, 2)), X)
+    assert symmetry.dimension == 8
+    # An output on the way fixes what it shows.
+    shown = trace_symmetry(Functional(lambda s, x: pack(s.a(x), s.b(s.a(x))), a=L(5, 8), b=L(8, 3)), X)
+    assert (shown.dimension, shown.log10_permutations) == (0, 0)
+
+
+def test_several_inputs() -> None:
+    network = Functional(lambda s, x, y: s.c(torch.relu(s.a(x)) + torch.relu(s.b(y))), a=L(5, 8), b=L(4, 8), c=L(8, 2))
+    symmetry = trace_symmetry(network, (X, torch.randn(2, 4)))
+    assert symmetry.dimension == 8
+    nested = Functional(lambda s, d: s.c(torch.relu(s.a(d["x"])) + s.b(d["y"][0])), a=L(5, 8), b=L(4, 8), c=L(8, 2))
+    assert trace_symmetry(nested, ({"x": X, "y": [torch.randn(2, 4)]},)).log10_permutations > 4
+
+
+def test_networks_that_are_no_sequence_of_modules() -> None:
+    for network in (L(5, 3), nn.Identity()):
+        symmetry = trace_symmetry(network, X)
+        assert symmetry.dimension == 0
+        assert symmetry.worst_error == 0
+
+
+# What is shown.
+
+
+def test_print_and_table() -> None:
+    network = nn.Sequential(L(5, 8), nn.BatchNorm1d(8), nn.ReLU(), L(8, 6), L(6, 4), nn.Tanh(), L(4, 3))
+    symmetry = trace_symmetry(network, X)
+    rows = symmetry.table()
+    assert [(r["group"], r["size"], r["cells"], r["type"], r["dimension"]) for r in rows] == [
+        ("0", 8, 1, "permutation + 2 scales + sign", 16),
+        ("3", 6, 1, "invertible matrices", 36),
+        ("4", 4, 1, "permutation + sign", 0),
+    ]
+    assert rows[0]["parameters"] == [
+        "0.weight[0]", "0.bias[0]", "1.weight[0]", "1.bias[0]", "3.weight[1]", "1.running_mean[0]", "1.running_var[0]",
+    ]  # fmt: skip
+    assert rows[2]["parameters"] == ["4.weight[0]", "4.bias[0]", "6.weight[1]"]
+    assert [r["log10_permutations"] for r in rows] == pytest.approx([4.6055, 0, 1.3802], abs=1e-4)
+    assert sum(r["log10_permutations"] for r in rows) == pytest.approx(symmetry.log10_permutations)
+    text = str(symmetry)
+    for piece in ("axis group", "invertible matrices", "0.weight[0]", "and 4 more", "checked with a random element"):
+        assert piece in text
+    summary = "3 axis groups, 18 units: 10^6.0 permutations, 18 signs, dimension 60"
+    assert summary in text
+    assert repr(symmetry) == "<Symmetry: 3 axis groups, 18 units, dimension 60>"
+    assert "checked" not in str(trace_symmetry(network, X, check=False))
+
+
+def test_occurrences_and_taps() -> None:
+    network = nn.Sequential(C(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), L(36, 5), nn.Tanh(), L(5, 2))
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 8, 8))
+    first, second = symmetry.groups
+    weights = {(o.tensor, o.axis): o for o in first.occurrences}
+    assert set(weights) == {("0.weight", 0), ("0.bias", 0), ("4.weight", 1)}
+    assert (weights["0.weight", 0].exponent, weights["4.weight", 1].exponent) == (1, -1)
+    assert weights["4.weight", 1].positions.tolist() == torch.arange(36).reshape(4, 9).tolist()
+    assert all(o.is_parameter for o in first.occurrences)
+    assert {tap.module for tap in first.taps} >= {"0", "1", "2"}
+    assert {(tap.module, tap.axis) for tap in second.taps} == {("4", 1), ("5", 1)}
+    assert all(tap.positions.tolist() == list(range(5)) for tap in second.taps)
+
+
+def test_taps_show_the_units_move() -> None:
+    network = nn.Sequential(L(5, 8), nn.Tanh(), L(8, 3)).double()
+    symmetry = trace_symmetry(network, X.double())
+    element = symmetry.sample(generator(), signs=False)
+    made = symmetry.act(element, network)
+    (group,) = symmetry.groups
+    tap = next(tap for tap in group.taps if tap.module == "1")
+    old, new = (torch.tanh(net[0](X.double())).index_select(tap.axis, tap.positions) for net in (network, made))
+    assert torch.allclose(new, old[:, element.permutation[group.units]])
+
+
+# Batch norm (spec 2.3).
+
+
+@functools.cache
+def normalised() -> tuple[nn.Sequential, Tensor, Any]:
+    torch.manual_seed(3)
+    network = nn.Sequential(
+        C(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), C(6, 5, 2), nn.BatchNorm2d(5), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), L(5, 3),
+    ).double()  # fmt: skip
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.weight, module.running_var):
+                nn.init.uniform_(tensor, 0.5, 2)
+            for tensor in (module.bias, module.running_mean):
+                nn.init.normal_(tensor)
+    x = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    return network, x, trace_symmetry(network, x)
+
+
+def change(one: nn.Module, two: nn.Module, x: Tensor, *, training: bool) -> float:
+    """The largest change of the output, relative to the largest output."""
+    first, second = (copy.deepcopy(net).train(training)(x).detach() for net in (one, two))
+    return float((first - second).abs().max() / first.abs().max())
+
+
+def part_of(symmetry: Any, which: str) -> Any:
+    """An element that is random in one of the four parts of spec 2.3: (p, lam, d, c)."""
+    drawn, nothing = symmetry.sample(generator(5)), symmetry.identity()
+    if which == "p":
+        return dataclasses.replace(nothing, permutation=drawn.permutation)
+    if which == "c":
+        return dataclasses.replace(nothing, shift=drawn.shift)
+    # The first scale of a unit is that of the convolution's output (d), the second that of gamma and beta (lam).
+    log_scale = torch.zeros_like(drawn.log_scale)
+    for table in symmetry.structure.scale_table:
+        at = torch.from_numpy(table[:, 0 if which == "d" else 1])
+        log_scale[at] = drawn.log_scale[at]
+    if which == "d":
+        return dataclasses.replace(nothing, log_scale=log_scale, sign=drawn.sign)
+    return dataclasses.replace(nothing, log_scale=log_scale)
+
+
+@pytest.mark.parametrize("which", ["p", "lam", "d", "c"])
+def test_batch_norm_in_both_modes(which: str) -> None:
+    network, x, symmetry = normalised()
+    assert (symmetry.scales, symmetry.signs, symmetry.shifts, symmetry.dimension) == (22, 11, 11, 33)
+    made = symmetry.act(part_of(symmetry, which), network)
+    assert any(not torch.equal(a, b) for a, b in zip(made.parameters(), network.parameters(), strict=True))
+    assert change(network, made, x, training=False) <= 1e-13
+    training = change(network, made, x, training=True)
+    if which == "d":
+        # Batch norm divides by the root of the batch's own variance plus eps.
+        assert 1e-6 < training < 1e-3
+    else:
+        assert training <= 1e-13
+
+
+def test_naive_rule_for_running_variances_is_wrong() -> None:
+    network, x, symmetry = normalised()
+    made = symmetry.act(part_of(symmetry, "d"), network)
+    for index in (1, 5):
+        old, new = network[index], made[index]
+        square = (new.running_var + new.eps) / (old.running_var + old.eps)
+        new.running_var.copy_(square * old.running_var)
+    assert 1e-7 < change(network, made, x, training=False) < 1e-4
+
+
+def test_batch_norm_parts_by_hand() -> None:
+    """Every formula of spec 2.3, applied to the first layer by hand."""
+    network, _, symmetry = normalised()
+    e = symmetry.sample(generator(9))
+    made = symmetry.act(e, network)
+    group = symmetry.groups[0]
+    table, signs = symmetry.structure.scale_table[0], symmetry.structure.sign_table[0]
+    p = e.permutation[group.units] - group.units[0]
+    d = e.log_scale[torch.from_numpy(table[:, 0])].exp() * e.sign[torch.from_numpy(signs[:, 0])]
+    lam = e.log_scale[torch.from_numpy(table[:, 1])].exp()
+    c = e.shift[0]
+    conv, norm = network[0], network[1]
+    old, new = network.state_dict(), made.state_dict()
+    expected = {
+        "0.weight": (d[:, None, None, None] * conv.weight)[p],
+        "0.bias": (d * conv.bias + c)[p],
+        "1.running_mean": (d * norm.running_mean + c)[p],
+        "1.running_var": (d**2 * (norm.running_var + norm.eps) - norm.eps)[p],
+        "1.weight": (d.sign() * lam * norm.weight)[p],
+        "1.bias": (lam * norm.bias)[p],
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(new[name], value.detach(), rtol=1e-13, atol=1e-13)
+    assert torch.equal(old["1.num_batches_tracked"], new["1.num_batches_tracked"])
+
+
+def test_running_variance_may_become_negative() -> None:
+    network, x, symmetry = normalised()
+    element = part_of(symmetry, "d")
+    table = torch.from_numpy(symmetry.structure.scale_table[0][:, 0])
+    log_scale = element.log_scale.clone()
+    log_scale[table] = -8.0
+    made = symmetry.act(dataclasses.replace(element, log_scale=log_scale), network)
+    assert bool((made[1].running_var < 0).all())
+    assert change(network, made, x, training=False) <= 1e-10
+
+
+# Optimisers.
+
+
+def trained(network: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    network.train()
+    for step in steps:
+        x = torch.randn(16, 5, generator=generator(step), dtype=torch.float64)
+        target = torch.randint(0, 3, (16,), generator=generator(1000 + step))
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), target).backward()
+        optimizer.step()
+
+
+OPTIMISERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_training_commutes_with_permutations_and_signs(name: str) -> None:
+    torch.manual_seed(1)
+    network = nn.Sequential(
+        L(5, 8), nn.BatchNorm1d(8), nn.Tanh(), L(8, 6), nn.LayerNorm(6), nn.ReLU(), L(6, 3)
+    ).double()
+    symmetry = trace_symmetry(network, X)
+    element = symmetry.sample(generator(4), scale=0, shifts=False, mixing=False)
+    assert bool((element.sign < 0).any())
+    optimizer = OPTIMISERS[name](network.parameters())
+    trained(network, optimizer, range(3))
+    other = copy.deepcopy(network)
+    carried = OPTIMISERS[name](other.parameters())
+    carried.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert symmetry.act(element, other, inplace=True, optimizer=carried) is other
+    trained(network, optimizer, range(3, 8))
+    trained(other, carried, range(3, 8))
+    expected = symmetry.act(element, network)
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[key], value, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def test_momenta_move_as_gradients_under_scales() -> None:
+    """After act, a momentum is the gradient's at the new weights, and a second moment its square."""
+    torch.manual_seed(1)
+    network = nn.Sequential(L(5, 8), nn.ReLU(), L(8, 6), nn.Tanh(), L(6, 3)).double()
+    symmetry = trace_symmetry(network, X)
+    element = symmetry.sample(generator(4))
+    x, target = torch.randn(16, 5, dtype=torch.float64), torch.randint(0, 3, (16,))
+
+    def gradients(net: nn.Module) -> list[Tensor]:
+        net.zero_grad()
+        F.cross_entropy(net(x), target).backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    for make, key, power in (
+        (lambda p: torch.optim.SGD(p, 1e-30, momentum=0.9), "momentum_buffer", 1),
+        (lambda p: torch.optim.Adam(p, 1e-30), "exp_avg", 1),
+        (lambda p: torch.optim.Adam(p, 1e-30), "exp_avg_sq", 2),
+    ):
+        net = copy.deepcopy(network)
+        optimizer = make(net.parameters())
+        old = gradients(net)
+        optimizer.step()
+        symmetry.act(element, net, inplace=True, optimizer=optimizer)
+        factor = {"momentum_buffer": 1.0, "exp_avg": 0.1, "exp_avg_sq": 1e-3}[key]
+        new = gradients(net)
+        assert not all(torch.allclose(a, b) for a, b in zip(old, new, strict=True))
+        for parameter, gradient in zip(net.parameters(), new, strict=True):
+            torch.testing.assert_close(optimizer.state[parameter][key], factor * gradient**power, rtol=1e-9, atol=1e-13)
+
+
+def test_optimisers_that_cannot_be_carried() -> None:
+    network = mlp().double()
+    symmetry = trace_symmetry(network, X)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="inplace=True"):
+        symmetry.act(symmetry.identity(), network, optimizer=optimizer)
+    rprop = torch.optim.Rprop(network.parameters())
+    network(X.double()).sum().backward()
+    rprop.step()
+    before = snapshot(network)
+    with pytest.raises(ValueError, match="'step_size' cannot be carried"):
+        symmetry.act(symmetry.sample(generator()), network, inplace=True, optimizer=rprop)
+    assert_unchanged(network, before)
+    linear = nn.Sequential(L(5, 4), L(4, 3)).double()
+    symmetry = trace_symmetry(linear, X)
+    adam = torch.optim.Adam(linear.parameters())
+    linear(X.double()).sum().backward()
+    adam.step()
+    with pytest.raises(ValueError, match=r"0\.weight is mixed by a dense matrix"):
+        symmetry.act(symmetry.sample(generator()), linear, inplace=True, optimizer=adam)
+    # The error says what would be accepted.
+    symmetry.act(symmetry.sample(generator(), mixing=False), linear, inplace=True, optimizer=adam)
+
+
+def test_no_warnings_from_a_clean_network() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace_symmetry(mlp(), X)
