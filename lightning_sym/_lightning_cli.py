@@ -1,5 +1,6 @@
 """LightningCLI with run folders, recipes and one-line errors."""
 
+import atexit
 import inspect
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
@@ -31,6 +33,7 @@ from lightning_sym._checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym._files import write_atomically
 from lightning_sym._messages import class_at, explain, show_traceback
 from lightning_sym._metrics_csv import MetricsCSV
+from lightning_sym._requirements import Requirement, find_requirements, make, redirect
 from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport
 
@@ -175,6 +178,13 @@ class RecipeCLI(LightningCLI):
         parser.add_argument(
             "--zoo_dir", type=str | None, default=None, help="Zoo that members are exported to; default run_dir/zoo."
         )
+        parser.add_argument(
+            "--requires",
+            type=dict[str, str],
+            default={},
+            help="Recipes that make what the run needs, by the option that names its folder, for example "
+            "{model.zoo: zoo/mnist5k}; fit runs them first if the folder is not there.",
+        )
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.set_defaults(
             {
@@ -218,8 +228,24 @@ class RecipeCLI(LightningCLI):
             config.ckpt_path = str(last)
         elif config.get("ckpt_path") and not Path(config.ckpt_path).is_file():
             raise FileNotFoundError(f"No checkpoint at {Path(config.ckpt_path).absolute()}; give a file, or last.")
+        self._required: list[Requirement] = []
+        self._trial: Path | None = None
         if self.subcommand == "fit":
             self._prepare_run_dir(config)
+            self._required = [found for found in find_requirements(config.requires, config) if not found.met]
+            if self._required and config.trainer.get("fast_dev_run"):
+                self._try_requirements(config)
+
+    def _try_requirements(self, config: Namespace) -> None:
+        """Let a trial of this run try what it requires too, in a folder that is removed when the process ends."""
+        self._trial = Path(tempfile.mkdtemp(prefix="lightning-sym-"))
+        atexit.register(shutil.rmtree, self._trial, ignore_errors=True)
+        folders = [self._trial / str(number) for number in range(len(self._required))]
+        for requirement, folder in zip(self._required, folders, strict=True):
+            redirect(config, requirement.option, folder)
+        self._required = [
+            replace(requirement, folder=folder) for requirement, folder in zip(self._required, folders, strict=True)
+        ]
 
     def _earlier_run(self) -> list[Path]:
         """Return what earlier commands left in the run folder; the zoo is no part of it.
@@ -285,7 +311,12 @@ class RecipeCLI(LightningCLI):
                 )
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the command; if it fails, end the processes that it started, which would wait for this one."""
+        """Make what the run requires and run the command.
+
+        If it fails, the processes that it started, which would wait for this one, are ended.
+        """
+        for requirement in self._required:
+            make(requirement, self._get(self.config, "trainer"), self._trial)
         try:
             super()._run_subcommand(subcommand)
         except Exception:

@@ -1,5 +1,16 @@
 """Data in, matplotlib figure out."""
 
+from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
+from lightning_sym.figures.symmetry import symmetry_curves
 from lightning_sym.figures.zoo import confusion_matrix, validation_curves, zoo_overview
 
-__all__ = ["confusion_matrix", "validation_curves", "zoo_overview"]
+__all__ = [
+    "Bars",
+    "Lines",
+    "barrier_bars",
+    "confusion_matrix",
+    "interpolation_curves",
+    "symmetry_curves",
+    "validation_curves",
+    "zoo_overview",
+]

@@ -28,6 +28,7 @@ def data_class(name):
 
 DOWNLOADED = [name for name in NAMES if issubclass(data_class(name), DownloadedDataModule)]
 EMBEDDED = [name for name in NAMES if name not in DOWNLOADED]
+ZOOS = [name for name in NAMES if settings(name)["model"]["class_path"] == "lightning_sym.tasks.ZooTask"]
 
 
 def class_paths(node):
@@ -56,7 +57,8 @@ def test_header_says_all_that_a_reader_needs(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_sections_are_in_order_and_classes_named_in_full(name):
     recipe = settings(name)
-    assert list(recipe) == ["seed_everything", "run_dir", "trainer", "model", "data"]
+    requires = ["requires"] if "requires" in recipe else []
+    assert list(recipe) == ["seed_everything", "run_dir", *requires, "trainer", "model", "data"]
     assert recipe["run_dir"] == "runs/" + name.replace("/", "-").replace("_", "-")
     for path in class_paths(recipe):
         if path.startswith("lightning_sym."):
@@ -77,7 +79,17 @@ def test_print_config_can_be_read_back(name, call):
         assert call("fit", "--config", file, "--print_config").out == whole.out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if "requires" in settings(name)])
+def test_what_a_recipe_requires_is_what_the_other_recipe_leaves(name, call, quiet, built):
+    assert call("fit", "--config", name, *quiet).status == 0
+    assert type(built.data) is data_class(name)
+    for option, other in settings(name)["requires"].items():
+        assert option == "model.zoo"
+        assert built.model.zoo == settings(other)["run_dir"] + "/zoo"
+        assert data_class(other) is data_class(name)
+
+
+@pytest.mark.parametrize("name", ZOOS)
 def test_model_and_data_are_built_and_fit_each_other(name, call, quiet, built):
     result = call("fit", "--config", name, *quiet)
     assert result.status == 0, result.err
@@ -108,6 +120,50 @@ def test_absent_data_are_one_sentence(name, call, quiet):
         assert result.status == 1
         assert re.fullmatch(r"CIFAR-10 is not in .*/data/cifar-10-batches-py \(.*\); copy .*\.", result.error)
         assert str(Path.cwd()) in result.error
+
+
+def test_what_a_recipe_requires_is_made_first_and_only_once(call, quiet, tmp_path):
+    small = "seed_everything: 0\n" + yaml.safe_dump({
+        "trainer": {"max_epochs": 1, "callbacks": [{"class_path": "lightning_sym.callbacks.ZooExport"}]},
+        "model": {
+            "class_path": "lightning_sym.tasks.ZooTask",
+            "init_args": {
+                "members": 2,
+                "network": {"class_path": "lightning_sym.networks.MultiLayerPerceptron", "init_args": {"widths": [6]}},
+            },
+        },
+        "data": {"class_path": "lightning_sym.datamodules.DigitsDataModule", "init_args": {"max_samples": 64}},
+    })  # fmt: skip
+    (tmp_path / "small.yaml").write_text(small)
+    fit = [
+        *("fit", "--config", "matching/mnist5k_mlp", *quiet, "--requires", '{"model.zoo": small.yaml}'),
+        *("--model.zoo=made/zoo", "--data=DigitsDataModule", "--data.batch_size=32", "--data.max_samples=64"),
+        "--trainer.max_epochs=1",
+    ]
+    result = call(*fit)
+    assert result.status == 0, result.err
+    assert "made/zoo, which model.zoo names, is not there: it is made first, by lightning-sym fit" in result.out
+    assert ModelZoo.open("made/zoo").numbers == [0, 1]
+    times = {path: path.stat().st_mtime_ns for path in Path("made").rglob("*")}
+    with Path("runs/matching-mnist5k-mlp/results/summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows] == ["unmatched", "weights", "activations", "straight_through"] * 2
+    again = call(*fit, "--overwrite=true")
+    assert again.status == 0, again.err
+    assert "is not there" not in again.out
+    assert {path: path.stat().st_mtime_ns for path in Path("made").rglob("*")} == times
+
+
+def test_what_cannot_be_made_is_one_sentence(call, quiet, monkeypatch):
+    fit = ["fit", "--config", "matching/mnist5k_mlp", *quiet]
+    result = call(*fit, "--requires", '{"model.zo": zoo/mnist5k}')
+    assert result.status == 1
+    assert result.error == "requires names the option 'model.zo', which this run does not have."
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = call(*fit)
+    assert result.status == 1
+    assert "make it first, in a single process: lightning-sym fit --config zoo/mnist5k_mlp" in result.error
 
 
 def test_a_run_leaves_what_the_design_promises(digits_run):

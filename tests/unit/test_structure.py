@@ -39,9 +39,10 @@ ARROWS |= {
     "callbacks": {"tasks", *BELOW},
     "_metrics_csv": HELPERS,
     "_checkpoints": HELPERS,
+    "_requirements": HELPERS,
     "cli": {"_lightning_cli", "_messages", "recipes", *HELPERS},
     "_messages": BELOW,
-    "_lightning_cli": {"callbacks", "tasks", "_messages", "_metrics_csv", "_checkpoints", *BELOW},
+    "_lightning_cli": {"callbacks", "tasks", "_messages", "_metrics_csv", "_checkpoints", "_requirements", *BELOW},
     "recipes": {"cli", *HELPERS},
 }
 WITHOUT_LIGHTNING = {"layers", "networks", *NUMERICS, "population", "figures", "zoo", "cli", "recipes", *HELPERS}

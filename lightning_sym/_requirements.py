@@ -1,0 +1,185 @@
+"""What a recipe needs from another recipe, for example a zoo; made on the spot if it is not there."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock
+from jsonargparse import Namespace
+
+# A trial of the other recipe: a handful of steps, and nothing written but what is asked for.
+_TRIAL = [
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=2",
+    "--trainer.limit_val_batches=1",
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--data.max_samples=500",
+]
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A folder that has to be there, and the recipe that makes it.
+
+    Attributes:
+        option: Which option of the run names the folder, for example ``"model.zoo"``.
+        recipe: What makes it: the name of a recipe, or a YAML file.
+        folder: The folder.
+    """
+
+    option: str
+    recipe: str
+    folder: Path
+
+    @property
+    def met(self) -> bool:
+        """Whether the folder is there and holds something."""
+        return self.folder.is_dir() and any(not path.name.startswith(".") for path in self.folder.iterdir())
+
+
+def find_requirements(requires: Mapping[str, str], settings: Namespace) -> list[Requirement]:
+    """Return what a run requires.
+
+    Args:
+        requires: By option, the recipe that makes the folder which the option names.
+        settings: Of the run. Options of a class are named as on the command line, without ``init_args``.
+
+    Raises:
+        ValueError: If an option is not one of the run's, or names no folder.
+    """
+    found = []
+    for option, recipe in requires.items():
+        folder = settings[_key(settings, option)]
+        if not isinstance(folder, str | os.PathLike):
+            raise ValueError(f"requires names the option {option}, which must be a folder, and is {folder!r}.")
+        found.append(Requirement(option, recipe, Path(folder)))
+    return found
+
+
+def redirect(settings: Namespace, option: str, folder: Path) -> None:
+    """Let an option name another folder.
+
+    Args:
+        settings: Of the run; changed in place.
+        option: As for :func:`find_requirements`.
+        folder: The new value.
+    """
+    settings[_key(settings, option)] = str(folder)
+
+
+def _key(settings: Namespace, option: str) -> str:
+    """Return where an option is among the settings, for example ``model.init_args.zoo`` for ``model.zoo``."""
+    key = ""
+    for part in option.split("."):
+        candidates = [f"{key}.{part}", f"{key}.init_args.{part}"] if key else [part]
+        key = next((name for name in candidates if name in settings), "")
+        if not key:
+            raise ValueError(f"requires names the option {option!r}, which this run does not have.")
+    return key
+
+
+def make(requirement: Requirement, trainer: Namespace, trial: Path | None = None) -> None:
+    """Run the recipe that makes a folder, in a process of its own, and wait for it.
+
+    The process has the same interpreter, working folder and environment; its progress and messages are seen. Several
+    runs that need the same folder wait for the first of them. A recipe that was interrupted goes on where it was.
+
+    Args:
+        requirement: One that is not met.
+        trainer: The trainer's settings of this run; the accelerator, and whether there is a progress bar, go on to
+            the recipe.
+        trial: For a trial of this run: where the recipe is tried too, with two steps. None: it is run in full.
+
+    Raises:
+        ValueError: If this process is one of several, or the recipe failed; one sentence says what to do.
+        SystemExit: If it was interrupted.
+    """
+    command = f"lightning-sym fit --config {requirement.recipe}"
+    what = f"{requirement.folder}, which {requirement.option} names,"
+    launched = [name for name in _LAUNCHED if name in os.environ]
+    if launched:
+        raise ValueError(
+            f"{what} is not there, and is not made by one of several processes ({launched[0]} is set); make it first, "
+            f"in a single process: {command} --run_dir {_run_dir(requirement)}"
+        )
+    options = [f"--trainer.{name}={_text(value)}" for name, value in _passed_on(trainer).items()]
+    if trial is not None:
+        _run(
+            requirement,
+            [*_TRIAL, *options, f"--run_dir={trial}/run-{requirement.folder.name}", f"--zoo_dir={requirement.folder}"],
+        )
+        return
+    run_dir = _run_dir(requirement)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(run_dir.with_name(f".{run_dir.name}.lock")):
+        if requirement.met:  # another run has made it meanwhile
+            return
+        print(
+            f"{what} is not there: it is made first, by {command}\n"
+            f"  (to use another one: --{requirement.option} FOLDER)",
+            flush=True,
+        )
+        options.append(f"--run_dir={run_dir}")
+        if requirement.folder != run_dir / "zoo":
+            options.append(f"--zoo_dir={requirement.folder}")
+        if (run_dir / "checkpoints" / "last.ckpt").is_file():
+            options.append("--ckpt_path=last")
+        elif (run_dir / "config.yaml").is_file():  # it was interrupted in its first epoch
+            options.append("--overwrite=true")
+        _run(requirement, options)
+    if not requirement.met:
+        raise ValueError(
+            f"{command} ran, but left nothing in {requirement.folder}; look at its recipe, or give another folder as "
+            f"--{requirement.option}."
+        )
+
+
+def _run_dir(requirement: Requirement) -> Path:
+    """Return the run folder of the recipe: around the folder that it makes, or beside it."""
+    folder = requirement.folder
+    around = folder.parent
+    if folder.name == "zoo" and around.name and (not around.exists() or (around / "config.yaml").is_file()):
+        return around
+    return folder.with_name(f"{folder.name}-run")
+
+
+def _passed_on(trainer: Namespace) -> dict[str, Any]:
+    """Return the trainer's settings that hold for a required recipe too, if they are not the defaults."""
+    defaults = {"accelerator": "auto", "enable_progress_bar": None, "enable_model_summary": None}
+    given = {name: trainer.get(name) for name in defaults}
+    return {name: value for name, value in given.items() if value not in (None, defaults[name])}
+
+
+def _text(value: object) -> str:
+    return yaml.safe_dump(value).partition("\n")[0]
+
+
+def _run(requirement: Requirement, options: Sequence[str]) -> None:
+    # Without the current folder on the module path, unless this process has it.
+    safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+    args = ["fit", "--config", requirement.recipe, *options]
+    sys.stdout.flush()
+    with subprocess.Popen([sys.executable, *safe, "-m", "lightning_sym.cli", *args]) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:  # the process has got the signal too; it saves what it has
+            status = process.wait()
+            status = status or 130
+    if status == 130:
+        print("lightning-sym: interrupted; the same command goes on", file=sys.stderr)
+        raise SystemExit(130)
+    if status != 0:
+        raise ValueError(
+            f"{requirement.folder}, which {requirement.option} names, could not be made: lightning-sym fit --config "
+            f"{requirement.recipe} ended with status {status}, its message is above; run it by itself, or give another "
+            f"folder as --{requirement.option}."
+        )

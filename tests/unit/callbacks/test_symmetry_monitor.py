@@ -1,0 +1,571 @@
+"""SymmetryMonitor: what it measures, that it leaves training alone, and that it goes on after a resume."""
+
+import csv
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.strategies import FSDPStrategy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sym._metrics_csv import MetricsCSV
+from lightning_sym.callbacks import SymmetryMonitor
+from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.figures import symmetry_curves
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks import ZooTask
+
+
+def sequential(seed: int = 0, activation: type[nn.Module] = nn.ReLU, norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(seed)
+    norms = [nn.BatchNorm1d(7)] if norm else []
+    return nn.Sequential(nn.Linear(4, 7), *norms, activation(), nn.Linear(7, 5), activation(), nn.Linear(5, 3))
+
+
+class Plain(LightningModule):
+    """What a user may write."""
+
+    def __init__(self, network: nn.Module | None = None, lr: float = 0.05, **optimizer) -> None:
+        super().__init__()
+        self.network = network if network is not None else sequential()
+        self.lr, self.optimizer = lr, optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        loss = nn.functional.cross_entropy(self(inputs), labels)
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, **self.optimizer)
+
+
+def loader(batch_size: int = 8, count: int = 24, **settings) -> DataLoader:
+    draws = torch.Generator().manual_seed(5)
+    inputs = torch.randn(count, 4, generator=draws)
+    return DataLoader(TensorDataset(inputs, torch.randint(3, (count,), generator=draws)), batch_size, **settings)
+
+
+def fit(path: Path, task: LightningModule, *callbacks: Callback, data=None, ckpt_path=None, **changes) -> Trainer:
+    settings = {
+        "default_root_dir": path,
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    trainer = Trainer(**{**settings, **changes}, callbacks=list(callbacks))
+    trainer.fit(task, data if data is not None else loader(), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def rows(path: Path, name: str = "symmetry") -> list[dict[str, float | str | None]]:
+    found = json.loads((path / "results" / f"{name}.json").read_text())["rows"]
+    with (path / "results" / f"{name}.csv").open(newline="") as file:
+        assert [list(row) for row in csv.DictReader(file)] == [list(row) for row in found]
+    return found
+
+
+def curve(path: Path, group: str, quantity: str, member: int = 0) -> list[float]:
+    return [row[quantity] for row in rows(path) if row["group"] == group and row["member"] == member]
+
+
+# ---- what is measured
+
+
+def naive(network: nn.Sequential) -> dict[str, Tensor]:
+    """Incoming and outgoing squared norms of the ReLU perceptron's two hidden layers."""
+    first, second, third = (layer for layer in network if isinstance(layer, nn.Linear))
+    result = {}
+    for name, one, two in (("0", first, second), ("2", second, third)):
+        incoming = one.weight.detach().double().square().sum(1) + one.bias.detach().double().square()
+        result[name] = torch.stack([incoming, two.weight.detach().double().square().sum(0)])
+    return result
+
+
+def test_values_are_those_of_the_formulas(tmp_path):
+    task = Plain()
+    before = naive(task.network)
+    flat = torch.cat([p.detach().flatten() for p in task.parameters()]).double()
+    fit(tmp_path, task, SymmetryMonitor())
+    after = naive(task.network)
+    for group in ("0", "2"):
+        first, last = ([row for row in rows(tmp_path) if row["group"] == group][i] for i in (0, -1))
+        assert (first["step"], first["epoch"], last["step"], last["epoch"]) == (0, 0, 6, 2)
+        for row, (incoming, outgoing) in ((first, before[group]), (last, after[group])):
+            difference = incoming - outgoing
+            assert row["imbalance"] == pytest.approx(float(difference.abs().sum() / (incoming + outgoing).sum()))
+            assert row["conserved"] == pytest.approx(float(difference.abs().mean()))
+            assert row["dead"] == 0
+            assert row["size"] == len(difference)
+        change = (after[group][0] - after[group][1]) - (before[group][0] - before[group][1])
+        assert first["drift"] == 0
+        assert last["drift"] == pytest.approx(float(change.abs().sum() / before[group].sum()), rel=1e-6)
+    moved = torch.cat([p.detach().flatten() for p in task.parameters()]).double() - flat
+    distance = rows(tmp_path, "symmetry_distance")
+    assert distance[0]["parameters"] == 0
+    assert distance[-1]["parameters"] == pytest.approx(float(moved.norm() / flat.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
+def test_gradient_descent_conserves_to_first_order(tmp_path, norm):
+    """The identity <w_in, g_in> = <w_out, g_out>: one step changes the quantity by O(lr^2), a time of 1 by O(lr)."""
+    drifts = {}
+    for steps in (20, 40):
+        path = tmp_path / str(steps)
+        task = Plain(sequential(norm=norm), lr=1 / steps)
+        fit(path, task, SymmetryMonitor(), data=loader(24), max_epochs=steps, precision="64-true")
+        drifts[steps] = [curve(path, group, "drift")[-1] for group in ("0", "3" if norm else "2")]
+        assert rows(path, "symmetry_distance")[-1]["parameters"] > 20 * max(drifts[steps])
+    for index in range(2):
+        assert 1e-8 < drifts[40][index] < 0.01
+        # Halving the step halves the drift, up to terms of higher order.
+        assert drifts[40][index] / drifts[20][index] == pytest.approx(0.5, rel=0.15)
+
+
+def test_weight_decay_balances(tmp_path):
+    task = Plain(lr=0.1, weight_decay=0.05)
+    with torch.no_grad():
+        task.network[0].weight.mul_(3)
+    fit(tmp_path, task, SymmetryMonitor(every_n_epochs=5), data=loader(24), max_epochs=150)
+    for group in ("0", "2"):
+        conserved = curve(tmp_path, group, "conserved")
+        assert conserved[-1] < 0.35 * conserved[0]
+    imbalance = curve(tmp_path, "0", "imbalance")
+    assert imbalance[-1] < 0.8 * imbalance[0]
+    assert all(b < a for a, b in zip(imbalance[2::4], imbalance[6::4], strict=False))
+
+
+def test_only_what_is_defined_is_given(tmp_path):
+    """tanh has no free scale, so nothing is conserved; units behind a batch norm and before a tanh only receive."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    fit(tmp_path, Plain(network), SymmetryMonitor())
+    normed, plain = ([row for row in rows(tmp_path) if row["group"] == group][-1] for group in ("0", "3"))
+    assert normed["imbalance"] is None
+    assert normed["conserved"] > 0
+    assert normed["drift"] is not None
+    assert plain["imbalance"] > 0
+    assert plain["conserved"] is None
+    assert plain["drift"] is None
+
+
+class Moving(Callback):
+    """Lets elements of the symmetry group act on the weights after each epoch: scales, then permutations too."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        epoch = trainer.current_epoch
+        if not trainer.is_last_batch:
+            return
+        symmetry = trace_symmetry(module.network, torch.zeros(2, 4, dtype=torch.float64))
+        element = symmetry.sample(torch.Generator().manual_seed(epoch), permutations=epoch > 0)
+        symmetry.act(element, module.network, inplace=True)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
+def test_distances_in_an_orbit(tmp_path, activation):
+    """Rescaling is no distance in the balanced gauge, permuting none in canonical form."""
+    task = Plain(sequential(activation=activation), lr=0.0)
+    fit(tmp_path, task, Moving(), SymmetryMonitor(), precision="64-true")
+    start, scaled, permuted = rows(tmp_path, "symmetry_distance")
+    assert start["parameters"] == start["balanced"] == start["canonical"] == 0
+    assert scaled["parameters"] > 0.1
+    assert scaled["balanced"] < 1e-10
+    assert scaled["canonical"] < 1e-10
+    assert permuted["balanced"] > 0.1
+    assert permuted["canonical"] < 1e-10
+
+
+def test_dead_units_are_counted(tmp_path):
+    task = Plain()
+    with torch.no_grad():
+        task.network[0].weight[2].zero_()
+        task.network[0].bias[2].fill_(-1)
+        task.network[2].weight[:, 2].zero_()  # nothing goes out, so nothing is learnt there
+        task.network[4].weight[:, 1].zero_()
+        task.network[2].weight[1].zero_()
+        task.network[2].bias[1].fill_(-1)
+    fit(tmp_path, task, SymmetryMonitor())
+    assert curve(tmp_path, "0", "dead") == [1, 1, 1]
+    assert curve(tmp_path, "2", "dead") == [1, 1, 1]
+    assert all(math.isfinite(row["canonical"]) for row in rows(tmp_path, "symmetry_distance"))
+
+
+# ---- when
+
+
+def test_every_so_many_epochs_and_the_end(tmp_path):
+    fit(tmp_path, Plain(), SymmetryMonitor(every_n_epochs=2, distance=False), max_epochs=5)
+    assert [row["epoch"] for row in rows(tmp_path) if row["group"] == "0"] == [0, 2, 4, 5]
+    assert not (tmp_path / "results" / "symmetry_distance.csv").exists()
+
+
+def test_every_so_many_optimizer_steps(tmp_path):
+    """Gradients accumulate over two of an epoch's six batches: a step is not a batch."""
+    monitor = SymmetryMonitor(every_n_steps=2)
+    fit(tmp_path, Plain(), monitor, data=loader(4), accumulate_grad_batches=2, max_epochs=2)
+    found = [(row["step"], row["epoch"]) for row in rows(tmp_path) if row["group"] == "0"]
+    assert found == [(0, 0), (2, pytest.approx(4 / 6)), (4, pytest.approx(1 + 2 / 6)), (6, 2)]
+
+
+# ---- where the network is, and what it is called with
+
+
+class Other(Plain):
+    """The network is elsewhere, and the batch is a dictionary."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.parts = nn.ModuleDict({"body": sequential()})
+        self.lr, self.optimizer = 0.05, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts["body"](x)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch if isinstance(batch, list) else (batch["x"], batch["y"]), batch_idx)
+
+
+class Late(Plain):
+    """The network is made when the fit begins."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.lr, self.optimizer = 0.05, {}
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "network"):
+            self.network = sequential()
+
+
+@pytest.mark.parametrize("network", ["parts.body", ""])
+def test_network_may_be_anywhere(tmp_path, network):
+    task = Other()
+    fit(tmp_path, task, SymmetryMonitor(network=network))
+    prefix = "" if network else "parts.body."
+    assert [row["group"] for row in rows(tmp_path)][:2] == [f"{prefix}0", f"{prefix}2"]
+
+
+def test_network_may_be_made_late(tmp_path):
+    fit(tmp_path, Late(), SymmetryMonitor())
+    assert len(rows(tmp_path)) == 6
+
+
+def dictionaries() -> DataLoader:
+    inputs, labels = loader().dataset.tensors
+    return DataLoader([{"x": x, "y": y} for x, y in zip(inputs, labels, strict=True)], 8)
+
+
+def test_example_input_array_is_used(tmp_path):
+    task = Other()
+    task.example_input_array = torch.zeros(1, 4)
+    fit(tmp_path, task, SymmetryMonitor(network="parts.body"), data=dictionaries())
+    assert len(rows(tmp_path)) == 6
+
+
+def test_two_monitors(tmp_path):
+    class Pair(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = sequential(1)
+
+        def forward(self, x):
+            return self.network(x) + self.second(x)
+
+    fit(tmp_path, Pair(), SymmetryMonitor(), SymmetryMonitor(network="second", prefix="second"))
+    assert curve(tmp_path, "0", "imbalance") != [r["imbalance"] for r in rows(tmp_path, "second") if r["group"] == "0"]
+    assert (tmp_path / "results" / "second_distance.csv").is_file()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if float(x.sum()) > 0 else self.linear(-x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_epochs": 0}, "every_n_epochs must be at least 1, got 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be None or at least 1, got 0"),
+        ({"members": []}, 'members must be "all" or distinct numbers, at least one, got \\[\\]'),
+        ({"members": [1, 1]}, "distinct numbers"),
+        ({"members": "best"}, 'members must be "all"'),
+        ({"prefix": "a/b"}, "prefix must be made of letters"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SymmetryMonitor(**arguments)
+
+
+def test_errors_before_training(tmp_path):
+    message = r'network="network"\).* Other has no such attribute; say where it is: network="parts", network="" for the'
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, Other(), SymmetryMonitor())
+    with pytest.raises(ValueError, match=r"Plain has a float there, not an nn\.Module"):
+        fit(tmp_path, Plain(), SymmetryMonitor(network="lr"))
+    with pytest.raises(ValueError, match=r"SymmetryMonitor\(members=\[0\]\) is for a ZooTask, got Plain"):
+        fit(tmp_path, Plain(), SymmetryMonitor(members=[0]))
+    with pytest.raises(ValueError, match=r"names member\(s\) 4-5, and the task has 0-1"):
+        fit(tmp_path, zoo(), SymmetryMonitor(members=[1, 4, 5]), data=digits())
+    message = "from a batch that is a dict; set example_input_array in Other.__init__"
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, Other(), SymmetryMonitor(network="parts.body"), data=dictionaries())
+    task = Other()
+    task.example_input_array = {"x": torch.zeros(1, 4)}
+    with pytest.raises(ValueError, match="example_input_array of Other is a dict; make it a tensor or a tuple"):
+        fit(tmp_path, task, SymmetryMonitor(network="parts.body"))
+    with pytest.raises(ValueError, match="the network cannot be traced"):
+        fit(tmp_path, Plain(Branching()), SymmetryMonitor())
+    task = Plain()
+    task.network.left_over = task.network[0].weight * 2
+    with pytest.raises(
+        ValueError, match=r"Sequential cannot be copied .*keep tensors that have a gradient history out"
+    ):
+        fit(tmp_path, task, SymmetryMonitor())
+
+
+def test_sharded_weights_are_refused(tmp_path):
+    trainer = SimpleNamespace(strategy=FSDPStrategy())  # a Trainer would ask for GPUs
+    with pytest.raises(ValueError, match="needs whole weights, which FSDPStrategy shards; use ddp"):
+        SymmetryMonitor().setup(trainer, Plain(), "fit")
+
+
+# ---- populations
+
+
+def zoo(**changes) -> ZooTask:
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+    network = MultiLayerPerceptron(widths=(8, 6), image_size=8)
+    return ZooTask(**{"network": network, "members": 2, "optimizer": adam, **changes})
+
+
+def digits(**changes) -> DigitsDataModule:
+    return DigitsDataModule(**{"batch_size": 16, "max_samples": 48, **changes})
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_members_are_those_trained_alone(tmp_path, execution):
+    fit(tmp_path / "all", zoo(members=3, execution=execution), SymmetryMonitor(), data=digits())
+    for number in range(3):
+        path = tmp_path / str(number)
+        fit(path, zoo(members=1, seed=number, execution=execution), SymmetryMonitor(), data=digits())
+        for quantity in ("imbalance", "conserved", "drift", "dead"):
+            expected = curve(path, "linear2", quantity, number)
+            assert curve(tmp_path / "all", "linear2", quantity, number) == pytest.approx(expected, rel=1e-4)
+
+
+def test_some_members(tmp_path):
+    logger = MetricsCSV(tmp_path)
+    fit(tmp_path, zoo(members=3), SymmetryMonitor(members=[2, 0]), data=digits(), logger=logger)
+    assert {row["member"] for row in rows(tmp_path)} == {0, 2}
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    tag = "symmetry/imbalance/linear1"
+    values = [float(last[f"{tag}/member-{number:04d}"]) for number in (0, 2)]
+    assert f"{tag}/member-0001" not in last
+    assert float(last[tag]) == pytest.approx(sum(values) / 2)
+    assert values == [curve(tmp_path, "linear1", "imbalance", number)[-1] for number in (0, 2)]
+    assert last["epoch"] == "1"
+
+
+def test_members_that_are_not_finite_are_left_out(tmp_path):
+    class Broken(ZooTask):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.current_epoch == 1:
+                with torch.no_grad():
+                    next(iter(self.population.member_parameters(1))).fill_(torch.nan)
+
+    task = Broken(MultiLayerPerceptron(widths=(8, 6), image_size=8), members=2)
+    logger = MetricsCSV(tmp_path)
+    with pytest.warns(UserWarning, match="Member 1 was stopped"):
+        fit(tmp_path, task, SymmetryMonitor(), data=digits(), logger=logger)
+    assert curve(tmp_path, "linear1", "imbalance", 1)[-1] is None
+    assert curve(tmp_path, "linear1", "imbalance", 0)[-1] > 0
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    assert last["symmetry/imbalance/linear1"] == last["symmetry/imbalance/linear1/member-0000"]
+    assert last["symmetry/imbalance/linear1/member-0001"] == ""
+
+
+# ---- what is left behind
+
+
+def test_tensorboard_and_files(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(), logger=logger)
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "scalars": 0}).Reload()
+    tags = events.Tags()
+    for name in ("imbalance/linear1", "conserved/linear2", "drift/linear2", "dead/linear1", "distance/balanced"):
+        assert f"symmetry/{name}" in tags["scalars"]
+        assert f"symmetry/{name}/member-0001" in tags["scalars"]
+    assert [event.step for event in events.Scalars("symmetry/drift/linear1")] == [0, 2, 5]
+    assert tags["images"] == ["figures/SymmetryMonitor/symmetry"]
+    assert tags["tensors"] == ["symmetry/text_summary"]
+    text = (tmp_path / "results" / "symmetry.txt").read_text()
+    network = MultiLayerPerceptron(widths=(8, 6), image_size=8)
+    assert text.splitlines()[0] == str(trace_symmetry(network, torch.zeros(2, 1, 8, 8))).splitlines()[0]
+    picture = imread(tmp_path / "results" / "symmetry.png")
+    assert picture.shape[1] > 1000
+    assert float(picture[..., :3].std()) > 0.05
+    about = json.loads((tmp_path / "results" / "symmetry.json").read_text())
+    assert about["units"]["drift"].startswith("sum over units")
+    assert [row["group"] for row in about["symmetry"]] == ["linear1", "linear2"]
+
+
+def test_fast_dev_run_leaves_no_files(tmp_path):
+    fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(), fast_dev_run=True)
+    assert not (tmp_path / "results").exists()
+
+
+# ---- training stays as it is
+
+
+class Randomness(Callback):
+    """Note the states of all generators at the end of every batch."""
+
+    def __init__(self) -> None:
+        self.states: list[object] = []
+
+    def on_train_batch_end(self, *_):
+        state = np.random.get_state()
+        self.states += [torch.get_rng_state().tolist(), random.getstate(), (state[0], state[1].tolist(), *state[2:])]
+
+
+@pytest.mark.parametrize("case", ["plain", "batch norm", "loop", "vmap"])
+def test_training_is_bitwise_the_same(tmp_path, case):
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(3)
+        np.random.seed(3)
+        random.seed(3)
+        if case in ("plain", "batch norm"):
+            network = nn.Sequential(*sequential(norm=case == "batch norm"), nn.Dropout(0.2))
+            task: LightningModule = Plain(network)
+            data = loader(shuffle=True)
+        else:
+            network = MyrtleCNN(2, in_channels=1, image_size=8)
+            task, data = ZooTask(network, members=2, execution=case), digits(shift=1)
+        noted = Randomness()
+        monitors = [SymmetryMonitor(every_n_steps=1)] if watched else []
+        fit(tmp_path / f"{case}{watched}", task, *monitors, noted, data=data)
+        assert task.training
+        results.append((noted.states, task.state_dict(), [module.training for module in task.modules()]))
+    (noise, one, modes), (others, two, other_modes) = results
+    assert noise == others
+    assert modes == other_modes
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# ---- resume
+
+
+class Interrupt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise RuntimeError("interrupted")
+
+
+def saving(path: Path, steps: int | None) -> ModelCheckpoint:
+    return ModelCheckpoint(path, filename="last", every_n_train_steps=steps, enable_version_counter=False)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("case", ["plain", "zoo"])
+@pytest.mark.parametrize("settings", [{}, {"every_n_steps": 2}, {"every_n_epochs": 2}], ids=str)
+@pytest.mark.parametrize("saved_every", [None, 2])
+def test_resumed_is_uninterrupted(tmp_path, case, settings, saved_every):
+    def run(path, *callbacks, ckpt_path=None):
+        data = loader() if case == "plain" else digits()
+        task = Plain() if case == "plain" else zoo()
+        options = {"max_epochs": 4, "enable_checkpointing": True, "ckpt_path": ckpt_path}
+        fit(path, task, SymmetryMonitor(**settings), saving(path, saved_every), *callbacks, data=data, **options)
+
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run(whole)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        run(part, Interrupt(7))
+    assert not (part / "results" / "symmetry.csv").exists()
+    run(part, ckpt_path=part / "last.ckpt")
+    for name in ("symmetry.csv", "symmetry_distance.csv"):
+        assert (part / "results" / name).read_bytes() == (whole / "results" / name).read_bytes(), name
+    if saved_every is None:  # nothing is left to train, and the files are made all the same
+        (whole / "results" / "symmetry.csv").unlink()
+        run(whole, ckpt_path=whole / "last.ckpt")
+        assert rows(whole) == rows(part)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_resuming_with_other_settings_is_refused(tmp_path):
+    options = {"enable_checkpointing": True, "data": digits()}
+    fit(tmp_path, zoo(), SymmetryMonitor(members=[0]), saving(tmp_path, None), **options)
+    options["enable_checkpointing"] = False
+    with pytest.raises(ValueError, match=r"watched something else: members \[0\] there, \[0, 1\] here. Resume with"):
+        fit(tmp_path, zoo(), SymmetryMonitor(), max_epochs=3, ckpt_path=tmp_path / "last.ckpt", **options)
+
+
+def test_a_second_fit_begins_anew(tmp_path):
+    monitor = SymmetryMonitor()
+    fit(tmp_path, Plain(), monitor, max_epochs=1)
+    fit(tmp_path, Plain(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))), monitor, max_epochs=1)
+    assert [row["size"] for row in rows(tmp_path)] == [3, 3]
+
+
+# ---- the figure
+
+
+def test_figure_draws_what_is_given():
+    epochs = [0.0, 1.0, 2.0]
+    values = np.array([[0.5, 0.7], [0.4, np.nan], [0.2, 0.3]])
+    figure = symmetry_curves(
+        epochs, imbalance={"a": values}, drift={}, distance={"parameters": [0.0, 1.0, 2.0]}, dead={"a": [0, 0, 1]}
+    )
+    left, middle, right = figure.axes
+    assert left.lines[0].get_ydata() == pytest.approx([0.6, 0.4, 0.25])
+    assert len(left.collections) == 1  # the shade from member to member
+    assert not middle.collections
+    assert right.get_title() == "Dead units"
+    none_dead = symmetry_curves(epochs, imbalance={"a": values}, drift={}, distance={}, dead={"a": [0, 0, 0]})
+    assert len(none_dead.axes) == 1
+
+
+def test_figure_names_some_of_many_groups():
+    many = {f"layer{index}": [0.1 * index, 0.2] for index in range(30)}
+    figure = symmetry_curves([0, 1], imbalance=many, drift=many, distance={})
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert (labels[0], labels[-1]) == ("layer0", "layer29")
+    assert len(labels) < 8
+
+
+def test_figure_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="Nothing to draw"):
+        symmetry_curves([0.0], imbalance={}, drift={}, distance={})

@@ -1,0 +1,212 @@
+"""MatchingTask: what was planted is found, by every method, and what cannot be matched is refused."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sym.datamodules import DigitsDataModule, Resized
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.symmetry import barrier
+from lightning_sym.tasks import MatchingTask
+from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+
+
+def digits(**changes) -> DigitsDataModule:
+    return DigitsDataModule(**{"batch_size": 100, "max_samples": 300, **changes})
+
+
+def fit(task, data=None, **changes) -> Trainer:
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = Trainer(**{**settings, **changes})
+    trainer.fit(task, data or digits())
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def fitted(matching_zoo):
+    task = MatchingTask(str(matching_zoo))
+    trainer = fit(task)
+    return task, dict(trainer.callback_metrics)
+
+
+def test_all_methods_find_what_was_planted(fitted):
+    task, _ = fitted
+    assert task.pairs == [(0, 1), (0, 2), (1, 2)]
+    for method in ("weights", "activations", "straight_through"):
+        matched = task.matched((0, 1), method)
+        for a, b in zip(task.member(0).parameters(), matched.parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)  # float32, scales in closed form
+
+
+def test_matching_changes_no_function(fitted):
+    task, _ = fitted
+    data = digits()
+    images = data.normalize(data.split_tensors("test").images)
+    for pair in task.pairs:
+        before = task.member(pair[1])(images)
+        for method in task.methods:
+            torch.testing.assert_close(task.matched(pair, method)(images), before, atol=1e-3, rtol=1e-3)
+
+
+def test_matching_lowers_the_barrier(fitted):
+    task, _ = fitted
+    batches = list(digits().test_dataloader())
+    found = {
+        method: barrier(task.member(0), task.matched((0, 2), method), batches, points=5).loss_barrier
+        for method in ("unmatched", "weights", "activations", "straight_through")
+    }
+    assert max(found["weights"], found["activations"], found["straight_through"]) < 0.6 * found["unmatched"], found
+
+
+def test_straight_through_is_no_worse_than_its_start(fitted):
+    task, metrics = fitted
+    for pair in task.pairs:
+        assert task._best[pair]["loss"] <= metrics[f"pair-{pair[0]}-{pair[1]}/weights/midpoint_loss"] + 1e-6
+
+
+def test_metrics_have_clear_names(fitted):
+    _, metrics = fitted
+    for method in ("unmatched", "weights", "activations", "straight_through"):
+        for quantity in ("midpoint_loss", "midpoint_accuracy"):
+            assert f"pair-0-1/{method}/{quantity}" in metrics
+            assert f"{quantity}/{method}" in metrics
+    assert "pair-1-2/straight_through/train_midpoint_loss" in metrics
+    assert metrics["midpoint_loss/weights"] < metrics["midpoint_loss/unmatched"]
+
+
+def test_without_straight_through_one_epoch_is_enough(matching_zoo):
+    task = MatchingTask(str(matching_zoo), pairs=[[2, 0]], methods=["activations"])
+    trainer = fit(task, max_epochs=5)
+    assert trainer.current_epoch == 1
+    assert list(task.elements) == [(2, 0)]
+    assert list(task.elements[2, 0]) == ["activations"]
+
+
+def test_without_validation_the_training_loss_decides(matching_zoo):
+    task = MatchingTask(str(matching_zoo), pairs=[[0, 2]], methods=["straight_through"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning says that there is no validation
+        trainer = fit(task, digits(val_fraction=0.0))
+    best = task._best[0, 2]
+    assert best["loss"] <= float(trainer.callback_metrics["pair-0-2/straight_through/train_midpoint_loss"]) + 1e-6
+
+
+def test_steps_may_end_the_first_epoch(matching_zoo):
+    task = MatchingTask(str(matching_zoo), pairs=[[0, 1]], methods=["activations"])
+    fit(task, max_epochs=-1, max_steps=1)
+    assert "activations" in task.elements[0, 1]
+
+
+def test_batch_norms_use_the_batch_at_midpoints_and_keep_their_statistics(tmp_path):
+    data = digits()
+    for number in range(2):
+        network = MyrtleCNN(2, in_channels=1, image_size=8).fresh(number)
+        write_member(tmp_path, number, network.state_dict(), architecture=network.architecture, data=data.identity())
+    rebuild_manifest(tmp_path)
+    task = MatchingTask(str(tmp_path))
+    fit(task, data, max_epochs=1)
+    assert set(task.elements[0, 1]) == {"weights", "activations", "straight_through"}
+    for number in range(2):
+        state = ModelZoo.open(tmp_path).state(number)
+        assert all(torch.equal(value, state[name]) for name, value in task.member(number).state_dict().items())
+
+
+def test_testing_reports_all_methods(fitted, matching_zoo, tmp_path):
+    task = MatchingTask(str(matching_zoo), pairs=[[0, 1]])
+    trainer = fit(task, default_root_dir=tmp_path)
+    (found,) = trainer.test(task, digits(), verbose=False)
+    assert found["pair-0-1/weights/test_midpoint_loss"] < found["pair-0-1/unmatched/test_midpoint_loss"]
+
+
+def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
+    task = MatchingTask(str(matching_zoo), pairs=[[0, 2]])
+    trainer = fit(task, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = MatchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    for method in task.methods:
+        for a, b in zip(
+            task.matched((0, 2), method).parameters(), again.matched((0, 2), method).parameters(), strict=True
+        ):
+            assert torch.equal(a, b)
+    other = MatchingTask(str(matching_zoo), pairs=[[0, 1]])
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match=r"The checkpoint has pairs \[\[0, 2\]\] and this run has \[\[0, 1\]\]"):
+        trainer.fit(other, digits(), ckpt_path=tmp_path / "a.ckpt")
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"methods": ["weight"]}, "Unknown method 'weight'; .* Did you mean 'weights'\\?"),
+        ({"methods": []}, "methods must be a list of different ones of weights, activations, straight_through"),
+        ({"methods": ["weights", "weights"]}, "methods must be a list of different ones"),
+        ({"restarts": 0}, "restarts must be at least 1, got 0"),
+        ({"matching_seed": -1}, "matching_seed must be at least 0, got -1"),
+        ({"pairs": []}, 'pairs must be "all" or a list'),
+        ({"pairs": "some"}, 'pairs must be "all" or a list'),
+        ({"pairs": [[0, 1, 2]]}, r"pairs must be lists of two members' numbers, .* got \[0, 1, 2\]"),
+        ({"pairs": [[1, 1]]}, r"pairs must be of two different members, got \[1, 1\]"),
+        ({"pairs": [[0, 1], [0, 1]]}, "pairs must be different"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MatchingTask("zoo", **settings)
+
+
+def test_a_missing_zoo_is_said_to_be_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent: the folder does not exist. Train one first"):
+        fit(MatchingTask(str(tmp_path / "absent")))
+
+
+def test_one_member_cannot_be_matched(matching_zoo, tmp_path):
+    shutil.copy(matching_zoo / "member-0002.safetensors", tmp_path)
+    message = r"Matching needs two members or more, .* only member 2; train further ones into it \(--model.seed 3"
+    with pytest.raises(ValueError, match=message):
+        fit(MatchingTask(str(tmp_path)))
+
+
+def test_pairs_out_of_range_are_refused(matching_zoo):
+    with pytest.raises(ValueError, match=r"No member 7 in .*; it has members 0-2"):
+        fit(MatchingTask(str(matching_zoo), pairs=[[0, 7]]))
+
+
+def test_members_of_different_architecture_are_refused(matching_zoo, tmp_path):
+    shutil.copy(matching_zoo / "member-0000.safetensors", tmp_path)
+    other = MultiLayerPerceptron(widths=(5,), image_size=8)
+    write_member(tmp_path, 1, other.state_dict(), architecture=other.architecture)
+    with pytest.raises(ValueError, match=r"mixes architectures: member 0 is .* and member 1 is"):
+        fit(MatchingTask(str(tmp_path)))
+
+
+def test_other_data_are_refused_or_said(matching_zoo):
+    with pytest.raises(ValueError, match=r"trained with input_shape \[1, 8, 8\], and the data have \[1, 4, 4\]"):
+        fit(MatchingTask(str(matching_zoo)), digits(transforms=[Resized(4)]))
+    with pytest.warns(UserWarning, match="were trained on other data"):
+        fit(MatchingTask(str(matching_zoo), methods=["weights"]), digits(data_seed=1))
+
+
+def test_other_datamodules_will_do(matching_zoo):
+    class Theirs(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
+
+    task = MatchingTask(str(matching_zoo), methods=["weights", "activations"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(task, Theirs())
+    assert set(task.elements[0, 1]) == {"weights", "activations"}

@@ -1,0 +1,157 @@
+"""What recipes require: found among the settings, made by a process of its own, and refused in one sentence."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from jsonargparse import Namespace
+
+from lightning_sym import _requirements
+from lightning_sym._requirements import Requirement, find_requirements, make, redirect
+
+
+def settings(folder: object = "runs/a/zoo", **trainer: object) -> Namespace:
+    return Namespace(
+        model=Namespace(class_path="x.Task", init_args=Namespace(zoo=folder, members=3)),
+        trainer=Namespace(**trainer),
+        run_dir="runs/b",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Replace the process by one that makes the folder, or fails; holds the arguments."""
+    seen: list[list[str]] = []
+
+    class Process:
+        status, leaves = 0, True
+
+        def __init__(self, args):
+            seen.append(args)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            return None
+
+        def wait(self):
+            options = dict(arg.removeprefix("--").split("=", 1) for arg in seen[-1] if "=" in arg)
+            if Process.leaves:
+                folder = Path(options.get("zoo_dir", f"{options['run_dir']}/zoo"))
+                folder.mkdir(parents=True)
+                (folder / "member-0000.safetensors").touch()
+            return Process.status
+
+    monkeypatch.setattr(_requirements.subprocess, "Popen", Process)
+    return seen, Process
+
+
+def test_options_are_found_as_on_the_command_line():
+    (found,) = find_requirements({"model.zoo": "zoo/mnist5k"}, settings())
+    assert found == Requirement("model.zoo", "zoo/mnist5k", Path("runs/a/zoo"))
+    (found,) = find_requirements({"run_dir": "zoo/mnist5k"}, settings())
+    assert found.folder == Path("runs/b")
+    assert find_requirements({}, settings()) == []
+    changed = settings()
+    redirect(changed, "model.zoo", Path("other"))
+    assert changed.model.init_args.zoo == "other"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("model.zo", "requires names the option 'model.zo', which this run does not have"),
+        ("modle.zoo", "requires names the option 'modle.zoo', which this run does not have"),
+        ("model.members", "requires names the option model.members, which must be a folder, and is 3"),
+    ],
+)
+def test_other_options_are_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        find_requirements({option: "zoo/mnist5k"}, settings())
+
+
+def test_a_folder_counts_if_it_holds_something(tmp_path):
+    required = Requirement("model.zoo", "zoo/mnist5k", tmp_path / "zoo")
+    assert not required.met
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo" / ".writable").touch()
+    assert not required.met
+    (tmp_path / "zoo" / "member-0000.safetensors").touch()
+    assert required.met
+
+
+def test_the_recipe_runs_in_its_own_run_folder(calls, capfd):
+    required = Requirement("model.zoo", "zoo/mnist5k", Path("runs/a/zoo"))
+    make(required, Namespace(accelerator="cpu", enable_progress_bar=False, devices=4))
+    ((python, *args),) = calls[0]
+    assert python == sys.executable
+    start = args.index("fit")
+    assert args[start - 2 : start] == ["-m", "lightning_sym.cli"]
+    assert args[start:] == [
+        *("fit", "--config", "zoo/mnist5k", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"),
+        "--run_dir=runs/a",
+    ]
+    assert "runs/a/zoo, which model.zoo names, is not there: it is made first" in capfd.readouterr().out
+    make(required, Namespace())  # another run has made it meanwhile
+    assert len(calls[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "left", "expected"),
+    [
+        ("mine/members", None, ["--run_dir=mine/members-run", "--zoo_dir=mine/members"]),
+        ("zoo", None, ["--run_dir=zoo-run", "--zoo_dir=zoo"]),  # not the current folder
+        ("mine/zoo", "mine/words.txt", ["--run_dir=mine/zoo-run", "--zoo_dir=mine/zoo"]),  # not somebody's folder
+        ("mine/zoo", "mine/config.yaml", ["--run_dir=mine", "--overwrite=true"]),  # interrupted in its first epoch
+        ("mine/zoo", "mine/checkpoints/last.ckpt mine/config.yaml", ["--run_dir=mine", "--ckpt_path=last"]),
+    ],
+)
+def test_where_the_recipe_runs_and_goes_on(folder, left, expected, calls):
+    for file in (left or "").split():
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    make(Requirement("model.zoo", "zoo/mnist5k", Path(folder)), Namespace())
+    assert calls[0][0][-2:] == expected
+
+
+def test_a_trial_takes_a_few_steps(calls):
+    make(Requirement("model.zoo", "zoo/mnist5k", Path("trial/0")), Namespace(), Path("trial"))
+    args = calls[0][0]
+    assert "--trainer.limit_train_batches=2" in args
+    assert args[-2:] == ["--run_dir=trial/run-0", "--zoo_dir=trial/0"]
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"])
+def test_one_of_several_processes_makes_nothing(name, calls, monkeypatch):
+    monkeypatch.setenv(name, "0")
+    message = rf"is not made by one of several processes \({name} is set\); make it first.* --run_dir runs/a"
+    with pytest.raises(ValueError, match=message):
+        make(Requirement("model.zoo", "zoo/mnist5k", Path("runs/a/zoo")), Namespace())
+    assert calls[0] == []
+
+
+def test_what_fails_is_one_sentence(calls):
+    required = Requirement("model.zoo", "zoo/mnist5k", Path("runs/a/zoo"))
+    calls[1].leaves = False
+    with pytest.raises(ValueError, match=r"ran, but left nothing in runs/a/zoo; look at its recipe"):
+        make(required, Namespace())
+    calls[1].status = 1
+    message = r"could not be made: lightning-sym fit --config zoo/mnist5k ended with status 1, its message is above"
+    with pytest.raises(ValueError, match=message):
+        make(required, Namespace())
+
+
+def test_an_interrupted_recipe_interrupts_the_run(calls, capsys):
+    calls[1].leaves, calls[1].status = False, 130
+    with pytest.raises(SystemExit) as stop:
+        make(Requirement("model.zoo", "zoo/mnist5k", Path("runs/a/zoo")), Namespace())
+    assert stop.value.code == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
