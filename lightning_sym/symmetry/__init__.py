@@ -1,8 +1,10 @@
 """Symmetries of networks: the groups that commute through activations."""
 
+from lightning_sym.symmetry.activations import ActivationMoments, activation_matching
 from lightning_sym.symmetry.base import AxisGroup, Element, Occurrence, Symmetry, Tap
 from lightning_sym.symmetry.canonical import Balance, CanonicalForm, balance, canonicalize
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
+from lightning_sym.symmetry.distance import OrbitDistance, orbit_distance
 from lightning_sym.symmetry.groups import (
     INTERTWINER_GROUPS,
     GroupElement,
@@ -11,17 +13,8 @@ from lightning_sym.symmetry.groups import (
     measure,
 )
 from lightning_sym.symmetry.interpolation import Barrier, average, barrier, interpolate
-from lightning_sym.symmetry.matching import (
-    ActivationMoments,
-    Match,
-    Merged,
-    OrbitDistance,
-    activation_matching,
-    merge,
-    orbit_distance,
-    parameter_distance,
-    weight_matching,
-)
+from lightning_sym.symmetry.matching import Match, parameter_distance, weight_matching
+from lightning_sym.symmetry.merging import Merged, merge
 from lightning_sym.symmetry.rules import register_rule
 from lightning_sym.symmetry.tracing import trace_symmetry
 

@@ -1,5 +1,33 @@
-HEAD
+"""Coordinate descent on the inner product of one network's parameters with those of a member of another's orbit."""
 
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.networks.batch_norm import ranks
+from lightning_sym.symmetry._gains import (
+    Chosen,
+    Floats,
+    Gain,
+    Group,
+    Ints,
+    Pattern,
+    Tables,
+    best_assignment,
+    matched_groups,
+    stacked,
+    within_cells,
+)
+from lightning_sym.symmetry._operands import along, inner, working
+from lightning_sym.symmetry.base import Element, Symmetry
 
 # Relative to |A| |B|: what is smaller is rounding of inner products, and no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
@@ -7,13 +35,20 @@ _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
 
 @dataclass
 class Blocks:
-    """Blocks that change places as wholes: for each kind of member, the group and its places in it, block by block."""
+    """Blocks that change places as wholes.
+
+    Attributes:
+        kinds: For each kind of member (units of one cell of a group in each block): the group, and the members' places
+            in it. Each of shape (blocks, members).
+        count: The number of blocks.
+    """
 
     kinds: list[tuple[Group, Ints]]
     count: int
 
 
 def block_systems(symmetry: Symmetry, groups: list[Group]) -> list[Blocks]:
+    """Return the symmetry's systems of blocks."""
     structure = symmetry.structure
     type_of, cell_of = np.zeros(structure.units, np.int64), np.zeros(structure.units, np.int64)
     for group in groups:
@@ -32,7 +67,7 @@ def block_systems(symmetry: Symmetry, groups: list[Group]) -> list[Blocks]:
 
 
 def polar(matrix: Tensor) -> Tensor:
-    """Return the orthogonal O that maximises tr(O^T M)."""
+    """Return the orthogonal O that maximises tr(O^T M). Shape of M, float64, on the CPU."""
     u, _, v = torch.linalg.svd(matrix.double().cpu())
     result: Tensor = u @ v
     return result
@@ -70,49 +105,85 @@ def best_blocks(
 
 
 class Descent:
-    """Coordinate descent. Holds the parameters of A and those of the current member of B's orbit."""
+    """Coordinate descent. Holds the parameters of A and those of the current member of B's orbit.
+
+    Args:
+        symmetry: Of both networks.
+        a: The reference.
+        b: The network that is moved.
+        signs: Whether signs may change.
+        device: Where gains are computed, in A's dtypes.
+
+    Attributes:
+        target: A's parameters, by name.
+        start: B's parameters.
+        current: Those of the current member of B's orbit.
+        element: Brings B there.
+        groups: What there is to be assigned.
+        systems: What blocks change places.
+    """
 
     def __init__(self, symmetry: Symmetry, a: nn.Module, b: nn.Module, *, signs: bool, device: torch.device) -> None:
         self.symmetry = symmetry
         self.signs = signs
         self.groups = matched_groups(symmetry)
         self.systems = block_systems(symmetry, self.groups)
-        self.only = set(range(len(self.groups)))  # the groups that may be assigned
-        self.kept_signs: dict[int, set[int]] = {}  # by group, the columns of signs that are not to be flipped alone
+        self._held: set[int] = set()  # the groups that keep their assignment
+        self._kept_signs: dict[int, set[int]] = {}  # by group, the columns of signs that are not to be flipped alone
         self.target = working(a, symmetry, device)
-        self.start = working(b, symmetry, device)
+        self.start = working(b, symmetry, device, like=self.target)
         self.current = dict(self.start)
         self.element = symmetry.identity()
-        used = {name for group in self.groups for name in group.tensors}
-        self.moving = [name for name in self.target if name in used]
-        norm = math.prod(
-            math.sqrt(sum(inner(t, t) for t in tensors.values())) for tensors in (self.target, self.start)
-        )
+        # By weight, the biases that take up what flips of its columns add.
+        self._absorbing: dict[str, list[str]] = {}
+        for bias, weight, _, _ in symmetry.structure.absorbed:
+            self._absorbing.setdefault(weight, []).append(bias)
+        self._absorbers = {bias for biases in self._absorbing.values() for bias in biases}
+        used = {name for group in self.groups for name in group.tensors} | self._absorbers
+        self._moving = [name for name in self.target if name in used]
+        norm = math.prod(math.sqrt(sum(inner(t, t) for t in tensors.values())) for tensors in (self.target, self.start))
         dtypes = {tensor.dtype for tensor in self.target.values()}
-        self.tolerance = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0) * max(norm, 1e-300)
-        self.products = {name: self._product(name, self.current[name]) for name in self.target}
+        self._tolerance = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0) * max(norm, 1e-300)
+        self._products = {name: self._product(name, self.current[name]) for name in self.target}
         self._rows: dict[tuple[int, Pattern], Tensor] = {}
         self._dense_cells: dict[int, list[int]] = {}
         for cell_index, cell in enumerate(symmetry.structure.dense):
-            owner = next(g.index for g in self.groups if g.dense and int(cell[0]) in set(g.units.tolist()))
+            owner = next(g.index for g in self.groups if np.isin(cell[0], g.units))
             self._dense_cells.setdefault(owner, []).append(cell_index)
-        self.neighbours = {
+        self._neighbours = {
             g.index: {h.index for h in self.groups if h.index != g.index and h.tensors & g.tensors} for g in self.groups
         }
 
     def _product(self, name: str, tensor: Tensor) -> float:
-        return inner(self.target[name], tensor)
+        product = inner(self.target[name], tensor)
+        if name in self._absorbers:  # the only ones whose norm changes
+            product += (inner(self.start[name], self.start[name]) - inner(tensor, tensor)) / 2
+        return product
 
     @property
     def objective(self) -> float:
-        return math.fsum(self.products.values())
+        """The inner product of A's parameters with the current ones, less half of what their square has grown."""
+        return math.fsum(self._products.values())
 
     def restart(self, element: Element) -> None:
         """Begin again at a member of B's orbit."""
         self.element = element
-        self.current.update(self._moved(element, self.start, self.moving))
-        for name in self.moving:
-            self.products[name] = self._product(name, self.current[name])
+        self.current.update(self._moved(element, self.start, self._moving))
+        for name in self._moving:
+            self._products[name] = self._product(name, self.current[name])
+
+    def hold(self, cells: Mapping[int, tuple[Ints, ...]], signs: Mapping[int, set[int]]) -> None:
+        """Keep some groups as they are.
+
+        Args:
+            cells: By the group's number, the units of it that may yet change places with one another.
+            signs: By the group's number, the columns of its table of signs that are not to be flipped.
+        """
+        self._held = {index for index, free in cells.items() if not free}
+        for index, free in cells.items():
+            self.groups[index] = replace(self.groups[index], cells=free)
+        self.systems = [s for s in self.systems if not any(group.index in cells for group, _ in s.kinds)]
+        self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         return self.symmetry.act_on(element, {name: tensors[name] for name in names}, shifts=False)
@@ -120,13 +191,14 @@ class Descent:
     # Gains.
 
     def gain(self, group: Group) -> Gain:
+        """Return what is won where a group's units change places, all other groups as they are."""
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
         for pattern, slices in group.slices.items():
             key = (group.index, pattern)
             if key not in self._rows:
-                self._rows[key] = self.rows_of(slices, self.target, size)
-            parts[pattern] = self._rows[key] @ self.rows_of(slices, self.current, size).T
+                self._rows[key] = stacked(slices, self.target, size)
+            parts[pattern] = self._rows[key] @ stacked(slices, self.current, size).T
         for joint in group.joints:
             part = joint.of(self.target[joint.tensor]) @ joint.of(self.current[joint.tensor]).T
             index = torch.from_numpy(joint.members).to(part.device)
@@ -134,22 +206,19 @@ class Descent:
             total.index_put_((index[:, None], index[None, :]), part, accumulate=True)
         return Gain(parts, self.signs, group.shared)
 
-    @staticmethod
-    def rows_of(slices: Sequence[Slices], tensors: Mapping[str, Tensor], size: int) -> Tensor:
-        parts = [part.of(tensors[part.tensor], size) for part in slices]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
     # Moves.
 
-    def attempt(self, element: Element, tensors: Iterable[str]) -> bool:
-        """Make a move if it is an improvement."""
-        moved = self._moved(element, self.current, [name for name in tensors if name in self.current])
+    def _try(self, element: Element, tensors: Iterable[str]) -> bool:
+        """Make a move, which changes these tensors, if it is an improvement."""
+        names = dict.fromkeys(name for name in tensors if name in self.current)
+        names |= dict.fromkeys(bias for name in names for bias in self._absorbing.get(name, ()))
+        moved = self._moved(element, self.current, names)
         products = {name: self._product(name, tensor) for name, tensor in moved.items()}
-        change = math.fsum(products[name] - self.products[name] for name in products)
-        if not change > self.tolerance:
+        change = math.fsum(products[name] - self._products[name] for name in products)
+        if not change > self._tolerance:
             return False
         self.current.update(moved)
-        self.products.update(products)
+        self._products.update(products)
         self.element = self.symmetry.compose(element, self.element)
         return True
 
@@ -164,14 +233,15 @@ class Descent:
                 element.sign[torch.from_numpy(table[own.source, k])] = torch.from_numpy(sign)
         return element
 
-    def improve_group(self, group: Group) -> bool:
+    def _improve_group(self, group: Group) -> bool:
+        """Assign a group's units, or turn them."""
         if group.dense:
             return self._rotate(group)
         gain = self.gain(group)
         if not gain.parts:
             return False
         chosen = within_cells(group, Tables(gain))
-        return chosen.moves and self.attempt(self.element_of({group.index: chosen}), group.tensors)
+        return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
 
     def _rotate(self, group: Group) -> bool:
         """Turn dense cells by the best rotation (orthogonal Procrustes)."""
@@ -180,13 +250,14 @@ class Descent:
             return False
         matrix = gain.parts[()]
         dense = list(self.symmetry.identity().dense)
-        local = {int(u): i for i, u in enumerate(group.units)}
-        for cell_index in self._dense_cells.get(group.index, []):
-            at = torch.tensor([local[int(u)] for u in self.symmetry.structure.dense[cell_index]], device=matrix.device)
+        for cell_index in self._dense_cells.get(group.index, ()):
+            places = np.searchsorted(group.units, self.symmetry.structure.dense[cell_index])
+            at = torch.from_numpy(places).to(matrix.device)
             dense[cell_index] = polar(matrix[at[:, None], at[None, :]])
-        return self.attempt(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
+        return self._try(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
 
-    def improve_blocks(self, system: Blocks) -> bool:
+    def _improve_blocks(self, system: Blocks) -> bool:
+        """Let blocks change places, their members in the best order."""
         involved = {group.index: group for group, _ in system.kinds}
         gains = {index: self.gain(group) for index, group in involved.items()}
         if not all(gain.parts for gain in gains.values()):
@@ -206,7 +277,7 @@ class Descent:
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
                     dense[cell] = polar(raw[group.index][rows[:, None], columns[None, :]])
         tensors = frozenset().union(*(group.tensors for group in involved.values()))
-        return self.attempt(replace(element, dense=tuple(dense)), tensors)
+        return self._try(replace(element, dense=tuple(dense)), tensors)
 
     def improve_signs(self) -> bool:
         """Flip generators of signs, one column of a group's table at a time, where that is an improvement."""
@@ -215,7 +286,7 @@ class Descent:
         for group in self.groups:
             table = structure.sign_table[group.index]
             for k in range(table.shape[1]):
-                if group.dense or k in self.kept_signs.get(group.index, ()):
+                if group.dense or k in self._kept_signs.get(group.index, ()):
                     continue
                 names, slopes = self._slopes(table[:, k])
                 flipped = np.unique(table[slopes < 0, k])
@@ -223,18 +294,19 @@ class Descent:
                     continue
                 element = self.symmetry.identity()
                 element.sign[torch.from_numpy(flipped)] = -1.0
-                if self.attempt(element, names):
+                if self._try(element, names):
                     improved = True
                     continue
                 # Those that act on common entries: one by one.
                 for generator in flipped:
                     element = self.symmetry.identity()
                     element.sign[int(generator)] = -1.0
-                    improved |= self.attempt(element, names)
+                    improved |= self._try(element, names)
         return improved
 
     @cached_property
     def sign_columns(self) -> Any:
+        """Where each generator of signs acts: sparse (positions of all sites, generators), modulo 2, by columns."""
         matrix = self.symmetry.structure.signs.copy().tocsc()
         matrix.data = np.mod(np.rint(matrix.data), 2)
         matrix.eliminate_zeros()
@@ -257,11 +329,19 @@ class Descent:
 
     # Sweeps.
 
-    def run(
-        self, generator: torch.Generator, max_sweeps: int, report: Callable[[int, float], None]
-    ) -> tuple[list[float], int]:
+    def run(self, generator: torch.Generator, max_sweeps: int, report: Callable[[int, float], None]) -> list[float]:
+        """Sweep over all groups until nothing improves.
+
+        Args:
+            generator: Of the order of groups.
+            max_sweeps: Most sweeps.
+            report: Called with the number of each sweep and the objective after it.
+
+        Returns:
+            The objective before the first and after each sweep.
+        """
         history = [self.objective]
-        able = {g.index for g in self.groups if g.movable or g.free or g.shared} & self.only
+        able = {g.index for g in self.groups if g.movable or g.free or g.shared} - self._held
         dirty = set(able)
         block_dirty = set(range(len(self.systems)))
         loose = self.signs and any(
@@ -273,12 +353,12 @@ class Descent:
 
         def touched(indices: Iterable[int]) -> None:
             for index in indices:
-                dirty.update(self.neighbours[index] & able)
+                dirty.update(self._neighbours[index] & able)
                 if self.groups[index].quadratic and index in able:
                     dirty.add(index)
             for number, system in enumerate(self.systems):
                 kinds = {group.index for group, _ in system.kinds}
-                if any(i in kinds or self.neighbours[i] & kinds for i in indices):
+                if any(i in kinds or self._neighbours[i] & kinds for i in indices):
                     block_dirty.add(number)
 
         while sweeps < max_sweeps and (dirty or block_dirty):
@@ -286,7 +366,7 @@ class Descent:
             improved = False
             for number in sorted(block_dirty):
                 block_dirty.discard(number)
-                if self.improve_blocks(self.systems[number]):
+                if self._improve_blocks(self.systems[number]):
                     improved = True
                     kinds = {group.index for group, _ in self.systems[number].kinds}
                     touched(kinds)
@@ -297,7 +377,7 @@ class Descent:
                 if index not in dirty:
                     continue
                 dirty.discard(index)
-                if self.improve_group(self.groups[index]):
+                if self._improve_group(self.groups[index]):
                     improved = True
                     touched([index])
             if loose and self.improve_signs():
@@ -307,23 +387,38 @@ class Descent:
             report(sweeps, history[-1])
             if not improved:
                 break
-        return history, sweeps
+        return history
 
 
-def inner(one: Tensor, two: Tensor) -> float:
-    return float(torch.dot(one.reshape(-1), two.reshape(-1)))
+@dataclass(frozen=True)
+class Descended:
+    """The best of several descents.
+
+    Attributes:
+        element: Brings B to the best member of its orbit that was found.
+        objective: Before and after every sweep of the best descent.
+        sweeps: Their number.
+        restarts: The final objective of every descent.
+    """
+
+    element: Element
+    objective: tuple[float, ...]
+    sweeps: int
+    restarts: tuple[float, ...]
 
 
-def best_of_restarts(
-    symmetry: Symmetry,
+def descend(
     descent: Descent,
+    *,
     restarts: int,
     seed: int,
-    initial: Element | None,
     max_sweeps: int,
-    progress: bool,
-) -> tuple[tuple[list[float], int, Element], tuple[float, ...]]:
-    best: tuple[list[float], int, Element] | None = None
+    initial: Element | None = None,
+    progress: bool = False,
+) -> Descended:
+    """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`."""
+    symmetry = descent.symmetry
+    best: tuple[Element, list[float]] | None = None
     objectives = []
     with _bar(progress, restarts, max_sweeps) as report:
         for number in range(restarts):
@@ -335,16 +430,22 @@ def best_of_restarts(
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)
-            history, sweeps = descent.run(generator, max_sweeps, report(number))
+            history = descent.run(generator, max_sweeps, report(number))
             objectives.append(history[-1])
-            if best is None or history[-1] > best[0][-1]:
-                best = history, sweeps, descent.element
+            if best is None or history[-1] > best[1][-1]:
+                best = descent.element, history
     assert best is not None
-    return best, tuple(objectives)
+    element, history = best
+    return Descended(element, tuple(history), len(history) - 1, tuple(objectives))
 
 
 @contextmanager
 def _bar(progress: bool, restarts: int, max_sweeps: int) -> Iterator[Callable[[int], Callable[[int, float], None]]]:
+    """Show a progress bar.
+
+    Yields:
+        What makes of a restart's number the function to call with each sweep's number and objective.
+    """
     if not progress or (ranks() > 1 and torch.distributed.get_rank() != 0):
         yield lambda number: lambda sweep, objective: None
         return

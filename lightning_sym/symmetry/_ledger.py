@@ -9,7 +9,7 @@ Ints = NDArray[np.int64]
 UNSET = -1  # the tag of a parameter's position until something is known that it goes with
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Label:
     """Who acts on which element of a tensor.
 
@@ -122,7 +122,7 @@ class Ledger:
             return label
         atoms = label.atom[unset]
         self._pending[atoms] = np.where(self._pending[atoms] == UNSET, 0, self._pending[atoms])
-        tag = label.tag.copy()
+        tag = np.array(label.tag)
         tag[unset] = self._pending[atoms]
         return Label(label.axes, label.atom, tag, label.scale)
 

@@ -1,4 +1,19 @@
-HEAD
+"""Magnitudes that bring one network as near as possible to another, given which unit comes to which place."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor, nn
+
+from lightning_sym.networks.batch_norm import wide
+from lightning_sym.symmetry._capture import state_tensors
+from lightning_sym.symmetry._gains import Floats, Ints
+from lightning_sym.symmetry._operands import along, working
+from lightning_sym.symmetry.base import Element, Symmetry
 
 
 def refined(
@@ -9,7 +24,19 @@ def refined(
     As a function of one factor f, with exponents +1 and -1 only, the square is
     -2 P f + Q f^2 - 2 R / f + S / f^2 + constant, whose stationary points solve Q f^4 - P f^3 + R f - S = 0.
     All generators of a column of a group's table are changed at once, if that is an improvement (it is, unless they
-    act on common entries: then with half and a quarter of the steps' logarithms, or not at all).
+    act on common entries: then with half and a quarter of the steps' logarithms, or not at all). Columns with other
+    exponents, and matrices, stay.
+
+    Args:
+        symmetry: Of both networks.
+        a: The reference.
+        b: The network that is moved.
+        element: Moves `b`.
+        device: Where inner products are computed, in the dtypes of `a`.
+        sweeps: Most passes over all columns.
+
+    Returns:
+        The element with other magnitudes and shifts.
     """
     element = _shifted(symmetry, a, b, element)
     structure = symmetry.structure
@@ -23,14 +50,13 @@ def refined(
     if not columns:
         return element
     target = working(a, symmetry, device)
-    begin = symmetry.act_on(element, working(b, symmetry, device))
+    begin = symmetry.act_on(element, working(b, symmetry, device, like=target))
     current = dict(begin)
     plans = _scale_plans(symmetry, columns, current)
     cross: dict[int, Floats] = {}
     own: dict[int, Floats] = {}
-    sites = {number for _, parts, _ in plans for number, _, _ in parts}
     by_tensor: dict[str, list[int]] = {}
-    for number in sorted(sites):
+    for number in sorted({number for plan in plans for number, _, _ in plan.parts}):
         by_tensor.setdefault(structure.sites[number].tensor, []).append(number)
 
     def measure(names: Iterable[str]) -> None:
@@ -48,31 +74,31 @@ def refined(
     whole = distance({name: current[name] for name in by_tensor})
     for _ in range(sweeps):
         won = 0.0
-        for column, parts, coupled in plans:
-            p, q, r, s = np.zeros((4, len(column)))
-            for number, plus, minus in parts:
+        for plan in plans:
+            p, q, r, s = np.zeros((4, len(plan.column)))
+            for number, plus, minus in plan.parts:
                 p += plus @ cross[number]
                 q += plus @ own[number]
                 r += minus @ cross[number]
                 s += minus @ own[number]
             step = best_factors(p, q, r, s)
-            names = list(dict.fromkeys(structure.sites[number].tensor for number, _, _ in parts))
-            for damping in (1.0, 0.5, 0.25) if coupled else (1.0,):
+            names = list(dict.fromkeys(structure.sites[number].tensor for number, _, _ in plan.parts))
+            for damping in (1.0, 0.5, 0.25) if plan.coupled else (1.0,):
                 if not np.any(np.abs(step) > 1e-15):
                     break
                 f = np.exp(step * damping)
                 gain = float(np.sum(-2 * p * (1 - f) + q * (1 - f**2) - 2 * r * (1 - 1 / f) + s * (1 - f**-2.0)))
-                if not coupled and gain <= 0:
+                if not plan.coupled and gain <= 0:
                     break
                 move = symmetry.identity()
-                move.log_scale[torch.from_numpy(column)] = torch.from_numpy(step * damping)
+                move.log_scale[torch.from_numpy(plan.column)] = torch.from_numpy(step * damping)
                 moved = symmetry.act_on(move, {name: current[name] for name in names})
-                if coupled:
+                if plan.coupled:
                     gain = distance({name: current[name] for name in names}) - distance(moved)
                 if gain > 0:
                     current.update(moved)
                     measure(names)
-                    total[column] += step * damping
+                    total[plan.column] += step * damping
                     won += gain
                     break
         whole -= won
@@ -84,11 +110,24 @@ def refined(
     return symmetry.compose(replace(symmetry.identity(), log_scale=torch.from_numpy(total)), element)
 
 
-_Plan: TypeAlias = tuple[Ints, list[tuple[int, Any, Any]], bool]
+@dataclass(frozen=True)
+class _Plan:
+    """What happens when the generators of one column of a group's table change.
+
+    Attributes:
+        column: The generators.
+        parts: The number of each site where they act, and for the exponents +1 and -1 which generator acts at which
+            position: sparse (generators, positions).
+        coupled: Whether some act on common entries.
+    """
+
+    column: Ints
+    parts: list[tuple[int, sparse.csr_matrix, sparse.csr_matrix]]
+    coupled: bool
 
 
 def _scale_plans(symmetry: Symmetry, columns: list[Ints], tensors: Mapping[str, Tensor]) -> list[_Plan]:
-    """Return for each column of generators the sites where they act, how, and whether some act on common entries."""
+    """Return a plan for each column of generators that acts on these tensors, with exponents +1 and -1 only."""
     structure = symmetry.structure
     forms = structure.magnitudes.tocsc()
     offsets = np.array([site.offset for site in structure.sites], np.int64)
@@ -109,7 +148,7 @@ def _scale_plans(symmetry: Symmetry, columns: list[Ints], tensors: Mapping[str, 
             held = [structure.sites[number].tensor for number, _, _ in parts]
             # Two generators of one column on one position would also be common; they are rare, and count as such.
             rows_alone = acting.getnnz(axis=1).max(initial=0) <= 1
-            plans.append((column, parts, len(set(held)) < len(held) or not rows_alone))
+            plans.append(_Plan(column, parts, len(set(held)) < len(held) or not rows_alone))
     return plans
 
 
@@ -117,20 +156,28 @@ def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -
     """Shift the biases in front of batch norms to those of the reference: they are free."""
     if not symmetry.structure.shifts:
         return element
+    sites = symmetry.structure.sites
     ours = state_tensors(symmetry.act(element, b))
     theirs = state_tensors(a)
     shift = []
-    for bias, mean, size in symmetry.structure.shifts:
-        name = symmetry.structure.sites[bias].tensor
-        if symmetry.layout[name][0] != (size,) or len(symmetry.layout[symmetry.structure.sites[mean].tensor][0]) != 1:
-            shift.append(torch.zeros(size, dtype=torch.float64))
-            continue
+    for bias, _, _ in symmetry.structure.shifts:
+        name = sites[bias].tensor
         shift.append(theirs[name].detach().double().cpu() - ours[name].detach().double().cpu())
     return symmetry.compose(replace(symmetry.identity(), shift=tuple(shift)), element)
 
 
 def best_factors(p: Floats, q: Floats, r: Floats, s: Floats) -> Floats:
-    """Return the logarithms of the factors that minimise -2 p f + q f^2 - 2 r / f + s / f^2; 0 where none does."""
+    """Return the logarithms of the factors f > 0 that minimise -2 p f + q f^2 - 2 r / f + s / f^2; 0 where none does.
+
+    Args:
+        p: The coefficients of f, any sign. Shape (n,).
+        q: Those of f^2, >= 0. Shape (n,).
+        r: Those of 1 / f. Shape (n,).
+        s: Those of 1 / f^2, >= 0. Shape (n,).
+
+    Returns:
+        Shape (n,), within [-20, 20].
+    """
     result = np.zeros(len(p))
     tiny = 1e-300
     both = (q > tiny) & (s > tiny)

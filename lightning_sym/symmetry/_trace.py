@@ -15,7 +15,7 @@ from lightning_sym.symmetry._ledger import UNSET, Label, Ledger, Occurrence
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Value:
     """A tensor of the graph, seen from outside: its shape, and who acts on it.
 
@@ -342,7 +342,7 @@ class Trace:
             # One unit fills the whole result; it keeps its axis where that can still be told.
             kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
             at = position.reshape(-1)[0]
-            arrays = [a.reshape(-1)[at] for a in (label.atom, label.tag, label.scale)]
+            arrays = [np.asarray(a.reshape(-1)[at]) for a in (label.atom, label.tag, label.scale)]
             if kept:
                 return Label(label.axes, *(a.reshape((1,) * len(label.axes)) for a in arrays))
             return Label((), *arrays)

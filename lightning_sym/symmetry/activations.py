@@ -1,4 +1,20 @@
-HEAD
+"""Matching by activations: units belong together that are active on the same inputs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.networks.batch_norm import Batches, device_of, ranks, summed, together, wide
+from lightning_sym.symmetry._capture import evaluating
+from lightning_sym.symmetry._descent import Descent, best_blocks, block_systems
+from lightning_sym.symmetry._gains import Chosen, Gain, Tables, matched_groups, within_cells
+from lightning_sym.symmetry._operands import balanced, check_networks
+from lightning_sym.symmetry._refinement import refined
+from lightning_sym.symmetry.base import Symmetry, Tap
+from lightning_sym.symmetry.matching import Match, match_of
 
 
 class ActivationMoments:
@@ -27,7 +43,7 @@ class ActivationMoments:
         self.symmetry = symmetry
         self._a, self._b = a, b
         modules = dict(a.named_modules())
-        self._taps = {}
+        self._taps: dict[str, Tap] = {}
         for group in symmetry.groups:
             if not group.taps or not (group.movable or group.signs):
                 continue
@@ -36,16 +52,12 @@ class ActivationMoments:
         self.places = {name: tap.module for name, tap in self._taps.items()}
         device = device_of(a)
         self._sums: dict[str, dict[str, Tensor]] = {}
-        for group in symmetry.groups:
-            if group.name in self._taps:
-                zeros = {
-                    key: torch.zeros(group.size, dtype=wide(device), device=device) for key in ("x", "y", "xx", "yy")
-                }
-                self._sums[group.name] = {
-                    "n": torch.zeros((), dtype=wide(device), device=device),
-                    **zeros,
-                    "xy": torch.zeros(group.size, group.size, dtype=wide(device), device=device),
-                }
+        for name, tap in self._taps.items():
+            size = len(tap.positions)
+            shapes = {"n": (), **dict.fromkeys(("x", "y", "xx", "yy"), (size,)), "xy": (size, size)}
+            self._sums[name] = {
+                key: torch.zeros(shape, dtype=wide(device), device=device) for key, shape in shapes.items()
+            }
         # By group, the columns of its sign table that show at its place; found at the first update.
         self.visible_signs: dict[str, tuple[int, ...]] = {}
 
@@ -59,12 +71,15 @@ class ActivationMoments:
 
         Args:
             inputs: A batch, moved to each network's device; of a tuple or list the first entry.
+
+        Raises:
+            ValueError: If there is no tensor, or an activation is not finite.
         """
         images = inputs[0] if isinstance(inputs, list | tuple) and inputs else inputs
         if not isinstance(images, Tensor):
             kind = type(inputs).__name__
             raise ValueError(f"inputs must be a tensor, or a tuple or list that starts with one, got {kind}.")
-        if len(images) == 0:
+        if len(images) == 0 or not self._taps:
             return
         if not self.visible_signs:
             self._find_visible_signs(images[:2])
@@ -88,7 +103,7 @@ class ActivationMoments:
         handles = []
         for name, tap in self._taps.items():
 
-            def keep(module: nn.Module, args: Any, output: Any, *, name: str = name, tap: Any = tap) -> None:
+            def keep(module: nn.Module, args: Any, output: Any, *, name: str = name, tap: Tap = tap) -> None:
                 values = output.detach().movedim(tap.axis, -1)
                 found[name].append(values.reshape(-1, values.shape[-1])[:, tap.positions.to(values.device)].clone())
 
@@ -102,11 +117,10 @@ class ActivationMoments:
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def _find_visible_signs(self, images: Tensor) -> None:
-        """Flip signs, one column of all groups' tables at a time, and see where activations flip."""
+        """Flip signs of the first network, one column of all groups' tables at a time; see where activations change."""
         structure = self.symmetry.structure
         visible: dict[str, list[int]] = {name: [] for name in self._taps}
         most = max((table.shape[1] for table in structure.sign_table), default=0)
-        # Zero tells nothing: random numbers of the inputs' size, and both networks' signs behave alike.
         before = self._watch(self._a, images) if most else {}
         for k in range(most):
             element = self.symmetry.identity()
@@ -117,7 +131,7 @@ class ActivationMoments:
             for group, table in zip(self.symmetry.groups, structure.sign_table, strict=True):
                 if group.name in self._taps and table.shape[1] > k and not group.dense:
                     old, new = before[group.name].double(), after[group.name].double()
-                    if float((new + old).square().sum()) < float((new - old).square().sum()):
+                    if float((new - old).square().sum()) > 1e-6 * float(old.square().sum()):
                         visible[group.name].append(k)
         self.visible_signs = {name: tuple(columns) for name, columns in visible.items()}
 
@@ -217,8 +231,8 @@ def activation_matching(
         The match.
 
     Raises:
-        ValueError: If a network is not of the traced architecture or not finite, there are no data, or `measure` is
-            unknown.
+        ValueError: If a network is not of the traced architecture or not finite, there are no data or moments of
+            another architecture, or `measure` is unknown.
 
     References:
         Li et al. (2016), "Convergent Learning", arXiv:1511.07543; Ainsworth et al. (2022), section 3.1,
@@ -228,6 +242,8 @@ def activation_matching(
         raise ValueError(f"measure must be 'correlation' or 'product', got {measure!r}.")
     if isinstance(data, ActivationMoments):
         check_networks(symmetry, a=a, b=b)
+        if data.symmetry.fingerprint != symmetry.fingerprint:
+            raise ValueError("the moments are those of another architecture; expected moments of a and b")
         moments = data
     else:
         moments = ActivationMoments(symmetry, a, b)
@@ -242,25 +258,28 @@ def activation_matching(
         raise ValueError(
             "there are no activations; pass at least one batch, and a network whose modules show its units."
         )
+    if measure == "product" and signs and symmetry.structure.absorbed:
+        raise ValueError(
+            "products do not show which activations were flipped to offset - x (affine=True); pass "
+            "measure='correlation' or signs=False."
+        )
     where = device_of(a)
     with torch.no_grad():
         groups = matched_groups(symmetry)
-        gains: dict[int, Gain] = {}
+        gains: dict[int, Gain] = {}  # by the group's number
         for group, axis_group in zip(groups, symmetry.groups, strict=True):
             if axis_group.name in moments._sums and not group.dense:
                 name = axis_group.name
                 table = moments.correlation(name) if measure == "correlation" else moments.product(name)
-                visible = [k for k in moments.visible_signs.get(name, ()) if k in group.free][:1] if signs else []
-                gains[group.index] = Gain({tuple(visible): table}, signs)
+                # Of several signs that show in one place any one will do; a unit's own is the more exact choice.
+                visible = [k for k in (*group.free, *group.shared) if k in moments.visible_signs.get(name, ())]
+                gains[group.index] = Gain({tuple(visible[:1] if signs else ()): table}, signs, group.shared)
         tables = {index: Tables(gain) for index, gain in gains.items()}
         chosen: dict[int, Chosen] = {}
         for system in block_systems(symmetry, groups):
             if all(group.index in tables for group, _ in system.kinds):
                 chosen.update(best_blocks(system, tables, {})[1])
-        inside = set(chosen)
-        for index, table_of in tables.items():
-            if index not in inside:
-                chosen[index] = within_cells(groups[index], table_of)
+        chosen |= {index: within_cells(groups[index], own) for index, own in tables.items() if index not in chosen}
         left, right = symmetry.identity(), symmetry.identity()
         target, source = a, b
         if scales and balance:
@@ -268,23 +287,19 @@ def activation_matching(
             source, right = balanced(symmetry, b)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
         descent.restart(descent.element_of(chosen))
-        descent.only = {group.index for group in groups} - set(chosen)
-        descent.systems = [s for s in descent.systems if all(group.index in descent.only for group, _ in s.kinds)]
+        undecided = {}
         for index, own in chosen.items():
             # What was never active in either network is undecided: by weights, among itself.
-            part = gains[index].cases[0][1].total().cpu()
-            silent = (part == 0).all(1).numpy() & (part == 0).all(0).numpy()[own.source]
-            cells = tuple(kept for cell in groups[index].cells if len(kept := cell[silent[cell]]))
-            if cells:
-                descent.only.add(index)
-                descent.groups[index] = replace(groups[index], cells=cells)
-        descent.kept_signs = {i: {k for pattern in gain.parts for k in pattern} for i, gain in gains.items()}
+            nothing = tables[index].tables[0] == 0
+            silent = nothing.all(1) & nothing.all(0)[own.source]
+            undecided[index] = tuple(kept for cell in groups[index].cells if len(kept := cell[silent[cell]]))
+        descent.hold(undecided, {i: {k for pattern in gain.parts for k in pattern} for i, gain in gains.items()})
         if signs:
             descent.improve_signs()
         descent.run(torch.Generator().manual_seed(seed), 100, lambda sweep, objective: None)
         element = symmetry.compose(symmetry.inverse(left), symmetry.compose(descent.element, right))
-        before = sum(float(part.trace()) for gain in gains.values() for part in gain.parts.values())
-        after = sum(
-            float(tables[i].tables[0][np.arange(len(found.source)), found.source].sum()) for i, found in chosen.items()
-        )
-        return as_match(symmetry, a, b, element, (before, after), 1, (after,), "activations", scales and refine, where)
+        if scales and refine:
+            element = refined(symmetry, a, b, element, where)
+        identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in gains}
+        before, after = (sum(gain.of(own[i]) for i, gain in gains.items()) for own in (identity, chosen))
+        return match_of(symmetry, a, b, element, (before, after), 1, (after,), "activations")

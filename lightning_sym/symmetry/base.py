@@ -589,12 +589,13 @@ class Symmetry:
 
         Args:
             element: From this symmetry.
-            tensors: Parameters or buffers, by name.
+            tensors: Parameters or buffers, by name. What a bias takes up of signs is added if its weight is among them.
             shifts: Whether to shift biases in front of batch norms, and running means.
         """
         action, scratch = self._action(element), _Scratch()
+        added = self._added(tensors, action)
         return {
-            name: self._moved(tensor, name, element, action, scratch=scratch, shifted=shifts)
+            name: self._moved(tensor, name, element, action, scratch=scratch, shifted=shifts, added=added.get(name))
             if name in self._sites_of
             else tensor
             for name, tensor in tensors.items()
@@ -676,12 +677,12 @@ class Symmetry:
                 result.add_(element.shift[index][torch.from_numpy(source)].to(result))
         return result
 
-    def _added(self, tensors: dict[str, Tensor], action: _Action) -> dict[str, Tensor]:
+    def _added(self, tensors: Mapping[str, Tensor], action: _Action) -> dict[str, Tensor]:
         """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
         added: dict[str, Tensor] = {}
         for bias, weight, axis, offset in self.structure.absorbed:
             site = next((s for s in self.structure.sites if s.tensor == weight and s.axes == (axis,)), None)
-            if site is None:
+            if site is None or weight not in tensors:
                 continue
             flipped = torch.from_numpy(action.scale[site.offset : site.offset + site.size] < 0)
             if flipped.any():

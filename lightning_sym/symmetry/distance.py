@@ -1,4 +1,19 @@
-HEAD
+"""How far apart two networks are up to symmetry: bounds from above and below."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.networks.batch_norm import device_of, wide
+from lightning_sym.symmetry._descent import Descent, descend
+from lightning_sym.symmetry._gains import Gain, Group, Tables, stacked, within_cells
+from lightning_sym.symmetry._operands import balanced, check_counts, check_networks
+from lightning_sym.symmetry.base import Symmetry
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,84 +81,91 @@ def orbit_distance(
         if balance:
             a, b = (balanced(symmetry, network)[0] for network in (a, b))
         descent = Descent(symmetry, a, b, signs=signs, device=where)
-        best, _ = best_of_restarts(symmetry, descent, restarts, seed, None, max_sweeps, False)
-        descent.restart(best[2])
+        descent.restart(descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps).element)
         # Subtracted, not computed from inner products: near 0 these cancel.
-        upper = math.sqrt(
-            sum(
-                float((t - descent.current[name]).square().sum(dtype=wide(where))) for name, t in descent.target.items()
-            )
-        )
+        pairs = [(tensor, descent.current[name]) for name, tensor in descent.target.items()]
+        upper = math.sqrt(sum(float((one - two).square().sum(dtype=wide(where))) for one, two in pairs))
         return OrbitDistance(upper, min(lower_bound(descent), upper))
 
 
 def lower_bound(descent: Descent) -> float:
-    if descent.symmetry.structure.dense:
+    """Return a distance below which no permutation and no signs bring A's parameters and B's.
+
+    Parameters on which one axis group stands, on one axis, are matched exactly for that group alone; of all others the
+    entries are compared in their order. 0 if any invertible matrix acts on some units.
+    """
+    structure = descent.symmetry.structure
+    if structure.dense:
         return 0.0
     owners: dict[str, list[Group]] = {}
     for group in descent.groups:
         for name in group.tensors:
             owners.setdefault(name, []).append(group)
+    begins = descent.sign_columns.tocsr().indptr
     signed = {
         site.tensor
-        for site in descent.symmetry.structure.sites
-        if descent.sign_columns[:, :].shape[1]
-        and descent.sign_columns.tocsr()[site.offset : site.offset + site.size].nnz
+        for site in structure.sites
+        if descent.signs and begins[site.offset] < begins[site.offset + site.size]
     }
-    joint = {site.tensor for site in descent.symmetry.structure.sites if len(site.axes) == 2}
-    double = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
-    other = {name: tensor.double().cpu() for name, tensor in descent.start.items()}
+    # What these biases take up of signs may bring them anywhere.
+    anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
+    joint = {site.tensor for site in structure.sites if len(site.axes) == 2}
+    target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
+    start = {name: tensor.double().cpu() for name, tensor in descent.start.items()}
     total = 0.0
     alone: dict[int, list[str]] = {}
-    for name, tensor in double.items():
-        mine = [group for group in owners.get(name, []) if group.movable or group.free]
-        fixed = not mine and name not in signed
-        if fixed:
-            total += float((tensor - other[name]).square().sum())
-        elif len(owners[name]) == 1 and not mine[0].quadratic and name not in joint:
-            alone.setdefault(mine[0].index, []).append(name)
-        else:
-            flip = descent.signs and name in signed
-            lists = [(t.abs() if flip else t).flatten().sort().values for t in (tensor, other[name])]
-            total += float((lists[0] - lists[1]).square().sum())
-    for index, names in alone.items():
-        group = descent.groups[index]
-        slices = {
-            pattern: kept
-            for pattern, parts in group.slices.items()
-            if (kept := tuple(part for part in parts if part.tensor in names))
-        }
-        size = len(group.units)
-        parts = {
-            pattern: descent.rows_of(kept, double, size) @ descent.rows_of(kept, other, size).T
-            for pattern, kept in slices.items()
-        }
-        gain = Gain(parts, descent.signs)
-        if not gain.exact or (
-            descent.signs and len(group.free) < descent.symmetry.structure.sign_table[index].shape[1]
-        ):
-            # Shared signs, or too many: the bound by absolute values.
-            for name in names:
-                lists = [t.abs().flatten().sort().values for t in (double[name], other[name])]
-                total += float((lists[0] - lists[1]).square().sum())
+    for name, tensor in target.items():
+        own = owners.get(name, [])
+        moving = [group for group in own if group.movable or (descent.signs and group.free)]
+        if name in anywhere:
             continue
-        # Blocks may change places: relaxed to all permutations.
-        whole = replace(group, cells=(np.arange(size),)) if descent.systems else group
-        chosen = within_cells(whole, Tables(gain))
-        for pattern, kept in slices.items():
-            sign = math.prod((chosen.signs[k] for k in pattern if k in chosen.signs), start=np.ones(size))
-            moved = (
-                descent.rows_of(kept, other, size)[torch.from_numpy(chosen.source)] * torch.from_numpy(sign)[:, None]
-            )
-            total += float((descent.rows_of(kept, double, size) - moved).square().sum())
-        # Entries of these parameters at which no unit of the group stands are fixed.
-        for name in names:
-            axis = next(part.axis for parts_ in slices.values() for part in parts_ if part.tensor == name)
-            stands = torch.zeros(double[name].shape[axis] if double[name].ndim else 1, dtype=torch.bool)
-            for part in itertools.chain(*slices.values()):
-                if part.tensor == name:
-                    stands[slice(None) if part.positions is None else part.positions] = True
-            if not bool(stands.all()):
-                rest = (~stands).nonzero().flatten()
-                total += float((double[name] - other[name]).index_select(axis, rest).square().sum())
+        if not moving and name not in signed:
+            total += float((tensor - start[name]).square().sum())
+        elif len(own) == len(moving) == 1 and not own[0].quadratic and name not in joint:
+            alone.setdefault(own[0].index, []).append(name)
+        else:
+            total += _in_order(tensor, start[name], name in signed)
+    for index, names in alone.items():
+        mine, theirs = ({name: tensors[name] for name in names} for tensors in (target, start))
+        total += _of_group(descent, descent.groups[index], mine, theirs)
     return math.sqrt(total)
+
+
+def _in_order(one: Tensor, two: Tensor, signed: bool) -> float:
+    """Return the least square of the distance over all permutations of entries (and signs)."""
+    lists = [(t.abs() if signed else t).flatten().sort().values for t in (one, two)]
+    return float((lists[0] - lists[1]).square().sum())
+
+
+def _of_group(descent: Descent, group: Group, target: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """Return the least square of the distance of some parameters on which only this group stands, on one axis."""
+    slices = {
+        pattern: kept
+        for pattern, parts in group.slices.items()
+        if (kept := tuple(part for part in parts if part.tensor in target))
+    }
+    size = len(group.units)
+    rows = {pattern: (stacked(kept, target, size), stacked(kept, start, size)) for pattern, kept in slices.items()}
+    gain = Gain({pattern: one @ two.T for pattern, (one, two) in rows.items()}, descent.signs)
+    signs = descent.symmetry.structure.sign_table[group.index].shape[1]
+    if not gain.exact or (descent.signs and len(group.free) < signs):
+        # Shared signs, or too many: the bound by absolute values.
+        return sum(_in_order(target[name], start[name], True) for name in target)
+    # Blocks may change places: relaxed to all permutations.
+    whole = replace(group, cells=(np.arange(size),)) if descent.systems else group
+    chosen = within_cells(whole, Tables(gain))
+    total = 0.0
+    for pattern, (one, two) in rows.items():
+        moved = two[torch.from_numpy(chosen.source)] * torch.from_numpy(chosen.sign(pattern))[:, None]
+        total += float((one - moved).square().sum())
+    # Entries of these parameters at which no unit of the group stands are fixed.
+    for name, tensor in target.items():
+        parts = [part for part in itertools.chain(*slices.values()) if part.tensor == name]
+        axis = parts[0].axis
+        stands = torch.zeros(tensor.shape[axis] if tensor.ndim else 1, dtype=torch.bool)
+        for part in parts:
+            stands[slice(None) if part.positions is None else part.positions] = True
+        if not bool(stands.all()):
+            rest = (~stands).nonzero().flatten()
+            total += float((tensor - start[name]).index_select(axis, rest).square().sum())
+    return total

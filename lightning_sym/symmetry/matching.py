@@ -1,4 +1,21 @@
-HEAD
+"""From one network to the member of its orbit that is nearest to another network, by weights.
+
+Generic over :class:`lightning_sym.symmetry.Symmetry`: which units may change places, and which parameters move with
+them, was found by tracing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_sym.networks.batch_norm import device_of, wide
+from lightning_sym.symmetry._descent import Descent, descend
+from lightning_sym.symmetry._operands import balanced, check_counts, check_networks
+from lightning_sym.symmetry._refinement import refined
+from lightning_sym.symmetry.base import Element, Symmetry
 
 
 @dataclass(frozen=True, eq=False)
@@ -9,7 +26,8 @@ class Match:
         element: Maps ``b`` to ``network``.
         network: ``act(element, b)``: the function of ``b``, in the order, with the signs and in the scales of ``a``.
         objective: Inner product of the parameters of both networks (in the balanced gauge, if they were balanced)
-            before the first sweep and after every sweep of the best restart. Non-decreasing. For activation matching
+            before the first sweep and after every sweep of the best restart, less half of what the squares of biases
+            have grown that take up changes of sign (sigmoid, ``affine=True``). Non-decreasing. For activation matching
             the sum of the matched correlations (or products) at the identity and at the end.
         distance_before: Euclidean distance of the parameters of ``a`` and ``b``, buffers left out.
         distance_after: The same of ``a`` and ``network``.
@@ -29,7 +47,12 @@ class Match:
 
 
 def parameter_distance(a: nn.Module, b: nn.Module) -> float:
-    """Return the Euclidean distance of the parameters of two networks, each counted once, buffers left out."""
+    """Return the Euclidean distance of the parameters of two networks, each counted once, buffers left out.
+
+    Args:
+        a: The first network.
+        b: The second network, with parameters of the same names and shapes; it may be on another device.
+    """
     others = dict(b.named_parameters())
     squares = 0.0
     with torch.no_grad():
@@ -88,10 +111,10 @@ def weight_matching(
         max_sweeps: Most sweeps over all groups in a descent, >= 1.
         balance: Whether both networks are brought to the balanced gauge first; ignored without ``scales``.
         refine: Whether, at the end, every scale is adjusted to the least distance to ``a`` (and shifts, exactly), in
-            closed form, one after another; ignored without ``scales``. For distances, not for interpolation: of
-            networks that are not alike it makes the incoming weights of unmatched units small, and the loss between
-            the networks grows.
-        device: Where gains are computed, in the networks' dtype (half precision in float32); by default, where ``a``
+            closed form, one after another; ignored without ``scales``. Scales with exponents other than +1 and -1
+            stay. For distances, not for interpolation: of networks that are not alike it makes the incoming weights of
+            unmatched units small, and the loss between the networks grows.
+        device: Where gains are computed, in the dtype of ``a`` (half precision in float32); by default, where ``a``
             is. Assignments are solved on the CPU in float64.
         progress: Whether to show a progress bar.
 
@@ -122,18 +145,26 @@ def weight_matching(
             target, left = balanced(symmetry, a)
             source, right = balanced(symmetry, b)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
-        best, objectives = best_of_restarts(symmetry, descent, restarts, seed, initial, max_sweeps, progress)
-        objective, sweeps, found = best
-        element = symmetry.compose(symmetry.inverse(left), symmetry.compose(found, right))
-        return as_match(symmetry, a, b, element, objective, sweeps, objectives, "weights", scales and refine, where)
+        found = descend(
+            descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=initial, progress=progress
+        )
+        element = symmetry.compose(symmetry.inverse(left), symmetry.compose(found.element, right))
+        if scales and refine:
+            element = refined(symmetry, a, b, element, where)
+        return match_of(symmetry, a, b, element, found.objective, found.sweeps, found.restarts, "weights")
 
 
-def as_match(
-    symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, objective: Sequence[float], sweeps: int,
-    objectives: tuple[float, ...], method: str, refine: bool, device: torch.device,
-) -> Match:  # fmt: skip
-    if refine:
-        element = refined(symmetry, a, b, element, device)
+def match_of(
+    symmetry: Symmetry,
+    a: nn.Module,
+    b: nn.Module,
+    element: Element,
+    objective: Sequence[float],
+    sweeps: int,
+    restarts: Sequence[float],
+    method: str,
+) -> Match:
+    """Move ``b`` by an element, and report how near to ``a`` that is; the other arguments are kept as they are."""
     network = symmetry.act(element, b)
     return Match(
         element=element,
@@ -142,6 +173,6 @@ def as_match(
         distance_before=parameter_distance(a, b),
         distance_after=parameter_distance(a, network),
         sweeps=sweeps,
-        restarts=objectives,
+        restarts=tuple(restarts),
         method=method,
     )

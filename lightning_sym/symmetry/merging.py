@@ -1,4 +1,19 @@
-HEAD
+"""Means of networks that are alike up to symmetry."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_sym.networks.batch_norm import Batches
+from lightning_sym.symmetry._operands import balanced, check_counts, check_networks
+from lightning_sym.symmetry.activations import activation_matching
+from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.interpolation import average
+from lightning_sym.symmetry.matching import parameter_distance, weight_matching
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +51,10 @@ def merge(
 ) -> Merged:
     """Align networks to one another, and return their mean.
 
-    All are balanced, and aligned to the reference. Then, in rounds and random order, each is aligned anew to the mean
-    of the others, begun where it is and taken only if it comes nearer to them, until a round changes nothing. The mean
-    is taken in the balanced gauge, and brought to the scales of the reference.
+    All are balanced, and aligned to the reference (unless that takes them farther apart than they are). Then, in rounds
+    and random order, each but the reference is aligned anew to the mean of the others, begun where it is and taken only
+    if it comes nearer to them, until a round changes nothing. The mean is taken in the balanced gauge, and brought to
+    the scales of the reference.
 
     Batch norms of the mean need statistics of their own, which need data: call
     :func:`lightning_sym.networks.recalibrate_batch_norm` on the result.
@@ -48,7 +64,8 @@ def merge(
         networks: At least one. Not changed.
         method: "weights", or "activations": one alignment to the reference by activations, without rounds, as the mean
             has no meaningful activations before its batch norms are recalibrated.
-        batches: Inputs for "activations"; read once for each network.
+        batches: Inputs for "activations"; read once for each network but the reference, so an iterator serves for two
+            networks only.
         reference: The number of the network whose scales the result has, and to which all are aligned first.
         max_rounds: Most rounds, >= 1.
         scales: Whether magnitudes may change.
@@ -76,26 +93,28 @@ def merge(
         raise ValueError(f"method must be 'weights' or 'activations', got {method!r}.")
     if method == "activations" and batches is None:
         raise ValueError("method='activations' needs batches of inputs; pass batches=...")
+    if method == "activations" and isinstance(batches, Iterator) and len(networks) > 2:
+        raise ValueError("batches are read once for each network, this iterator only once; pass a list or a loader.")
     check_counts(max_rounds=max_rounds)
     check_networks(symmetry, **{f"network {number}": network for number, network in enumerate(networks)})
     with torch.no_grad():
         gauges = [symmetry.identity() for _ in networks]
-        balanced = networks
+        starts = networks
         if scales and balance:
             forms = [balanced(symmetry, network) for network in networks]
-            balanced, gauges = [form[0] for form in forms], [form[1] for form in forms]
+            starts, gauges = [form[0] for form in forms], [form[1] for form in forms]
         elements = [symmetry.identity() for _ in networks]
-        current = list(balanced)
+        current = list(starts)
 
         def align(number: int, target: nn.Module, begin: Element | None, salt: int) -> None:
             if method == "activations":
                 assert batches is not None
-                match = activation_matching(symmetry, target, balanced[number], batches, scales=False, signs=signs)
+                match = activation_matching(symmetry, target, starts[number], batches, scales=False, signs=signs)
             else:
                 match = weight_matching(
                     symmetry,
                     target,
-                    balanced[number],
+                    starts[number],
                     scales=False,
                     signs=signs,
                     seed=seed + salt,
@@ -108,10 +127,10 @@ def merge(
         distances = [_spread(current)]
         for number in range(len(networks)):
             if number != reference:
-                align(number, balanced[reference], None, 0)
+                align(number, starts[reference], None, 0)
         if _spread(current) > distances[0]:
-            # Networks that were aligned better before.
-            elements, current = [symmetry.identity() for _ in networks], list(balanced)
+            # They were aligned better before.
+            elements, current = [symmetry.identity() for _ in networks], list(starts)
         distances.append(_spread(current))
         rounds = 1
         generator = torch.Generator().manual_seed(seed)
@@ -121,7 +140,7 @@ def merge(
                 if number != reference:
                     mean = average([network for i, network in enumerate(current) if i != number])
                     align(number, mean, elements[number], rounds)
-            distances.append(min(_spread(current), distances[-1]))
+            distances.append(min(_spread(current), distances[-1]))  # greater by rounding only
             if not distances[-1] < distances[-2] * (1 - 1e-9):
                 break
         back = symmetry.inverse(gauges[reference])
@@ -134,5 +153,6 @@ def merge(
 
 
 def _spread(networks: Sequence[nn.Module]) -> float:
+    """Return the root of the mean squared distance to the mean."""
     mean = average(networks)
     return math.sqrt(sum(parameter_distance(network, mean) ** 2 for network in networks) / len(networks))

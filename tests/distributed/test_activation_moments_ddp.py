@@ -1,10 +1,5 @@
 """Moments and matches from two processes are those of one with all the batches."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,17 +11,9 @@ ROUNDING = {"atol": 1e-11, "rtol": 1e-12}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict]:
+def results(run_scenarios, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("moments")
-    result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("activation_moments_scenarios.py"), folder],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_scenarios("activation_moments_scenarios.py", folder)
     return [torch.load(folder / f"{name}.pt", weights_only=True) for name in ("one", "rank 0", "rank 1")]
 
 

@@ -2,9 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,17 +14,9 @@ ROUNDING = {"atol": 1e-4, "rtol": 1e-3}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, matching_zoo) -> Path:
+def runs(run_scenarios, tmp_path_factory, matching_zoo) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("matching_scenarios.py"), folder, matching_zoo],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_scenarios("matching_scenarios.py", folder, matching_zoo)
     return folder
 
 

@@ -2,9 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +10,9 @@ pytestmark = pytest.mark.ddp
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(run_scenarios, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("monitor")
-    result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("symmetry_monitor_scenarios.py"), folder],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_scenarios("symmetry_monitor_scenarios.py", folder)
     return folder
 
 

@@ -301,6 +301,30 @@ def test_dead_batch_norm() -> None:
         assert float((found.network(inputs) - network(inputs)).abs().max()) <= EXACT
 
 
+def test_signs_that_biases_take_up() -> None:
+    """Spec 1.3: sigmoid(-x) = 1 - sigmoid(x), so that flips change the biases, and with them the signs, further on."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 5), nn.BatchNorm1d(5),
+            nn.Sigmoid(), nn.Linear(5, 3),
+        ).double().eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, 4, dtype=torch.float64, generator=generator)
+    symmetry = trace_symmetry(network, inputs, affine=True)
+    assert len(symmetry.structure.absorbed) == 3
+    form = canonicalize(symmetry, network)
+    for _ in range(5):
+        member = symmetry.act(symmetry.sample(generator), network)
+        found = canonicalize(symmetry, member)
+        assert difference(found.network, form.network) <= EXACT
+        assert difference(symmetry.act(found.element, member), found.network) == 0
+        with torch.no_grad():
+            assert float((found.network(inputs) - network(inputs)).abs().max()) <= EXACT
+        assert difference(canonicalize(symmetry, member, inplace=True).network, member) == 0
+        assert difference(member, form.network) <= EXACT
+
+
 def test_invertible_matrices_are_left() -> None:
     network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     symmetry = trace_symmetry(network, torch.randn(2, 3))

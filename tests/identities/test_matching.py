@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_sym.networks import CIFARResNet, CIFARResNet18, LeNet5, MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.symmetry.canonical import canonicalize
-from lightning_sym.symmetry.matching import (
+from lightning_sym.symmetry import (
     ActivationMoments,
-    _best_factors,
-    _Descent,
-    _lower_bound,
     activation_matching,
+    canonicalize,
     merge,
     orbit_distance,
     parameter_distance,
+    trace_symmetry,
     weight_matching,
 )
-from lightning_sym.symmetry.tracing import trace_symmetry
+from lightning_sym.symmetry._descent import Descent
+from lightning_sym.symmetry._refinement import best_factors
+from lightning_sym.symmetry.distance import lower_bound
 
 # Rounding in float64, after gauges that are found by iteration.
 EXACT = 1e-10
@@ -145,12 +145,59 @@ def test_planted_elements_are_recovered(made, name, scale):
 
 
 def test_planted_permutations_of_heads_are_recovered():
-    network = transformer().double().eval()
-    symmetry = trace_symmetry(network, torch.randn(2, 5, 4, dtype=torch.float64))
-    assert symmetry.structure.dense
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = transformer().double().eval()
     generator = torch.Generator().manual_seed(0)
+    symmetry = trace_symmetry(network, torch.randn(2, 5, 4, dtype=torch.float64, generator=generator))
+    assert symmetry.structure.dense
     b = symmetry.act(symmetry.sample(generator, scale=0.0, mixing=False, shifts=False), network)
-    assert difference(weight_matching(symmetry, network, b, scales=False).network, network) < EXACT
+    assert difference(weight_matching(symmetry, network, b, scales=False, restarts=10).network, network) < EXACT
+
+
+def sigmoid() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 3))
+
+
+def signs_of_groups() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 1, bias=False), nn.GroupNorm(4, 8, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)
+    )
+
+
+@pytest.mark.parametrize(("make", "shape", "affine"), [(sigmoid, (4,), True), (signs_of_groups, (1, 2, 2), False)])
+def test_signs_that_biases_take_up_and_signs_of_whole_cells(make, shape, affine):
+    """Spec 1.3: sigmoid(-x) = 1 - sigmoid(x); and a group without gains passes one sign on for all its channels."""
+    networks = []
+    for seed in (0, 1):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            networks.append(make().double())
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(32, *shape, dtype=torch.float64, generator=generator)
+    symmetry = trace_symmetry(networks[0], inputs, affine=affine)
+    assert symmetry.signs
+    for _ in range(3):
+        element = symmetry.sample(generator, scale=0.0, mixing=False, shifts=False)
+        same, other = (symmetry.act(element, network) for network in networks)
+        match = activation_matching(symmetry, networks[0], same, [inputs])
+        assert difference(match.network, networks[0]) < EXACT
+        bounds = orbit_distance(symmetry, networks[0], other)
+        assert bounds.upper == pytest.approx(weight_matching(symmetry, networks[0], other).distance_after)
+        assert orbit_distance(symmetry, networks[0], same).lower <= EXACT
+        assert bounds.lower <= min(parameter_distance(networks[0], n) for n in (other, networks[1])) + EXACT
+    if affine:
+        with pytest.raises(ValueError, match="pass measure='correlation'"):
+            activation_matching(symmetry, networks[0], same, [inputs], measure="product")
+
+
+def test_moments_of_another_architecture_and_an_iterator_for_many_networks_are_refused(made):
+    case, other = made("mlp relu"), made("lenet")
+    moments = ActivationMoments(other.symmetry, other.network, other.network)
+    with pytest.raises(ValueError, match="moments are those of another architecture"):
+        activation_matching(case.symmetry, case.network, case.network, moments)
+    with pytest.raises(ValueError, match="this iterator only once"):
+        merge(case.symmetry, [case.network] * 3, method="activations", batches=iter([case.inputs]))
 
 
 def test_rotations_are_recovered():
@@ -240,7 +287,7 @@ def test_positive_scales_of_incoming_weights_alone_are_closed_form():
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in "ab")
     p, q = (a * b).sum(1).numpy(), (b * b).sum(1).numpy()
-    step = _best_factors(p, q, 0 * p, 0 * q)
+    step = best_factors(p, q, 0 * p, 0 * q)
     for i in range(5):
         assert step[i] == pytest.approx(math.log(p[i] / q[i]) if p[i] > 0 else 0.0)
 
@@ -253,7 +300,7 @@ def test_best_factors_beat_a_grid(numbers, q, s):
     def value(f):
         return -2 * p * f + q * f**2 - 2 * r / f + s / f**2
 
-    step = _best_factors(*(np.array([x]) for x in (p, q, r, s)))
+    step = best_factors(*(np.array([x]) for x in (p, q, r, s)))
     grid = np.logspace(-3, 3, 5001)
     assert value(math.exp(step[0])) <= value(grid).min() + 1e-9
 
@@ -277,7 +324,7 @@ def test_no_member_of_the_orbit_is_nearer_than_the_lower_bound(made, name):
     symmetry = case.symmetry
 
     def bound(a: nn.Module, b: nn.Module) -> float:
-        return _lower_bound(_Descent(symmetry, a, b, signs=True, device=torch.device("cpu")))
+        return lower_bound(Descent(symmetry, a, b, signs=True, device=torch.device("cpu")))
 
     a, b = (canonicalize(symmetry, n, signs=False, order=False).network for n in (case.network, case.member(7)))
     near = copy.deepcopy(a)
