@@ -1,6 +1,7 @@
 """A network as a flat list of ATen operations, with the names of the parameters, buffers and modules behind them."""
 
 import contextlib
+import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,17 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 class _Recorder:
@@ -195,11 +207,20 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
                 outputs = torch.func.functional_call(network, held, arguments, tie_weights=False)
             return [t for t in pytree.tree_leaves(plain(outputs)) if isinstance(t, Tensor)]
 
+        stack.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it
         try:
             module = make_fx(run, tracing_mode="real", pre_dispatch=True)(fake, arguments)
         except Exception as error:
             where = first_line_of_user(error)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            text = f"{type(error).__name__} {error}".lower()
+            if not any(
+                sign in text for sign in ("datadependent", "data-dependent", "dynamicoutputshape", "tracing tensor")
+            ):
+                raise ValueError(
+                    f"the network does not run on the example input, because of {where} ({type(error).__name__}: "
+                    f"{reason[:200]}); expected an input as the network takes it, several as a tuple"
+                ) from error
             raise ValueError(
                 f"the network cannot be traced, because of {where} ({type(error).__name__}: {reason[:200]}); expected "
                 "operations whose order and shapes do not depend on values: rewrite that line with tensor operations, "

@@ -121,7 +121,10 @@ def _grouped(
     rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
     name = weight.state
     outer, inner = (trace.label(weight, axis) for axis in ((1, 0) if transposed else (0, 1)))
-    if label is None or name is None or name in trace.grouped or outer is None or inner is None:
+    if name is not None and name in trace.grouped:
+        trace.ledger.fix(trace.grouped.pop(name))
+        trace.used_twice.add(name)
+    if label is None or name is None or name in trace.used_twice or outer is None or inner is None:
         trace.fix(value, "grouped convolution of what nothing acts on, or with a weight used twice")
         trace.fix(weight)
         return Value(shape)

@@ -257,8 +257,12 @@ def build_structure(
         extra = np.concatenate(joint_scales)
         position_magnitudes = sparse.vstack([position_magnitudes, magnitudes.forms[extra]]).tocsr()
         position_signs = sparse.vstack([position_signs, signs.forms[extra]]).tocsr()
-    position_magnitudes = _used(position_magnitudes)
-    position_signs = _used(position_signs)
+    position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes))
+    position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs))
+    if scales_out or signs_out:
+        ledger.notes[f"{scales_out} scales and {signs_out} signs that only act together with others are left out"] = (
+            None
+        )
 
     site_of = {(site.tensor, site.axes): i for i, site in enumerate(sites)}
     shifts = tuple(
@@ -275,8 +279,8 @@ def build_structure(
         coarse=coarse,
         magnitudes=position_magnitudes,
         signs=position_signs,
-        scale_table=_table(columns, position_magnitudes),
-        sign_table=_table(columns, position_signs),
+        scale_table=scale_table,
+        sign_table=sign_table,
         dense=dense,
         shifts=shifts,
         taps=taps,
@@ -293,23 +297,54 @@ def _used(forms: sparse.csr_matrix) -> sparse.csr_matrix:
     return result
 
 
-def _table(columns: list[Ints], forms: sparse.csr_matrix) -> tuple[Ints, ...]:
-    """Return each unit's generators, in one order for all units of a type: by the first place where each is alone."""
-    count = np.diff(forms.indptr)
-    alone = np.full(forms.shape[0], -1)
-    single = count == 1
-    alone[single] = forms.indices[forms.indptr[:-1][single]]
-    tables = []
-    for matrix in columns:
-        generators = alone[matrix]
-        chosen: list[Ints] = []
-        seen: set[int] = set()
-        for column in generators.T:
-            if column.size and column[0] >= 0 and int(column[0]) not in seen and (column >= 0).all():
-                seen.add(int(column[0]))
-                chosen.append(column)
-        tables.append(np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64))
-    return tuple(tables)
+def _tabled(columns: list[Ints], forms: sparse.csr_matrix) -> tuple[sparse.csr_matrix, tuple[Ints, ...], int]:
+    """Return forms, each unit's generators in one order for all units of a type, and how many had to be left out.
+
+    A generator belongs to a unit if, at some place of the unit, it is the only one that is not known from other places.
+    Those that only ever act together are left out, since nothing says how permutations carry them along.
+    """
+    left_out = 0
+    while True:
+        tables = tuple(_table(matrix, forms) for matrix in columns)
+        known = np.zeros(forms.shape[1], bool)
+        for table in tables:
+            known[table] = True
+        if known.all():
+            return forms, tables, left_out
+        left_out += int((~known).sum())
+        forms = forms[:, np.flatnonzero(known)].tocsr()
+        forms.sort_indices()
+
+
+def _table(matrix: Ints, forms: sparse.csr_matrix) -> Ints:
+    count = np.diff(forms.indptr)[matrix]
+    chosen: list[Ints] = []
+    seen: set[int] = set()
+    later = []
+    for number, column in zip(count.T, matrix.T, strict=True):
+        if (number == 1).all():
+            generators = forms.indices[forms.indptr[column]].astype(np.int64)
+            if int(generators[0]) not in seen:
+                seen.add(int(generators[0]))
+                chosen.append(generators)
+        elif number.size and number.min() > 1:
+            later.append(column)
+    held = [{int(column[unit]) for column in chosen} for unit in range(len(matrix))] if later else []
+    grew = bool(later)
+    while grew:
+        grew = False
+        for column in later:
+            rest = [
+                set(forms.indices[forms.indptr[place] : forms.indptr[place + 1]].tolist()) - own
+                for place, own in zip(column.tolist(), held, strict=True)
+            ]
+            if all(len(own) == 1 for own in rest):
+                generators = np.array([own.pop() for own in rest], np.int64)
+                chosen.append(generators)
+                for own, generator in zip(held, generators.tolist(), strict=True):
+                    own.add(generator)
+                grew = True
+    return np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
 
 
 def _coarse(

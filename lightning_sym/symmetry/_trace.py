@@ -42,6 +42,11 @@ class Value:
         """The number of axes."""
         return len(self.shape)
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether this is a constant full of zeros."""
+        return self.concrete is not None and not bool(self.concrete.any())
+
     def with_labels(self, *labels: Label) -> "Value":
         """Return a value of the same shape with other labels."""
         return Value(self.shape, labels)
@@ -79,6 +84,7 @@ class Trace:
         self.axis_labels: dict[str, tuple[Label, ...]] = {}
         self.kinds: dict[str, tuple[str, float]] = {}
         self.grouped: dict[str, Label] = {}
+        self.used_twice: set[str] = set()
         self.shifted: set[str] = set()
         self.leaf: dict[str, Value] = {}
         self.affine = affine
@@ -501,6 +507,8 @@ class Trace:
     def _alone(self, label: Label, other: Value, shape: tuple[int, ...], product: bool) -> Label | None:
         """A label meets a value on which nothing acts there; None is left if nothing can act on it any more."""
         label = self.ledger.resolve(label)
+        if other.is_zero and not product:
+            return label
         offset = len(shape) - other.ndim
         axes = [axis - offset for axis in label.axes if axis >= offset and other.shape[axis - offset] > 1]
         if other.concrete is not None:
@@ -577,8 +585,9 @@ class Trace:
                 self.fix(one.with_labels(inner_one), "the two sides of a product carry different labels")
                 self.fix(two.with_labels(inner_two))
         else:
-            for value, label in ((one, inner_one), (two, inner_two)):
-                if label is not None:
+            for value, label, other in ((one, inner_one, two), (two, inner_two, one)):
+                # Zeros (an initial state) accept anything.
+                if label is not None and not other.is_zero:
                     self.fix(value.with_labels(label))
         first_rest = self._renamed(one, one_axes, inner_one)
         second_rest = self._renamed(two, two_axes, inner_two)

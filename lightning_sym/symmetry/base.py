@@ -376,8 +376,11 @@ class Symmetry:
             shifts: Whether biases before batch norms are shifted.
 
         Raises:
+            TypeError: If `generator` is something else.
             ValueError: If `scale` is negative or not finite.
         """
+        if not (generator is None or isinstance(generator, torch.Generator)):
+            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}")
         structure = self.structure
@@ -424,6 +427,8 @@ class Symmetry:
 
     def _own(self, *elements: Element) -> None:
         for element in elements:
+            if not isinstance(element, Element):
+                raise TypeError(f"expected an element of this symmetry, got {type(element).__name__}")
             if (
                 element.group != self.fingerprint
                 or len(element.permutation) != self.units
@@ -609,6 +614,8 @@ class Symmetry:
         Raises:
             ValueError: If names or shapes, or the classes of modules differ.
         """
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"expected a network of the traced architecture, got {type(network).__name__}")
         states = state_tensors(network)
         shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
         for name, (shape, _) in self.layout.items():
@@ -718,14 +725,16 @@ class Symmetry:
         )
         at = slice(rows.offset, rows.offset + rows.size)
         row = action.source[at] - rows.offset
-        unit, wanted = joint.unit, self._permutation_of(action)[joint.unit]
+        unit = joint.unit
+        # Channels on which nothing acts (-1) stay in the order in which they are.
+        wanted = np.where(unit < 0, -1, self._permutation_of(action)[unit])
         # In row r of the new weight stands row[r] of the old one, in which the wanted units have to be found.
         held = unit[row]
         if held.shape[1] == 1:
             column = np.zeros_like(held)
         else:
-            order = np.argsort(held, axis=1)
-            rank = np.argsort(np.argsort(wanted, axis=1), axis=1)
+            order = np.argsort(held, axis=1, kind="stable")
+            rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
             column = np.take_along_axis(order, rank, axis=1)
         return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
 

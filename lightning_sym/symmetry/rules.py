@@ -124,7 +124,7 @@ def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: 
     rest = (*args[:position], *args[position + 1 :])
     try:
         group: IntertwinerGroup = _measured(target, position, rest, tuple(sorted(kwargs.items())), trace.affine)
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError, TypeError):  # TypeError: what comes out is not real (a comparison, say)
         return None
     return group
 
@@ -186,6 +186,12 @@ def _leaf(trace: Trace, inputs: list[Value], weights: list[Value], key: int) -> 
     trace.leaf = dict(zip(state_tensors(module), weights, strict=True))
     rule = next(rule for kind, rule in reversed(_MODULE_RULES.items()) if isinstance(module, kind))
     result = rule(trace, module, *inputs)
+    parts = [result] if isinstance(result, Value) else result
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, Value) for part in parts):
+        raise TypeError(
+            f"the rule for {type(module).__name__} returned {type(result).__name__}; expected the Value that comes "
+            "out, or a list of them"
+        )
     return [result] if isinstance(result, Value) else list(result)
 
 

@@ -49,7 +49,52 @@ class Grouped(nn.Module):
         return self.last(torch.cat([nn.functional.pad(x, (0, 0, 0, 0, 2, 2)), y], 1)[:, 1:])
 
 
+class Products(nn.Module):
+    """Products of several factors: scales that never act alone on a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.ModuleList(nn.Linear(5, 6) for _ in range(3))
+        self.gains = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(2))
+        self.norm = nn.RMSNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        one, two, three = (factor(x) for factor in self.factors)
+        return self.head(self.norm(self.norm(one * two * three)) * self.gains[0] * self.gains[1])
+
+
+class MixedGroups(nn.Module):
+    """A grouped convolution whose groups hold units and inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 5, 1)
+        self.grouped = nn.Conv2d(8, 6, 1, groups=2)
+        self.last = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.grouped(torch.cat([torch.relu(self.first(x)), x], 1))))
+
+
+class Recurrent(nn.Module):
+    """A recurrent network written by hand, which starts from zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.again, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        state = torch.zeros(x.shape[0], 6, dtype=x.dtype)
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.inner(x[:, step]) + self.again(state))
+        return self.head(state)
+
+
 NETWORKS = {
+    "products": (Products, (2, 5)),
+    "mixed groups": (MixedGroups, (2, 3, 4, 4)),
+    "recurrent": (Recurrent, (2, 3, 5)),
     "perceptron": (
         lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), (2, 5)
     ),
@@ -241,3 +286,8 @@ def test_tensors_by_name_move_as_in_the_network(name, seed):
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     moved, made = symmetry.act_on(g, tensors), symmetry.act(g, network).state_dict()
     assert all(torch.equal(value, made[key]) for key, value in moved.items())
+
+
+def test_zeros_to_start_from_do_not_hide_the_group():
+    symmetry = trace_symmetry(Recurrent(), torch.randn(2, 3, 5))
+    assert [(group.size, group.kind) for group in symmetry.groups] == [(6, "permutation + sign")]

@@ -252,8 +252,50 @@ def test_example_input() -> None:
     for nothing in ("text", None, (), [1.0, 2.0], {"x": 1}):
         with pytest.raises(TypeError, match="must be a tensor"):
             trace_symmetry(mlp(), nothing)
-    with pytest.raises(ValueError, match="cannot be traced"):
+    with pytest.raises(ValueError, match="does not run on the example input"):
         trace_symmetry(mlp(), torch.randn(2, 6))
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 1, groups=4)])
+def test_grouped_weights_used_twice_fix_their_units(convolution: nn.Module) -> None:
+    network = Functional(
+        lambda s, x: s.h(F.relu(s.g(F.relu(s.g(s.a(x)))))), a=nn.Conv2d(3, 4, 1), g=convolution, h=nn.Conv2d(4, 2, 1)
+    )
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 4, 4))
+    assert symmetry.dimension == 0
+    assert any("used twice" in note for note in symmetry.notes)
+
+
+def test_comparisons_and_masks() -> None:
+    network = Functional(
+        lambda s, x: s.b(F.relu(s.a(x)).masked_fill(s.mask == 0, 0.0) * (x != 0).any()), a=L(5, 8), b=L(8, 3)
+    )
+    network.register_buffer("mask", torch.ones(8))
+    assert trace_symmetry(network, X).groups[-1].movable
+
+
+def test_networks_that_cannot_be_tested_to_full_precision() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.b(F.relu(s.a(x).float()).to(x.dtype))
+
+    network = Functional(forward, a=L(5, 8), b=L(8, 3))
+    with pytest.raises(RuntimeError, match="pass tolerance=1e-5"):
+        trace_symmetry(network, X)
+    assert trace_symmetry(network, X, tolerance=1e-5).dimension == 8
+    with pytest.raises(ValueError, match="something else every time"):
+        trace_symmetry(Functional(lambda s, x: s.b(F.dropout(F.relu(s.a(x)))), a=L(5, 8), b=L(8, 3)), X)
+
+
+def test_things_of_the_wrong_type() -> None:
+    symmetry = trace_symmetry(mlp(), X)
+    with pytest.raises(TypeError, match="expected a network"):
+        trace_symmetry(X, mlp())
+    with pytest.raises(TypeError, match="expected an element"):
+        symmetry.act(mlp(), symmetry.identity())
+    with pytest.raises(TypeError, match="expected a network"):
+        symmetry.act(symmetry.identity(), X)
+    with pytest.raises(TypeError, match="generator must be"):
+        symmetry.sample(0)
 
 
 def test_network_without_parameters() -> None:
