@@ -846,7 +846,7 @@ class Symmetry:
         """
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
         arguments = double(inputs if isinstance(inputs, tuple) else (inputs,))
-        exact = copy.deepcopy(network).double()
+        exact = _double_copy(network)
         worst = 0.0
         with torch.no_grad(), evaluating(exact):
             if perturb:
@@ -869,12 +869,25 @@ class Symmetry:
         for name, tensor in state_tensors(network).items():
             if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
                 continue  # integers, and masks of -inf
-            noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+            # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
+            drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
+            noise = drawn.repeat(-(-tensor.numel() // max(len(drawn), 1)))[: tensor.numel()]
+            noise = noise.reshape(tensor.shape).to(tensor.device)
             if name in variances:
                 tensor.mul_((amount * noise).exp())
             else:
                 size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
                 tensor.add_(noise, alpha=amount * (size or 0.1))
+
+
+def _double_copy(network: nn.Module) -> nn.Module:
+    """Return a copy in float64, without a copy in between."""
+    made: dict[int, Any] = {}
+    for tensor in state_tensors(network).values():
+        if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
+            exact = tensor.detach().to(torch.float64, copy=True)
+            made[id(tensor)] = nn.Parameter(exact, tensor.requires_grad) if type(tensor) is nn.Parameter else exact
+    return copy.deepcopy(network, made).double()
 
 
 def _leaf_classes(network: nn.Module) -> dict[str, str]:
