@@ -1,8 +1,16 @@
 """What happens between steps and epochs."""
 
+from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.callbacks.zoo_report import ZooReport
 
-__all__ = ["MatchingReport", "SymmetryMonitor", "ZooExport", "ZooReport"]
+__all__ = [
+    "BatchNormRecalibration",
+    "MatchingReport",
+    "RecalibrationTargets",
+    "SymmetryMonitor",
+    "ZooExport",
+    "ZooReport",
+]

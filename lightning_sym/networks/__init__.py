@@ -7,7 +7,7 @@ from lightning_sym.networks.activations import (
     is_activation,
     make_activation,
 )
-from lightning_sym.networks.base import Network, WrappedNetwork
+from lightning_sym.networks.base import Cuts, Network, WrappedNetwork
 from lightning_sym.networks.batch_norm import batch_norms, preserved_statistics, recalibrate_batch_norm
 from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18
 from lightning_sym.networks.construction import build
@@ -19,6 +19,7 @@ from lightning_sym.networks.torchvision_network import TorchvisionNetwork
 __all__ = [
     "CIFARResNet",
     "CIFARResNet18",
+    "Cuts",
     "Gaussian",
     "IdentityActivation",
     "LeNet5",

@@ -4,7 +4,7 @@ import functools
 import inspect
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +208,74 @@ def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, stric
     return Trace(graph, sites, tracer.outputs)
 
 
+def crossing_nodes(graph: fx.Graph, site: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values later ones need after a cut: ``site`` first, then in execution order.
+
+    Parameters and buffers (get_attr) are not among them: each half reads its own.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    last = position[site]
+    before = [node for node in graph.nodes if position[node] < last and node.op != "get_attr"]
+    return [site, *(node for node in before if any(position[user] > last for user in node.users))]
+
+
+def lower_half(network: nn.Module, graph: fx.Graph, sites: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return the part of a traced network up to the last of several cuts.
+
+    Args:
+        network: The traced network, whose submodules are used.
+        graph: Its graph.
+        sites: The last nodes before the cuts.
+
+    Returns:
+        A module that returns for each site a tuple: the values of :func:`crossing_nodes`.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    lower, values = _copy_until(graph, max(sites, key=position.__getitem__))
+    lower.output(tuple(tuple(values[node] for node in crossing_nodes(graph, site)) for site in sites))
+    return _half(network, lower, "Lower")
+
+
+def upper_half(network: nn.Module, graph: fx.Graph, site: fx.Node, *, unpacked: bool = False) -> fx.GraphModule:
+    """Return the part of a traced network after a cut.
+
+    Args:
+        network: The traced network, whose submodules are used.
+        graph: Its graph.
+        site: The last node before the cut.
+        unpacked: Let the module take the only value itself, without a tuple around it.
+
+    Returns:
+        A module that takes the tuple of the values of :func:`crossing_nodes`.
+    """
+    nodes = list(graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    last = position[site]
+    upper, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    entry = upper.placeholder("activation" if unpacked else "values")
+    for index, node in enumerate(crossing_nodes(graph, site)):
+        values[node] = entry if unpacked else upper.call_function(operator.getitem, (entry, index))
+    read = [node for node in nodes[:last] if node.op == "get_attr" and any(position[u] > last for u in node.users)]
+    for node in read + nodes[last + 1 :]:
+        if node.op == "output":
+            upper.output(fx.map_arg(node.args[0], values.__getitem__))
+        else:
+            values[node] = upper.node_copy(node, values.__getitem__)
+    return _half(network, upper, "Upper")
+
+
+def with_values(network: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return a whole traced network that returns a tuple: its output, and the values of some nodes."""
+    whole, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op == "output":
+            output = fx.map_arg(node.args[0], values.__getitem__)
+            whole.output((output, *(values[wanted] for wanted in nodes)))
+        else:
+            values[node] = whole.node_copy(node, values.__getitem__)
+    return _half(network, whole, "Whole")
+
+
 def cut(network: nn.Module, graph: fx.Graph, site: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a traced network after a node, in execution order.
 
@@ -220,33 +288,23 @@ def cut(network: nn.Module, graph: fx.Graph, site: fx.Node) -> tuple[fx.GraphMod
         The two halves. The first returns the value of ``site``, or if later nodes need further values a tuple
         that begins with it; the second takes what the first returns.
     """
-    nodes = list(graph.nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    last = position[site]
+    crossing = crossing_nodes(graph, site)
+    only = len(crossing) == 1
+    lower, values = _copy_until(graph, site)
+    lower.output(values[site] if only else tuple(values[node] for node in crossing))
+    return _half(network, lower, "Lower"), upper_half(network, graph, site, unpacked=only)
 
-    def used_later(node: fx.Node) -> bool:
-        return any(position[user] > last for user in node.users)
 
-    # Parameters and buffers (get_attr) do not travel: each half reads its own.
-    before, after = nodes[: last + 1], nodes[last + 1 :]
-    crossing = [site, *(n for n in before if n is not site and n.op != "get_attr" and used_later(n))]
-
-    lower, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in before:
-        if node.op != "get_attr" or any(position[user] <= last for user in node.users):
-            values[node] = lower.node_copy(node, values.__getitem__)
-    lower.output(values[site] if len(crossing) == 1 else tuple(values[node] for node in crossing))
-
-    upper, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    entry = upper.placeholder("activation" if len(crossing) == 1 else "values")
-    for index, node in enumerate(crossing):
-        values[node] = entry if len(crossing) == 1 else upper.call_function(operator.getitem, (entry, index))
-    for node in [n for n in before if n.op == "get_attr" and used_later(n)] + after:
-        if node.op == "output":
-            upper.output(fx.map_arg(node.args[0], values.__getitem__))
-        else:
-            values[node] = upper.node_copy(node, values.__getitem__)
-    return _half(network, lower, "Lower"), _half(network, upper, "Upper")
+def _copy_until(graph: fx.Graph, last: fx.Node) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Return a graph of the nodes up to ``last``, without output, and the new node of each."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    copied, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        used = any(position[user] <= position[last] for user in node.users)
+        # A parameter is read here if it is used here.
+        if position[node] <= position[last] and (node.op != "get_attr" or used):
+            values[node] = copied.node_copy(node, values.__getitem__)
+    return copied, values
 
 
 def _half(network: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:

@@ -4,14 +4,15 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
-from lightning_sym.networks._trace import cut, trace
+from lightning_sym.networks._trace import Trace, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 
 _PUBLIC = "lightning_sym.networks"
 
@@ -42,6 +43,29 @@ def snapshot(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(snapshot(item) for item in value)
     return value
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A network cut at several sites at once; made by :meth:`Network.cuts`.
+
+    All modules use the network's own submodules and parameters, under the same names, as those of
+    :meth:`Network.split` do.
+
+    Attributes:
+        sites: Where it is cut.
+        lower: From the input to a tuple that holds, for each site, the tuple of all values that cross the cut there: the
+            site's activation first, then whatever else later operations need, in execution order.
+        uppers: By site, from that tuple of values to the output.
+        crossing: By site, names of the values: of the module whose output it is, otherwise of the operation.
+        whole: From the input to a tuple: the output, then the values that cross the cuts, site after site.
+    """
+
+    sites: tuple[str, ...]
+    lower: nn.Module
+    uppers: Mapping[str, nn.Module]
+    crossing: Mapping[str, tuple[str, ...]]
+    whole: nn.Module
 
 
 class Network(nn.Module, ABC):
@@ -170,14 +194,54 @@ class Network(nn.Module, ABC):
         Raises:
             ValueError: If there is no such site, or as for :meth:`sites`.
         """
+        traced, (node,) = self._nodes([site])
+        return cut(self, traced.graph, node)
+
+    def cuts(self, sites: Sequence[str] | None = None, *, before: bool = False) -> Cuts:
+        """Cut the network at several sites at once, with one lower part that is run once for all of them.
+
+        Args:
+            sites: Some of :meth:`sites`; default all.
+            before: Cut before the sites' modules instead of after them: the first value that crosses is then the input
+                of the activation.
+
+        Returns:
+            The parts; what holds for the halves of :meth:`split` holds for them.
+
+        Raises:
+            ValueError: If there is no such site or none is given, or as for :meth:`sites`.
+        """
+        names = self.sites() if sites is None else list(sites)
+        if not names:
+            raise ValueError(f"{type(self).__name__} has to be cut at one site at least; it has {self.sites()}.")
+        traced, nodes = self._nodes(names)
+        if before:
+            nodes = [node.all_input_nodes[0] for node in nodes]
+        crossing = {name: crossing_nodes(traced.graph, node) for name, node in zip(names, nodes, strict=True)}
+        return Cuts(
+            sites=tuple(names),
+            lower=lower_half(self, traced.graph, nodes),
+            uppers={name: upper_half(self, traced.graph, node) for name, node in zip(names, nodes, strict=True)},
+            crossing={
+                name: tuple(str(node.target) if node.op == "call_module" else node.name for node in found)
+                for name, found in crossing.items()
+            },
+            whole=with_values(self, traced.graph, [node for found in crossing.values() for node in found]),
+        )
+
+    def _nodes(self, sites: Sequence[str]) -> tuple[Trace, list[fx.Node]]:
+        """Trace the network and find the nodes of sites."""
         traced = trace(self, self.leaf_modules, strict=self._strict)
         names = list(traced.sites) if type(self).sites is Network.sites else self.sites()
-        if site not in names:
-            raise ValueError(unknown("site", site, names))
-        node = traced.sites.get(site) or traced.outputs.get(site)
-        if node is None:
-            raise ValueError(f"{type(self).__name__}.sites() names {site!r}, but no module of that name is called.")
-        return cut(self, traced.graph, node)
+        nodes = []
+        for site in sites:
+            if site not in names:
+                raise ValueError(unknown("site", site, names))
+            node = traced.sites.get(site) or traced.outputs.get(site)
+            if node is None:
+                raise ValueError(f"{type(self).__name__}.sites() names {site!r}, but no module of that name is called.")
+            nodes.append(node)
+        return traced, nodes
 
     @staticmethod
     def wrap(module: nn.Module | Callable[[], nn.Module]) -> "WrappedNetwork":

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal, TypeVar
@@ -26,11 +25,11 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
+from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, pair_name, require_two
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.zoo import ModelZoo
 
 T = TypeVar("T")
-Pair = tuple[int, int]
 Method = Literal["weights", "activations", "straight_through"]
 
 UNMATCHED = "unmatched"
@@ -121,7 +120,7 @@ class MatchingTask(LightningModule):
             raise ValueError(f"restarts must be at least 1, got {restarts}.")
         if matching_seed < 0:
             raise ValueError(f"matching_seed must be at least 0, got {matching_seed}.")
-        self.pairs = [] if pairs == "all" else _checked(pairs)
+        self.pairs = [] if pairs == "all" else check_pairs(pairs)
         self.zoo = str(zoo)
         self.methods: tuple[Method, ...] = tuple(method for method in METHODS if method in methods)
         self.restarts = restarts
@@ -192,27 +191,26 @@ class MatchingTask(LightningModule):
             ValueError: If it has fewer than two members, or not those of the pairs, or the data do not fit.
         """
         self._open()
-        self._check_data(getattr(self.trainer, "datamodule", None))
+        data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        check_data(self.model_zoo, self.pairs[0][0], data, trial=trial)
 
     def _open(self) -> None:
         if self._members:
             return
         zoo = ModelZoo.open(self.zoo, allow=self.allow)
-        if len(zoo) < 2:
-            raise ValueError(
-                f"Matching needs two members or more, and the zoo at {zoo.path} has only member {zoo.numbers[0]}; "
-                f"train further ones into it (--model.seed {zoo.numbers[0] + 1} and --zoo_dir {zoo.path})."
-            )
+        require_two(zoo, "Matching")
         self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
         members = {number: zoo.load(number) for number in sorted({number for pair in self.pairs for number in pair})}
         for network in members.values():
             network.requires_grad_(False)
         first = members[self.pairs[0][0]]
-        self.symmetry = trace_symmetry(first, self._example(zoo, first))
+        self.symmetry = trace_symmetry(
+            first, example_input(zoo, self.pairs[0][0], first, getattr(self._trainer, "datamodule", None))
+        )
         self._opened, self._members = zoo, members
         self._scratch = (_batch_statistics(copy.deepcopy(first)),)  # in a tuple: no part of what is trained
         if self.straight_through:
-            self.latents = nn.ModuleDict({_name(pair): copy.deepcopy(members[pair[0]]) for pair in self.pairs})
+            self.latents = nn.ModuleDict({pair_name(pair): copy.deepcopy(members[pair[0]]) for pair in self.pairs})
             for latent in self.latents.values():
                 for parameter in latent.parameters():
                     parameter.requires_grad_(True)
@@ -220,39 +218,6 @@ class MatchingTask(LightningModule):
             self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
         self._train_loss = torch.zeros(len(self.pairs), dtype=torch.float64)
         self.val_metrics = PopulationClassification(len(self.pairs) * len(self._variants))
-
-    def _example(self, zoo: ModelZoo, network: Network) -> Tensor:
-        data = getattr(self._trainer, "datamodule", None)
-        shape = zoo.member(self.pairs[0][0]).data.get("input_shape", getattr(data, "input_shape", None))
-        if shape is None:
-            raise ValueError(
-                f"The zoo at {zoo.path} does not say what its networks' inputs are, and neither do the data; use a "
-                "datamodule with input_shape."
-            )
-        example = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
-        return example.to(next(network.parameters()).dtype)
-
-    def _check_data(self, data: Any) -> None:
-        """Check that networks and data fit, and warn if the members were trained on other data."""
-        identity = getattr(data, "identity", None)
-        if not callable(identity):
-            return
-        mine = identity()
-        first = self.model_zoo.member(self.pairs[0][0])
-        theirs = first.data
-        for name in ("input_shape", "num_classes"):
-            if name in theirs and theirs[name] != mine[name]:
-                raise ValueError(
-                    f"The members of the zoo at {self.zoo} were trained with {name} {theirs[name]}, and the data have "
-                    f"{mine[name]}; use the data that they were trained on, as {theirs.get('class_path')}."
-                )
-        trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
-        if not trial and any(name in theirs and theirs[name] != mine[name] for name in ("fingerprint", "mean", "std")):
-            warnings.warn(
-                f"The members of the zoo at {self.zoo} were trained on other data (or another split) than those used "
-                "here, so that train and test may not be what their names say.",
-                stacklevel=2,
-            )
 
     # ---- processes
 
@@ -348,7 +313,7 @@ class MatchingTask(LightningModule):
         return self.symmetry.compose(self._step[pair], self._start[pair])
 
     def _latent(self, pair: Pair) -> nn.Module:
-        return self.latents[_name(pair)]
+        return self.latents[pair_name(pair)]
 
     def _new_moments(self, pair: Pair) -> ActivationMoments:
         a, b = map(self.member, pair)
@@ -517,7 +482,7 @@ class MatchingTask(LightningModule):
         for (pair, method), value in values.items():
             if math.isfinite(value):
                 means.setdefault(method, []).append(value)
-                self.log(f"pair-{_name(pair)}/{method}/{name}", value)
+                self.log(f"pair-{pair_name(pair)}/{method}/{name}", value)
         for method, found in means.items():
             shown = (name, method) == ("midpoint_loss", "straight_through")
             self.log(f"{name}/{method}", math.fsum(found) / len(found), prog_bar=shown)
@@ -572,17 +537,17 @@ class MatchingTask(LightningModule):
                 total = self._new_moments(pair)
                 total.load_state_dict(found.state_dict())
                 total.reduce()
-                moments[_name(pair)] = total.state_dict()
+                moments[pair_name(pair)] = total.state_dict()
         checkpoint["matching"] = {
             "pairs": [list(pair) for pair in self.pairs],
             "methods": list(self.methods),
             "elements": {
-                _name(pair): {method: _packed(element) for method, element in found.items()}
+                pair_name(pair): {method: _packed(element) for method, element in found.items()}
                 for pair, found in self.elements.items()
             },
-            "start": {_name(pair): _packed(element) for pair, element in self._start.items()},
-            "step": {_name(pair): _packed(element) for pair, element in self._step.items()},
-            "best": {_name(pair): dict(best) for pair, best in self._best.items()},
+            "start": {pair_name(pair): _packed(element) for pair, element in self._start.items()},
+            "step": {pair_name(pair): _packed(element) for pair, element in self._step.items()},
+            "best": {pair_name(pair): dict(best) for pair, best in self._best.items()},
             "moments": moments,
             "train_loss": losses.cpu(),
             "train_count": count,
@@ -607,7 +572,7 @@ class MatchingTask(LightningModule):
                     f"The checkpoint has {name} {theirs} and this run has {mine}; use the settings and the zoo that it "
                     "was made with, which the config.yaml of its run holds."
                 )
-        by_name = {_name(pair): pair for pair in self.pairs}
+        by_name = {pair_name(pair): pair for pair in self.pairs}
         self.elements = {
             by_name[name]: {method: _unpacked(element) for method, element in found.items()}
             for name, found in saved["elements"].items()
@@ -629,24 +594,6 @@ class MatchingTask(LightningModule):
         if first:
             self._train_loss = saved["train_loss"].to(self._train_loss)
             self._train_count = saved["train_count"]
-
-
-def _checked(pairs: object) -> list[Pair]:
-    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
-        raise ValueError(f'pairs must be "all" or a list of pairs of members, as [[0, 1], [0, 2]], got {pairs!r}.')
-    for pair in pairs:
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(number, int) for number in pair):
-            raise ValueError(f"pairs must be lists of two members' numbers, as [[0, 1], [0, 2]], got {pair!r}.")
-        if pair[0] == pair[1]:
-            raise ValueError(f"pairs must be of two different members, got {list(pair)}.")
-    found = [(int(a), int(b)) for a, b in pairs]
-    if len(set(found)) < len(found):
-        raise ValueError(f"pairs must be different, got {[list(pair) for pair in found]}.")
-    return found
-
-
-def _name(pair: Pair) -> str:
-    return f"{pair[0]}-{pair[1]}"
 
 
 def _batch_statistics(network: Network) -> Network:

@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "layers": HELPERS,
     "networks": {"layers", *HELPERS},
     **{room: {"layers", "networks", *NUMERICS, *HELPERS} for room in NUMERICS},
+    "stitching": {"layers", "networks", *NUMERICS, *HELPERS},
     "population": {"layers", "networks", *NUMERICS, *HELPERS},
     "zoo": {"layers", "networks", *NUMERICS, *HELPERS},
     "figures": HELPERS,
@@ -45,7 +46,18 @@ ARROWS |= {
     "_lightning_cli": {"callbacks", "tasks", "_messages", "_metrics_csv", "_checkpoints", "_requirements", *BELOW},
     "recipes": {"cli", *HELPERS},
 }
-WITHOUT_LIGHTNING = {"layers", "networks", *NUMERICS, "population", "figures", "zoo", "cli", "recipes", *HELPERS}
+WITHOUT_LIGHTNING = {
+    "layers",
+    "networks",
+    *NUMERICS,
+    "population",
+    "stitching",
+    "figures",
+    "zoo",
+    "cli",
+    "recipes",
+    *HELPERS,
+}
 
 
 def modules():

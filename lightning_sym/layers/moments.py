@@ -1,0 +1,160 @@
+"""Second moments of paired features, in one pass, and the best stitching maps that follow from them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_ROWS = 65_536  # positions cast to double precision at a time, so that this copy stays small
+
+
+class FeatureMoments:
+    r"""Streaming sums of products of features ``x``, into a map, and ``y``, what should come out of it.
+
+    Everything that the least squares problem :math:`\min_s \sum_m \|y_m - s\,x_m\|^2` depends on, for every family
+    of maps ``s``: exact in one pass, whatever the batches. Nothing is centred, as the maps have no bias.
+
+    Args:
+        in_channels: Channels ``C1`` of ``x``, >= 1.
+        out_channels: Channels ``C2`` of ``y``, >= 1.
+        device: Where the sums are; by default the CPU. Features are moved there.
+
+    Attributes:
+        xx: :math:`\sum_m x_m x_m^\top`. Shape ``[C1, C1]``, float64 (float32 on MPS, which has no float64).
+        yx: :math:`\sum_m y_m x_m^\top`. Shape ``[C2, C1]``, likewise.
+        yy: Diagonal of :math:`\sum_m y_m y_m^\top`. Shape ``[C2]``, likewise.
+        count: Number of positions ``m`` (samples times pixels or tokens) seen.
+        reduced: Whether the sums are over all ranks already.
+
+    Raises:
+        ValueError: If a width is not an integer >= 1.
+
+    References:
+        Our specification, 8.4, row "stitch initialisers".
+
+    Example:
+        >>> moments = FeatureMoments(2, 1)
+        >>> moments.update(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.tensor([[3.0], [5.0]]))
+        >>> moments.yx
+        tensor([[ 8., 10.]], dtype=torch.float64)
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, device: torch.device | str | None = None) -> None:
+        for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        device = torch.device(device or "cpu")
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.xx = torch.zeros(in_channels, in_channels, dtype=dtype, device=device)
+        self.yx = torch.zeros(out_channels, in_channels, dtype=dtype, device=device)
+        self.yy = torch.zeros(out_channels, dtype=dtype, device=device)
+        self.count = 0
+        self.reduced = False
+
+    @torch.no_grad()
+    def update(self, x: Tensor, y: Tensor, axis: int = 1) -> None:
+        """Add a batch.
+
+        Args:
+            x: Features with ``C1`` channels along ``axis``; floating, any number of axes.
+            y: Features with ``C2`` channels along ``axis`` and otherwise the shape of ``x``; row by row of the same
+                inputs.
+            axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
+
+        Raises:
+            RuntimeError: If the sums were reduced over ranks already.
+            TypeError: If a dtype is not floating.
+            ValueError: If shapes do not fit, or a value is not finite; the sums then stay as they were.
+        """
+        if self.reduced:
+            raise RuntimeError(
+                "FeatureMoments.update was called after reduce, so that one rank's batch would be added to the sum "
+                "over all; update first, or start new moments."
+            )
+        x, y = self._rows("x", x, self.in_channels, axis), self._rows("y", y, self.out_channels, axis)
+        if x.shape[:-1] != y.shape[:-1]:
+            raise ValueError(
+                "x and y must have equal shapes but for the channels, got (channels moved to the end) "
+                f"{list(x.shape)} and {list(y.shape)}; give both networks the same inputs and cut where the "
+                "resolution is the same."
+            )
+        x, y = x.reshape(-1, self.in_channels), y.reshape(-1, self.out_channels)
+        sums = [torch.zeros_like(total) for total in (self.xx, self.yx, self.yy)]
+        with torch.autocast(self.xx.device.type, enabled=False):
+            for rows, targets in zip(torch.split(x, _ROWS), torch.split(y, _ROWS), strict=True):
+                a, b = rows.to(self.xx), targets.to(self.xx)
+                sums[0] += a.T @ a
+                sums[1] += b.T @ a
+                sums[2] += b.square().sum(0)
+        # The diagonals: a value that is not finite makes its own channel's square so.
+        for name, squares in (("x", sums[0].diagonal()), ("y", sums[2])):
+            if not bool(squares.isfinite().all()):
+                channel = int((~squares.isfinite()).nonzero()[0])
+                raise ValueError(
+                    f"{name} has values that are not finite in channel {channel}; look for overflow, above all in "
+                    "half precision."
+                )
+        self.xx += sums[0]
+        self.yx += sums[1]
+        self.yy += sums[2]
+        self.count += len(x)
+
+    def reduce(self) -> None:
+        """Replace the sums by those over all ranks of ``torch.distributed``, in place; a second call does nothing.
+
+        To be called on every rank, also with one process, after the last update. With NCCL the sums must be on a GPU.
+        """
+        if self.reduced:
+            return
+        self.reduced = True
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        parts = (self.xx, self.yx, self.yy)
+        flat = torch.cat([*(part.flatten() for part in parts), self.yy.new_tensor([self.count])])
+        torch.distributed.all_reduce(flat)
+        *sums, count = torch.split(flat, [*(part.numel() for part in parts), 1])
+        for part, total in zip(parts, sums, strict=True):
+            part.copy_(total.view_as(part))
+        self.count = round(float(count))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the sums as tensors, ``count`` and ``reduced`` among them."""
+        state = {name: getattr(self, name).clone() for name in ("xx", "yx", "yy")}
+        return {**state, "count": torch.tensor(self.count), "reduced": torch.tensor(self.reduced)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the sums that :meth:`state_dict` returned; they are moved to this one's device.
+
+        Args:
+            state: Of moments with the same widths.
+
+        Raises:
+            ValueError: If an entry is missing or has another shape.
+        """
+        parts = {name: getattr(self, name) for name in ("xx", "yx", "yy")}
+        for name in (*parts, "count", "reduced"):
+            if name not in state:
+                raise ValueError(f"The state of FeatureMoments lacks {name!r}; it has {sorted(state)}.")
+        for name, part in parts.items():
+            if state[name].shape != part.shape:
+                raise ValueError(
+                    f"The state's {name} has shape {list(state[name].shape)}, expected {list(part.shape)}: it belongs "
+                    "to moments of other widths."
+                )
+        for name, part in parts.items():
+            part.copy_(state[name])
+        self.count, self.reduced = int(state["count"]), bool(state["reduced"])
+
+    def _rows(self, name: str, features: Tensor, channels: int, axis: int) -> Tensor:
+        """Return features with the channels as the last axis, after checking that they are there."""
+        if not features.dtype.is_floating_point:
+            raise TypeError(f"{name} must be a floating tensor, got {features.dtype}.")
+        if not -features.ndim <= axis < features.ndim:
+            raise ValueError(f"axis must be an axis of {name}, got {axis} for shape {list(features.shape)}.")
+        if features.shape[axis] != channels:
+            raise ValueError(
+                f"{name} must have {channels} channels along axis {axis}, got shape {list(features.shape)}."
+            )
+        return features.detach().movedim(axis, -1)

@@ -1,0 +1,110 @@
+"""What tasks that take the members of a zoo have in common: pairs, example inputs, and whether the data fit."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sym.networks import Network
+from lightning_sym.zoo import ModelZoo
+
+Pair = tuple[int, int]
+
+
+def check_pairs(pairs: object, *, same: bool = False) -> list[Pair]:
+    """Return pairs of members' numbers as tuples.
+
+    Args:
+        pairs: What the user gave.
+        same: Whether a member may be paired with itself, as with numbers of different zoos.
+
+    Raises:
+        ValueError: If they are not pairs of two different members, each pair once.
+    """
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
+        raise ValueError(f'pairs must be "all" or a list of pairs of members, as [[0, 1], [0, 2]], got {pairs!r}.')
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+            raise ValueError(f"pairs must be lists of two members' numbers, as [[0, 1], [0, 2]], got {pair!r}.")
+        if pair[0] == pair[1] and not same:
+            raise ValueError(f"pairs must be of two different members, got {list(pair)}.")
+    found = [(int(a), int(b)) for a, b in pairs]
+    if len(set(found)) < len(found):
+        raise ValueError(f"pairs must be different, got {[list(pair) for pair in found]}.")
+    return found
+
+
+def pair_name(pair: Pair) -> str:
+    """Return for example ``0-1``."""
+    return f"{pair[0]}-{pair[1]}"
+
+
+def require_two(zoo: ModelZoo, what: str) -> None:
+    """Check that a zoo has two members.
+
+    Args:
+        zoo: The zoo.
+        what: What needs them, for the message: ``"Matching"``.
+
+    Raises:
+        ValueError: If it has one.
+    """
+    if len(zoo) < 2:
+        raise ValueError(
+            f"{what} needs two members or more, and the zoo at {zoo.path} has only member {zoo.numbers[0]}; "
+            f"train further ones into it (--model.seed {zoo.numbers[0] + 1} and --zoo_dir {zoo.path})."
+        )
+
+
+def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Tensor:
+    """Return two random images of the size that a member was trained on, of its weights' dtype.
+
+    Args:
+        zoo: Its zoo.
+        number: The member's number.
+        network: The member.
+        data: The datamodule, asked where the zoo does not know the size; or None.
+
+    Raises:
+        ValueError: If neither knows.
+    """
+    shape = zoo.member(number).data.get("input_shape", getattr(data, "input_shape", None))
+    if shape is None:
+        raise ValueError(
+            f"The zoo at {zoo.path} does not say what its networks' inputs are, and neither do the data; use a "
+            "datamodule with input_shape."
+        )
+    example = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
+    return example.to(next(network.parameters()).dtype)
+
+
+def check_data(zoo: ModelZoo, number: int, data: Any, *, trial: bool) -> None:
+    """Check that networks and data fit, and warn if the members were trained on other data.
+
+    Args:
+        zoo: The zoo.
+        number: Of one of its members.
+        data: The datamodule; nothing is checked if it does not know what it is.
+        trial: This is a trial run, which uses a part of the data.
+
+    Raises:
+        ValueError: If input shapes or numbers of classes differ.
+    """
+    identity = getattr(data, "identity", None)
+    if not callable(identity):
+        return
+    mine, theirs = identity(), zoo.member(number).data
+    for name in ("input_shape", "num_classes"):
+        if name in theirs and theirs[name] != mine[name]:
+            raise ValueError(
+                f"The members of the zoo at {zoo.path} were trained with {name} {theirs[name]}, and the data have "
+                f"{mine[name]}; use the data that they were trained on, as {theirs.get('class_path')}."
+            )
+    if not trial and any(name in theirs and theirs[name] != mine[name] for name in ("fingerprint", "mean", "std")):
+        warnings.warn(
+            f"The members of the zoo at {zoo.path} were trained on other data (or another split) than those used "
+            "here, so that train and test may not be what their names say.",
+            stacklevel=2,
+        )

@@ -1,0 +1,330 @@
+"""Starts from moments are optimal in their family: against batch solutions, brute force and planted maps."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sym.layers import (
+    AssignmentMap,
+    FeatureMoments,
+    FullMap,
+    GroupMap,
+    LassoMap,
+    LeastSquaresMap,
+    LowRankMap,
+    OrthogonalMap,
+    Port,
+    ProcrustesMap,
+    SoftSortMap,
+)
+
+torch.set_num_threads(1)
+LAW = settings(max_examples=20, deadline=None, derandomize=True)
+PLANTED = 1e-10  # of solutions by normal equations, for features of condition number below 100
+SAMPLES = 60
+
+
+def features(channels, seed, rectified=True, samples=SAMPLES):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, channels, generator=generator, dtype=torch.float64)
+    return x.relu() if rectified else x
+
+
+def moments_of(x, y):
+    moments = FeatureMoments(x.shape[1], y.shape[1])
+    moments.update(x, y)
+    return moments
+
+
+def started(family, port, x, y, **options):
+    """Return the map in float64, started from the moments."""
+    stitch = family(port, **options).double()
+    stitch.init_from_moments(moments_of(x, y))
+    return stitch
+
+
+def error(matrix, x, y):
+    return float((y - x @ matrix.T).square().sum())
+
+
+# ---- least squares
+
+
+@pytest.mark.parametrize("family", [FullMap, LassoMap, LeastSquaresMap])
+@LAW
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6))
+def test_least_squares_is_that_of_lapack(family, width_in, width_out, seed):
+    x, y = features(width_in, seed), features(width_out, seed + 1)
+    expected = torch.linalg.lstsq(x, y).solution.T
+    with torch.no_grad():
+        found = started(family, Port(width_in, width_out), x, y).matrix()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+def test_dead_dependent_and_quiet_channels():
+    x, y = features(5, 0), features(3, 1)
+    x[:, 1] = 0
+    x[:, 3] = 2 * x[:, 0]
+    x[:, 4] *= 1e-9  # its square is below the rounding of the others'
+    found = started(LeastSquaresMap, Port(5, 3), x, y).matrix()
+    assert found.isfinite().all()
+    assert (found[:, 1] == 0).all()
+    best = torch.linalg.lstsq(x[:, [0, 2, 4]] * torch.tensor([1, 1, 1e9], dtype=torch.float64), y).solution
+    reached = x[:, [0, 2, 4]] * torch.tensor([1, 1, 1e9], dtype=torch.float64) @ best
+    torch.testing.assert_close(x @ found.T, reached, rtol=0, atol=1e-8)
+
+
+# ---- low rank
+
+
+@LAW
+@given(st.integers(2, 6), st.integers(2, 6), st.integers(1, 2), st.integers(0, 10**6))
+def test_low_rank_reaches_the_optimum(width_in, width_out, rank, seed):
+    x, y = features(width_in, seed), features(width_out, seed + 1)
+    stitch = started(LowRankMap, Port(width_in, width_out), x, y, rank=rank)
+    fitted = x @ torch.linalg.lstsq(x, y).solution
+    # Eckart and Young: what is lost of the fitted values is their smaller singular values.
+    lost = torch.linalg.svdvals(fitted)[rank:].square().sum()
+    optimum = (y - fitted).square().sum() + lost
+    matrix = stitch.matrix().detach()
+    assert abs(error(matrix, x, y) - float(optimum)) < 1e-8 * float(y.square().sum())
+    assert torch.linalg.matrix_rank(matrix) <= rank
+
+
+# ---- assignment
+
+GROUPS = {
+    "permutations": {},
+    "scales": {"scales": True},
+    "signs": {"signs": True},
+    "scales and signs": {"scales": True, "signs": True},
+}
+
+
+def best_scale(group, x, y):
+    """Return the scale by which one channel fits another best, by one-dimensional reasoning."""
+    if group == "permutations":
+        return 1.0
+    if group == "signs":
+        return min((1.0, -1.0), key=lambda s: float((y - s * x).square().sum()))
+    slope = float(x @ y / (x @ x))
+    return max(slope, 0.0) if group == "scales" else slope
+
+
+def brute_force(group, x, y):
+    """Return the least error among all permutations, each with its best scales."""
+    channels = x.shape[1]
+    single = [[0.0] * channels for _ in range(channels)]
+    for i, j in itertools.product(range(channels), repeat=2):
+        scale = best_scale(group, x[:, j], y[:, i])
+        single[i][j] = float((y[:, i] - scale * x[:, j]).square().sum())
+    return min(sum(single[i][j] for i, j in enumerate(p)) for p in itertools.permutations(range(channels)))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("family", [AssignmentMap, GroupMap])
+@LAW
+@given(st.integers(1, 5), st.integers(0, 10**6))
+def test_assignment_is_the_best_of_all_elements(family, group, channels, seed):
+    rectified = "signs" not in group
+    x, y = features(channels, seed, rectified, 9), features(channels, seed + 1, rectified, 9)
+    stitch = started(family, Port(channels, channels, **GROUPS[group]), x, y)
+    stitch.mode = "hard"
+    expected = brute_force(group, x, y)
+    assert abs(error(stitch.matrix().detach(), x, y) - expected) < 1e-9 * max(1.0, expected)
+
+
+def test_negative_products_are_never_matched_by_positive_scales():
+    x, y = features(4, 0, rectified=False), -features(4, 0, rectified=False)
+    stitch = started(AssignmentMap, Port(4, 4, scales=True), x, y)
+    assert (stitch.scale >= 0).all()
+    assert error(stitch.matrix(), x, y) <= float(y.square().sum())
+    assert error(stitch.matrix(), x, y) == pytest.approx(brute_force("scales", x, y))
+
+
+@pytest.mark.parametrize("group", ["scales", "signs", "scales and signs"])
+def test_a_dead_input_gets_the_scale_one(group):
+    x, y = features(4, 0), features(4, 1)
+    x[:, 2] = 0
+    stitch = started(AssignmentMap, Port(4, 4, **GROUPS[group]), x, y)
+    assert stitch.scale[2] == 1
+    assert stitch.matrix().isfinite().all()
+
+
+# ---- planted
+
+
+def planted(group, channels, seed):
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.randperm(channels, generator=generator)
+    d = torch.ones(channels, dtype=torch.float64)
+    if "scales" in group:
+        d = d * (torch.randn(channels, generator=generator, dtype=torch.float64) * 0.5).exp()
+    if "signs" in group:
+        d = d * (2.0 * torch.randint(2, (channels,), generator=generator) - 1)
+    return torch.eye(channels, dtype=torch.float64)[p] * d
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("family", [AssignmentMap, GroupMap, LeastSquaresMap, FullMap, LassoMap])
+@pytest.mark.parametrize("channels", [1, 2, 12])
+def test_a_planted_element_is_recovered(family, group, channels):
+    matrix = planted(group, channels, 5)
+    x = features(channels, 1, rectified="signs" not in group, samples=400)
+    stitch = started(family, Port(channels, channels, **GROUPS[group]), x, x @ matrix.T)
+    for mode in ("soft", "hard"):
+        stitch.mode = mode
+        torch.testing.assert_close(stitch.matrix().detach(), matrix, rtol=0, atol=PLANTED)
+        torch.testing.assert_close(stitch(x).detach(), x @ matrix.T, rtol=0, atol=PLANTED)
+    if family is not FullMap and family is not LeastSquaresMap:
+        assert stitch.sparsity() == pytest.approx(1 - 1 / channels)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("channels", [1, 2, 12])
+def test_soft_sort_starts_from_scores_that_sort_into_the_planted_element(scales, channels):
+    matrix = planted("scales" if scales else "permutations", channels, 6)
+    x = features(channels, 1, samples=400)
+    stitch = started(SoftSortMap, Port(channels, channels, scales=scales), x, x @ matrix.T)
+    stitch.mode = "hard"
+    torch.testing.assert_close(stitch.matrix().detach(), matrix, rtol=0, atol=PLANTED)
+    torch.testing.assert_close(stitch(x).detach(), x @ matrix.T, rtol=0, atol=PLANTED)
+    stitch.mode = "soft"
+    assert torch.equal(stitch.matrix().argmax(1), matrix.argmax(1))
+
+
+def test_soft_sort_can_hold_a_scale_that_is_best_at_zero():
+    x = features(3, 0, rectified=False)
+    stitch = started(SoftSortMap, Port(3, 3, scales=True), x, -x.abs() - 1)
+    assert stitch.log_scale.isfinite().all()
+
+
+def test_scales_in_place_where_nothing_may_be_permuted():
+    x = features(4, 0, rectified=False)
+    d = torch.tensor([2.0, 0.5, 3.0, 1.0], dtype=torch.float64)
+    for family in (AssignmentMap, GroupMap):
+        stitch = started(family, Port(4, 4, permutations=False, scales=True), x, x.flip(1) * 0.1 + x * d)
+        assert torch.equal(stitch.matrix(), stitch.matrix().diag().diag())
+        planted_stitch = started(family, Port(4, 4, permutations=False, scales=True), x, x * d)
+        torch.testing.assert_close(planted_stitch.matrix().diag().detach(), d, rtol=0, atol=PLANTED)
+
+
+# ---- orthogonal
+
+
+@pytest.mark.parametrize("family", [OrthogonalMap, ProcrustesMap])
+@LAW
+@given(st.integers(1, 6), st.integers(0, 10**6))
+def test_procrustes_is_best_and_orthogonal(family, channels, seed):
+    x, y = features(channels, seed), features(channels, seed + 1)
+    matrix = started(family, Port(channels, channels), x, y).matrix().detach()
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(channels, dtype=torch.float64), rtol=0, atol=1e-12)
+    # sum |y - Q x|^2 = |x|^2 + |y|^2 - 2 tr(Q' yx), at most with the nuclear norm
+    optimum = x.square().sum() + y.square().sum() - 2 * torch.linalg.svdvals(y.T @ x).sum()
+    assert abs(error(matrix, x, y) - float(optimum)) < 1e-9 * float(x.square().sum() + y.square().sum())
+
+
+@pytest.mark.parametrize("family", [OrthogonalMap, ProcrustesMap])
+@pytest.mark.parametrize("determinant", [1, -1])
+def test_planted_rotations_and_reflections(family, determinant):
+    q = torch.linalg.qr(features(6, 3, rectified=False, samples=6)).Q
+    q[0] *= determinant * torch.linalg.det(q).sign()
+    x = features(6, 0)
+    stitch = started(family, Port(6, 6), x, x @ q.T)
+    torch.testing.assert_close(stitch.matrix().detach(), q, rtol=0, atol=PLANTED)
+
+
+# ---- moments
+
+
+@LAW
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_moments_do_not_depend_on_batches(chunks, seed):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(chunks)
+    x = torch.randn(total, 3, 2, 2, generator=generator, dtype=torch.float64)
+    y = torch.randn(total, 4, 2, 2, generator=generator, dtype=torch.float64)
+    moments = FeatureMoments(3, 4)
+    for a, b in zip(x.split(chunks), y.split(chunks), strict=True):
+        moments.update(a, b)
+    rows_x, rows_y = (t.movedim(1, -1).flatten(0, 2) for t in (x, y))
+    for found, expected in (
+        (moments.xx, rows_x.T @ rows_x),
+        (moments.yx, rows_y.T @ rows_x),
+        (moments.yy, (rows_y.T @ rows_y).diagonal()),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert moments.count == 4 * total
+    tokens = FeatureMoments(3, 4)
+    tokens.update(x.movedim(1, -1), y.movedim(1, -1), axis=-1)
+    torch.testing.assert_close(tokens.xx, moments.xx, rtol=0, atol=1e-10)
+
+
+def test_moments_round_trip_and_reduce_once():
+    moments = moments_of(features(3, 0), features(2, 1))
+    moments.reduce()
+    moments.reduce()
+    again = FeatureMoments(3, 2)
+    again.load_state_dict(moments.state_dict())
+    for name, value in moments.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+    assert (again.count, again.reduced) == (SAMPLES, True)
+    with pytest.raises(RuntimeError, match="called after reduce"):
+        again.update(features(3, 0), features(2, 1))
+    with pytest.raises(ValueError, match="other widths"):
+        FeatureMoments(2, 2).load_state_dict(moments.state_dict())
+    with pytest.raises(ValueError, match="lacks 'yx'"):
+        again.load_state_dict({name: t for name, t in moments.state_dict().items() if name != "yx"})
+
+
+def test_reduce_sums_over_ranks_once(monkeypatch):
+    moments = moments_of(features(3, 0), features(2, 1))
+    alone = moments.state_dict()
+    calls = []
+    # A second rank with the same batch.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: calls.append(1) or flat.mul_(2))
+    moments.reduce()
+    moments.reduce()
+    assert len(calls) == 1
+    for name in ("xx", "yx", "yy", "count"):
+        assert torch.equal(moments.state_dict()[name], 2 * alone[name])
+
+
+def test_half_precision_features_are_summed_in_double_under_autocast():
+    x = torch.full((300, 1), 300.0, dtype=torch.float16)
+    moments = FeatureMoments(1, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        moments.update(x, x)
+    assert moments.xx.item() == 300.0**3
+
+
+def test_moments_refuse_what_does_not_fit():
+    moments = FeatureMoments(3, 2)
+    x, y = features(3, 0), features(2, 1)
+    with pytest.raises(ValueError, match=r"x must have 3 channels along axis 1, got shape \[60, 2\]"):
+        moments.update(y, y)
+    with pytest.raises(ValueError, match="equal shapes but for the channels"):
+        moments.update(x[:5], y)
+    with pytest.raises(ValueError, match="axis must be an axis of x, got 2"):
+        moments.update(x, y, axis=2)
+    with pytest.raises(TypeError, match=r"y must be a floating tensor, got torch\.int64"):
+        moments.update(x, y.long())
+    y[3, 1] = float("inf")
+    with pytest.raises(ValueError, match="y has values that are not finite in channel 1"):
+        moments.update(x, y)
+    assert moments.count == 0
+    assert (moments.xx == 0).all()
+    with pytest.raises(ValueError, match="out_channels must be an integer >= 1, got 0"):
+        FeatureMoments(3, 0)
+
+
+def test_maps_refuse_moments_of_elsewhere():
+    stitch = FullMap(Port(3, 2))
+    with pytest.raises(ValueError, match="FullMap maps 3 to 2 channels, got moments of 2 and 3"):
+        stitch.init_from_moments(FeatureMoments(2, 3))
+    with pytest.raises(ValueError, match="moments are empty"):
+        stitch.init_from_moments(FeatureMoments(3, 2))

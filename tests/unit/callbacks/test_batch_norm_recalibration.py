@@ -1,0 +1,595 @@
+"""BatchNormRecalibration: what it measures, when, and that it leaves no trace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_sym.callbacks import BatchNormRecalibration, RecalibrationTargets
+from lightning_sym.datamodules import DigitsDataModule, TensorLoader
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.tasks import MatchingTask, ZooTask
+
+# Sums of float32 in another order.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Normed(LightningModule):
+    """A small convolutional network with two batch norms, a dropout, and notes on what evaluations saw."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)
+        )
+        self.head = nn.Linear(5, 10)
+        self.lr = lr
+        self.seen: list[tuple[str, dict[str, Tensor]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).relu().mean((2, 3)))
+
+    def note(self, where: str) -> None:
+        self.seen.append((where, statistics(self)))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.note("val")
+        self.log("val/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("val end")
+
+    def test_step(self, batch, batch_idx):
+        self.note("test")
+
+    def predict_step(self, batch, batch_idx):
+        self.note("predict")
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def found(self, where: str) -> list[dict[str, Tensor]]:
+        return [values for name, values in self.seen if name == where]
+
+
+def statistics(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def digits(**changes) -> DigitsDataModule:
+    return DigitsDataModule(**{"batch_size": 16, "eval_batch_size": 40, "max_samples": 90, "shift": 1, **changes})
+
+
+def trainer(path: Path, *callbacks: Callback, **changes) -> Trainer:
+    settings = {
+        "default_root_dir": path,
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**settings, **changes}, callbacks=list(callbacks))
+
+
+def images(data: DigitsDataModule) -> Tensor:
+    return data.normalize(data.split_tensors("train").images)
+
+
+def one_pass(task: Normed, batches: list[Tensor]) -> dict[str, Tensor]:
+    """The mean over batches of each batch's mean and variance, by hand."""
+    found: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for batch in batches:
+            x = batch
+            for place, layer in enumerate(task.features):
+                if isinstance(layer, nn.BatchNorm2d):
+                    mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3))
+                    found.setdefault(f"features.{place}.running_mean", []).append(mean)
+                    found.setdefault(f"features.{place}.running_var", []).append(variance)
+                    x = (x - mean[:, None, None]) / (x.var((0, 2, 3), correction=0)[:, None, None] + layer.eps).sqrt()
+                    x = x * layer.weight[:, None, None] + layer.bias[:, None, None]
+                elif not isinstance(layer, nn.Dropout):
+                    x = layer(x)
+    means = {name: torch.stack(values).mean(0) for name, values in found.items()}
+    return means | {f"features.{place}.num_batches_tracked": torch.tensor(len(batches)) for place in (1, 5)}
+
+
+def population(task: Normed, x: Tensor) -> dict[str, Tensor]:
+    """Mean and variance over all images in a single batch, by hand."""
+    values = one_pass(task, [x])
+    size = x.shape[0] * torch.tensor([(x.shape[2] - 2) ** 2, (x.shape[2] - 4) ** 2])
+    for place, count in zip((1, 5), size, strict=True):
+        values[f"features.{place}.running_var"] *= (count - 1) / count
+    return values
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], counts: bool = True) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        if counts or not name.endswith("tracked"):
+            torch.testing.assert_close(found[name], expected[name], **CLOSE)
+
+
+# ---- what is measured
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({}, [(0, 40), (40, 80)]),  # the last 10 are left out
+        ({"batch_size": 45}, [(0, 45), (45, 90)]),
+        ({"batch_size": 30}, [(0, 30), (30, 60), (60, 90)]),
+        ({"batch_size": 500}, [(0, 90)]),  # the only one
+    ],
+    ids=str,
+)
+def test_statistics_are_means_over_batches(tmp_path, settings, parts):
+    task, data = Normed(), digits()
+    trainer(tmp_path, BatchNormRecalibration(**settings)).validate(task, data, verbose=False)
+    x = images(data)
+    for found in (*task.found("val"), *task.found("val end")):
+        check(found, one_pass(task, [x[first:last] for first, last in parts]))
+    assert len(task.found("val")) == 3
+
+
+def test_exact_statistics_are_those_of_one_batch(tmp_path):
+    task, data = Normed(), digits()
+    trainer(tmp_path, BatchNormRecalibration(exact=True, batch_size=7)).validate(task, data, verbose=False)
+    check(task.found("val")[0], population(task, images(data)), counts=False)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_some_images_are_spread_over_the_split(tmp_path, exact):
+    task, data = Normed(), digits()
+    callback = BatchNormRecalibration(images=20, batch_size=10, exact=exact)
+    trainer(tmp_path, callback).test(task, data, verbose=False)
+    x = images(data)[[place * 90 // 20 for place in range(20)]]
+    check(task.found("test")[0], population(task, x) if exact else one_pass(task, list(x.split(10))), counts=not exact)
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
+def test_precision_and_transfer_hooks_are_those_of_evaluation(tmp_path):
+    class Scaled(Normed):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            assert batch[0].dtype == torch.float64
+            return [3 * batch[0] + 1, batch[1]]
+
+    task, data = Scaled(), digits()
+    callback = BatchNormRecalibration(exact=True)
+    trainer(tmp_path, callback, precision="64-true").predict(task, data, return_predictions=False)
+    check(task.found("predict")[0], population(task, 3 * images(data).double() + 1), counts=False)
+
+
+def test_mixed_precision_is_that_of_evaluation(tmp_path):
+    class Watching(Normed):
+        def predict_step(self, batch, batch_idx):
+            assert self.features(batch[0]).dtype == torch.bfloat16
+            return super().predict_step(batch, batch_idx)
+
+    data = digits()
+    seen = []
+    for precision in ("bf16-mixed", "32-true"):
+        task = Watching() if precision == "bf16-mixed" else Normed()
+        run = trainer(tmp_path, BatchNormRecalibration(exact=True), precision=precision)
+        run.predict(task, data, return_predictions=False)
+        seen.append(task.found("predict")[0]["features.1.running_mean"])
+    assert not torch.equal(*seen)
+    torch.testing.assert_close(*seen, rtol=0.02, atol=0.01)  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize("fast", [1, 2])
+def test_fast_dev_run_uses_as_many_batches(tmp_path, fast):
+    task, data = Normed(), digits()
+    trainer(tmp_path, BatchNormRecalibration(batch_size=30), fast_dev_run=fast).fit(task, data)
+    assert all(int(found["features.1.num_batches_tracked"]) == fast for found in task.found("val"))
+
+
+def test_limits_of_training_do_not_matter(tmp_path):
+    task, data = Normed(lr=0.0), digits()
+    trainer(tmp_path, BatchNormRecalibration(), limit_train_batches=1).fit(task, data)
+    check(task.found("val")[-1], one_pass(task, list(images(data)[:80].split(40))))
+
+
+@pytest.mark.parametrize(
+    ("images", "synchronised", "settings", "length", "last"),
+    [
+        (None, False, {}, 4, 20),  # 90 and 60 images in batches of 20
+        (None, True, {}, 3, 20),
+        (None, True, {"exact": True}, 5, 10),
+        (25, False, {"batch_size": 12}, 1, 12),  # 15 and 10
+        (25, False, {"batch_size": 16}, 1, 15),  # no process has a full batch
+        (25, True, {"batch_size": 12}, 1, 12),  # the other process has no full batch, and both are needed
+        (25, True, {"batch_size": 4}, 2, 4),
+    ],
+)
+def test_processes_agree_on_batches(tmp_path, monkeypatch, images, synchronised, settings, length, last):
+    """SyncBatchNorm needs as many batches on every process, and works on accelerators only."""
+    module = "lightning_sym.callbacks.batch_norm_recalibration.gathered"
+    monkeypatch.setattr(module, lambda share: [share, 60])
+    callback = BatchNormRecalibration(**{"images": images, "batch_size": 20, **settings})
+    found = []
+
+    class Asking(Callback):
+        def on_test_start(self, trainer, task):
+            norm = nn.SyncBatchNorm(1) if synchronised else nn.BatchNorm2d(1)
+            batches = callback._batches(trainer, task, [nn.Sequential(norm)])
+            assert len(batches) == len(list(batches))
+            found.extend(len(x) for x, _ in batches)
+
+    trainer(tmp_path, Asking()).test(Normed(), digits(), verbose=False)
+    assert (len(found), found[-1]) == (length, last)
+
+
+# ---- what is left afterwards
+
+
+@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_everything_is_put_back_bitwise(tmp_path, what, exact):
+    task, data = Normed(), digits()
+    task.features[0].weight.requires_grad_(False)
+    task.features[5].eval()
+    task.train_modes = [module.training for module in task.modules()]
+    with torch.no_grad():
+        for buffer in task.buffers():
+            buffer.copy_(torch.randint(1, 9, buffer.shape))
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    state = torch.get_rng_state()
+    getattr(trainer(tmp_path, BatchNormRecalibration(exact=exact)), what)(task, datamodule=data)
+    assert equal(task.state_dict(), before)
+    assert not equal(task.seen[0][1], statistics(task))
+    assert [module.training for module in task.modules()] == task.train_modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_is_bitwise_the_same(tmp_path):
+    results = []
+    for callbacks in ([], [BatchNormRecalibration()], [BatchNormRecalibration(exact=True, batch_size=25)]):
+        task = Normed()
+        trainer(tmp_path, *callbacks, max_epochs=2, val_check_interval=2).fit(task, digits())
+        results.append(task.state_dict())
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+def test_keep_leaves_what_was_measured(tmp_path):
+    task, data = Normed(), digits()
+    trainer(tmp_path, BatchNormRecalibration(keep=True)).validate(task, data, verbose=False)
+    check(statistics(task), one_pass(task, list(images(data)[:80].split(40))))
+    assert equal(statistics(task), task.found("val")[0])
+
+
+@pytest.mark.parametrize("where", ["val step", "interrupt", "second target"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_error_puts_everything_back(tmp_path, where, keep):
+    class Failing(Normed):
+        def validation_step(self, batch, batch_idx):
+            if where != "second target":
+                raise (KeyboardInterrupt if where == "interrupt" else RuntimeError)("stop")
+
+        def recalibration_targets(self):
+            yield self, None
+            if where == "second target":
+                yield nn.Sequential(nn.BatchNorm2d(7)), None
+
+    task = Failing()
+    before = statistics(task)
+    with pytest.raises((RuntimeError, SystemExit)):
+        trainer(tmp_path, BatchNormRecalibration(keep=keep)).validate(task, digits())
+    assert equal(statistics(task), before) == (not keep or where == "second target")
+
+
+# ---- when
+
+
+class Order(Callback):
+    """Note at which hooks the statistics are not those of training."""
+
+    def __init__(self) -> None:
+        self.changed: list[str] = []
+        self.kept: dict[str, Tensor] = {}
+
+    def look(self, hook: str, module: LightningModule) -> None:
+        if hook.startswith("on_train"):
+            self.kept = statistics(module)
+        elif not equal(self.kept, statistics(module)):
+            self.changed.append(hook)
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.look("on_train_batch_end", module)
+
+    def on_validation_start(self, trainer, module):
+        self.look("on_validation_start", module)
+
+    def on_validation_epoch_start(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.look("on_validation_epoch_start", module)
+
+    def on_validation_epoch_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.look("on_validation_epoch_end", module)
+
+    def on_validation_end(self, trainer, module):
+        self.look("on_validation_end", module)
+
+
+def test_statistics_change_only_between_the_hooks(tmp_path):
+    task, order = Normed(), Order()
+    order.kept = statistics(task)
+    trainer(tmp_path, BatchNormRecalibration(), order, max_epochs=2).fit(task, digits())
+    assert order.changed == ["on_validation_epoch_start", "on_validation_epoch_end"] * 2
+
+
+def test_sanity_check_is_left_alone(tmp_path):
+    task, data = Normed(), digits()
+    before = statistics(task)
+    trainer(tmp_path, BatchNormRecalibration(), limit_train_batches=0, num_sanity_val_steps=1).fit(task, data)
+    assert all(equal(found, before) for found in task.found("val"))
+
+
+def test_task_chooses_before_what_will_be_measured(tmp_path):
+    """What the task does in on_validation_start comes before, as a task that rounds its weights needs."""
+
+    class Rounding(Normed):
+        def on_validation_start(self):
+            self.backup = self.features[0].weight.detach().clone()
+            self.features[0].weight.data.round_()
+
+        def on_validation_end(self):
+            self.features[0].weight.data.copy_(self.backup)
+
+    task, data = Rounding(), digits()
+    with torch.no_grad():
+        task.features[0].weight.mul_(9)
+    weight = task.features[0].weight.detach().clone()
+    trainer(tmp_path, BatchNormRecalibration()).validate(task, data, verbose=False)
+    assert torch.equal(task.features[0].weight, weight)
+    with torch.no_grad():
+        task.features[0].weight.round_()
+    check(task.found("val")[0], one_pass(task, list(images(data)[:80].split(40))))
+
+
+# ---- targets
+
+
+class Halves(Normed):
+    """Two frozen networks, of the second of which one batch norm is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+
+    def recalibration_targets(self):
+        return [(self.other, ["2"]), (self.features, iter(["1"]))]
+
+
+def test_targets_of_the_task(tmp_path):
+    task, data = Halves(), digits()
+    assert isinstance(task, RecalibrationTargets)
+    assert not isinstance(Normed(), RecalibrationTargets)
+    before = statistics(task)
+    trainer(tmp_path, BatchNormRecalibration(exact=True)).validate(task, data, verbose=False)
+    found = task.found("val")[0]
+    measured = {name.rpartition(".")[0] for name in found if not torch.equal(found[name], before[name])}
+    assert measured == {"other.2", "features.1"}
+    expected = population(task, images(data))
+    for name in ("features.1.running_mean", "features.1.running_var"):
+        torch.testing.assert_close(found[name], expected[name], **CLOSE)
+    assert equal(statistics(task), before)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_targets_may_depend_on_exactness(tmp_path, exact):
+    class Telling(Normed):
+        def recalibration_targets(self, exact=None):
+            self.told = exact
+            return [(self.features, None)]
+
+    task = Telling()
+    trainer(tmp_path, BatchNormRecalibration(exact=exact)).validate(task, digits(), verbose=False)
+    assert task.told is exact
+
+
+@pytest.mark.parametrize("targets", [[], [(nn.Linear(2, 2), None)]], ids=["none", "without"])
+def test_no_batch_norm_is_said_once(tmp_path, caplog, targets):
+    class Other(Normed):
+        def recalibration_targets(self):
+            return targets
+
+    task = Other()
+    with caplog.at_level("INFO"):
+        trainer(tmp_path, BatchNormRecalibration(), max_epochs=3).fit(task, digits())
+    messages = [record.getMessage() for record in caplog.records if "BatchNormRecalibration" in record.getMessage()]
+    assert messages == ["BatchNormRecalibration does nothing: Other has no batch norm with running statistics."]
+    assert len(task.found("val end")) == 4
+
+
+# ---- for other callbacks
+
+
+def test_context_manager_and_pairs_nest(tmp_path):
+    callback, inside = BatchNormRecalibration(images=45, batch_size=45), BatchNormRecalibration(exact=True)
+    task, data = Normed(), digits()
+    results = {}
+
+    class Asking(Callback):
+        def on_train_end(self, trainer, module):
+            before = statistics(module)
+            with inside.recalibrated(trainer, module) as measured:
+                assert measured
+                exact = statistics(module)
+                with callback.recalibrated(trainer, module):
+                    results["mean"] = statistics(module)
+                assert equal(statistics(module), exact)
+            assert equal(statistics(module), before)
+            with pytest.raises(RuntimeError, match="inside"), callback.recalibrated(trainer, module):
+                raise RuntimeError("inside")
+            assert equal(statistics(module), before)
+            assert callback.recalibrate(trainer, module)
+            assert callback.recalibrate(trainer, module)
+            for _ in range(3):  # once more than needed
+                callback.restore(module)
+            assert equal(statistics(module), before)
+            results["exact"] = exact
+
+    trainer(tmp_path, Asking()).fit(task, data)
+    x = images(data)
+    check(results["mean"], one_pass(task, [x[::2]]))
+    check(results["exact"], population(task, x), counts=False)
+
+
+def test_recalibrate_says_whether_there_was_anything(tmp_path):
+    class Asking(Callback):
+        def on_test_start(self, trainer, module):
+            nothing = BatchNormRecalibration()
+            with nothing.recalibrated(trainer, module) as measured:
+                self.measured = measured
+
+    class Plain(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(1, track_running_stats=False)
+
+        def test_step(self, batch, batch_idx):
+            self.norm(batch[0])
+
+    asking = Asking()
+    trainer(tmp_path, asking).test(Plain(), digits(), verbose=False)
+    assert asking.measured is False
+
+
+# ---- checkpoints
+
+
+class Interrupt(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 2:
+            raise RuntimeError("interrupted")
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("after_validation", [False, True])
+def test_checkpoint_and_resume(tmp_path, keep, after_validation):
+    def fit(path, *callbacks, ckpt_path=None):
+        task = Normed()
+        task.features[3].p = 0.0  # Lightning does not resume random numbers
+        saving = ModelCheckpoint(
+            path, filename="{epoch}", auto_insert_metric_name=False, save_top_k=-1,
+            save_on_train_epoch_end=not after_validation,
+        )  # fmt: skip
+        # The recalibration comes last in the list; Lightning puts ModelCheckpoint behind it all the same.
+        callbacks = [saving, *callbacks, BatchNormRecalibration(keep=keep)]
+        run = trainer(path, *callbacks, max_epochs=4, enable_checkpointing=True)
+        run.fit(task, digits(), ckpt_path=ckpt_path, weights_only=True)
+        return task
+
+    whole = fit(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(tmp_path / "part", Interrupt())
+    resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "part" / "1.ckpt")
+    assert equal(whole.state_dict(), resumed.state_dict())
+    for one, two in zip(whole.found("val")[-3:], resumed.found("val")[-3:], strict=True):
+        assert equal(one, two)
+
+    saved = torch.load(tmp_path / "whole" / "3.ckpt", weights_only=True)["state_dict"]
+    assert equal(saved, whole.state_dict())
+    measured = whole.found("val")[-1]
+    assert all(torch.equal(saved[name], measured[name]) for name in measured) == keep
+    tracked = int(saved["features.1.num_batches_tracked"])
+    # Of training: 5 batches in each of 4 epochs; measured: 2 batches.
+    assert tracked == (2 if keep else 20)
+
+
+def test_exception_checkpoint_holds_statistics_of_training(tmp_path):
+    class Failing(Normed):
+        def on_validation_epoch_end(self):
+            if not self.trainer.sanity_checking:
+                raise RuntimeError("stop")
+
+    saving = ModelCheckpoint(tmp_path, filename="stopped", save_on_exception=True)
+    task = Failing()
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer(tmp_path, saving, BatchNormRecalibration(), enable_checkpointing=True).fit(task, digits())
+    (path,) = tmp_path.glob("*.ckpt")
+    assert int(torch.load(path, weights_only=True)["state_dict"]["features.1.num_batches_tracked"]) == 5
+
+
+def test_averaged_weights_keep_their_statistics(tmp_path):
+    plain = Normed()
+    trainer(tmp_path, max_epochs=2).fit(plain, digits())
+    task, data = Normed(), digits()
+    saving = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=False, enable_version_counter=False)
+    averaging = WeightAveraging()
+    run = trainer(
+        tmp_path, saving, averaging, BatchNormRecalibration(keep=True), max_epochs=2, enable_checkpointing=True
+    )
+    run.fit(task, data)
+    check(statistics(task), one_pass(task, list(images(data)[:80].split(40))))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert equal(saved["state_dict"], task.state_dict())
+    assert equal(saved["current_model_state"], plain.state_dict())
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"images": 0}, "images must be at least 1, or null"), ({"batch_size": -1}, "batch_size must be at least 1")],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BatchNormRecalibration(**arguments)
+
+
+def test_errors(tmp_path):
+    class Empty(DigitsDataModule):
+        def curvature_dataloader(self):
+            x, y = self.split_tensors("train")
+            return TensorLoader(x, y, batch_size=4, mean=self.mean, std=self.std, rank=0, world_size=1000)
+
+    class Formless(Normed):
+        forward = LightningModule.forward
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    class Misnamed(Normed):
+        def recalibration_targets(self):
+            return [(self.features, ["1", "4"])]
+
+    def fit(task, data=None, *callbacks):
+        run = trainer(tmp_path, *(callbacks or [BatchNormRecalibration()]), num_sanity_val_steps=0)
+        run.fit(task, data if data is not None else digits())
+
+    with pytest.raises(ValueError, match=r"needs training images, and Empty\.curvature_dataloader\(\) has none; give"):
+        fit(Normed(), Empty(max_samples=90, batch_size=16))
+    with pytest.raises(TypeError, match=r"needs a datamodule of lightning_sym\.datamodules"):
+        trainer(tmp_path, BatchNormRecalibration()).validate(Normed(), digits().test_dataloader())
+    with pytest.raises(ValueError, match="Formless with images, and it has no forward method; define forward, or"):
+        fit(Formless())
+    with pytest.raises(ValueError, match="batch norm '4'"):
+        fit(Misnamed())
+    network = MultiLayerPerceptron(widths=(8, 6), image_size=8)
+    with pytest.raises(TypeError, match="ZooTask evaluates the members of a population with those that it keeps"):
+        fit(ZooTask(network, members=2))
+    with pytest.raises(ValueError, match=r"keep=False\) cannot put statistics back that WeightAveraging has swapped"):
+        fit(Normed(), None, WeightAveraging(), BatchNormRecalibration())
+    with pytest.raises(ValueError, match="stands before WeightAveraging and would measure the weights that are not"):
+        fit(Normed(), None, BatchNormRecalibration(keep=True), WeightAveraging())
+    assert not isinstance(MatchingTask, RecalibrationTargets)
