@@ -70,8 +70,8 @@ class CutNetwork:
         sites: Where; default everywhere, see ``Network.sites``.
         example: An input, shape ``[N, C, H, W]`` or whatever the network takes, N >= 1, of the weights' dtype.
         before: Cut before the activations instead of after them.
-        like: A cut network of the same architecture, sites and ``before``, whose symmetry is taken over, as tracing takes
-            a second or so.
+        like: A cut network of the same architecture, sites and ``before``, whose symmetry is taken over, as tracing
+            takes a second or so.
 
     Attributes:
         network: The network.
@@ -283,7 +283,8 @@ class StitchedNetwork(nn.Module):
         site: Where ``A`` is cut.
         target_site: Where ``B`` is cut; default the same.
         family: Makes the map of a port: a name for :func:`lightning_sym.layers.stitching_map`, or any callable that
-            takes a :class:`lightning_sym.layers.Port`, such as a subclass of :class:`lightning_sym.layers.StitchingMap`.
+            takes a :class:`lightning_sym.layers.Port`, such as a subclass of
+            :class:`lightning_sym.layers.StitchingMap`.
         ports: ``"all"``: a map for each value that crosses. ``"branch"``: one for the site's activation only, as the
             paper; a skip connection then comes from ``A`` as it is.
         batch_norm: See above.

@@ -54,8 +54,8 @@ class Cuts:
 
     Attributes:
         sites: Where it is cut.
-        lower: From the input to a tuple that holds, for each site, the tuple of all values that cross the cut there: the
-            site's activation first, then whatever else later operations need, in execution order.
+        lower: From the input to a tuple that holds, for each site, the tuple of all values that cross the cut there:
+            the site's activation first, then whatever else later operations need, in execution order.
         uppers: By site, from that tuple of values to the output.
         crossing: By site, names of the values: of the module whose output it is, otherwise of the operation.
         whole: From the input to a tuple: the output, then the values that cross the cuts, site after site.

@@ -61,8 +61,8 @@ class StitchingTask(BranchTask):
 
     Lower parts are run once per batch; all that lies above a cut is run once per map. In evaluation, maps are ``hard``
     (permutations are rounded, small weights of ``lasso`` are 0). Use it with
-    :class:`lightning_sym.callbacks.BatchNormRecalibration`, so that all maps are evaluated with statistics measured with
-    them, and :class:`lightning_sym.callbacks.StitchPenalty`, which makes the tables and pictures. What is tested are
+    :class:`lightning_sym.callbacks.BatchNormRecalibration`, so that all maps are evaluated with statistics measured
+    with them, and :class:`lightning_sym.callbacks.StitchPenalty`, which makes the tables and pictures. What is tested are
     the weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation
     data.
 
@@ -80,12 +80,12 @@ class StitchingTask(BranchTask):
         target_zoo: Folder of the zoo that upper parts come from; its networks may be of another architecture.
         ports: ``"all"``: a map for each value that crosses the cut, also for skip connections. ``"branch"``: one for
             the site's activation only, as in the paper.
-        batch_norm: What batch norms of the upper parts use in training: statistics of the batch (``"batch"``), or those of
-            the upper member (``"frozen"``).
-        init: ``"random"``: as the paper. ``"features"``: maps start from what fits the features of both members best on
-            the training images, in one pass. That is another experiment: label it so.
-        head_start: Fraction of the epochs, at the start, in which a group map trains its permutation only and its scales
-            stay at 1. In [0, 1].
+        batch_norm: What batch norms of the upper parts use in training: statistics of the batch (``"batch"``), or those
+            of the upper member (``"frozen"``).
+        init: ``"random"``: as the paper. ``"features"``: maps start from what fits the features of both members best
+            on the training images, in one pass. That is another experiment: label it so.
+        head_start: Fraction of the epochs, at the start, in which a group map trains its permutation only and its
+            scales stay at 1. In [0, 1].
         resize: Average positions of the lower member where it has whole multiples of the upper one's.
         seed: Of the maps' initial values and of drawn pairs. >= 0.
         optimizer: Makes the optimizer; default SGD without momentum, learning rate 1e-3, weight decay 1e-4 (on all but
@@ -100,8 +100,9 @@ class StitchingTask(BranchTask):
         skipped: Combinations of sites that do not fit (``sites="any"``) and families that do not fit the widths, with
             the reason.
 
-    Logged after each epoch: ``pair-0-1/<site>/<family>/train_loss``, ``.../val_accuracy``, ``.../val_loss``, and as means
-    over pairs ``penalty/<site>/<family>`` and over sites too ``penalty/<family>`` on the validation split, in fractions.
+    Logged after each epoch: ``pair-0-1/<site>/<family>/train_loss``, ``.../val_accuracy``, ``.../val_loss``, and as
+    means over pairs ``penalty/<site>/<family>`` and over sites too ``penalty/<family>`` on the validation split, in
+    fractions.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -320,17 +321,12 @@ class StitchingTask(BranchTask):
         data = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "curvature_dataloader"):
             raise ValueError(
-                f"{self.stitches[wanted[0]].family} is fitted to features of the training images and needs a datamodule of "
-                f"lightning_sym.datamodules, got {type(data).__name__}."
+                f"{self.stitches[wanted[0]].family} is fitted to features of the training images and needs a datamodule "
+                f"of lightning_sym.datamodules, got {type(data).__name__}."
             )
         # One set of moments for all families of a pair and place.
-        moments: dict[tuple[Any, ...], list[FeatureMoments]] = {}
-        places = {
-            (self.lower_of[i], self._target_of[i], self.branches[i].site, self.branches[i].target_site): self.branches[
-                i
-            ]
-            for i in wanted
-        }
+        moments: dict[tuple[str, str, str, str], list[FeatureMoments]] = {}
+        places = {self._place_of(index): self.branches[index] for index in wanted}
         for place, branch in places.items():
             moments[place] = [
                 FeatureMoments(module.port.in_channels, module.port.out_channels, self.device)
@@ -350,10 +346,14 @@ class StitchingTask(BranchTask):
                 one.reduce()
         for index in wanted:
             branch = self.branches[index]
-            place = (self.lower_of[index], self._target_of[index], branch.site, branch.target_site)
-            for module, one in zip(branch.stitching_maps, moments[place], strict=True):
+            for module, one in zip(branch.stitching_maps, moments[self._place_of(index)], strict=True):
                 if module.fitted or self.init == "features":
                     module.init_from_moments(one)
+
+    def _place_of(self, index: int) -> tuple[str, str, str, str]:
+        """Return what the moments of a branch depend on: both members and both sites."""
+        branch = self.branches[index]
+        return self.lower_of[index], self._target_of[index], branch.site, branch.target_site
 
     def held(self) -> list[nn.Parameter]:
         """Return the scales of group maps during the head start."""
