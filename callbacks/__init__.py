@@ -2,6 +2,8 @@
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.callbacks.matching_report import MatchingReport
+from lightning_sym.callbacks.rotation_penalty import RotationPenalty
+from lightning_sym.callbacks.stitch_penalty import StitchPenalty
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.callbacks.zoo_report import ZooReport
@@ -10,6 +12,8 @@ __all__ = [
     "BatchNormRecalibration",
     "MatchingReport",
     "RecalibrationTargets",
+    "RotationPenalty",
+    "StitchPenalty",
     "SymmetryMonitor",
     "ZooExport",
     "ZooReport",

@@ -1,4 +1,4 @@
-"""Figures and tables of a run: to the run's ``results`` folder and to TensorBoard."""
+"""Figures, tables and final numbers of a run: to its ``results`` folder, to the loggers and to the terminal."""
 
 import csv
 import io
@@ -9,6 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from pytorch_lightning import Trainer
+from pytorch_lightning.loggers import TensorBoardLogger
+from rich.console import Console
 
 from lightning_sym._files import write_atomically
 
@@ -45,3 +47,30 @@ def publish_table(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any], f
     writer.writerows(rows)
     write_atomically(file.with_suffix(".csv"), text.getvalue())
     write_atomically(file.with_suffix(".json"), json.dumps({**about, "rows": list(rows)}, indent=1) + "\n")
+
+
+def log_summary(trainer: Trainer, values: Mapping[str, float], hp_metric: float) -> None:
+    """Send the numbers that a run ends with to every logger; to be called on rank 0.
+
+    Args:
+        trainer: Its loggers are used.
+        values: By name; may be empty.
+        hp_metric: What TensorBoard shows beside the hyperparameters, in place of the -1 that Lightning begins with.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_metrics({**values, "hp_metric": hp_metric}, step=trainer.global_step)
+        elif values:
+            logger.log_metrics(dict(values), step=max(trainer.global_step - 1, 0))
+
+
+def print_places(console: Console, places: Mapping[str, Path], run: Path) -> None:
+    """Say where a run's files are, a line for each, the run's folder and how to watch it last.
+
+    Args:
+        console: What is printed to.
+        places: Files and folders by what they are, a word of at most seven letters.
+        run: The run's folder.
+    """
+    for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
+        console.print(f"  {what:8}{place}", highlight=False, soft_wrap=True)

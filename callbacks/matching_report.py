@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_sym._files import write_atomically
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym.callbacks._checks import image_datamodule, on_first_rank, run_folder
-from lightning_sym.callbacks._publish import publish_figure, publish_table
+from lightning_sym.callbacks._publish import log_summary, print_places, publish_figure, publish_table
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.networks.batch_norm import batch_norms
@@ -244,12 +244,10 @@ class MatchingReport(Callback):
             if row["batch_norm"] == last
         }
         best = min(v for name, v in values.items() if name.startswith("barrier/test_loss/"))
+        log_summary(trainer, values, best)
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # in place of the -1 that Lightning begins with
-                logger.log_metrics({**values, "hp_metric": best}, step=trainer.global_step)
+            if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("symmetry", f"```\n{symmetry}\n```", trainer.global_step)
-            else:
-                logger.log_metrics(values, step=max(trainer.global_step - 1, 0))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table, after the progress bar has gone."""
@@ -268,11 +266,8 @@ class MatchingReport(Callback):
             "table": self._path / "summary.csv",
             "pairs": self._path / "barriers.csv",
             "group": self._path / "symmetry.txt",
-            "logs": self._run,
         }
-        for what, path in places.items():
-            console.print(f"  {what:8}{path}", highlight=False, soft_wrap=True)
-        console.print(f"  {'watch':8}tensorboard --logdir {self._run}", highlight=False, soft_wrap=True)
+        print_places(console, places, self._run)
 
 
 class _Equal:

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
 from lightning_sym.callbacks._checks import image_datamodule, run_folder, zoo_task
-from lightning_sym.callbacks._publish import publish_figure, publish_table
+from lightning_sym.callbacks._publish import log_summary, print_places, publish_figure, publish_table
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.figures import confusion_matrix, validation_curves, zoo_overview
@@ -78,9 +77,7 @@ class ZooReport(Callback):
         }
         publish_table(self._table, about, self._path / "members")
         if tested := [row["test_accuracy"] for row in self._table if not row["stopped"]]:
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):  # in place of the -1 that Lightning begins with
-                    logger.log_metrics({"hp_metric": statistics(tested)["mean"]}, step=trainer.global_step)
+            log_summary(trainer, {}, statistics(tested)["mean"])
         self._figures(trainer, task, data, kept)
 
     def _figures(self, trainer: Trainer, task: ZooTask, data: ImageDataModule, kept: dict[int, float]) -> None:
@@ -131,10 +128,7 @@ class ZooReport(Callback):
         exports = [callback for callback in trainer.callbacks if isinstance(callback, ZooExport)]  # type: ignore[attr-defined]
         if exports and exports[0].path is not None:
             places["zoo"] = exports[0].path
-        places["logs"] = self._run
-        for what, path in places.items():
-            console.print(f"  {what:8}{path}", highlight=False, soft_wrap=True)
-        console.print(f"  {'watch':8}tensorboard --logdir {self._run}", highlight=False, soft_wrap=True)
+        print_places(console, places, self._run)
 
 
 def _rows(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_sym._random import seeded
 from lightning_sym.layers import FeatureMoments, Port, StitchingMap, stitching_map
 from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import batch_norms
@@ -23,6 +24,8 @@ from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
 Family = str | Callable[[Port], StitchingMap]
 Ports = Literal["all", "branch"]
 BatchNormMode = Literal["batch", "frozen"]
+
+_TRIALS = 8  # elements that are tried to see which values have signs: a product of signs is overlooked in one of 2**7
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class CutNetwork:
             values = self.values(self._example)
             expected = network(self._example)
             for site in self.sites:
-                if not torch.equal(self._cuts.uppers[site](values[site]), expected):
+                if not torch.allclose(self._cuts.uppers[site](values[site]), expected, rtol=0, atol=0, equal_nan=True):
                     raise ValueError(
                         f"{type(network).__name__} cut at {site!r} does not compute what it does in one piece; look "
                         "for operations that change a tensor in place, or draw random numbers in evaluation mode."
@@ -113,6 +116,13 @@ class CutNetwork:
     def lower(self) -> nn.Module:
         """The part up to the last cut: from images to a tuple for each site of all that crosses there."""
         return self._cuts.lower
+
+    def to(self, *args: Any, **kwargs: Any) -> "CutNetwork":
+        """Move the network and its parts, as ``nn.Module.to`` does."""
+        # The parts too: buffers that the network itself reads, not one of its modules, are theirs under the same name.
+        for module in (self.network, self._cuts.lower, *self._cuts.uppers.values(), self._cuts.whole):
+            module.to(*args, **kwargs)
+        return self
 
     def values(self, images: Tensor) -> dict[str, tuple[Any, ...]]:
         """Return what crosses each cut, for a batch of images; without gradients."""
@@ -135,7 +145,8 @@ class CutNetwork:
             if self._like is not None:
                 self._crossings = {site: self._like.crossings(site) for site in self.sites}
             else:
-                self._crossings = self._find_crossings()
+                with seeded(0):  # the caller's random numbers do not depend on who asks first
+                    self._crossings = self._find_crossings()
         return self._crossings[site]
 
     def widths(self, site: str) -> tuple[Crossing, ...]:
@@ -171,13 +182,16 @@ class CutNetwork:
         shapes = [shape for site in self.sites for shape in self._shapes[site]]
         names = [name for site in self.sites for name in self._cuts.crossing[site]]
         axes = self._channel_axes(names, shapes)
-        probed = _Probed(self._cuts.whole, shapes, axes).to(self._example.dtype)
-        self._symmetry = symmetry = trace_symmetry(probed, self._example)
-        # What an element does to the identity that a probe holds shows what it does to the values.
-        everything = replace(
-            symmetry.identity(),
-            log_scale=torch.linspace(0.1, 1.0, symmetry.scales, dtype=torch.float64),
-            sign=-torch.ones(symmetry.signs, dtype=torch.float64),
+        example = self._example.to(next(self.network.parameters()))
+        probed = _Probed(self._cuts.whole, shapes, axes).to(example)
+        self._symmetry = symmetry = trace_symmetry(probed, example)
+        moved = _diagonals(
+            symmetry,
+            {
+                f"probes.{number}.weight": shape[axis - 1]
+                for number, (shape, axis) in enumerate(zip(shapes, axes, strict=True))
+                if shape
+            },
         )
         inputs = {node.name for node in self._cuts.whole.graph.nodes if node.op == "placeholder"}  # type: ignore[union-attr]
         found = []
@@ -186,8 +200,6 @@ class CutNetwork:
                 found.append(Crossing(name, shape, axis or 1, mapped=False))
                 continue
             weight = f"probes.{number}.weight"
-            size = shape[axis - 1]
-            moved = symmetry.act_on(everything, {weight: torch.eye(size, dtype=torch.float64)})[weight].diagonal()
             own = [g for g in symmetry.groups if any(o.tensor == weight and o.axis == 1 for o in g.occurrences)]
             found.append(
                 Crossing(
@@ -195,8 +207,8 @@ class CutNetwork:
                     shape,
                     axis,
                     permutations=any(group.movable for group in own),
-                    scales=not torch.allclose(moved.abs(), torch.ones_like(moved)),
-                    signs=bool((moved < 0).any()),
+                    scales=not torch.allclose(moved[weight].abs(), torch.ones_like(moved[weight])),
+                    signs=bool((moved[weight] < 0).any()),
                     dense=any(group.dense for group in own),
                 )
             )
@@ -210,7 +222,8 @@ class CutNetwork:
         if not tokens and all(len(shape) != 2 for shape in shapes):
             return usual
         # Channels are on the axis on which the symmetry acts, of the value itself or of others of its shape.
-        taps = {tap.module: tap.axis for g in trace_symmetry(self.network, self._example).groups for tap in g.taps}
+        example = self._example.to(next(self.network.parameters()))
+        taps = {tap.module: tap.axis for g in trace_symmetry(self.network, example).groups for tap in g.taps}
         known = {shape: taps[name] for name, shape in zip(names, shapes, strict=True) if name in taps}
         return [
             taps.get(name, known.get(shape, axis)) if shape else 0
@@ -251,7 +264,7 @@ class PlantedStitches:
         self._source = source
         symmetry = source.symmetry
         self.element = symmetry.sample(generator, scale=scale) if element is None else element
-        probed = source.probed.to(next(source.network.parameters()).dtype)
+        probed = source.probed.to(next(source.network.parameters()))
         moved = symmetry.act(self.element, probed)
         self._probes = {name: parameter for name, parameter in moved.named_parameters() if name.startswith("probes.")}
         # The probed network has the network's own tensors, under a longer name.
@@ -355,10 +368,9 @@ class StitchedNetwork(nn.Module):
         super().train(mode)
         if not self.train_upper:
             self.upper.eval()  # no dropout
-        if mode and self.batch_norm == "batch":
-            for module in self.upper.modules():
-                if isinstance(module, _BatchNorm):
-                    module.train()
+        for module in self.upper.modules():
+            if isinstance(module, _BatchNorm):
+                module.train(mode and self.batch_norm == "batch")
         return self
 
     @property
@@ -518,8 +530,29 @@ class _Probed(nn.Module):
         return (output, *seen)
 
 
+def _diagonals(symmetry: Symmetry, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return by what elements without permutations multiply the channels of probes, shape ``[trials, C]`` each.
+
+    What an element does to the identity that a probe holds shows what it does to the values. The elements are generic:
+    of evenly spaced scales, or equal signs only, those of several factors could cancel.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, list[Tensor]] = {name: [] for name in sizes}
+    for trial in range(_TRIALS):
+        sign = 1 - 2 * torch.randint(2, (symmetry.signs,), generator=generator).double()
+        element = replace(
+            symmetry.identity(),
+            log_scale=torch.rand(symmetry.scales, generator=generator, dtype=torch.float64) + 0.1,
+            sign=sign if trial else -torch.ones_like(sign),
+        )
+        units = {name: torch.eye(size, dtype=torch.float64) for name, size in sizes.items()}
+        for name, moved in symmetry.act_on(element, units).items():
+            found[name].append(moved.diagonal())
+    return {name: torch.stack(diagonals) for name, diagonals in found.items()}
+
+
 def _identity(channels: int) -> nn.Linear:
-    layer = nn.Linear(channels, channels, bias=False)
+    layer = nn.Linear(channels, channels, bias=False, device="meta").to_empty(device="cpu")  # draws nothing
     with torch.no_grad():
         layer.weight.copy_(torch.eye(channels))
     return layer

@@ -201,6 +201,38 @@ class IdentityMap(StitchingMap):
         self._check_moments(moments)
 
 
+class FixedMap(StitchingMap):
+    """A given matrix, which is not trained; it is kept in checkpoints. The map has no parameters.
+
+    Args:
+        port: Widths and axis; the group is not used.
+        matrix: Takes input to output channels. Shape ``[C2, C1]``, floating, finite; copied.
+
+    Raises:
+        ValueError: If the matrix has another shape, or an entry is not finite.
+
+    Example:
+        >>> FixedMap(Port(2, 2), torch.tensor([[0.0, 1.0], [2.0, 0.0]]))(torch.tensor([[3.0, 5.0]]))
+        tensor([[5., 6.]])
+    """
+
+    fixed: Tensor
+
+    def __init__(self, port: Port, matrix: Tensor) -> None:
+        super().__init__(port)
+        shape = (port.out_channels, port.in_channels)
+        if tuple(matrix.shape) != shape or not matrix.is_floating_point() or not bool(torch.isfinite(matrix).all()):
+            raise ValueError(
+                f"matrix of FixedMap must have finite floating numbers and shape {list(shape)}, as the port is, got "
+                f"shape {list(matrix.shape)}, {matrix.dtype}."
+            )
+        self.register_buffer("fixed", matrix.detach().clone())
+
+    def matrix(self) -> Tensor:
+        """Return the given matrix. Shape ``[C2, C1]``."""
+        return self.fixed
+
+
 class _FittedMatrix(FittedMap):
     """A fitted map that is kept as a matrix."""
 

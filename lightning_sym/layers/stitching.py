@@ -11,6 +11,7 @@ from lightning_sym._text import unknown
 from lightning_sym.layers._base import FittedMap, Mode, Port, StitchingMap
 from lightning_sym.layers._group_maps import AssignmentMap, GroupMap, Projection, SoftSortMap
 from lightning_sym.layers._linear_maps import (
+    FixedMap,
     FullMap,
     IdentityMap,
     LassoMap,
@@ -24,6 +25,7 @@ __all__ = [
     "STITCHING_MAPS",
     "AssignmentMap",
     "FittedMap",
+    "FixedMap",
     "FullMap",
     "GroupMap",
     "IdentityMap",

@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
+from lightning_sym.population import _generator_state as generator_state
 from lightning_sym.population import carry_gradients
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
 from lightning_sym.tasks._members import check_data
@@ -78,6 +80,7 @@ class BranchTask(LightningModule):
         self.stopped: dict[int, dict[str, Any]] = {}
         self._statistics: list[dict[str, Tensor]] | None = None  # as they were before a recalibration
         self._current: list[dict[str, Tensor]] | None = None  # the current weights, while the kept ones are tested
+        self._draws: dict[int, bool] = {}  # by index, whether training draws random numbers
         self._loss_sums = torch.zeros(0, dtype=torch.float64)
         self._loss_count = 0.0
 
@@ -135,21 +138,33 @@ class BranchTask(LightningModule):
     def _to_device(self, device: torch.device | None = None) -> None:
         device = self.device if device is None else device
         dtype = self.dtype if isinstance(self.dtype, torch.dtype) else None
-        for network in (*self.branches, *self.members.values(), *(cut.network for cut in self.lowers.values())):
+        networks: list[nn.Module | CutNetwork] = [*self.branches, *self.members.values(), *self.cuts]
+        for network in networks:
             network.to(device=device, dtype=dtype)
             if self.channels_last:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._loss_sums = self._loss_sums.to(device)
 
+    @property
+    def cuts(self) -> list[CutNetwork]:
+        """All cut networks; they follow the task from device to device."""
+        return list(self.lowers.values())
+
     def on_fit_start(self) -> None:
-        """Move the frozen networks to the device."""
+        """Move the frozen networks to the device, and leave running statistics to the ranks' own averages."""
         self._to_device()
+        if isinstance(self.trainer.strategy.model, DistributedDataParallel):
+            self.trainer.strategy.model.broadcast_buffers = False
         for branch in self.branches:
             branch.train()
             branch.set_mode("soft")
 
+    def teardown(self, stage: str) -> None:
+        """Bring the frozen networks back to the CPU, where Lightning brings the maps."""
+        self._to_device(torch.device("cpu"))
+
     def on_train_start(self) -> None:
-        """Check that all ranks can validate; leave running statistics to the ranks' own averages."""
+        """Check that all ranks can validate."""
         batches = torch.tensor(sum(self.trainer.num_val_batches), device=self.device)
         fewest = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="min"))
         most = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="max"))
@@ -157,8 +172,6 @@ class BranchTask(LightningModule):
             raise ValueError(
                 "There are fewer validation images than processes; raise val_fraction, or start fewer processes."
             )
-        if isinstance(self.trainer.strategy.model, DistributedDataParallel):
-            self.trainer.strategy.model.broadcast_buffers = False
 
     # ---- optimizer
 
@@ -213,8 +226,13 @@ class BranchTask(LightningModule):
         super().optimizer_step(*args, **kwargs)
         with torch.no_grad():
             for index, branch in enumerate(self.branches):
-                if index not in self.stopped:
+                if index in self.stopped:
+                    continue
+                try:
                     branch.project()
+                except ValueError:  # what is not finite has no nearest doubly stochastic matrix
+                    if not self._stop_unless_finite(index):
+                        raise
 
     def configure_gradient_clipping(
         self,
@@ -267,9 +285,13 @@ class BranchTask(LightningModule):
             if index in self.stopped:
                 gradients.append([torch.zeros_like(parameter) for parameter in owned[index]])
                 continue
-            loss = F.cross_entropy(self.logits(index, values), labels) + branch.regularization()
+            with self._drawing(index):
+                logits = self.logits(index, values)
+            loss = F.cross_entropy(logits, labels) + branch.regularization()
             losses[index] = loss.detach()
-            gradients.append(list(torch.autograd.grad(loss, owned[index], allow_unused=True, materialize_grads=True)))
+            with torch.autocast(images.device.type, enabled=False):
+                found = torch.autograd.grad(loss, owned[index], allow_unused=True, materialize_grads=True)
+            gradients.append(list(found))
         self._stop_diverged(losses, gradients)
         self._loss_sums += losses * len(labels)
         self._loss_count += len(labels)
@@ -279,6 +301,20 @@ class BranchTask(LightningModule):
             [gradient for own in gradients for gradient in own],
             [parameter for own in owned for parameter in own],
         )
+
+    @contextmanager
+    def _drawing(self, index: int) -> Iterator[None]:
+        """Seed what dropout of a branch draws, so that it depends on no other branch, nor on what ran before."""
+        # Seeding takes longer than a small branch's step; the first step shows whether it is needed.
+        if self._draws.get(index) is False:
+            yield
+            return
+        keys = (self.names[index], self.global_rank, self.trainer.fit_loop.total_batch_idx)
+        with seeded(derive_seed("branch", *keys)):
+            before = generator_state(self.device)
+            yield
+            if index not in self._draws:
+                self._draws[index] = not torch.equal(before, generator_state(self.device))
 
     def _stop_diverged(self, losses: Tensor, gradients: Sequence[Sequence[Tensor]]) -> None:
         finite = torch.isfinite(losses)
@@ -299,6 +335,13 @@ class BranchTask(LightningModule):
             f"{self.names[index]} was stopped in epoch {self.current_epoch}, step {self.global_step}: {reason}. The "
             "others go on."
         )
+
+    def _stop_unless_finite(self, index: int) -> bool:
+        """Stop a branch whose weights are not finite, which are the same on all ranks; return whether it was."""
+        finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters_of(index))
+        if not finite:
+            self._stop(index, "its weights are not finite")
+        return not finite
 
     def _loss_totals(self) -> tuple[Tensor, float]:
         """Return the sums of losses over all ranks."""
@@ -340,22 +383,36 @@ class BranchTask(LightningModule):
     def _begin_evaluation(self) -> None:
         """Make all branches what is evaluated: hard maps, running statistics (the mean over ranks)."""
         self._to_device(self.trainer.strategy.root_device)
-        for branch in self.branches:
+        for index, branch in enumerate(self.branches):
             branch.eval()
-            branch.set_mode("hard")
-            for module in branch.stitching_maps:
-                module.refresh()
-        if self.trainer.world_size > 1:
-            self._agree()
+            # A permutation cannot be rounded if it is not finite.
+            if index not in self.stopped and not self._stop_unless_finite(index):
+                branch.set_mode("hard")
+        self._agree()
 
     def _agree(self) -> None:
-        """Give all ranks the same statistics, the mean of what each has seen, and rank 0's rounded permutations."""
+        """Give all ranks the same statistics, the mean of what each has seen, and rank 0's buffers of maps."""
+        if self.trainer.world_size == 1:
+            return
+        device = self.trainer.strategy.root_device  # that of the process group, also after a fit
+        seen = [
+            getattr(module, name)
+            for branch in self.branches
+            if branch.batch_norm == "batch"
+            for module in branch.batch_norms().values()
+            for name in ("running_mean", "running_var")
+        ]
+        if seen:
+            flat = torch.cat([statistic.to(device, torch.float64).flatten() for statistic in seen])
+            mean = self.trainer.strategy.reduce(flat, reduce_op="mean")
+            assert isinstance(mean, Tensor)
+            for statistic, values in zip(seen, torch.split(mean, [len(one) for one in seen]), strict=True):
+                statistic.copy_(values)
         for branch in self.branches:
-            for name, buffer in branch.named_buffers():
-                if buffer.is_floating_point() and name.endswith(_STATISTICS):
-                    buffer.copy_(self.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
-                elif not buffer.is_floating_point() and not name.endswith(_STATISTICS):
-                    torch.distributed.broadcast(buffer, 0)
+            for buffer in branch.maps.buffers():
+                values = buffer.to(device)
+                torch.distributed.broadcast(values, 0)
+                buffer.copy_(values)
 
     def _end_evaluation(self) -> None:
         for branch in self.branches:
@@ -437,13 +494,12 @@ class BranchTask(LightningModule):
 
     def _update(self, metric: PopulationClassification, images: Tensor, labels: Tensor) -> None:
         values = self.values(images)
-        for index in range(len(self.branches)):
-            if index not in self.stopped:
-                rows = torch.tensor([index], device=images.device)
-                metric.update(rows, self.logits(index, values)[None], labels)
-        for offset, network in enumerate(self.members.values()):
-            rows = torch.tensor([len(self.branches) + offset], device=images.device)
-            metric.update(rows, network(self._laid_out(images))[None], labels)
+        running = [index for index in range(len(self.branches)) if index not in self.stopped]
+        logits = [self.logits(index, values) for index in running]
+        logits += [network(self._laid_out(images)) for network in self.members.values()]
+        rows = [*running, *range(len(self.branches), len(self.branches) + len(self.members))]
+        if rows:
+            metric.update(torch.tensor(rows, device=images.device), torch.stack(logits), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Evaluate all branches and members; images ``[B, C, H, W]``, labels ``[B]``."""
@@ -486,7 +542,7 @@ class BranchTask(LightningModule):
     def _keep(self, metrics: Mapping[str, list[float]] | None) -> None:
         """Keep the current weights of the branches for which they are the best; without metrics, of all."""
         for index, branch in enumerate(self.branches):
-            if index in self.stopped:
+            if index in self.stopped or (metrics is None and self._stop_unless_finite(index)):
                 continue
             found = {name: values[index] for name, values in metrics.items()} if metrics is not None else {}
             old = self.kept.get(index, {}).get("metrics")
@@ -542,8 +598,7 @@ class BranchTask(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is kept, and the statistics of the branches; to be called on every rank, as Lightning does."""
-        if self.trainer.world_size > 1:
-            self._agree()
+        self._agree()
         losses, count = self._loss_totals()
         checkpoint["branches"] = {
             "names": list(self.names),

@@ -26,7 +26,7 @@ def check_pairs(pairs: object, *, same: bool = False) -> list[Pair]:
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
         raise ValueError(f'pairs must be "all" or a list of pairs of members, as [[0, 1], [0, 2]], got {pairs!r}.')
     for pair in pairs:
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(type(number) is int for number in pair):
             raise ValueError(f"pairs must be lists of two members' numbers, as [[0, 1], [0, 2]], got {pair!r}.")
         if pair[0] == pair[1] and not same:
             raise ValueError(f"pairs must be of two different members, got {list(pair)}.")

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.layers import FeatureMoments, Port, StitchingMap, stitching_map
 from lightning_sym.networks import Network
+from lightning_sym.networks.batch_norm import together
 from lightning_sym.stitching import BatchNormMode, CutNetwork, Ports, StitchedNetwork
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_two
@@ -62,8 +63,8 @@ class StitchingTask(BranchTask):
     Lower parts are run once per batch; all that lies above a cut is run once per map. In evaluation, maps are ``hard``
     (permutations are rounded, small weights of ``lasso`` are 0). Use it with
     :class:`lightning_sym.callbacks.BatchNormRecalibration`, so that all maps are evaluated with statistics measured
-    with them, and :class:`lightning_sym.callbacks.StitchPenalty`, which makes the tables and pictures. What is tested are
-    the weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation
+    with them, and :class:`lightning_sym.callbacks.StitchPenalty`, which makes the tables and pictures. What is tested
+    are the weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation
     data.
 
     Args:
@@ -176,6 +177,11 @@ class StitchingTask(BranchTask):
         self.save_hyperparameters(
             {"maps": list(self.families), "_class_path": f"{kind.__module__}.{kind.__qualname__}"}
         )
+
+    @property
+    def cuts(self) -> list[CutNetwork]:
+        """All cut networks, the upper ones too."""
+        return [*super().cuts, *self._targets.values()]
 
     @property
     def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
@@ -321,8 +327,8 @@ class StitchingTask(BranchTask):
         data = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "curvature_dataloader"):
             raise ValueError(
-                f"{self.stitches[wanted[0]].family} is fitted to features of the training images and needs a datamodule "
-                f"of lightning_sym.datamodules, got {type(data).__name__}."
+                f"{self.stitches[wanted[0]].family} is fitted to features of the training images and needs a "
+                f"datamodule of lightning_sym.datamodules, got {type(data).__name__}."
             )
         # One set of moments for all families of a pair and place.
         moments: dict[tuple[str, str, str, str], list[FeatureMoments]] = {}
@@ -333,7 +339,8 @@ class StitchingTask(BranchTask):
                 for module in branch.stitching_maps
             ]
         above = {place[1]: self._targets[place[1]] for place in places}
-        with torch.no_grad():
+
+        def gather() -> None:
             for images, _ in data.curvature_dataloader():  # type: ignore[union-attr]
                 images = images.to(self.device, self.dtype)
                 below, values = self.values(images), {key: cut.values(images) for key, cut in above.items()}
@@ -341,6 +348,8 @@ class StitchingTask(BranchTask):
                     branch.add_moments(
                         below[lower][site], values[target][target_site], moments[lower, target, site, target_site]
                     )
+
+        together(gather)  # what fails on one rank, such as features that are not finite, is raised on all
         for found in moments.values():
             for one in found:
                 one.reduce()
@@ -357,8 +366,12 @@ class StitchingTask(BranchTask):
 
     def held(self) -> list[nn.Parameter]:
         """Return the scales of group maps during the head start."""
-        epochs = self.trainer.max_epochs
-        if epochs is None or epochs < 0 or self.current_epoch >= self.head_start * epochs:
+        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
+        if epochs is not None and epochs >= 0:
+            over = self.current_epoch >= self.head_start * epochs
+        else:
+            over = self.global_step >= self.head_start * steps  # steps may be -1, for a fit without an end
+        if over:
             return []
         return [p for branch in self.branches for module in branch.stitching_maps for p in module.held_parameters()]
 
@@ -413,6 +426,8 @@ def _families(maps: Sequence[Family]) -> dict[str, Family]:
         else:
             inner = getattr(family, "func", family)  # of a functools.partial
             name = getattr(inner, "__name__", None) or type(inner).__name__
+            if options := getattr(family, "keywords", None):
+                name += f"({', '.join(f'{key}={value}' for key, value in options.items())})"
         if name in found:
             raise ValueError(f"maps must be different, got {name!r} twice.")
         found[name] = family

@@ -1,0 +1,176 @@
+"""Random changes of basis in front of one activation: elements of the symmetry group, and orthogonal matrices."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sym.layers import FixedMap, Port
+from lightning_sym.stitching import CutNetwork, PlantedStitches
+from lightning_sym.symmetry import Element
+
+# Relative to the largest output. Rounding alone stays far below, a wrong matrix is far above.
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_ADVICE = "leave this site out of sites, or group and undo out of kinds"
+
+
+def random_orthogonal(size: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draw an orthogonal matrix, all being equally likely (Haar measure), of either determinant.
+
+    Args:
+        size: Rows and columns ``C``, >= 1.
+        generator: Where randomness comes from.
+
+    Returns:
+        Shape ``[C, C]``, float64.
+
+    Raises:
+        ValueError: If ``size`` is below 1.
+
+    Note:
+        ``O(C^3)`` time.
+
+    References:
+        Mezzadri (2007), "How to generate random matrices from the classical compact groups", arXiv:math-ph/0609050:
+        the QR decomposition of a Gaussian matrix, with the signs for which the diagonal of R is positive.
+
+    Example:
+        >>> matrix = random_orthogonal(3, torch.Generator().manual_seed(0))
+        >>> torch.allclose(matrix @ matrix.T, torch.eye(3, dtype=torch.float64))
+        True
+    """
+    if size < 1:
+        raise ValueError(f"size of an orthogonal matrix must be at least 1, got {size}.")
+    q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))
+    sign = torch.where(r.diagonal() < 0, -1.0, 1.0)  # not torch.sign, which is 0 at 0
+    rotated: Tensor = q * sign
+    return rotated
+
+
+def element_at(
+    source: CutNetwork, site: str, generator: torch.Generator | None = None, *, scale: float = 1.0
+) -> Element:
+    r"""Draw an element of a network's symmetry that changes the units at one site, and no others.
+
+    As far as the group at the site has them: a uniform permutation, signs that are fair coins, and scales
+    :math:`d = \exp(s z - s^2 / 2)` of the values that cross the cut, ``z`` standard normal, whose mean is 1; where any
+    matrix will do (no activation), one with singular values :math:`\exp(s z)`. Units of a residual stream are the same
+    all along the stream.
+
+    Args:
+        source: The network, cut at the site.
+        site: Where.
+        generator: Where randomness comes from.
+        scale: ``s``, the standard deviation of the scales' logarithms, >= 0.
+
+    Returns:
+        The element of ``source.symmetry``.
+
+    Raises:
+        ValueError: If the network is not cut there, the group moves nothing there, or ``scale`` is out of range.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, section 3.3, for scales with s = 1.
+    """
+    if site not in source.sites:
+        raise ValueError(f"The network is not cut at {site!r}, only at {', '.join(source.sites)}.")
+    if not 0 <= scale < float("inf"):
+        raise ValueError(f"scale must be a finite number >= 0, got {scale}.")
+    first = source.crossings(site)[0]
+    if not first.mapped:
+        raise ValueError(f"What crosses the cut at {site!r} is the network's input or has no channels; {_ADVICE}.")
+    if not (first.permutations or first.scales or first.signs or first.dense):
+        raise ValueError(f"The symmetry group does not change what crosses the cut at {site!r}; {_ADVICE}.")
+    symmetry, probe = source.symmetry, source.probe(site, 0)
+    structure = symmetry.structure
+    found = symmetry.identity()
+    units: set[int] = set()
+    permutation = found.permutation.numpy().copy()
+    for group in symmetry.groups:
+        if not any(occurrence.tensor == probe and occurrence.axis == 1 for occurrence in group.occurrences):
+            continue
+        own, cells = group.units.numpy(), group.cells.numpy()
+        units.update(own.tolist())
+        if group.movable and not group.dense:
+            draw = torch.rand(len(own), dtype=torch.float64, generator=generator).numpy()
+            permutation[own[np.argsort(cells, kind="stable")]] = own[np.lexsort((draw, cells))]
+    log_scale, sign, matrices = found.log_scale, found.sign, list(found.dense)
+    for index, cell in enumerate(structure.dense):
+        if units.issuperset(cell.tolist()):
+            left, right = (random_orthogonal(len(cell), generator) for _ in range(2))
+            drawn = scale * torch.randn(len(cell), dtype=torch.float64, generator=generator)
+            matrices[index] = (left * drawn.exp()) @ right
+    if not first.dense:  # there the matrices do it all
+        place = next(place for place in structure.sites if place.tensor == probe and place.axes == (1,))
+        rows = slice(place.offset, place.offset + place.size)
+        columns, powers = _generators(structure.magnitudes[rows])
+        drawn = scale * torch.randn(len(columns), dtype=torch.float64, generator=generator) - scale**2 / 2
+        log_scale[columns] = -drawn / powers  # a probe moves by the inverse of what the values do
+        columns, _ = _generators(structure.signs[rows])
+        sign[columns] = 1.0 - 2.0 * torch.randint(0, 2, (len(columns),), generator=generator).double()
+    return replace(found, permutation=torch.from_numpy(permutation), dense=tuple(matrices))
+
+
+def _generators(exponents: Any) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the generators that act on some positions, and the exponent of each where it first acts."""
+    entries = exponents.tocoo()
+    acting = entries.data != 0
+    columns, first = np.unique(entries.col[acting], return_index=True)
+    return torch.from_numpy(columns).long(), torch.from_numpy(entries.data[acting][first]).double()
+
+
+def rotate_by_group(
+    source: CutNetwork,
+    site: str,
+    example: Tensor,
+    generator: torch.Generator | None = None,
+    *,
+    scale: float = 1.0,
+) -> tuple[Tensor, CutNetwork]:
+    """Draw an element of the group in front of an activation: its matrix there, and the network that takes it back.
+
+    That network's part above the cut computes from the changed values what the source's computes from its own. All
+    else that crosses the cut stays as it is.
+
+    Args:
+        source: The network, cut before its activations.
+        site: Where.
+        example: Images on which it is checked that nothing changes, of the weights' dtype. Shape ``[N, C, H, W]``.
+        generator: Where randomness comes from.
+        scale: Standard deviation of the logarithms of scales, >= 0; see :func:`element_at`.
+
+    Returns:
+        The matrix ``[C, C]`` that acts on the values' channels, in the weights' dtype; the network, cut there.
+
+    Raises:
+        ValueError: If the symmetry has no element that moves these values and nothing else that crosses the cut, or
+            the function changes.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, section 3.3 for the matrix; the exact undoing is ours.
+    """
+    planted = PlantedStitches(source, element_at(source, site, generator, scale=scale))
+    matrix, *others = planted.matrices(site)
+    assert matrix is not None
+    for crossing, other in zip(source.crossings(site)[1:], others, strict=True):
+        if other is not None and not torch.equal(other, torch.eye(len(other), dtype=other.dtype)):
+            raise ValueError(
+                f"No element of the symmetry group changes the values in front of {site!r} alone: {crossing.name}, "
+                f"which crosses the same cut, has the same units; {_ADVICE}."
+            )
+    undone = CutNetwork(planted.network, [site], example=example, before=True, like=source)
+    port = Port(len(matrix), len(matrix), axis=source.crossings(site)[0].axis)
+    with torch.no_grad():
+        value, *rest = source.values(example)[site]
+        found = undone.upper(site)((FixedMap(port, matrix)(value), *rest))
+        expected = source.network(example)
+        largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+        error = float((found - expected).abs().max() / largest)
+    if not error <= _TOLERANCES.get(matrix.dtype, 0.1):
+        raise ValueError(
+            f"The element of the symmetry group that was drawn for {site!r} changes the network's output, by "
+            f"{error:.1e} of its largest value, which it should not; {_ADVICE}."
+        )
+    return matrix, undone

@@ -1,0 +1,302 @@
+"""Rotating the units in front of one activation, and training the layers behind it again."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_sym._random import generator
+from lightning_sym.layers import FixedMap, IdentityMap, Port, StitchingMap
+from lightning_sym.stitching import CutNetwork, StitchedNetwork
+from lightning_sym.tasks._branches import BranchTask
+from lightning_sym.tasks._members import example_input
+from lightning_sym.tasks._rotations import random_orthogonal, rotate_by_group
+from lightning_sym.zoo import ModelZoo
+
+DEFAULT_KINDS = ("group", "orthogonal")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What is rotated, and how.
+
+    Attributes:
+        member: The member's number.
+        site: In front of which activation.
+        kind: By what: see :class:`RotationTask`.
+        repeat: Number of the draw, from 0.
+    """
+
+    member: int
+    site: str
+    kind: str
+    repeat: int
+
+    def __str__(self) -> str:
+        return f"member-{self.member}/{self.site}/{self.kind}/repeat-{self.repeat}"
+
+
+class RotationTask(BranchTask):
+    r"""Rotate the units in front of an activation of a trained network, then train the layers behind it again.
+
+    For a member of a zoo and a site the values :math:`W_m x + b_m` in front of the activation become
+    :math:`T (W_m x + b_m)`, where ``T`` mixes channels and stays as it was drawn. All up to ``T`` is frozen; what comes
+    after it starts from the member's own weights and is trained. The rotation penalty is the accuracy of the member
+    less that of the trained network. If ``T`` belongs to the symmetry group, the layers behind it can undo it exactly,
+    and training has to find out how; if it is any orthogonal matrix, the activation stands in between.
+
+    Kinds of ``T``:
+
+    - ``"group"``: a random element of the intertwiner group of the activation: a uniform permutation, and where the
+      group has them scales :math:`\exp(s z - s^2 / 2)` (mean 1, ``z`` standard normal) and signs.
+    - ``"orthogonal"``: a random orthogonal matrix (Haar measure).
+    - ``"none"``: no ``T``; shows what the further training alone changes. It has one repeat, as nothing is drawn.
+    - ``"undo"``: the ``T`` of ``"group"`` of the same repeat, with the layers behind it changed by its inverse and not
+      trained: the oracle, whose penalty is 0.
+
+    Of the values that cross the cut within a residual block only the one in front of the activation is rotated.
+
+    Branches share the frozen lower part only: a fit costs what it costs to train the upper parts of members x sites x
+    kinds x repeats networks, one after another; and it holds all of them. Where upper parts have batch norms, they are
+    trained as usual. Use it with :class:`lightning_sym.callbacks.RotationPenalty`, which makes the table and the
+    picture. What is tested are the weights of the epoch with the best validation accuracy, branch by branch; the last
+    ones if there are no validation data.
+
+    Args:
+        zoo: Folder of the zoo.
+        members: ``"all"``, or a list of numbers.
+        sites: In front of which activations: a list of names, or ``"all"``. Default all but the last, as in the paper;
+            the only one if there is one.
+        kinds: Which of the kinds above, each once.
+        repeats: How many are drawn for each member, site and kind. >= 1.
+        scale: ``s`` above, the standard deviation of the scales' logarithms. >= 0.
+        seed: Of all draws, which depend on it, the member, site, kind and repeat only. >= 0.
+        optimizer: Makes the optimizer; default that of the paper's zoos, Adam with learning rate 1e-3 and weight decay
+            1e-4.
+        weight_decay_on: ``"all"`` parameters, or ``"weights"``: those with "weight" in their name, batch norm's
+            included, biases not (the paper's code).
+        lr_scheduler: Makes its scheduler, stepped after each epoch; default none.
+        channels_last: Lay images and weights out with the channels last: the same numbers up to rounding, often faster.
+        allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
+
+    Attributes:
+        known_kinds: Class attribute: the kinds there are; a subclass that adds some in :meth:`rotate` names them here.
+        rotations: What the branches are, in their order; after ``setup``.
+
+    Logged after each epoch: ``member-0/<site>/<kind>/repeat-0/train_loss``, ``.../val_accuracy``, ``.../val_loss``, and
+    as means over members and repeats ``penalty/<site>/<kind>`` and over sites too ``penalty/<kind>`` on the validation
+    split, in fractions (``test_penalty/...`` when tested).
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Godfrey, Brown, Emerson, Kvinge (2022), "On the Symmetries of Deep Learning Models and their Internal
+        Representations", arXiv:2205.14258, section 3.3. Different: epochs are chosen on validation images. The kinds
+        "none" and "undo" are ours.
+
+    Example:
+        >>> RotationTask("runs/zoo-mnist5k-lenet/zoo", repeats=3).kinds
+        ('group', 'orthogonal')
+    """
+
+    known_kinds: ClassVar[tuple[str, ...]] = ("group", "orthogonal", "none", "undo")
+
+    _biases: frozenset[int] = frozenset()  # by id; empty while the constructor tries the optimizer
+
+    def __init__(
+        self,
+        zoo: str,
+        members: Literal["all"] | list[int] = "all",
+        sites: Literal["all"] | list[str] | None = None,
+        kinds: Sequence[str] = DEFAULT_KINDS,
+        repeats: int = 10,
+        scale: float = 1.0,
+        seed: int = 0,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+        weight_decay_on: Literal["all", "weights"] = "weights",
+        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        channels_last: bool = False,
+        allow: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler, channels_last, allow)
+        if weight_decay_on not in ("all", "weights"):
+            raise ValueError(f'weight_decay_on must be "all" or "weights", got {weight_decay_on!r}.')
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {repeats}.")
+        if not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"scale must be a finite number >= 0, got {scale}.")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}.")
+        _check_list("members", members, "numbers", int)
+        _check_list("sites", sites, "names", str)
+        _check_list("kinds", kinds, "names", str)
+        if unknown := [kind for kind in kinds if kind not in self.known_kinds]:
+            raise ValueError(f"kinds must be of {', '.join(self.known_kinds)}, got {unknown[0]!r}.")
+        self.zoo = str(zoo)
+        self._members: Literal["all"] | list[int] = members
+        self.sites = sites
+        self.kinds = tuple(kinds)
+        self.repeats = repeats
+        self.scale = scale
+        self.seed = seed
+        self.weight_decay_on = weight_decay_on
+        self.rotations: list[Rotation] = []
+        self._zoo: ModelZoo | None = None
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+        kind = type(self)
+        self.save_hyperparameters({"kinds": list(kinds), "_class_path": f"{kind.__module__}.{kind.__qualname__}"})
+
+    @property
+    def model_zoo(self) -> ModelZoo:
+        """The zoo, opened; after ``setup``."""
+        assert self._zoo is not None
+        return self._zoo
+
+    @property
+    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
+        """The zoo, with the number of one member; after ``setup``."""
+        return {"zoo": (self.model_zoo, int(next(iter(self.members))))}
+
+    # ---- optimizer
+
+    def default_optimizer(self, parameters: Any) -> Optimizer:
+        """Return the paper's: Adam."""
+        return torch.optim.Adam(parameters, lr=1e-3, weight_decay=1e-4)
+
+    def _make_optimizer(self, parameters: Any) -> Optimizer:
+        if self._biases and self.weight_decay_on == "weights":
+            whole = [parameter for group in parameters for parameter in group["params"]]
+            parts = [[p for p in whole if (id(p) in self._biases) == spared] for spared in (False, True)]
+            parameters = [{"params": parts[0]}, {"params": parts[1], "weight_decay": 0.0}]
+            parameters = [group for group in parameters if group["params"]]
+        return super()._make_optimizer(parameters)
+
+    # ---- rotations
+
+    def generator(self, rotation: Rotation) -> torch.Generator:
+        """Return a generator that depends on the seed and the rotation only."""
+        drawn = "group" if rotation.kind == "undo" else rotation.kind  # the oracle undoes what the group kind does
+        return generator("rotation", self.seed, rotation.member, rotation.site, drawn, rotation.repeat)
+
+    def rotate(
+        self, rotation: Rotation, source: CutNetwork, example: Tensor
+    ) -> tuple[Callable[[Port], StitchingMap], CutNetwork]:
+        """Return what makes the map in front of the activation, and the network whose upper part comes after it.
+
+        A subclass may add kinds here, or make others of those there are.
+
+        Args:
+            rotation: What is asked for.
+            source: The member, cut in front of its activations.
+            example: Images of the right size.
+
+        Raises:
+            ValueError: If there is no such rotation at the site.
+        """
+        random = self.generator(rotation)
+        if rotation.kind == "none":
+            return IdentityMap, source
+        if rotation.kind == "orthogonal":
+            matrix, behind = random_orthogonal(source.crossings(rotation.site)[0].channels, random), source
+            matrix = matrix.to(example.dtype)
+        else:
+            matrix, undone = rotate_by_group(source, rotation.site, example, random, scale=self.scale)
+            behind = undone if rotation.kind == "undo" else source
+        return (lambda port: FixedMap(port, matrix)), behind
+
+    def build(self) -> None:
+        """Open the zoo, cut its members and make all networks."""
+        self._zoo = zoo = ModelZoo.open(self.zoo, allow=self.allow)
+        numbers = list(zoo.numbers) if self._members == "all" else self._members
+        data = getattr(self._trainer, "datamodule", None)
+        self.members = {str(number): zoo.load(number) for number in numbers}
+        first = self.members[str(numbers[0])]
+        example = example_input(zoo, numbers[0], first, data)
+        sites = self._sites(first.sites())
+        for key, network in self.members.items():
+            like = next(iter(self.lowers.values()), None)
+            self.lowers[key] = CutNetwork(network, sites, example=example, before=True, like=like)
+        self.rotations = [
+            Rotation(number, site, kind, repeat)
+            for number in numbers
+            for site in sites
+            for kind in self.kinds
+            for repeat in range(1 if kind == "none" else self.repeats)
+        ]
+        self.lower_of = [str(rotation.member) for rotation in self.rotations]
+        self.names = list(map(str, self.rotations))
+        self.branches = tuple(self._branch(rotation, example) for rotation in self.rotations)
+        named = [pair for branch in self.branches for pair in branch.named_parameters()]
+        self._biases = frozenset(id(parameter) for name, parameter in named if "weight" not in name)
+
+    def _sites(self, known: Sequence[str]) -> list[str]:
+        if self.sites is None:
+            return list(known[:-1] or known)
+        if isinstance(self.sites, str):
+            return list(known)
+        if unknown := [site for site in self.sites if site not in known]:
+            raise ValueError(f"The network has no site {unknown[0]!r}; it has {', '.join(known)}.")
+        return list(self.sites)
+
+    def _branch(self, rotation: Rotation, example: Tensor) -> StitchedNetwork:
+        source = self.lowers[str(rotation.member)]
+        first = source.crossings(rotation.site)[0]
+        if not first.mapped:
+            raise ValueError(
+                f"What stands in front of {rotation.site!r} is the network's input or has no channels, so that it "
+                "cannot be rotated; leave this site out of sites."
+            )
+        family, behind = self.rotate(rotation, source, example)
+        oracle = rotation.kind == "undo"
+        return StitchedNetwork(
+            source,
+            behind,
+            rotation.site,
+            family=family,
+            ports="branch",
+            batch_norm="frozen" if oracle else "batch",
+            train_upper=not oracle,
+        )
+
+    # ---- penalties
+
+    def penalties(self, accuracies: Sequence[float]) -> list[float]:
+        """Return the rotation penalty of each branch, a fraction, positive where it is worse than its member.
+
+        Args:
+            accuracies: Of branches, then of members, as :meth:`evaluate` gives them.
+
+        References:
+            Godfrey et al. (2022), section 3.3.
+        """
+        clean = dict(zip(self.members, accuracies[len(self.branches) :], strict=True))
+        return [clean[key] - accuracies[index] for index, key in enumerate(self.lower_of)]
+
+    def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
+        """Return mean penalties by site and kind, and by kind."""
+        found: dict[str, list[float]] = {}
+        for rotation, penalty in zip(self.rotations, self.penalties(metrics["accuracy"]), strict=True):
+            if math.isfinite(penalty):
+                found.setdefault(f"{rotation.site}/{rotation.kind}", []).append(penalty)
+                found.setdefault(rotation.kind, []).append(penalty)
+        prefix = "penalty" if split == "val" else f"{split}_penalty"
+        return {f"{prefix}/{name}": math.fsum(values) / len(values) for name, values in found.items()}
+
+
+def _check_list(name: str, value: object, of: str, kind: type) -> None:
+    """Raise unless a value is a list of different things of one kind; or a word or None that stand for one."""
+    if (value is None and name == "sites") or (value == "all" and name != "kinds"):
+        return
+    accepted = f"a list of {of}" if name == "kinds" else f'"all" or a list of {of}'
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ValueError(f"{name} must be {accepted}, got {value!r}.")
+    if not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):
+        raise ValueError(f"{name} must be {accepted}, got {list(value)!r}.")
+    if len(set(value)) < len(value):
+        raise ValueError(f"{name} must be different, got {list(value)!r}.")

@@ -1,0 +1,346 @@
+"""Theorem 4.2 of Godfrey et al. (2022), planted: networks that differ by a symmetry are stitched without any loss."""
+
+import functools
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from lightning_sym.layers import FeatureMoments, Port, StitchingMap
+from lightning_sym.networks import (
+    CIFARResNet,
+    CIFARResNet18,
+    LeNet5,
+    MultiLayerPerceptron,
+    MyrtleCNN,
+    Network,
+    TorchvisionNetwork,
+)
+from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
+
+torch.set_num_threads(1)
+EXACT = 1e-10  # of float64, relative to the largest logit; measured values are below 1e-13
+
+
+class Fixed(StitchingMap):
+    """A given matrix."""
+
+    def __init__(self, port: Port, given: Tensor) -> None:
+        super().__init__(port)
+        self.register_buffer("given", given)
+
+    def matrix(self) -> Tensor:
+        return self.given
+
+
+class WithBuffer(Network):
+    """Reads a buffer of its own, as well as of its layers, after the site."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.activation, self.last = nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 5)
+        self.register_buffer("shift", torch.rand(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.activation(self.first(x))) + self.shift
+
+
+class Untrained(MyrtleCNN):
+    """A network whose batch norms have neither weight nor bias."""
+
+    def __init__(self) -> None:
+        super().__init__(2, image_size=8)
+        for name, module in list(self.named_modules()):
+            if isinstance(module, nn.BatchNorm2d):
+                setattr(self, name, nn.BatchNorm2d(module.num_features, affine=False))
+
+
+OURS = {
+    "perceptron": (lambda: MultiLayerPerceptron([5, 4, 3], image_size=3), (1, 3, 3)),
+    "perceptron tanh": (lambda: MultiLayerPerceptron([5, 4], image_size=3, activation="tanh"), (1, 3, 3)),
+    "perceptron identity": (lambda: MultiLayerPerceptron([5, 4], image_size=3, activation="identity"), (1, 3, 3)),
+    "lenet": (lambda: LeNet5(), (1, 28, 28)),
+    "lenet tanh": (lambda: LeNet5(activation="tanh"), (1, 28, 28)),
+    "lenet gelu": (lambda: LeNet5(activation="gelu"), (1, 28, 28)),
+    "myrtle": (lambda: MyrtleCNN(2, image_size=8), (3, 8, 8)),
+    "myrtle tanh": (lambda: MyrtleCNN(2, image_size=8, activation="tanh"), (3, 8, 8)),
+    "myrtle without bn": (lambda: MyrtleCNN(2, batch_norm=False, image_size=8, activation="gelu"), (3, 8, 8)),
+    "myrtle constant": (lambda: MyrtleCNN(3, constant_width=True, image_size=8), (3, 8, 8)),
+    "myrtle affine-free": (Untrained, (3, 8, 8)),
+    "resnet20": (lambda: CIFARResNet(20, width=2), (3, 8, 8)),
+    "resnet20 B leaky": (lambda: CIFARResNet(20, width=2, shortcut="B", activation="leaky_relu(0.1)"), (3, 8, 8)),
+    "resnet20 tanh": (lambda: CIFARResNet(20, width=2, activation="tanh"), (3, 8, 8)),
+    "resnet18": (lambda: CIFARResNet18(width=2), (3, 8, 8)),
+    "resnet18 gelu": (lambda: CIFARResNet18(width=2, activation="gelu"), (3, 8, 8)),
+}
+WRAPPED = {
+    "torchvision resnet18": (
+        lambda: Network.wrap(functools.partial(torchvision.models.resnet18, num_classes=10)),
+        (3, 32, 32),
+        3,
+    ),
+    "mobilenet_v2": (lambda: TorchvisionNetwork("mobilenet_v2", image_size=32), (3, 32, 32), 2),
+    "densenet": (
+        lambda: Network.wrap(
+            functools.partial(torchvision.models.DenseNet, 4, (2, 3, 2), num_init_features=6, bn_size=2, num_classes=10)
+        ),
+        (3, 32, 32),
+        8,
+    ),
+    "squeezenet": (lambda: Network.wrap(torchvision.models.squeezenet1_1), (3, 32, 32), 4),
+    "vit": (
+        lambda: Network.wrap(functools.partial(small_vit, 0)),
+        (3, 16, 16),
+        4,
+    ),
+}
+
+
+def small_vit(seed: int) -> nn.Module:
+    network = torchvision.models.VisionTransformer(16, 8, 2, 2, 12, 20, num_classes=10)
+    nn.init.normal_(network.heads.head.weight)  # torchvision starts it at 0
+    return network
+
+
+def randomized(network: Network, seed: int = 0) -> Network:
+    """Give batch norms generic statistics and weights, and go to float64."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.3, generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)
+            if module.affine:
+                module.weight.data.uniform_(0.5, 2, generator=generator)
+                module.bias.data.normal_(0, 0.3, generator=generator)
+    return network.double().eval()
+
+
+def made(case, count: int = 10**6, **settings):
+    make, shape = case[:2]
+    torch.manual_seed(0)
+    network = randomized(make())
+    sites = network.sites()[:: max(1, len(network.sites()) // count)]
+    images = torch.randn(3, *shape, dtype=torch.float64)
+    return CutNetwork(network, sites, example=images, **settings), images
+
+
+def planted_in(source: CutNetwork, images: Tensor, seed: int = 1):
+    planted = PlantedStitches(source, generator=torch.Generator().manual_seed(seed))
+    return planted, CutNetwork(planted.network, source.sites, example=images, like=source)
+
+
+def exact_stitch(source, target, planted, site, **settings) -> StitchedNetwork:
+    given = iter([matrix for matrix in planted.matrices(site) if matrix is not None])
+    stitched = StitchedNetwork(
+        source, target, site, family=lambda port: Fixed(port, next(given)), batch_norm="frozen", **settings
+    )
+    return stitched.double()
+
+
+@torch.no_grad()
+def error(stitched: nn.Module, images: Tensor, expected: Tensor) -> float:
+    return float((stitched(images) - expected).abs().max() / expected.abs().max())
+
+
+def check_theorem(source: CutNetwork, images: Tensor) -> None:
+    with torch.no_grad():
+        expected = source.network(images)
+    planted, target = planted_in(source, images)
+    assert error(planted.network, images, expected) < EXACT
+    for site in source.sites:
+        assert error(exact_stitch(source, target, planted, site), images, expected) < EXACT, site
+        # The matrices are what takes one network's values to the other's.
+        for matrix, crossing, x, y in zip(
+            planted.matrices(site),
+            source.crossings(site),
+            source.values(images)[site],
+            target.values(images)[site],
+            strict=True,
+        ):
+            if matrix is not None:
+                moved = (x.movedim(crossing.axis, -1) @ matrix.T).movedim(-1, crossing.axis)
+                torch.testing.assert_close(moved, y, rtol=EXACT, atol=EXACT * max(1.0, float(y.abs().max())))
+        # And the identity is not, so that the theorem is not empty; but of A with itself it is exact to the last bit.
+        own = StitchedNetwork(source, source, site, family="identity", batch_norm="frozen").double()
+        with torch.no_grad():
+            assert torch.equal(own(images), expected), site
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_every_cut_of_our_architectures_is_exact(case):
+    check_theorem(*made(OURS[case]))
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_cuts_of_wrapped_architectures_are_exact(case):
+    check_theorem(*made(WRAPPED[case], WRAPPED[case][2]))
+
+
+@pytest.mark.slow
+def test_cuts_of_densenet121_are_exact():
+    make = functools.partial(torchvision.models.densenet121, num_classes=10)
+    check_theorem(*made((lambda: Network.wrap(make), (3, 32, 32)), 8))
+
+
+@pytest.mark.parametrize("case", ["perceptron", "myrtle"])
+def test_the_identity_is_no_stitch_of_networks_that_differ(case):
+    source, images = made(OURS[case])
+    _, target = planted_in(source, images)
+    with torch.no_grad():
+        expected = source.network(images)
+    for site in source.sites:
+        plain = StitchedNetwork(source, target, site, family="identity", batch_norm="frozen").double()
+        assert error(plain, images, expected) > 1e-3, site
+
+
+@pytest.mark.parametrize("case", ["perceptron", "myrtle", "resnet20"])
+def test_cuts_before_the_activation_are_exact_too(case):
+    source, images = made(OURS[case], before=True)
+    planted = PlantedStitches(source, generator=torch.Generator().manual_seed(1))
+    target = CutNetwork(planted.network, source.sites, example=images, before=True, like=source)
+    with torch.no_grad():
+        expected = source.network(images)
+    for site in source.sites:
+        assert error(exact_stitch(source, target, planted, site), images, expected) < EXACT, site
+
+
+def test_even_activations_take_signs_before_and_none_after():
+    def make():
+        return MultiLayerPerceptron([5, 4], image_size=3, activation="leaky_relu(-1)")  # the absolute value
+
+    for before, signs in ((True, True), (False, False)):
+        source, _ = made((make, (1, 3, 3)), before=before)
+        assert [source.crossings(site)[0].signs for site in source.sites] == [signs, signs]
+        assert all(source.crossings(site)[0].scales for site in source.sites)
+        check_theorem(*made((make, (1, 3, 3))))
+
+
+def test_the_branch_alone_is_exact_at_block_ends_and_wrong_inside():
+    source, images = made(OURS["resnet20"])
+    planted, target = planted_in(source, images)
+    with torch.no_grad():
+        expected = source.network(images)
+    inside = 0
+    for site in source.sites:
+        stitched = exact_stitch(source, target, planted, site, ports="branch")
+        if len(source.crossings(site)) == 1:
+            assert error(stitched, images, expected) < EXACT, site
+        else:
+            inside += 1
+            assert error(stitched, images, expected) > 1e-2, site  # the skip connection is in the basis of A
+    assert inside == 9
+
+
+def test_buffers_of_the_network_itself_move_with_it():
+    torch.manual_seed(0)
+    images = torch.rand(3, 3)
+    source = CutNetwork(WithBuffer(), example=images)
+    assert source.to(torch.float64) is source
+    images = images.double()
+    values = source.values(images)["activation"]
+    assert source.upper("activation").double()(values).dtype == torch.float64
+    check_theorem(source, images)
+
+
+# ---- which group acts at a port
+
+
+def groups(case, **settings) -> dict[str, list[str]]:
+    source, _ = made(case, **settings)
+    names = ("permutations", "scales", "signs", "dense")
+    return {
+        site: ["+".join(name for name in names if getattr(crossing, name)) for crossing in source.crossings(site)]
+        for site in source.sites
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "group"),
+    [
+        ("perceptron", "permutations+scales"),
+        ("perceptron tanh", "permutations+signs"),
+        ("lenet", "permutations+scales"),
+        ("lenet gelu", "permutations"),
+        ("myrtle", "permutations+scales"),
+        ("myrtle constant", "permutations+scales"),
+        ("resnet20", "permutations+scales"),
+        ("resnet20 B leaky", "permutations+scales"),
+        ("resnet18 gelu", "permutations"),
+    ],
+)
+def test_ports_have_the_group_of_the_activation(case, group):
+    found = groups(OURS[case])
+    assert found
+    assert all(own == group for ports in found.values() for own in ports), found
+
+
+def test_a_max_pool_takes_the_signs_away():
+    found = groups(OURS["myrtle tanh"])
+    # Max pools follow the second and the third activation, and the fourth.
+    assert found["activation1"] == ["permutations+signs"]
+    assert [found[f"activation{i}"] for i in (2, 3, 4)] == [["permutations"]] * 3
+
+
+def test_linear_networks_have_dense_ports():
+    found = groups(OURS["perceptron identity"])
+    assert all("dense" in ports[0] for ports in found.values()), found
+
+
+# ---- maps that are fitted to features
+
+
+@torch.no_grad()
+def fitted(source, target, site, family, images) -> StitchedNetwork:
+    stitched = StitchedNetwork(source, target, site, family=family, batch_norm="frozen").double()
+    moments = [FeatureMoments(m.port.in_channels, m.port.out_channels) for m in stitched.stitching_maps]
+    for part in images.split(50):
+        stitched.add_moments(source.values(part)[site], target.values(part)[site], moments)
+    for module, found in zip(stitched.stitching_maps, moments, strict=True):
+        module.init_from_moments(found)
+    stitched.set_mode("hard")
+    return stitched
+
+
+def wide(activation: str, architecture: str):
+    if architecture == "perceptron":
+        return lambda: MultiLayerPerceptron([6, 5], image_size=3, activation=activation), (1, 3, 3)
+    return lambda: CIFARResNet(20, width=3, activation=activation), (3, 8, 8)
+
+
+# 3e-7: the normal equations of least squares square the condition number.
+@pytest.mark.parametrize(
+    ("family", "tolerance"), [("group", EXACT), ("assignment", EXACT), ("softsort", EXACT), ("least_squares", 3e-7)]
+)
+@pytest.mark.parametrize(
+    ("architecture", "activation"),
+    [("perceptron", "relu"), ("perceptron", "tanh"), ("perceptron", "gelu"), ("resnet", "relu")],
+)
+def test_fitted_maps_find_what_was_planted(architecture, activation, family, tolerance):
+    make, shape = wide(activation, architecture)
+    torch.manual_seed(0)
+    network = randomized(make())
+    images = torch.randn(100, *shape, dtype=torch.float64)
+    sites = network.sites()[:4]
+    source = CutNetwork(network, sites, example=images)
+    _, target = planted_in(source, images)
+    with torch.no_grad():
+        expected = network(images)
+    for site in sites:
+        if family == "softsort" and any(c.signs for c in source.crossings(site)):
+            continue  # which has none
+        stitched = fitted(source, target, site, family, images)
+        assert error(stitched, images, expected) < tolerance, site
+        with torch.no_grad():
+            assert torch.equal(stitched(images).argmax(1), expected.argmax(1))  # penalty 0
+
+
+@pytest.mark.parametrize("family", ["full", "rank(5)", "orthogonal", "procrustes"])
+def test_other_families_find_it_where_their_group_allows(family):
+    source, _ = made(wide("tanh", "perceptron"))  # signs and permutations are orthogonal
+    images = torch.randn(100, 1, 3, 3, dtype=torch.float64)
+    _, target = planted_in(source, images)
+    with torch.no_grad():
+        expected = source.network(images)
+    site = "activation2"
+    assert error(fitted(source, target, site, family, images), images, expected) < 3e-7

@@ -1,0 +1,335 @@
+"""RotationTask: what is rotated, what is trained, what is drawn, and what is refused."""
+
+import copy
+import math
+
+import pytest
+import torch
+from pytorch_lightning import Trainer
+
+from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.layers import FixedMap, IdentityMap
+from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.tasks import MatchingTask, RotationTask
+from lightning_sym.tasks.rotation import Rotation
+from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+
+pytestmark = pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data")
+ALL = ["group", "orthogonal", "none", "undo"]
+
+
+def digits(**changes) -> DigitsDataModule:
+    return DigitsDataModule(**{"batch_size": 50, "max_samples": 300, **changes})
+
+
+def fit(task, data=None, **changes) -> Trainer:
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = Trainer(**{**settings, **changes})
+    trainer.fit(task, data or digits())
+    return trainer
+
+
+def zoo_of(path, network, members=1):
+    for number in range(members):
+        fresh = network.fresh(number)
+        write_member(path, number, fresh.state_dict(), architecture=network.architecture, data=digits().identity())
+    rebuild_manifest(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def fitted(matching_zoo):
+    task = RotationTask(str(matching_zoo), members=[0, 2], sites="all", kinds=ALL, repeats=2)
+    trainer = fit(task)
+    return task, dict(trainer.callback_metrics)
+
+
+def branch(task, name):
+    return task.branches[task.names.index(name)]
+
+
+# ---- what is there
+
+
+def test_one_branch_for_each_member_site_kind_and_repeat(fitted):
+    task, _ = fitted
+    assert len(task.branches) == len(task.rotations) == 2 * 2 * (2 + 2 + 1 + 2)
+    assert task.rotations[0] == Rotation(0, "activation1", "group", 0)
+    assert task.names[-1] == "member-2/activation2/undo/repeat-1"
+    assert [n for n in task.names if "none" in n and "member-0" in n] == [
+        "member-0/activation1/none/repeat-0",
+        "member-0/activation2/none/repeat-0",
+    ]
+
+
+def test_all_sites_but_the_last_are_the_default(matching_zoo, tmp_path):
+    task = RotationTask(str(matching_zoo), members=[0], repeats=1)
+    fit(task, max_epochs=1)
+    assert task.names == ["member-0/activation1/group/repeat-0", "member-0/activation1/orthogonal/repeat-0"]
+    only = RotationTask(str(zoo_of(tmp_path, MultiLayerPerceptron([5], image_size=8))), kinds=["none"])
+    fit(only, max_epochs=1)
+    assert only.names == ["member-0/activation1/none/repeat-0"]
+
+
+def test_the_map_stands_in_front_of_the_activation(fitted):
+    task, _ = fitted
+    images = torch.rand(3, 1, 8, 8)
+    network = task.members["0"]
+    rotated = branch(task, "member-0/activation1/orthogonal/repeat-1")
+    (fixed,) = rotated.stitching_maps
+    assert isinstance(fixed, FixedMap)
+    torch.testing.assert_close(fixed.matrix() @ fixed.matrix().T, torch.eye(12), atol=1e-5, rtol=0)
+    upper = rotated.upper
+    expected = images.flatten(1)
+    expected = torch.relu(network.linear1(expected) @ fixed.matrix().T)
+    expected = upper.classifier(torch.relu(upper.linear2(expected)))
+    torch.testing.assert_close(rotated(images), expected)
+    (identity,) = branch(task, "member-0/activation1/none/repeat-0").stitching_maps
+    assert isinstance(identity, IdentityMap)
+
+
+def test_draws_depend_on_their_own_names_only(fitted, matching_zoo):
+    task, _ = fitted
+    alone = RotationTask(
+        str(matching_zoo), members=[2], sites=["activation2"], kinds=["orthogonal", "group"], repeats=2
+    )
+    fit(alone, max_epochs=1)
+    drawn = {}
+    for name in alone.names:
+        assert torch.equal(branch(alone, name).maps[0].fixed, branch(task, name).maps[0].fixed)
+        drawn[name] = branch(alone, name).maps[0].fixed
+    for name in ("member-2/activation2/group/repeat-0", "member-2/activation2/orthogonal/repeat-0"):
+        assert not torch.equal(drawn[name], drawn[name.replace("repeat-0", "repeat-1")])
+    other = RotationTask(str(matching_zoo), members=[2], sites=["activation2"], repeats=1, seed=1)
+    fit(other, max_epochs=1)
+    assert all(not torch.equal(branch(other, name).maps[0].fixed, drawn[name]) for name in other.names)
+
+
+def test_the_oracle_undoes_what_the_group_kind_does(fitted):
+    task, _ = fitted
+    for member in (0, 2):
+        for site in ("activation1", "activation2"):
+            for repeat in (0, 1):
+                group, undo = (branch(task, f"member-{member}/{site}/{k}/repeat-{repeat}") for k in ("group", "undo"))
+                assert torch.equal(group.maps[0].fixed, undo.maps[0].fixed)
+
+
+# ---- what is trained
+
+
+def test_lower_parts_and_matrices_stay_and_upper_parts_are_trained(matching_zoo):
+    task = RotationTask(str(matching_zoo), members=[0], sites="all", kinds=ALL, repeats=1)
+    before = ModelZoo.open(matching_zoo).load(0).state_dict()
+    fit(task)
+    for key, value in task.members["0"].state_dict().items():
+        assert torch.equal(value, before[key])
+    for rotation, network in zip(task.rotations, task.branches, strict=True):
+        parameters = dict(network.upper.named_parameters())
+        expected = {"classifier.weight", "classifier.bias"}
+        if rotation.site == "activation1":
+            expected |= {"linear2.weight", "linear2.bias"}
+        assert set(parameters) == expected
+        trained = rotation.kind != "undo"
+        assert {p.requires_grad for p in parameters.values()} == {trained}
+        assert len(task.parameters_of(task.names.index(str(rotation)))) == (len(expected) if trained else 0)
+        if trained:
+            assert all(not torch.equal(value, before[name]) for name, value in parameters.items())
+
+
+def test_training_starts_from_the_member_s_weights(matching_zoo):
+    task = RotationTask(str(matching_zoo), members=[2], kinds=["group", "orthogonal", "none"], repeats=1)
+    fit(task, max_epochs=1, limit_train_batches=0)
+    images = torch.rand(5, 1, 8, 8)
+    for network in task.branches:
+        for name, value in network.upper.named_parameters():
+            assert torch.equal(value, task.members["2"].get_parameter(name))
+    torch.testing.assert_close(task.branches[2](images), task.members["2"](images))
+
+
+def test_a_branch_comes_out_as_if_it_were_trained_alone(fitted, matching_zoo):
+    task, _ = fitted
+    alone = RotationTask(str(matching_zoo), members=[2], sites=["activation1"], kinds=["orthogonal"], repeats=1)
+    fit(alone)
+    name = "member-2/activation1/orthogonal/repeat-0"
+    for a, b in zip(branch(task, name).parameters(), alone.branches[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_default_is_adam_without_decay_on_biases(matching_zoo):
+    task = RotationTask(str(matching_zoo), members=[0], repeats=1)
+    trainer = fit(task, max_epochs=1)
+    (optimizer,) = trainer.optimizers
+    assert type(optimizer) is torch.optim.Adam
+    weights, biases = optimizer.param_groups
+    assert (weights["lr"], weights["weight_decay"], biases["weight_decay"]) == (1e-3, 1e-4, 0.0)
+    assert {p.ndim for p in weights["params"]} == {2}
+    assert {p.ndim for p in biases["params"]} == {1}
+    everywhere = RotationTask(str(matching_zoo), members=[0], repeats=1, weight_decay_on="all")
+    (group,) = fit(everywhere, max_epochs=1).optimizers[0].param_groups
+    assert group["weight_decay"] == 1e-4
+
+
+def test_batch_norms_above_the_cut_are_trained_but_not_the_oracle_s(tmp_path):
+    network = MyrtleCNN(2, in_channels=1, image_size=8)
+    task = RotationTask(str(zoo_of(tmp_path, network)), sites=["activation2"], kinds=["group", "undo"], repeats=1)
+    before = copy.deepcopy(network.fresh(0).state_dict())
+    fit(task, max_epochs=1)
+    group, undo = task.branches
+    assert set(group.batch_norms()) == {"upper.norm3", "upper.norm4"}
+    assert not torch.equal(group.upper.norm3.running_mean, before["norm3.running_mean"])
+    assert not torch.equal(group.upper.norm3.weight, before["norm3.weight"])
+    images = torch.rand(9, 1, 8, 8)
+    member = task.members["0"]
+    torch.testing.assert_close(undo.eval()(images), member(images), atol=1e-5, rtol=1e-4)
+
+
+def test_inside_a_block_the_skip_connection_passes(tmp_path):
+    network = CIFARResNet(width=2, in_channels=1, image_size=8)
+    site = "blocks.1.activation1"
+    task = RotationTask(str(zoo_of(tmp_path, network)), sites=[site], kinds=["group", "undo"], repeats=1)
+    fit(task, max_epochs=1)
+    assert len(task.lowers["0"].crossings(site)) == 2
+    group, undo = task.branches
+    assert len(group.maps) == len(undo.maps) == 1
+    images = torch.rand(9, 1, 8, 8)
+    torch.testing.assert_close(undo.eval()(images), task.members["0"](images), atol=1e-5, rtol=1e-4)
+
+
+# ---- penalties
+
+
+def test_penalties_are_against_the_own_member(fitted):
+    task, metrics = fitted
+    count = len(task.branches)
+    accuracies = [0.01 * index for index in range(count)] + [0.9, 0.8]
+    found = task.penalties(accuracies)
+    assert found[0] == pytest.approx(0.9)
+    assert found[-1] == pytest.approx(0.8 - 0.01 * (count - 1))
+    expected = {"undo", "group", "none", "orthogonal"}
+    assert {name.removeprefix("penalty/") for name in metrics if name.startswith("penalty/")} == expected | {
+        f"{site}/{kind}" for site in ("activation1", "activation2") for kind in expected
+    }
+    assert float(metrics["penalty/undo"]) == 0.0
+    by_site = [float(metrics[f"penalty/{site}/orthogonal"]) for site in ("activation1", "activation2")]
+    assert float(metrics["penalty/orthogonal"]) == pytest.approx(sum(by_site) / 2, abs=1e-7)
+
+
+def test_testing_uses_the_kept_weights(fitted, matching_zoo):
+    task = RotationTask(str(matching_zoo), members=[0], kinds=ALL, repeats=1)
+    trainer = fit(task)
+    kept = {index: record["state"] for index, record in task.kept.items()}
+    (found,) = trainer.test(task, digits(), verbose=False)
+    assert found["test_penalty/undo"] == 0.0
+    data = digits()
+    images, labels = data.normalize(data.split_tensors("test").images), data.split_tensors("test").labels
+    task._load(0, kept[0])
+    task.branches[0].eval()
+    accuracy = float((task.branches[0](images).argmax(1) == labels).double().mean())
+    clean = float((task.members["0"](images).argmax(1) == labels).double().mean())
+    assert found["test_penalty/group"] == pytest.approx(clean - accuracy, abs=1e-6)
+
+
+def test_a_branch_that_diverges_stops_and_the_others_go_on(matching_zoo):
+    class Broken(RotationTask):
+        def rotate(self, rotation, source, example):
+            family, behind = super().rotate(rotation, source, example)
+            if rotation.repeat == 1:
+                return (lambda port: FixedMap(port, 3e38 * torch.eye(port.in_channels))), behind
+            return family, behind
+
+    task = Broken(str(matching_zoo), members=[0], kinds=["orthogonal"], repeats=2)
+    with pytest.warns(UserWarning, match=r"member-0/activation1/orthogonal/repeat-1 was stopped in epoch \d"):
+        trainer = fit(task)
+    assert list(task.stopped) == [1]
+    assert math.isfinite(float(trainer.callback_metrics["penalty/orthogonal"]))
+
+
+def test_a_subclass_adds_a_kind(matching_zoo):
+    class Halved(RotationTask):
+        known_kinds = (*RotationTask.known_kinds, "half")
+
+        def rotate(self, rotation, source, example):
+            if rotation.kind != "half":
+                return super().rotate(rotation, source, example)
+            return (lambda port: FixedMap(port, 0.5 * torch.eye(port.in_channels))), source
+
+    task = Halved(str(matching_zoo), members=[0], kinds=["half", "none"], repeats=1)
+    metrics = fit(task, max_epochs=1).callback_metrics
+    assert torch.equal(task.branches[0].maps[0].fixed, 0.5 * torch.eye(12))
+    assert "penalty/activation1/half" in metrics
+    with pytest.raises(ValueError, match="kinds must be of group, orthogonal, none, undo, got 'half'"):
+        RotationTask("zoo", kinds=["half"])
+
+
+# ---- checkpoints
+
+
+def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
+    task = RotationTask(str(matching_zoo), members=[0], kinds=ALL, repeats=1)
+    trainer = fit(task, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = RotationTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert again.names == task.names
+    for a, b in zip(task.branches, again.branches, strict=True):
+        for key, value in a.state_dict().items():
+            assert torch.equal(b.state_dict()[key], value)
+    other = RotationTask(str(matching_zoo), members=[2], repeats=1)
+    with pytest.raises(ValueError, match="The checkpoint is of other branches than this run"):
+        Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).fit(
+            other, digits(), ckpt_path=tmp_path / "a.ckpt"
+        )
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"members": []}, r'members must be "all" or a list of numbers, got \[\]'),
+        ({"members": "some"}, "members must be \"all\" or a list of numbers, got 'some'"),
+        ({"members": [0, 0]}, r"members must be different, got \[0, 0\]"),
+        ({"members": ["0"]}, r'members must be "all" or a list of numbers'),
+        ({"sites": []}, r'sites must be "all" or a list of names, got \[\]'),
+        ({"sites": "activation1"}, 'sites must be "all" or a list of names'),
+        ({"sites": ["a", "a"]}, "sites must be different"),
+        ({"kinds": []}, r"kinds must be a list of names, got \[\]"),
+        ({"kinds": "all"}, "kinds must be a list of names, got 'all'"),
+        ({"kinds": ["group", "rotation"]}, "kinds must be of group, orthogonal, none, undo, got 'rotation'"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"scale": -1.0}, "scale must be a finite number >= 0, got -1.0"),
+        ({"scale": math.inf}, "scale must be a finite number >= 0, got inf"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"weight_decay_on": "biases"}, 'weight_decay_on must be "all" or "weights", got \'biases\''),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS searches along one direction for all branches"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RotationTask("zoo", **settings)
+
+
+def test_what_the_zoo_does_not_have_is_said(matching_zoo, tmp_path):
+    with pytest.raises(ValueError, match=r"The network has no site 'relu'; it has activation1, activation2\."):
+        fit(RotationTask(str(matching_zoo), sites=["relu"]))
+    with pytest.raises(ValueError, match=r"No member 7 in .*; it has members 0-2"):
+        fit(RotationTask(str(matching_zoo), members=[7]))
+    with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent"):
+        fit(RotationTask(str(tmp_path / "absent")))
+
+
+def test_checkpoints_of_other_tasks_are_refused(matching_zoo, tmp_path):
+    other = MatchingTask(str(matching_zoo), methods=["weights"])
+    trainer = fit(other, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="The checkpoint holds no branches: it was not written by a RotationTask"):
+        Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).fit(
+            RotationTask(str(matching_zoo)), digits(), ckpt_path=tmp_path / "a.ckpt"
+        )

@@ -1,0 +1,778 @@
+"""StitchingTask: maps do not interact, halves stay as they are, and what cannot be stitched is refused."""
+
+import functools
+import shutil
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pytorch_lightning import Callback, LightningDataModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sym.callbacks import BatchNormRecalibration
+from lightning_sym.datamodules import DigitsDataModule, Resized
+from lightning_sym.layers import FullMap, GroupMap, Port, StitchingMap
+from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
+from lightning_sym.stitching import CutNetwork, StitchedNetwork
+from lightning_sym.tasks import StitchingTask
+from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
+]
+
+
+def digits(**changes) -> DigitsDataModule:
+    return DigitsDataModule(**{"batch_size": 50, "max_samples": 300, **changes})
+
+
+def make_trainer(**changes) -> Trainer:
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(**{**settings, **changes})
+
+
+def fit(task, data=None, **changes) -> Trainer:
+    trainer = make_trainer(**changes)
+    trainer.fit(task, data or digits())
+    return trainer
+
+
+def sgd(**changes):
+    return functools.partial(torch.optim.SGD, **{"lr": 0.1, **changes})
+
+
+def write_zoo(path, make, data, count=3):
+    for number in range(count):
+        network = make().fresh(number)
+        generator = torch.Generator().manual_seed(number)
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_(0, 0.1, generator=generator)
+                module.running_var.uniform_(0.5, 1.5, generator=generator)
+        write_member(path, number, network.state_dict(), architecture=network.architecture, data=data.identity())
+    rebuild_manifest(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def norm_zoo(tmp_path_factory):
+    """Three small CNNs with batch norms."""
+    return write_zoo(tmp_path_factory.mktemp("norms"), lambda: MyrtleCNN(2, in_channels=1, image_size=8), digits())
+
+
+@pytest.fixture(scope="module")
+def residual_zoo(tmp_path_factory):
+    return write_zoo(
+        tmp_path_factory.mktemp("residual"), lambda: CIFARResNet(20, width=2, in_channels=1), digits(), count=2
+    )
+
+
+def maps_of(task) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        name: {k: v.detach().clone() for k, v in branch.maps.state_dict().items()}
+        for name, branch in zip(task.names, task.branches, strict=True)
+    }
+
+
+# ---- maps do not interact
+
+
+FAMILIES = ["full", "rank(1)", "group", "lasso", "assignment", "softsort"]
+SITES = ["activation2", "activation4"]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("64-true", 1e-10)])
+def test_one_fit_is_all_separate_fits(norm_zoo, precision, tolerance):
+    common = {"optimizer": sgd(weight_decay=1e-3, momentum=0.9), "head_start": 0.5}
+    everything = StitchingTask(str(norm_zoo), pairs=[[0, 1], [2, 0]], sites=SITES, maps=FAMILIES, **common)
+    trainer = fit(everything, precision=precision, gradient_clip_val=1.0)
+    together = maps_of(everything)
+    accuracies = everything.kept
+    assert len(together) == 2 * len(SITES) * len(FAMILIES)
+    for pair, site, family in (
+        ([0, 1], "activation2", "group"),
+        ([2, 0], "activation4", "full"),
+        ([0, 1], "activation4", "assignment"),
+    ):
+        alone = StitchingTask(str(norm_zoo), pairs=[pair], sites=[site], maps=[family], **common)
+        fit(alone, precision=precision, gradient_clip_val=1.0)
+        (name,) = alone.names
+        for key, value in maps_of(alone)[name].items():
+            torch.testing.assert_close(together[name][key], value, rtol=tolerance, atol=tolerance)
+            assert value.dtype == (torch.float64 if precision == "64-true" else torch.float32) or not (
+                value.is_floating_point()
+            )
+        mine = accuracies[everything.names.index(name)]
+        assert mine["epoch"] == alone.kept[0]["epoch"]
+        assert mine["metrics"]["accuracy"] == pytest.approx(alone.kept[0]["metrics"]["accuracy"], abs=tolerance)
+        assert mine["metrics"]["loss"] == pytest.approx(alone.kept[0]["metrics"]["loss"], rel=1e-4)
+    assert trainer.current_epoch == 2
+
+
+def test_the_halves_and_the_members_stay_as_they_are(norm_zoo):
+    task = StitchingTask(str(norm_zoo), pairs=[[0, 1], [1, 2]], sites=SITES, maps=["full", "group"], optimizer=sgd())
+    fit(task, callbacks=[BatchNormRecalibration()])
+    zoo = ModelZoo.open(norm_zoo)
+    for number in range(3):
+        state = zoo.state(number)
+        assert all(torch.equal(value, state[name]) for name, value in task.members[str(number)].state_dict().items())
+    for index, branch in enumerate(task.branches):
+        upper = zoo.state(task.stitches[index].pair[1])
+        assert all(torch.equal(p, upper[name]) for name, p in branch.upper.named_parameters())
+        assert not any(p.requires_grad for p in branch.upper.parameters())
+        assert all(p.grad is None for p in branch.upper.parameters())
+        # Of batch norm they have statistics of their own.
+        if branch.batch_norms():
+            assert any(not torch.equal(b, upper[name]) for name, b in branch.upper.named_buffers())
+    pointers = [m.running_mean.data_ptr() for branch in task.branches for m in branch.batch_norms().values()]
+    assert len(pointers) == len(set(pointers))
+
+
+def test_a_step_runs_each_lower_part_once_and_only_upper_parts(norm_zoo):
+    calls: dict[str, int] = {}
+
+    class Counting(StitchingTask):
+        def build(self):
+            super().build()
+            for key, cut in self.lowers.items():
+                cut.lower.register_forward_hook(functools.partial(self.count, f"lower {key}"))
+            for index, branch in enumerate(self.branches):
+                branch.upper.register_forward_hook(functools.partial(self.count, f"upper {index}"))
+            for key, network in self.members.items():
+                network.register_forward_hook(functools.partial(self.count, f"member {key}"))
+
+        def count(self, name, *_):
+            calls[name] = calls.get(name, 0) + 1
+
+    task = Counting(str(norm_zoo), pairs=[[0, 1], [0, 2], [1, 2]], maps=["full", "group"])
+    fit(task, max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+    assert calls == {"lower 0": 3, "lower 1": 3, **{f"upper {i}": 3 for i in range(24)}}
+
+
+class Record(Callback):
+    """Keeps a parameter after every step."""
+
+    def __init__(self, name):
+        self.name, self.found = name, []
+
+    def on_train_batch_end(self, trainer, task, *args):
+        self.found.append(dict(task.trained.named_parameters())[self.name].detach().clone())
+
+
+def test_scales_stay_at_one_in_the_head_start(matching_zoo):
+    task = StitchingTask(
+        str(matching_zoo),
+        pairs=[[0, 2]],
+        sites=["activation1"],
+        maps=["group"],
+        head_start=0.5,
+        optimizer=sgd(momentum=0.9, weight_decay=0.1),
+    )
+    scale, weights = Record("0.0.scale"), Record("0.0.weights")
+    fit(task, max_epochs=4, callbacks=[scale, weights])
+    per_epoch = len(scale.found) // 4
+    assert all(torch.equal(found, torch.ones(12)) for found in scale.found[: 2 * per_epoch])
+    assert not torch.equal(scale.found[2 * per_epoch], torch.ones(12))
+    assert not torch.equal(weights.found[0], weights.found[1])
+
+
+@pytest.mark.parametrize(("head_start", "held"), [(0.0, 0), (1.0, 8), (0.5, 4)])
+def test_the_head_start_counts_steps_if_there_are_no_epochs(matching_zoo, head_start, held):
+    task = StitchingTask(
+        str(matching_zoo),
+        pairs=[[0, 2]],
+        sites=["activation1"],
+        maps=["group"],
+        head_start=head_start,
+        optimizer=sgd(),
+    )
+    scale = Record("0.0.scale")
+    fit(task, max_epochs=-1, max_steps=8, callbacks=[scale])
+    ones = [torch.equal(found, torch.ones(12)) for found in scale.found]
+    assert ones == [step < held for step in range(8)]
+
+
+class Counted(GroupMap):
+    projections = 0
+
+    def project(self):
+        type(self).projections += 1
+        super().project()
+
+
+def test_maps_are_projected_after_real_steps_only(matching_zoo):
+    Counted.projections = 0
+    task = StitchingTask(str(matching_zoo), pairs=[[0, 1]], sites=["activation1"], maps=[Counted])
+    trainer = fit(task, max_epochs=1, accumulate_grad_batches=2)
+    assert Counted.projections == trainer.global_step == 3
+    assert trainer.num_training_batches in (5, 6)
+    assert task.names == ["pair-0-1/activation1/Counted"]
+    weights = task.branches[0].stitching_maps[0].weights
+    torch.testing.assert_close(weights.sum(0), torch.ones(12))
+    assert (weights >= 0).all()
+
+
+# ---- what diverges
+
+
+class Explodes(FullMap):
+    """Its loss is not a number from the third step on."""
+
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def regularization(self):
+        self.steps += 1
+        return self.weight.sum() * (float("nan") if self.steps > 2 else 0.0)
+
+
+class Jumps(GroupMap):
+    """Its gradient is infinite, so that its weights are soon not finite, with a loss that is."""
+
+    def regularization(self):
+        return (self.weights.sum() * 0).sqrt()
+
+
+@pytest.mark.parametrize("bad", [Explodes, Jumps, functools.partial(Jumps, projection="euclidean")])
+@pytest.mark.parametrize("val_fraction", [0.1, 0.0])
+def test_one_that_diverges_stops_and_the_others_go_on(norm_zoo, bad, val_fraction):
+    def run(maps):
+        task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=maps, optimizer=sgd())
+        data = digits(val_fraction=val_fraction)
+        trainer = make_trainer(gradient_clip_val=1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(task, data)
+            (tested,) = trainer.test(task, data, verbose=False)
+        return task, [str(w.message) for w in caught], tested
+
+    task, said, tested = run(["full", bad, "group"])
+    alone, _, tested_alone = run(["full", "group"])
+    assert list(task.stopped) == [1]
+    assert any("Jumps" in text or "Explodes" in text for text in said if "was stopped" in text)
+    assert sum("was stopped" in text for text in said) == 1
+    found, expected = maps_of(task), maps_of(alone)
+    for name in alone.names:
+        for key, value in expected[name].items():
+            assert torch.equal(found[name][key], value), (name, key)
+    assert tested["test_penalty/full"] == tested_alone["test_penalty/full"]
+    assert not any("Jumps" in name or "Explodes" in name for name in tested)
+
+
+@pytest.mark.filterwarnings("ignore:pair-.* was stopped")
+def test_if_all_diverge_the_fit_ends(norm_zoo):
+    task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=[Explodes])
+    with pytest.raises(ValueError, match="All 1 branches were stopped, as their losses are not finite"):
+        fit(task)
+
+
+# ---- what is kept and tested
+
+
+class Validation(Callback):
+    """Every map's validation accuracy and loss, by epoch."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_validation_end(self, trainer, task):
+        self.found.append(maps_of(task))
+
+
+def test_the_best_epoch_is_kept_and_tested_and_the_current_weights_come_back(norm_zoo):
+    task = StitchingTask(
+        str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=["full", "group"], optimizer=sgd(lr=1.0)
+    )
+    seen = []
+    finish = task._finish
+    task._finish = lambda split: seen.append((split, finish(split))) or seen[-1][1]
+    weights = Validation()
+    data = digits()
+    trainer = make_trainer(max_epochs=5, callbacks=[weights])
+    trainer.fit(task, data)
+    for index, name in enumerate(task.names):
+        scores = [(metrics["accuracy"][index], -metrics["loss"][index]) for _, metrics in seen]
+        best = max(range(5), key=lambda epoch: (scores[epoch], -epoch))
+        kept = task.kept[index]
+        assert kept["epoch"] == best
+        assert kept["metrics"] == {"accuracy": scores[best][0], "loss": -scores[best][1]}
+        for key, value in weights.found[best][name].items():
+            assert torch.equal(kept["state"][f"maps.{key}"], value)
+    before = {i: task._state(branch) for i, branch in enumerate(task.branches)}
+    # The test has the kept weights: put them in by hand, and look.
+    tested = trainer.test(task, data, verbose=False)[0]
+    for i, branch in enumerate(task.branches):
+        assert all(torch.equal(v, before[i][k]) for k, v in task._state(branch).items())
+    for i in task.kept:
+        task._load(i, task.kept[i]["state"])
+    images, labels = data.split_tensors("test")
+    images = data.normalize(images)
+    task.kept = {}
+    for index, branch in enumerate(task.branches):
+        branch.eval().set_mode("hard")
+        accuracy = float((branch(images).argmax(1) == labels).double().mean())
+        clean = [float((task.members[k](images).argmax(1) == labels).double().mean()) for k in ("0", "1")]
+        family = task.stitches[index].family
+        assert tested[f"test_penalty/{family}"] == pytest.approx(sum(clean) / 2 - accuracy, abs=1e-6)
+        assert tested[f"test_penalty/activation2/{family}"] == tested[f"test_penalty/{family}"]
+
+
+def test_without_validation_the_last_weights_are_kept(matching_zoo):
+    task = StitchingTask(str(matching_zoo), pairs=[[0, 1]], maps=["full"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(task, digits(val_fraction=0.0))
+    assert [record["epoch"] for record in task.kept.values()] == [1, 1]
+    for index, branch in enumerate(task.branches):
+        assert all(torch.equal(v, task.kept[index]["state"][k]) for k, v in task._state(branch).items())
+
+
+def test_evaluating_has_the_kept_weights_and_gives_them_back(norm_zoo):
+    task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=["full", "group"])
+
+    class Look(Callback):
+        def on_train_end(self, trainer, task):
+            before = [task._state(branch) for branch in task.branches]
+            with task.evaluating():
+                found = task.evaluate(trainer.datamodule.val_dataloader())
+                assert all(module.mode == "hard" for b in task.branches for module in b.stitching_maps)
+            for index, record in task.kept.items():
+                assert found["accuracy"][index] == pytest.approx(record["metrics"]["accuracy"])
+            for state, branch in zip(before, task.branches, strict=True):
+                assert all(torch.equal(v, state[k]) for k, v in task._state(branch).items())
+            assert len(found["loss"]) == 4
+            self.done = True
+
+    look = Look()
+    fit(task, callbacks=[look])
+    assert look.done
+
+
+def test_the_training_loss_is_logged_when_the_epoch_ends(matching_zoo):
+    class After(Callback):
+        found: list[float] = []  # noqa: RUF012
+
+        def on_train_epoch_start(self, trainer, task):
+            if trainer.current_epoch:
+                self.found.append(float(trainer.callback_metrics["train/loss"]))
+
+    task = StitchingTask(str(matching_zoo), pairs=[[0, 1]], maps=["full"], optimizer=sgd())
+    trainer = fit(task, max_epochs=3, callbacks=[After()])
+    assert all(loss > 0 for loss in After.found)
+    assert float(trainer.callback_metrics["train/loss"]) > 0
+
+
+# ---- settings
+
+
+def test_planted_pairs_have_no_penalty(matching_zoo):
+    """Member 1 of this zoo is member 0, changed by a symmetry."""
+    task = StitchingTask(str(matching_zoo), pairs=[[0, 1], [1, 0]], maps=["assignment", "least_squares", "identity"])
+    trainer = fit(task, max_epochs=1)
+    for site in ("activation1", "activation2"):
+        assert float(trainer.callback_metrics[f"penalty/{site}/assignment"]) == 0
+        assert abs(float(trainer.callback_metrics[f"penalty/{site}/least_squares"])) < 0.05
+        assert float(trainer.callback_metrics[f"penalty/{site}/identity"]) > 0.2
+
+
+def test_maps_may_start_from_features(matching_zoo):
+    task = StitchingTask(
+        str(matching_zoo), pairs=[[0, 1]], maps=["full", "group", "rank(4)"], init="features", optimizer=sgd(lr=1e-4)
+    )
+    trainer = fit(task, max_epochs=1, limit_train_batches=1)
+    assert float(trainer.callback_metrics["penalty/group"]) == 0
+
+
+def test_every_site_with_every_site(matching_zoo, norm_zoo):
+    task = StitchingTask(str(matching_zoo), pairs=[[0, 2]], sites="any", maps=["full", "group", "identity"])
+    fit(task, max_epochs=1)
+    places = {stitch.place for stitch in task.stitches}
+    assert places == {"activation1", "activation1-activation2", "activation2-activation1", "activation2"}
+    assert "group" not in {s.family for s in task.stitches if s.site != s.target_site}
+    assert set(task.skipped) == {
+        f"{place}/{family}"
+        for place in ("activation1-activation2", "activation2-activation1")
+        for family in ("group", "identity")
+    }
+    assert all("needs equal widths" in reason for reason in task.skipped.values())
+    task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites="any", maps=["full"], resize=True)
+    fit(task, fast_dev_run=True)
+    # Downwards in resolution only: 8x8 twice, 4x4, 2x2.
+    assert len(task.stitches) == 4 + 4 + 2 + 1
+    assert len(task.skipped) == 5
+    assert all("positions" in reason for reason in task.skipped.values())
+
+
+def test_upper_parts_of_another_zoo(matching_zoo, norm_zoo):
+    task = StitchingTask(
+        str(norm_zoo),
+        target_zoo=str(matching_zoo),
+        pairs=[[0, 0], [1, 2]],
+        sites=[["activation4", "activation1"]],
+        maps=["full"],
+    )
+    with pytest.raises(ValueError, match="cannot become one of shape"):
+        fit(task)
+    other = StitchingTask(str(matching_zoo), target_zoo=str(matching_zoo), pairs=[[0, 0]], maps=["identity"])
+    trainer = fit(other, max_epochs=1)
+    assert float(trainer.callback_metrics["penalty/identity"]) == 0
+    assert set(other.members) == {"0", "target-0"}
+
+
+def test_upper_parts_of_another_architecture(norm_zoo, tmp_path):
+    write_zoo(tmp_path, lambda: CIFARResNet(20, width=2, in_channels=1), digits(), count=1)
+    task = StitchingTask(
+        str(norm_zoo),
+        target_zoo=str(tmp_path),
+        pairs="all",
+        sites=[["activation1", "activation"], ["activation3", "blocks.3.activation2"]],
+        maps=["full"],
+        resize=True,
+        batch_norm="frozen",
+    )
+    data = digits(max_samples=100)
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(task, data)
+    assert task.pairs == [(0, 0), (1, 0), (2, 0)]
+    assert [str(stitch) for stitch in task.stitches[:2]] == [
+        "pair-0-0/activation1-activation/full",
+        "pair-0-0/activation3-blocks.3.activation2/full",
+    ]
+    with pytest.raises(ValueError, match=r"MyrtleCNN and CIFARResNet have different sites; give pairs of them as"):
+        fit(StitchingTask(str(norm_zoo), target_zoo=str(tmp_path)), data)
+
+
+def test_only_untrained_maps(norm_zoo):
+    task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], maps=["identity", "assignment"])
+    trainer = fit(task, max_epochs=1, callbacks=[BatchNormRecalibration(images=100)])
+    assert "penalty/assignment" in trainer.callback_metrics
+    assert "train/loss" not in trainer.callback_metrics
+    (tested,) = trainer.test(task, digits(), verbose=False)
+    assert "test_penalty/identity" in tested
+
+
+def test_recalibration_changes_what_is_evaluated_and_not_what_is_trained(norm_zoo):
+    def run(callbacks):
+        task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation1"], maps=["group", "identity"])
+        trainer = fit(task, callbacks=callbacks)
+        return task, trainer
+
+    plain, plain_trainer = run([])
+    for exact in (False, True):
+        task, trainer = run([BatchNormRecalibration(images=200, batch_size=100, exact=exact)])
+        for name, expected in maps_of(plain).items():
+            assert all(torch.equal(maps_of(task)[name][key], value) for key, value in expected.items())
+        for a, b in zip(task.branches, plain.branches, strict=True):
+            assert all(torch.equal(v, dict(b.upper.named_buffers())[k]) for k, v in a.upper.named_buffers())
+        losses = [t.kept[1]["metrics"]["loss"] for t in (task, plain)]
+        assert losses[0] != losses[1]
+        assert task.kept[1]["state"].keys() == plain.kept[1]["state"].keys()
+    assert plain_trainer.current_epoch == trainer.current_epoch
+
+
+def test_clipping_is_per_branch(norm_zoo):
+    """A branch with a large gradient does not shrink the step of another: see also the separate fits above."""
+
+    class Steep(FullMap):
+        def regularization(self):
+            return 1e4 * self.weight.sum()
+
+    def run(maps, **settings):
+        task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=maps, optimizer=sgd())
+        fit(task, max_epochs=1, gradient_clip_val=0.1, **settings)
+        return maps_of(task)["pair-0-1/activation2/full"]["0.weight"]
+
+    for algorithm in ("norm", "value"):
+        settings = {"gradient_clip_algorithm": algorithm}
+        assert torch.equal(run(["full", Steep], **settings), run(["full"], **settings))
+
+
+def test_bfloat16_runs_and_is_close(norm_zoo):
+    found = {}
+    for precision in ("32-true", "bf16-mixed"):
+        task = StitchingTask(
+            str(norm_zoo), pairs=[[0, 1]], sites=SITES, maps=["full", "group", "assignment"], optimizer=sgd()
+        )
+        fit(task, max_epochs=1, precision=precision, callbacks=[BatchNormRecalibration(images=100)])
+        found[precision] = maps_of(task)
+    for name, maps in found["32-true"].items():
+        for key, value in maps.items():
+            if value.is_floating_point():
+                other = found["bf16-mixed"][name][key]
+                assert other.dtype == torch.float32
+                assert (other - value).abs().max() < 0.1, (name, key)
+
+
+def test_half_precision_with_one_gradient_scale_is_refused(matching_zoo):
+    task = StitchingTask(str(matching_zoo), maps=["full"])
+    task.trainer = SimpleNamespace(precision="16-mixed")
+    with pytest.raises(ValueError, match="precision 16-mixed ties the branches together"):
+        task.setup("fit")
+
+
+def test_channels_last_is_the_same_up_to_rounding(norm_zoo):
+    found = []
+    for channels_last in (False, True):
+        task = StitchingTask(
+            str(norm_zoo), pairs=[[0, 1]], maps=["full", "group"], optimizer=sgd(), channels_last=channels_last
+        )
+        fit(task, max_epochs=1)
+        found.append(maps_of(task))
+    for name, maps in found[0].items():
+        for key, value in maps.items():
+            torch.testing.assert_close(found[1][name][key], value, rtol=1e-3, atol=1e-4)  # float32
+
+
+class Doubled(StitchingMap):
+    """A family of a user."""
+
+    def __init__(self, port: Port, factor: float = 2.0) -> None:
+        super().__init__(port)
+        self.weight = nn.Parameter(torch.eye(port.out_channels, port.in_channels))
+        self.factor = factor
+
+    def matrix(self):
+        return self.factor * self.weight
+
+
+def test_a_family_of_one_s_own(matching_zoo):
+    half = functools.partial(Doubled, factor=0.5)
+    task = StitchingTask(str(matching_zoo), pairs=[[0, 1]], maps=["full", Doubled, half])
+    trainer = fit(task, max_epochs=1)
+    assert list(task.families) == ["full", "Doubled", "Doubled(factor=0.5)"]
+    assert "penalty/Doubled" in trainer.callback_metrics
+    assert "penalty/Doubled(factor=0.5)" in trainer.callback_metrics
+
+    def wrong(port):
+        return nn.Linear(port.in_channels, port.out_channels)
+
+    with pytest.raises(TypeError, match="A family must make a StitchingMap from a Port, got Linear"):
+        fit(StitchingTask(str(matching_zoo), maps=[wrong]))
+    with pytest.raises(NotImplementedError, match="Doubled cannot start from moments of features"):
+        fit(StitchingTask(str(matching_zoo), maps=[Doubled], init="features"))
+
+
+def test_pairs_are_drawn_by_seed(matching_zoo):
+    drawn = []
+    for seed in (0, 0, 1, 2, 3):
+        task = StitchingTask(str(matching_zoo), pairs=4, maps=["identity"], seed=seed)
+        fit(task, max_epochs=1)
+        assert len(set(task.pairs)) == 4
+        assert all(a != b for a, b in task.pairs)
+        drawn.append(task.pairs)
+    assert drawn[0] == drawn[1]
+    assert len({tuple(pairs) for pairs in drawn}) > 1
+    task = StitchingTask(str(matching_zoo), maps=["identity"])
+    fit(task, max_epochs=1)
+    assert task.pairs == [(0, 1), (0, 2), (1, 2)]
+    with pytest.raises(ValueError, match="has 6 ordered pairs, and 7 are asked for"):
+        fit(StitchingTask(str(matching_zoo), pairs=7))
+
+
+def test_skip_connections_have_maps_of_their_own(residual_zoo):
+    sites = ["activation", "blocks.0.activation1", "blocks.3.activation1"]
+    for ports, counts in (("all", [1, 2, 2]), ("branch", [1, 1, 1])):
+        task = StitchingTask(str(residual_zoo), sites=sites, maps=["full"], ports=ports)
+        fit(task, fast_dev_run=True)
+        assert [len(branch.maps) for branch in task.branches] == counts
+    task = StitchingTask(str(residual_zoo), sites=[["activation", "blocks.0.activation1"]], maps=["full"])
+    with pytest.raises(ValueError, match=r"2 values cross the upper network's cut .* and only 1 the lower network's"):
+        fit(task)
+
+
+def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
+    task = StitchingTask(
+        str(norm_zoo), pairs=[[0, 1]], sites=SITES, maps=["full", "group", "assignment"], optimizer=sgd()
+    )
+    trainer = fit(task)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = StitchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert again.names == task.names
+    for a, b in zip(again.branches, task.branches, strict=True):
+        assert all(torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items())
+    (expected,) = trainer.test(task, digits(), verbose=False)
+    (found,) = make_trainer().test(again, digits(), verbose=False)
+    assert found == expected
+    # After a fit everything is in one place.
+    logits = again(digits().normalize(digits().split_tensors("test").images[:3]))
+    assert logits.shape == (6, 3, 10)
+    other = StitchingTask(str(norm_zoo), pairs=[[0, 2]], maps=["full"])
+    with pytest.raises(ValueError, match=r"The checkpoint is of other branches than this run \('pair-0-1/"):
+        make_trainer().fit(other, digits(), ckpt_path=tmp_path / "a.ckpt")
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pairs": []}, 'pairs must be "all" or a list'),
+        ({"pairs": "some"}, 'pairs must be "all" or a list'),
+        ({"pairs": 0}, "pairs must be at least 1, got 0"),
+        ({"pairs": [[0, 1, 2]]}, r"pairs must be lists of two members' numbers, .* got \[0, 1, 2\]"),
+        ({"pairs": [[1, 1]]}, r"pairs must be of two different members, got \[1, 1\]"),
+        ({"pairs": [[0, 1], [0, 1]]}, "pairs must be different"),
+        ({"ports": "some"}, 'ports must be "all" or "branch", got \'some\''),
+        ({"batch_norm": "train"}, 'batch_norm must be "batch" or "frozen", got \'train\''),
+        ({"init": "zeros"}, 'init must be "random" or "features", got \'zeros\''),
+        ({"head_start": 1.5}, r"head_start is a fraction of the epochs and must be in \[0, 1\], got 1.5"),
+        ({"head_start": float("nan")}, r"head_start is a fraction .* got nan"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"maps": []}, "maps must be a list of families"),
+        ({"maps": "full"}, "maps must be a list of families"),
+        ({"maps": ["ful"]}, "Unknown stitching map 'ful'; .* Did you mean 'full'\\?"),
+        ({"maps": ["full", "full"]}, "maps must be different, got 'full' twice"),
+        ({"maps": ["rank(0)"]}, "rank needs an integer >= 1"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS searches along one direction for all branches"),
+        (
+            {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            "ReduceLROnPlateau would tie the branches' learning rates together",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_at_once(settings, message):
+    with pytest.raises(ValueError, match=message):
+        StitchingTask("zoo", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pairs": [[0, 7]]}, r"No member 7 in .*; it has members 0-2"),
+        ({"sites": ["activation3"]}, r"Unknown site 'activation3'; .*activation1, activation2"),
+        ({"sites": ["head"]}, r"Unknown site 'head'; .*activation1, activation2"),  # after the last
+        ({"sites": []}, 'sites must be "all", "any", a list of names or a list of pairs'),
+        ({"sites": "some"}, 'sites must be "all", "any", a list of names or a list of pairs'),
+        ({"sites": ["activation1", "activation1"]}, "sites must be different"),
+        ({"sites": [["activation1"]]}, r"sites must be names or pairs of names, got \['activation1'\]"),
+        ({"sites": [["activation1", "activation2"]], "maps": ["group"]}, "GroupMap needs equal widths, got 12 .* 10"),
+        (
+            {"sites": [["activation1", "activation2"]], "maps": ["identity"]},
+            "Nothing can be stitched: IdentityMap needs",
+        ),
+        ({"maps": ["rank(11)"]}, "rank of LowRankMap must be an integer from 1 to 10"),
+    ],
+)
+def test_what_does_not_fit_the_zoo_is_refused(matching_zoo, settings, message):
+    with pytest.raises(ValueError, match=message):
+        fit(StitchingTask(str(matching_zoo), **settings))
+
+
+def test_sites_of_other_resolution_are_refused(norm_zoo):
+    sites = [["activation1", "activation3"]]
+    with pytest.raises(ValueError, match=r"has 8x8 positions and .* has 4x4; set resize=True to average"):
+        fit(StitchingTask(str(norm_zoo), sites=sites, maps=["full"]))
+    with pytest.raises(ValueError, match=r"has 4x4 positions and .* has 8x8; choose sites with whole multiples"):
+        fit(StitchingTask(str(norm_zoo), sites=[sites[0][::-1]], maps=["full"], resize=True))
+
+
+def test_missing_zoos_and_members_are_said(matching_zoo, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent: the folder does not exist. Train one first"):
+        fit(StitchingTask(str(tmp_path / "absent")))
+    shutil.copy(matching_zoo / "member-0002.safetensors", tmp_path)
+    with pytest.raises(ValueError, match=r"Stitching needs two members or more, .* only member 2; train further"):
+        fit(StitchingTask(str(tmp_path)))
+
+
+def test_members_of_different_architecture_or_input_are_refused(matching_zoo, norm_zoo, tmp_path):
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    shutil.copy(matching_zoo / "member-0000.safetensors", mixed)
+    other = MultiLayerPerceptron(widths=(5,), image_size=8)
+    write_member(mixed, 1, other.state_dict(), architecture=other.architecture)
+    with pytest.raises(ValueError, match=r"mixes architectures: member 0 is .* and member 1 is"):
+        fit(StitchingTask(str(mixed)))
+    small = digits(transforms=[Resized(4)])
+    write_zoo(tmp_path / "small", lambda: MultiLayerPerceptron([12, 10], image_size=4), small)
+    message = (
+        r"have input_shape \[1, 8, 8\] and those of .*/small \[1, 4, 4\]; stitch zoos that were trained on the same"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(StitchingTask(str(matching_zoo), target_zoo=str(tmp_path / "small")))
+    with pytest.raises(ValueError, match=r"trained with input_shape \[1, 8, 8\], and the data have \[1, 4, 4\]"):
+        fit(StitchingTask(str(matching_zoo)), small)
+
+
+class Theirs(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_other_datamodules_will_do_for_trained_maps(matching_zoo):
+    fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), Theirs())
+    message = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
+    with pytest.raises(ValueError, match=message):
+        fit(StitchingTask(str(matching_zoo), maps=["full", "assignment"]), Theirs())
+
+
+class Dropping(Network):
+    """Has dropout after its site."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.flatten, self.first, self.activation = nn.Flatten(), nn.Linear(64, width), nn.ReLU()
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.last(self.drop(self.activation(self.first(self.flatten(x)))))
+
+
+def test_dropout_of_trained_upper_parts_depends_on_the_branch_only(tmp_path, monkeypatch):
+    """Of tasks that train upper parts too."""
+    write_zoo(tmp_path, Dropping, digits(), count=2)
+    trained = functools.partial(StitchedNetwork, train_upper=True)
+    monkeypatch.setattr("lightning_sym.tasks.stitching.StitchedNetwork", trained)
+
+    def run(maps):
+        task = StitchingTask(
+            str(tmp_path), pairs=[[0, 1]], maps=maps, optimizer=sgd(), allow=[__name__.partition(".")[0]]
+        )
+        state = torch.get_rng_state()
+        fit(task)
+        assert task.kept
+        torch.set_rng_state(state)
+        return {name: task._state(branch) for name, branch in zip(task.names, task.branches, strict=True)}
+
+    together, alone = run(["full", "group", "rank(1)"]), run(["group"])
+    for name, state in alone.items():
+        assert "upper.last.weight" in state
+        assert all(torch.equal(value, together[name][key]) for key, value in state.items())
+    last = [state["upper.last.weight"] for state in together.values()]
+    assert not torch.equal(last[0], last[1])
+
+
+class WithShift(Network):
+    """Reads a buffer of its own."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.flatten, self.first, self.activation = nn.Flatten(), nn.Linear(64, width), nn.ReLU()
+        self.last = nn.Linear(width, 10)
+        self.register_buffer("below", torch.rand(64))
+        self.register_buffer("above", torch.rand(10))
+
+    def forward(self, x):
+        return self.last(self.activation(self.first(self.flatten(x) + self.below))) + self.above
+
+
+def test_buffers_of_the_networks_follow_the_precision(tmp_path):
+    write_zoo(tmp_path, WithShift, digits(), count=2)
+    task = StitchingTask(str(tmp_path), maps=["full", "assignment"], allow=[__name__.partition(".")[0]])
+    fit(task, max_epochs=1, precision="64-true")
+    assert isinstance(task.lowers["0"], CutNetwork)
+    assert task(torch.rand(2, 1, 8, 8, dtype=torch.float64)).dtype == torch.float64
