@@ -47,9 +47,10 @@ class RotationPenalty(Callback):
     On rank 0, in ``results``: ``penalties.csv`` and ``.json`` (every member, site, kind and repeat: accuracies and
     penalties on validation and test images), ``summary.csv`` and ``.json`` (per site and kind: mean, standard deviation
     over repeats, a bootstrap interval over members, or over repeats if there is one member, and how far the penalty is
-    above that of the group, member by member), and ``rotation_penalty.png``, in TensorBoard under ``figures/RotationPenalty``. Mean penalties are logged as
-    ``test_penalty/<site>/<kind>`` and ``test_penalty/<kind>``, and that of ``group`` (the first kind if it is not
-    there) as ``hp_metric``. A table is printed, with the places of all files.
+    above that of the group, member by member), and ``rotation_penalty.png``, in TensorBoard under
+    ``figures/RotationPenalty``. Mean penalties are logged as ``test_penalty/<site>/<kind>`` and
+    ``test_penalty/<kind>``, and that of ``group`` (the first kind if it is not there) as ``hp_metric``. A table is
+    printed, with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -108,7 +109,7 @@ class RotationPenalty(Callback):
         self._summary = _summary(rows)
         zoo, members = task.model_zoo, [int(key) for key in task.members]
         self._title = f"{type(task.members[str(members[0])]).__name__}, {len(members)} member{'s' * (len(members) > 1)}"
-        self._notes = [_legend(self._summary)]
+        self._notes = [_legend(self._summary), *_differences(self._summary)]
         self._notes += [
             f"{task.names[index]} was stopped: {record['reason']}" for index, record in task.stopped.items()
         ]

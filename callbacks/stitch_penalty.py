@@ -26,6 +26,7 @@ from lightning_sym.figures import (
 from lightning_sym.tasks import StitchingTask
 from lightning_sym.zoo import versions
 
+_MOST_NOTES = 4
 _AS_IS, _RECALIBRATED, _NONE = "as is", "recalibrated", "none"
 _UNITS = {
     "penalty": "mean accuracy of both members less that of the stitched network; fraction of images, positive is worse",
@@ -99,7 +100,10 @@ class StitchPenalty(Callback):
         )
         found: dict[str, dict[str, list[float]]] = {}
         with task.evaluating():
-            sparsities = [_sparsity(branch.stitching_maps) for branch in task.branches]  # of the kept weights
+            sparsities = [  # of the kept weights; those of a stopped branch may not be finite
+                None if index in task.stopped else _sparsity(branch.stitching_maps)
+                for index, branch in enumerate(task.branches)
+            ]
             normed = any(branch.batch_norms() for branch in task.branches)
             if not normed or recalibration is None or not recalibration.keep:
                 found[_AS_IS] = task.evaluate(data.test_dataloader())
@@ -115,7 +119,7 @@ class StitchPenalty(Callback):
         task: StitchingTask,
         data: ImageDataModule,
         found: Mapping[str, Mapping[str, list[float]]],
-        sparsities: Sequence[float],
+        sparsities: Sequence[float | None],
         recalibration: BatchNormRecalibration | None,
     ) -> None:
         assert self._path is not None
@@ -125,7 +129,10 @@ class StitchPenalty(Callback):
         lower, upper = task.zoos["lower"][0], task.zoos["upper"][0]
         names = dict.fromkeys(type(network).__name__ for network in task.members.values())
         self._title = f"{', '.join(names)}, {pairs} pair{'s' * (pairs > 1)}"
-        self._notes = [f"{task.names[index]} was stopped: {record['reason']}" for index, record in task.stopped.items()]
+        stopped = [f"{task.names[index]} was stopped: {record['reason']}" for index, record in task.stopped.items()]
+        self._notes = stopped[:_MOST_NOTES]
+        if len(stopped) > _MOST_NOTES:
+            self._notes.append(f"{len(stopped) - _MOST_NOTES} more were stopped; see penalties.csv")
         about = {
             "units": _UNITS,
             "zoo": str(lower.path),
@@ -151,7 +158,7 @@ class StitchPenalty(Callback):
         publish_table(self._rows, {"what": what + "each stitched network", **about}, self._path / "penalties")
         publish_table(self._summary, {"what": what + "over pairs", **about}, self._path / "summary")
         self._figures(trainer, task)
-        kind = self._summary[-1]["batch_norm"]
+        kind = _shown(self._summary)
         logged = {
             f"test_penalty/{row['place']}/{row['family']}": row["penalty"]
             for row in self._summary
@@ -162,20 +169,20 @@ class StitchPenalty(Callback):
 
     def _figures(self, trainer: Trainer, task: StitchingTask) -> None:
         assert self._path is not None
-        kinds = list(dict.fromkeys(row["batch_norm"] for row in self._summary))
+        kinds, shown = list(dict.fromkeys(row["batch_norm"] for row in self._summary)), _shown(self._summary)
         figures = {}
         if all(row["site"] == row["target_site"] for row in self._summary):
             panels = [_panel(kind, self._summary) for kind in kinds if kind != _NONE] or [_panel(_NONE, self._summary)]
             figures["penalties"] = penalty_curves(panels, title=f"Stitching penalty: {self._title}")
         else:
             for family in dict.fromkeys(row["family"] for row in self._summary):
-                values, below, above = _grid(self._summary, family, kinds[-1])
+                values, below, above = _grid(self._summary, family, shown)
                 title = f"Stitching penalty, {family}: {self._title}"
                 name = "penalties" if len(task.families) == 1 else f"penalties_{_file_name(family)}"
                 figures[name] = penalty_heat_map(values, below, above, title)
         if any(row["family"].startswith("lasso") for row in self._summary):
             sites = list(dict.fromkeys(row["place"] for row in self._summary))
-            families = _sparsities(self._summary, sites, kinds[-1])
+            families = _sparsities(self._summary, sites, shown)
             figures["sparsity"] = sparsity_against_penalty(families, sites, title=f"Sparsity: {self._title}")
         for name, figure in figures.items():
             publish_figure(trainer, figure, f"figures/StitchPenalty/{name}", self._path / f"{name}.png")
@@ -195,7 +202,6 @@ class StitchPenalty(Callback):
             "picture": self._picture,
             "table": self._path / "summary.csv",
             "pairs": self._path / "penalties.csv",
-            "logs": self._run,
         }
         print_places(console, places, self._run)
 
@@ -209,12 +215,18 @@ def _stitching_task(callback: Callback, task: LightningModule) -> StitchingTask:
     return task
 
 
+def _shown(summary: Sequence[Mapping[str, Any]]) -> str:
+    """Return the kind of statistics that is shown where there is room for one."""
+    kinds = {row["batch_norm"] for row in summary}
+    return next(kind for kind in (_RECALIBRATED, _AS_IS, _NONE) if kind in kinds)
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
 def _rows(
-    task: StitchingTask, found: Mapping[str, Mapping[str, list[float]]], sparsities: Sequence[float]
+    task: StitchingTask, found: Mapping[str, Mapping[str, list[float]]], sparsities: Sequence[float | None]
 ) -> list[dict[str, Any]]:
     rows = []
     kinds = list(found)
@@ -254,7 +266,8 @@ def _rows(
 
 def _sparsity(maps: Sequence[Any]) -> float:
     entries = [module.port.in_channels * module.port.out_channels for module in maps]
-    return sum(size * module.sparsity() for size, module in zip(entries, maps, strict=True)) / max(1, sum(entries))
+    zeros = sum(size * float(module.sparsity()) for size, module in zip(entries, maps, strict=True))
+    return float(zeros / max(1, sum(entries)))
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -289,7 +302,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 **numbers,
                 "accuracy": float(np.mean([row["accuracy"] for row in used])) if used else None,
                 "dimension": found[0]["dimension"],
-                "sparsity": float(np.mean([row["sparsity"] for row in found])),
+                "sparsity": float(np.mean([row["sparsity"] for row in used])) if used else None,
                 "note": note,
             }
         )
@@ -317,7 +330,10 @@ def _panel(kind: str, summary: Sequence[Mapping[str, Any]]) -> PenaltyPanel:
         [
             PenaltyFamily(
                 family,
-                *(column(family, name) for name in ("penalty", "penalty_low", "penalty_high", "penalty_std")),
+                column(family, "penalty"),
+                column(family, "penalty_low"),
+                column(family, "penalty_high"),
+                column(family, "penalty_std"),
                 baseline=not trained,
             )
             for family, trained in families.items()
@@ -336,11 +352,16 @@ def _grid(summary: Sequence[Mapping[str, Any]], family: str, kind: str) -> tuple
 
 def _sparsities(summary: Sequence[Mapping[str, Any]], sites: Sequence[str], kind: str) -> list[SparsityFamily]:
     rows = {(row["place"], row["family"]): row for row in summary if row["batch_norm"] in (kind, _NONE)}
+
+    def column(family: str, name: str) -> list[float]:
+        return [_value(rows.get((site, family)), name) for site in sites]
+
     return [
         SparsityFamily(
             family,
-            *([_value(rows.get((site, family)), name) for site in sites] for name in ("sparsity", "penalty")),
-            std=[_value(rows.get((site, family)), "penalty_std") for site in sites],
+            column(family, "sparsity"),
+            column(family, "penalty"),
+            std=column(family, "penalty_std"),
             baseline=not trained,
         )
         for family, trained in {row["family"]: row["trained"] for row in summary}.items()

@@ -97,6 +97,14 @@ WRAPPED = {
 }
 
 
+# What others test too, more cheaply.
+SLOW = {"resnet20 tanh", "resnet18 gelu", "mobilenet_v2", "squeezenet"}
+
+
+def listed(cases: dict) -> list:
+    return [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in cases]
+
+
 def small_vit(seed: int) -> nn.Module:
     network = torchvision.models.VisionTransformer(16, 8, 2, 2, 12, 20, num_classes=10)
     nn.init.normal_(network.heads.head.weight)  # torchvision starts it at 0
@@ -167,12 +175,12 @@ def check_theorem(source: CutNetwork, images: Tensor) -> None:
             assert torch.equal(own(images), expected), site
 
 
-@pytest.mark.parametrize("case", OURS)
+@pytest.mark.parametrize("case", listed(OURS))
 def test_every_cut_of_our_architectures_is_exact(case):
     check_theorem(*made(OURS[case]))
 
 
-@pytest.mark.parametrize("case", WRAPPED)
+@pytest.mark.parametrize("case", listed(WRAPPED))
 def test_cuts_of_wrapped_architectures_are_exact(case):
     check_theorem(*made(WRAPPED[case], WRAPPED[case][2]))
 

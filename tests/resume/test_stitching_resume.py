@@ -29,6 +29,8 @@ class Interrupt(Callback):
         self.place = place
 
     def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        # What dropout in upper parts that are trained is seeded with.
+        assert trainer.fit_loop.total_batch_idx == 5 * trainer.current_epoch + batch_idx
         if self.place == f"{trainer.current_epoch} {batch_idx}":
             raise RuntimeError("interrupted")
 
@@ -51,7 +53,7 @@ def fit(folder: Path, zoo: Path, place: str = "", ckpt_path: Path | None = None,
     task = StitchingTask(
         str(zoo),
         pairs=[[0, 1], [1, 0]],
-        sites=["activation1", "activation3"],
+        sites=["activation2"],
         maps=["full", "group", "assignment", "lasso"],
         head_start=0.5,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),

@@ -1,0 +1,238 @@
+"""What a whole figure of stitching penalties costs in one fit, and one step of it, beside plain references.
+
+Variants take turns, so that a machine whose speed drifts does so for all. Run it alone on the machine::
+
+    python benchmarks/stitching.py                  # everything, about half an hour on two cores
+    python benchmarks/stitching.py --only step projection
+    python benchmarks/stitching.py --device cuda
+
+Prints tables and writes them to ``benchmarks/results/stitching-<device>.json`` and ``.md``.
+
+Plain references:
+    figure      the same task and settings, one fit for each site and map (4 sites x 5 maps, 1 pair, MNIST5k), in one
+                process each, and all in one process
+    step        a hand-written step: frozen layers, one trained 1x1 convolution, frozen layers with batch statistics
+    projection  the step that it belongs to
+"""
+
+import argparse
+import json
+import logging
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _timing import Runs, result, timed, write
+from pytorch_lightning import Trainer, seed_everything
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sym.callbacks import BatchNormRecalibration, StitchPenalty
+from lightning_sym.datamodules import MNIST5kDataModule
+from lightning_sym.layers import GroupMap, Port
+from lightning_sym.networks import MyrtleCNN
+from lightning_sym.stitching import CutNetwork, StitchedNetwork
+from lightning_sym.tasks import StitchingTask
+from lightning_sym.zoo import rebuild_manifest, write_member
+
+SITES = [f"activation{layer}" for layer in range(1, 5)]
+MAPS = ["full", "rank(4)", "rank(2)", "rank(1)", "group"]
+
+
+def make_zoo(folder: Path) -> Path:
+    """Write a zoo of two networks of the demo's architecture; untrained ones take as long."""
+    data = MNIST5kDataModule()
+    network = MyrtleCNN(width=16, in_channels=1, image_size=28)
+    for seed in (0, 1):
+        state = {name: tensor.detach() for name, tensor in network.fresh(seed).state_dict().items()}
+        write_member(folder, seed, state, architecture=network.architecture, data=data.identity())
+    rebuild_manifest(folder)
+    return folder
+
+
+def fit(zoo: Path, sites: list[str], maps: list[str], epochs: int, device: str, folder: str) -> float:
+    """Run one fit with validation, recalibration and report; return its seconds."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    seed_everything(0, verbose=False)
+    start = time.perf_counter()
+    task = StitchingTask(str(zoo), pairs=[[0, 1]], sites=sites, maps=maps)
+    trainer = Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[BatchNormRecalibration(images=1000, batch_size=500), StitchPenalty(f"{folder}/results")],
+    )
+    trainer.fit(task, MNIST5kDataModule(batch_size=32))
+    return time.perf_counter() - start
+
+
+def in_process(zoo: Path, sites: list[str], maps: list[str], epochs: int, device: str) -> dict[str, float]:
+    """Run one fit in a process of its own; return seconds of the fit and of the process, and its peak memory in MiB."""
+    start = time.perf_counter()
+    arguments = json.dumps([str(zoo), sites, maps, epochs, device])
+    output = subprocess.run(
+        [sys.executable, __file__, "--fit", arguments], check=True, capture_output=True, text=True
+    ).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return {**found, "process": time.perf_counter() - start}
+
+
+def run_fit(arguments: str) -> None:
+    """Be the process of :func:`in_process`."""
+    zoo, sites, maps, epochs, device = json.loads(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = fit(Path(zoo), sites, maps, epochs, device, folder)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    print("\n" + json.dumps({"fit": seconds, "peak_MiB": peak}))
+
+
+def measure_figure(epochs: int, device: str) -> list[dict[str, Any]]:
+    """Time the whole figure in one fit and in one fit per site and map, once each."""
+    with tempfile.TemporaryDirectory() as folder:
+        zoo = make_zoo(Path(folder) / "zoo")
+        together = in_process(zoo, SITES, MAPS, epochs, device)
+        apart = [in_process(zoo, [site], [family], epochs, device) for site in SITES for family in MAPS]
+    fits, processes = (sum(one[name] for one in apart) for name in ("fit", "process"))
+    rows = []
+    for name, seconds, plain in (
+        ("plain, 20 fits", fits, fits),
+        ("ours, one fit", together["fit"], fits),
+        ("plain, 20 processes from start to end", processes, processes),
+        ("ours, one process from start to end", together["process"], processes),
+    ):
+        rows.append(
+            {
+                "variant": name,
+                **{f"seconds_{part}": seconds for part in ("median", "min", "max")},
+                **{f"ratio_to_plain_{part}": seconds / plain for part in ("median", "min", "max")},
+            }
+        )
+    note = (
+        f"{epochs} epoch(s) of MNIST5k, batch 32, with validation, recalibration and report. Peak memory: one fit "
+        f"{together['peak_MiB']:.0f} MiB, the largest of the others {max(one['peak_MiB'] for one in apart):.0f} MiB. "
+        "Ratios of lines 1 and 2, and 3 and 4, belong together."
+    )
+    title = "The whole figure: 4 sites x 5 maps, 1 pair of Myrtle CNNs, width 16"
+    return [result(title, rows, target_ratio=0.35, note=note)]
+
+
+class PlainStep:
+    """A step written by hand for this one architecture: no cutting, no ports, no projection."""
+
+    def __init__(self, a: MyrtleCNN, b: MyrtleCNN, site: str, channels: int) -> None:
+        modules = list(a.named_children())
+        at = [name for name, _ in modules].index(site) + 1
+        self.lower = nn.Sequential(*(module for _, module in modules[:at])).eval()
+        self.upper = nn.Sequential(*(module for _, module in list(b.named_children())[at:]))
+        self.map = nn.Conv2d(channels, channels, 1, bias=False).to(next(a.parameters()).device)
+        for module in (self.lower, self.upper):
+            module.requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.map.parameters(), lr=1e-3, weight_decay=1e-4)
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take a step."""
+        with torch.no_grad():
+            values = self.lower(images)
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.upper(self.map(values)), labels).backward()
+        self.optimizer.step()
+
+
+class OurStep:
+    """A step of a :class:`StitchedNetwork`, projection included."""
+
+    def __init__(self, a: CutNetwork, b: CutNetwork, site: str, family: str) -> None:
+        self.a, self.site = a, site
+        self.stitched = StitchedNetwork(a, b, site, family=family).to(next(a.network.parameters()).device)
+        self.optimizer = torch.optim.SGD(self.stitched.maps.parameters(), lr=1e-3, weight_decay=1e-4)
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take a step."""
+        values = self.a.values(images)
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.stitched.stitched(values[self.site]), labels) + self.stitched.regularization()
+        loss.backward()
+        self.optimizer.step()
+        self.stitched.project()
+
+
+def measure_steps(rounds: int, device: str) -> list[dict[str, Any]]:
+    """Time one step at each site of a Myrtle CNN of width 16."""
+    found = []
+    images, labels = torch.rand(32, 1, 28, 28, device=device), torch.randint(10, (32,), device=device)
+    make = MyrtleCNN(width=16, in_channels=1, image_size=28)
+    for layer, site in enumerate(SITES):
+        # Each variant has networks of its own: a plain upper part is in train mode, ours is a copy.
+        plain = PlainStep(make.fresh(0).to(device), make.fresh(1).to(device), site, 16 * 2**layer)
+        cuts = [CutNetwork(make.fresh(seed).to(device), [site], example=images) for seed in (0, 1)]
+        steps: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+            "plain": plain,
+            "ours, full": OurStep(cuts[0], cuts[1], site, "full"),
+            "ours, group": OurStep(cuts[0], cuts[1], site, "group"),
+            "ours, group, Euclidean projection": OurStep(cuts[0], cuts[1], site, "group(euclidean)"),
+        }
+        runs: Runs = {name: lambda step=step: step(images, labels) for name, step in steps.items()}
+        title = f"One step at {site}, {16 * 2**layer} channels, 32 digits"
+        found.append(result(title, timed(runs, 20 * rounds), target_ratio={"full": 1.15, "group": 1.3}))
+    return found
+
+
+def measure_projections(rounds: int, device: str) -> list[dict[str, Any]]:
+    """Time the projection beside the step that it belongs to, on CIFAR-sized images."""
+    found = []
+    images, labels = torch.rand(32, 3, 32, 32, device=device), torch.randint(10, (32,), device=device)
+    for layer, channels in ((1, 64), (3, 256), (4, 512)):
+        site = f"activation{layer}"
+        networks = [MyrtleCNN().fresh(seed).to(device) for seed in (0, 1)]
+        cuts = [CutNetwork(network, [site], example=images) for network in networks]
+        step = OurStep(cuts[0], cuts[1], site, "group")
+        port = Port(channels, channels, scales=True)
+        maps = {how: GroupMap(port, projection=how).to(device) for how in ("sinkhorn", "euclidean")}  # type: ignore[arg-type]
+        runs: Runs = {"plain": lambda step=step: step(images, labels)}
+        for how, module in maps.items():
+            runs[f"project, {how}"] = lambda module=module: module.project()
+        note = "Plain: the whole step of a group map at this site of the Myrtle CNN of width 64, 32 images of 32 x 32."
+        title = f"Projection of {channels} channels"
+        found.append(result(title, timed(runs, 5 * rounds), target_ratio=0.05, note=note))
+    return found
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=3, help="times a few, after a first round that is not counted")
+    parser.add_argument("--epochs", type=int, default=1, help="of each fit of the whole figure")
+    parser.add_argument("--only", nargs="*", choices=["figure", "step", "projection"], default=None)
+    parser.add_argument("--fit", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if arguments.fit:
+        run_fit(arguments.fit)
+        return
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "projection": lambda: measure_projections(arguments.rounds, arguments.device),
+        "step": lambda: measure_steps(arguments.rounds, arguments.device),
+        "figure": lambda: measure_figure(arguments.epochs, arguments.device),
+    }
+    results = [found for name in arguments.only or parts for found in parts[name]()]
+    if not arguments.only:
+        write("stitching", results, arguments.device, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
