@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: help demo test test-slow lint format types board wheel-test clean
 
 help:
-	@echo "make demo        train a zoo of small CNNs on real digits: a table, a picture, a TensorBoard log"
+	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, pictures, TensorBoard logs"
 	@echo "make board       watch the runs in TensorBoard"
 	@echo "make test        all tests but the slow ones (make test-slow runs those)"
 	@echo "make lint        ruff; make format puts right what it can"
@@ -16,6 +16,7 @@ help:
 
 demo: $(VENV)/.installed
 	$(BIN)/lightning-sym fit --config zoo/mnist5k --overwrite true
+	$(BIN)/lightning-sym fit --config stitching/mnist5k --overwrite true
 	@echo "  more    make board, then open the address it prints; lightning-sym is $(BIN)/lightning-sym"
 
 board: $(VENV)/.installed

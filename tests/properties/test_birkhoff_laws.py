@@ -51,6 +51,19 @@ def naive_sinkhorn(matrix, iterations):
 
 
 @LAW
+@given(st.integers(2, 7), seeds, st.floats(1e-3, 10.0))
+def test_a_step_along_the_regulariser_is_undone_by_sinkhorn_but_not_by_the_euclidean_projection(size, seed, step):
+    start = doubly_stochastic(size, seed).requires_grad_()
+    (-torch.linalg.matrix_norm(start)).backward()
+    stepped = (start - step * start.grad).detach()
+    torch.testing.assert_close(sinkhorn(stepped), start.detach(), rtol=0, atol=1e-9)
+    before, after = (float(torch.linalg.matrix_norm(m)) for m in (start.detach(), project_to_birkhoff(stepped)))
+    # Away from the barycentre, where the gradient is the same in all entries, it comes nearer to a permutation.
+    centred = float(torch.linalg.matrix_norm(start.detach() - 1 / size))
+    assert after > before or centred < 1e-6 or before > math.sqrt(size) - 1e-6
+
+
+@LAW
 @given(sizes, seeds)
 def test_sinkhorn_gives_stochastic_columns_whatever_the_matrix(size, seed):
     result = sinkhorn(gaussian(size, seed))
