@@ -21,8 +21,8 @@ class GroupMap(StitchingMap):
     r"""The group of the port, relaxed: :math:`s = P\,\mathrm{diag}(d)` with ``P`` doubly stochastic.
 
     Soft mode is this matrix; :meth:`project` keeps ``P`` in the Birkhoff polytope, and the regularisation
-    :math:`-\alpha \|P\|_F` draws it to the corners, where it is a permutation. Hard mode is the group element itself:
-    ``P`` rounded to the nearest permutation, applied by indices. The scales follow the port:
+    :math:`-\alpha \|P\|_F` is to draw it to the corners, where it is a permutation (but see the note). Hard mode is the
+    group element itself: ``P`` rounded to the nearest permutation, applied by indices. The scales follow the port:
 
     * positive scales only: ``d >= 0``;
     * signs only: ``d`` relaxed to [-1, 1], and in hard mode 1 or -1 (1 for 0);
@@ -52,6 +52,9 @@ class GroupMap(StitchingMap):
         ValueError: If widths differ, the port's group is dense, or an option is out of range.
 
     Note:
+        The gradient of the regularisation is along ``P``, and Sinkhorn's iterations undo any change of ``P`` by a
+        factor: it has an effect with the Euclidean projection only.
+
         The head start holds ``scale`` at 1, but not where the port has signs: with these fixed, half of the pairs
         would look worse than no match. Rounding is ``O(C^3)`` at worst on the CPU, 10 to 20 ms for 512 channels.
 
