@@ -3,6 +3,7 @@
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.rotation_penalty import RotationPenalty
+from lightning_sym.callbacks.run_report import RunReport
 from lightning_sym.callbacks.stitch_penalty import StitchPenalty
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.zoo_export import ZooExport
@@ -13,6 +14,7 @@ __all__ = [
     "MatchingReport",
     "RecalibrationTargets",
     "RotationPenalty",
+    "RunReport",
     "StitchPenalty",
     "SymmetryMonitor",
     "ZooExport",

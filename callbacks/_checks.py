@@ -2,24 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.tasks import ZooTask
+
+TaskT = TypeVar("TaskT", bound=LightningModule)
 
 
-def zoo_task(callback: Callback, task: LightningModule) -> ZooTask:
-    """Return the task if it is a ``ZooTask``.
+def checked_task(callback: Callback, task: LightningModule, kind: type[TaskT]) -> TaskT:
+    """Return the task if it is of a kind.
 
     Raises:
         TypeError: If it is not.
     """
-    if not isinstance(task, ZooTask):
+    if not isinstance(task, kind):
         raise TypeError(
-            f"{type(callback).__name__} works with lightning_sym.tasks.ZooTask, got {type(task).__name__}; remove the "
-            "callback or use that task."
+            f"{type(callback).__name__} works with lightning_sym.tasks.{kind.__name__}, got {type(task).__name__}; "
+            "remove the callback or use that task."
         )
     return task
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_sym._files import write_atomically
 from lightning_sym._statistics import bootstrap_over_models
-from lightning_sym.callbacks._checks import image_datamodule, on_first_rank, run_folder
-from lightning_sym.callbacks._publish import log_summary, print_places, publish_figure, publish_table
+from lightning_sym.callbacks._checks import on_first_rank
+from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
+from lightning_sym.callbacks.run_report import RunReport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.networks.batch_norm import batch_norms
@@ -57,7 +57,7 @@ class _Key:
     split: str
 
 
-class MatchingReport(Callback):
+class MatchingReport(RunReport[MatchingTask]):
     """Say what a fit of a :class:`lightning_sym.tasks.MatchingTask` found.
 
     At the end of the fit, loss and accuracy are evaluated on the straight line between the two networks of every
@@ -86,6 +86,8 @@ class MatchingReport(Callback):
         ValueError: If an argument is out of its range.
     """
 
+    task_type = MatchingTask
+
     def __init__(
         self,
         points: int = 25,
@@ -102,38 +104,15 @@ class MatchingReport(Callback):
         self.points = points
         self.train_batches = train_batches
         self.recalibrate = recalibrate
-        self.dirpath = dirpath
-        self._run = Path()
-        self._path: Path | None = None
+        super().__init__(dirpath)
         self._summary: list[dict[str, Any]] = []
         self._pairs = 0
         self._title = ""
-        self._written = False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the task and the data.
-
-        Raises:
-            TypeError: If the task is no ``MatchingTask`` or the data are not of ``lightning_sym.datamodules``.
-        """
-        self._path = None
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        _matching_task(self, pl_module)
-        image_datamodule(self, trainer)
-        self._written = False
-        self._run = run_folder(trainer)  # asked for here, as it needs all ranks
-        self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def report(self, trainer: Trainer, task: MatchingTask, data: ImageDataModule) -> None:
         """Evaluate, and write tables and figures."""
-        if self._path is None:
-            return
-        task = _matching_task(self, pl_module)
-        data = image_datamodule(self, trainer)
         distances: dict[tuple[Pair, str], float] = {}
         curves = self._curves(trainer, task, data, distances)
-        self._written = True
         on_first_rank(trainer, lambda: self._publish(trainer, task, data, curves, distances))
 
     def _curves(
@@ -186,7 +165,6 @@ class MatchingReport(Callback):
         curves: dict[_Key, dict[Pair, Barrier]],
         distances: dict[tuple[Pair, str], float],
     ) -> None:
-        assert self._path is not None
         self._summary = _summary(curves)
         self._pairs = len(task.pairs)
         kind = type(task.member(task.pairs[0][0])).__name__
@@ -207,26 +185,25 @@ class MatchingReport(Callback):
             "versions": versions(),
         }
         what = "the lines between networks of a zoo, before and after matching: "
-        publish_table(self._summary, {"what": what + "barriers over pairs", **about}, self._path / "summary")
+        publish_table(self._summary, {"what": what + "barriers over pairs", **about}, self.path / "summary")
         rows = _pair_rows(curves, distances)
-        publish_table(rows, {"what": what + "barriers of each pair", **about}, self._path / "barriers")
-        publish_table(_curve_rows(curves), {"what": what + "all points", **about}, self._path / "curves")
+        publish_table(rows, {"what": what + "barriers of each pair", **about}, self.path / "barriers")
+        publish_table(_curve_rows(curves), {"what": what + "all points", **about}, self.path / "curves")
         columns = [_lines(curves, kind, split) for kind in _kinds(curves) for split in _SPLITS]
         t = next(iter(first.values())).t.numpy()
         figure = interpolation_curves(t, columns, title=f"Between two networks: {self._title}")
-        publish_figure(trainer, figure, "figures/MatchingReport/interpolation", self._path / "interpolation.png")
+        publish_figure(trainer, figure, "figures/MatchingReport/interpolation", self.path / "interpolation.png")
         publish_figure(
             trainer,
             barrier_bars(_bars(curves, self._summary), title=f"Barriers: {self._title}{_suffix(_kinds(curves)[-1])}"),
             "figures/MatchingReport/barriers",
-            self._path / "barriers.png",
+            self.path / "barriers.png",
         )
         self._log(trainer, task)
 
     def _log(self, trainer: Trainer, task: MatchingTask) -> None:
-        assert self._path is not None
         symmetry = task.symmetry
-        write_atomically(self._path / "symmetry.txt", f"{symmetry}\n")
+        write_atomically(self.path / "symmetry.txt", f"{symmetry}\n")
         found = {
             "dimension": symmetry.dimension,
             "log10_permutations": symmetry.log10_permutations,
@@ -235,7 +212,7 @@ class MatchingReport(Callback):
             "notes": list(symmetry.notes),
             "rows": symmetry.table(),
         }
-        write_atomically(self._path / "symmetry.json", json.dumps(found, indent=1) + "\n")
+        write_atomically(self.path / "symmetry.json", json.dumps(found, indent=1) + "\n")
         last = self._summary[-1]["batch_norm"]
         values = {
             f"barrier/{row['split']}_{name}/{row['method']}": row[f"{name}_barrier"]
@@ -249,25 +226,25 @@ class MatchingReport(Callback):
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("symmetry", f"```\n{symmetry}\n```", trainer.global_step)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table, after the progress bar has gone."""
-        if not self._written:  # a run that was killed after its last epoch: resumed, it has no training to end
-            self.on_train_end(trainer, pl_module)
-        if self._path is None or not trainer.is_global_zero:
-            return
-        console = Console()
-        console.print(_terminal_table(self._summary, self._title))
+    def table(self) -> Table:
+        """Return the mean barriers."""
+        return _terminal_table(self._summary, self._title)
+
+    def notes(self) -> list[str]:
+        """Say what the numbers are."""
         note = "mean ± standard deviation over pairs"
         if any(row["note"] == "" for row in self._summary):
             note += "; in brackets: 95 % interval for the mean, over models"
-        console.print(f"  {note}", highlight=False, soft_wrap=True)
-        places = {
-            "picture": self._path / "interpolation.png",
-            "table": self._path / "summary.csv",
-            "pairs": self._path / "barriers.csv",
-            "group": self._path / "symmetry.txt",
+        return [note]
+
+    def places(self, trainer: Trainer) -> dict[str, Path]:
+        """Return picture, tables and the symmetry group."""
+        return {
+            "picture": self.path / "interpolation.png",
+            "table": self.path / "summary.csv",
+            "pairs": self.path / "barriers.csv",
+            "group": self.path / "symmetry.txt",
         }
-        print_places(console, places, self._run)
 
 
 class _Equal:
@@ -282,15 +259,6 @@ class _Equal:
             size = size or len(batch[0])
             if len(batch[0]) == size:
                 yield batch
-
-
-def _matching_task(callback: Callback, task: LightningModule) -> MatchingTask:
-    if not isinstance(task, MatchingTask):
-        raise TypeError(
-            f"{type(callback).__name__} works with lightning_sym.tasks.MatchingTask, got {type(task).__name__}; remove "
-            "the callback or use that task."
-        )
-    return task
 
 
 def _distance(a: nn.Module, b: nn.Module) -> float:

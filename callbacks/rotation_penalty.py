@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pytorch_lightning import Callback, LightningModule, Trainer
-from rich.console import Console
+from pytorch_lightning import Trainer
 from rich.table import Table
 
-from lightning_sym.callbacks._checks import image_datamodule, on_first_rank, run_folder
-from lightning_sym.callbacks._publish import log_summary, print_places, publish_figure, publish_table
+from lightning_sym.callbacks._checks import on_first_rank
+from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
+from lightning_sym.callbacks.run_report import RunReport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.figures import PenaltyFamily, rotation_penalty
 from lightning_sym.tasks import RotationTask
@@ -38,7 +38,7 @@ _KINDS = {
 }
 
 
-class RotationPenalty(Callback):
+class RotationPenalty(RunReport[RotationTask]):
     """Say what a fit of a :class:`lightning_sym.tasks.RotationTask` found.
 
     At the end of the fit, and only then, the members and the rotated networks are evaluated on the test split: of each
@@ -59,42 +59,21 @@ class RotationPenalty(Callback):
         Godfrey et al. (2022), arXiv:2205.14258, section 3.3.
     """
 
+    task_type = RotationTask
+
     def __init__(self, dirpath: str | None = None) -> None:
-        self.dirpath = dirpath
-        self._run = Path()
-        self._path: Path | None = None
-        self._written = False
+        super().__init__(dirpath)
         self._summary: list[dict[str, Any]] = []
         self._title = ""
         self._notes: list[str] = []
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the task and the data.
-
-        Raises:
-            TypeError: If the task is no ``RotationTask`` or the data are not of ``lightning_sym.datamodules``.
-        """
-        self._path = None
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        _rotation_task(self, pl_module)
-        image_datamodule(self, trainer)
-        self._written = False
-        self._run = run_folder(trainer)  # asked for here, as it needs all ranks
-        self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def report(self, trainer: Trainer, task: RotationTask, data: ImageDataModule) -> None:
         """Evaluate, and write tables and figures."""
-        if self._path is None:
-            return
-        task = _rotation_task(self, pl_module)
-        data = image_datamodule(self, trainer)
         validation = data.val_dataloader()
         with task.evaluating():
             found = {"test": task.evaluate(data.test_dataloader())}
             if not isinstance(validation, list):  # there are validation images
                 found["val"] = task.evaluate(validation)
-        self._written = True
         on_first_rank(trainer, lambda: self._publish(trainer, task, data, found))
 
     def _publish(
@@ -104,7 +83,6 @@ class RotationPenalty(Callback):
         data: ImageDataModule,
         found: Mapping[str, Mapping[str, list[float]]],
     ) -> None:
-        assert self._path is not None
         rows = _rows(task, found)
         self._summary = _summary(rows)
         zoo, members = task.model_zoo, [int(key) for key in task.members]
@@ -126,40 +104,30 @@ class RotationPenalty(Callback):
             "versions": versions(),
         }
         what = "rotation penalties: "
-        publish_table(rows, {"what": what + "each rotated network", **about}, self._path / "penalties")
-        publish_table(self._summary, {"what": what + "per site and kind", **about}, self._path / "summary")
+        publish_table(rows, {"what": what + "each rotated network", **about}, self.path / "penalties")
+        publish_table(self._summary, {"what": what + "per site and kind", **about}, self.path / "summary")
         figure = _figure(self._summary, title=f"Rotation penalty: {self._title}")
         tag = "figures/RotationPenalty/rotation_penalty"
-        publish_figure(trainer, figure, tag, self._path / "rotation_penalty.png")
+        publish_figure(trainer, figure, tag, self.path / "rotation_penalty.png")
         values = task.quantities(found["test"], "test")
         main = "group" if "group" in task.kinds else task.kinds[0]
         log_summary(trainer, values, values.get(f"test_penalty/{main}", math.nan))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table, after the progress bar has gone."""
-        if not self._written:  # a run that was killed after its last epoch: resumed, it has no training to end
-            self.on_train_end(trainer, pl_module)
-        if self._path is None or not trainer.is_global_zero:
-            return
-        console = Console()
-        console.print(_terminal_table(self._summary, self._title))
-        for note in self._notes:
-            console.print(f"  {note}", highlight=False, soft_wrap=True)
-        places = {
-            "picture": self._path / "rotation_penalty.png",
-            "table": self._path / "summary.csv",
-            "runs": self._path / "penalties.csv",
+    def table(self) -> Table:
+        """Return the mean penalties."""
+        return _terminal_table(self._summary, self._title)
+
+    def notes(self) -> list[str]:
+        """Say what the numbers are, and what was stopped."""
+        return self._notes
+
+    def places(self, trainer: Trainer) -> dict[str, Path]:
+        """Return picture and tables."""
+        return {
+            "picture": self.path / "rotation_penalty.png",
+            "table": self.path / "summary.csv",
+            "runs": self.path / "penalties.csv",
         }
-        print_places(console, places, self._run)
-
-
-def _rotation_task(callback: Callback, task: LightningModule) -> RotationTask:
-    if not isinstance(task, RotationTask):
-        raise TypeError(
-            f"{type(callback).__name__} works with lightning_sym.tasks.RotationTask, got {type(task).__name__}; remove "
-            "the callback or use that task."
-        )
-    return task
 
 
 def _finite(value: float) -> float | None:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pytorch_lightning import Callback, LightningModule, Trainer
-from rich.console import Console
+from pytorch_lightning import Trainer
 from rich.table import Table
 
 from lightning_sym._statistics import bootstrap_over_models
-from lightning_sym.callbacks._checks import image_datamodule, on_first_rank, run_folder
-from lightning_sym.callbacks._publish import log_summary, print_places, publish_figure, publish_table
+from lightning_sym.callbacks._checks import on_first_rank
+from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration
+from lightning_sym.callbacks.run_report import RunReport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.figures import (
     PenaltyFamily,
@@ -42,7 +42,7 @@ _UNITS = {
 }
 
 
-class StitchPenalty(Callback):
+class StitchPenalty(RunReport[StitchingTask]):
     """Say what a fit of a :class:`lightning_sym.tasks.StitchingTask` found.
 
     At the end of the fit, and only then, the stitched networks are evaluated on the test split: of each the weights
@@ -63,37 +63,17 @@ class StitchPenalty(Callback):
         deviations over pairs that are not independent.
     """
 
+    task_type = StitchingTask
+
     def __init__(self, dirpath: str | None = None) -> None:
-        self.dirpath = dirpath
-        self._run = Path()
-        self._path: Path | None = None
-        self._written = False
+        super().__init__(dirpath)
         self._rows: list[dict[str, Any]] = []
         self._summary: list[dict[str, Any]] = []
         self._title = ""
         self._notes: list[str] = []
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the task and the data.
-
-        Raises:
-            TypeError: If the task is no ``StitchingTask`` or the data are not of ``lightning_sym.datamodules``.
-        """
-        self._path = None
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        _stitching_task(self, pl_module)
-        image_datamodule(self, trainer)
-        self._written = False
-        self._run = run_folder(trainer)  # asked for here, as it needs all ranks
-        self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def report(self, trainer: Trainer, task: StitchingTask, data: ImageDataModule) -> None:
         """Evaluate, and write tables and figures."""
-        if self._path is None:
-            return
-        task = _stitching_task(self, pl_module)
-        data = image_datamodule(self, trainer)
         recalibration = next(
             (callback for callback in trainer.callbacks if isinstance(callback, BatchNormRecalibration)),  # type: ignore[attr-defined]
             None,
@@ -110,7 +90,6 @@ class StitchPenalty(Callback):
             if normed and recalibration is not None:
                 with recalibration.recalibrated(trainer, task):
                     found[_RECALIBRATED] = task.evaluate(data.test_dataloader())
-        self._written = True
         on_first_rank(trainer, lambda: self._publish(trainer, task, data, found, sparsities, recalibration))
 
     def _publish(
@@ -122,7 +101,6 @@ class StitchPenalty(Callback):
         sparsities: Sequence[float | None],
         recalibration: BatchNormRecalibration | None,
     ) -> None:
-        assert self._path is not None
         self._rows = _rows(task, found, sparsities)
         self._summary = _summary(self._rows)
         pairs = len(task.pairs)
@@ -155,8 +133,8 @@ class StitchPenalty(Callback):
             "versions": versions(),
         }
         what = "stitching penalties on the test split: "
-        publish_table(self._rows, {"what": what + "each stitched network", **about}, self._path / "penalties")
-        publish_table(self._summary, {"what": what + "over pairs", **about}, self._path / "summary")
+        publish_table(self._rows, {"what": what + "each stitched network", **about}, self.path / "penalties")
+        publish_table(self._summary, {"what": what + "over pairs", **about}, self.path / "summary")
         self._figures(trainer, task)
         kind = _shown(self._summary)
         logged = {
@@ -168,7 +146,6 @@ class StitchPenalty(Callback):
         log_summary(trainer, logged, float(np.mean(trained)) if trained else math.nan)
 
     def _figures(self, trainer: Trainer, task: StitchingTask) -> None:
-        assert self._path is not None
         kinds, shown = list(dict.fromkeys(row["batch_norm"] for row in self._summary)), _shown(self._summary)
         figures = {}
         if all(row["site"] == row["target_site"] for row in self._summary):
@@ -185,34 +162,24 @@ class StitchPenalty(Callback):
             families = _sparsities(self._summary, sites, shown)
             figures["sparsity"] = sparsity_against_penalty(families, sites, title=f"Sparsity: {self._title}")
         for name, figure in figures.items():
-            publish_figure(trainer, figure, f"figures/StitchPenalty/{name}", self._path / f"{name}.png")
-        self._picture = self._path / f"{next(iter(figures))}.png"
+            publish_figure(trainer, figure, f"figures/StitchPenalty/{name}", self.path / f"{name}.png")
+        self._picture = self.path / f"{next(iter(figures))}.png"
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table, after the progress bar has gone."""
-        if not self._written:  # a run that was killed after its last epoch: resumed, it has no training to end
-            self.on_train_end(trainer, pl_module)
-        if self._path is None or not trainer.is_global_zero:
-            return
-        console = Console()
-        console.print(_terminal_table(self._summary, self._title))
-        for note in [_legend(self._summary), *self._notes]:
-            console.print(f"  {note}", highlight=False, soft_wrap=True)
-        places = {
+    def table(self) -> Table:
+        """Return the mean penalties."""
+        return _terminal_table(self._summary, self._title)
+
+    def notes(self) -> list[str]:
+        """Say what the numbers are, and what was stopped."""
+        return [_legend(self._summary), *self._notes]
+
+    def places(self, trainer: Trainer) -> dict[str, Path]:
+        """Return picture and tables."""
+        return {
             "picture": self._picture,
-            "table": self._path / "summary.csv",
-            "pairs": self._path / "penalties.csv",
+            "table": self.path / "summary.csv",
+            "pairs": self.path / "penalties.csv",
         }
-        print_places(console, places, self._run)
-
-
-def _stitching_task(callback: Callback, task: LightningModule) -> StitchingTask:
-    if not isinstance(task, StitchingTask):
-        raise TypeError(
-            f"{type(callback).__name__} works with lightning_sym.tasks.StitchingTask, got {type(task).__name__}; "
-            "remove the callback or use that task."
-        )
-    return task
 
 
 def _shown(summary: Sequence[Mapping[str, Any]]) -> str:

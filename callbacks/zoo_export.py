@@ -8,7 +8,13 @@ from typing import Any
 from pytorch_lightning import Callback, LightningModule, Trainer
 
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import image_datamodule, on_first_rank, raise_together, run_folder, zoo_task
+from lightning_sym.callbacks._checks import (
+    checked_task,
+    image_datamodule,
+    on_first_rank,
+    raise_together,
+    run_folder,
+)
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
@@ -49,7 +55,7 @@ class ZooExport(Callback):
         self.path, self._zoo, self._written = None, None, False
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        task = zoo_task(self, pl_module)
+        task = checked_task(self, pl_module, ZooTask)
         data = image_datamodule(self, trainer)
         self.path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
         path = self.path
@@ -101,7 +107,7 @@ class ZooExport(Callback):
         Raises:
             ValueError: If the zoo has members of these numbers.
         """
-        numbers = zoo_task(self, pl_module).numbers
+        numbers = checked_task(self, pl_module, ZooTask).numbers
 
         def check() -> None:
             if self._zoo is None or self.overwrite or trainer.ckpt_path is not None:
@@ -121,7 +127,7 @@ class ZooExport(Callback):
         """Evaluate the kept weights and write this rank's members."""
         if self.path is None:
             return
-        task = zoo_task(self, pl_module)
+        task = checked_task(self, pl_module, ZooTask)
         data = image_datamodule(self, trainer)
         results = task.split_metrics(data)
         identity = data.identity()

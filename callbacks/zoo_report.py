@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning import Callback, LightningModule, Trainer
-from rich.console import Console
+from pytorch_lightning import Trainer
 from rich.table import Table
 
-from lightning_sym.callbacks._checks import image_datamodule, run_folder, zoo_task
-from lightning_sym.callbacks._publish import log_summary, print_places, publish_figure, publish_table
+from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
+from lightning_sym.callbacks.run_report import RunReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.figures import confusion_matrix, validation_curves, zoo_overview
@@ -22,7 +21,7 @@ _UNITS = {
 }
 
 
-class ZooReport(Callback):
+class ZooReport(RunReport[ZooTask]):
     """Say what a fit of a :class:`lightning_sym.tasks.ZooTask` found.
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
@@ -35,35 +34,21 @@ class ZooReport(Callback):
         rows: Members listed on the terminal; the files hold all. >= 0.
     """
 
+    task_type = ZooTask
+
     def __init__(self, dirpath: str | None = None, rows: int = 12) -> None:
         if rows < 0:
             raise ValueError(f"rows must be at least 0, got {rows}.")
-        self.dirpath = dirpath
+        super().__init__(dirpath)
         self.rows = rows
-        self._run = Path()
-        self._path: Path | None = None
         self._table: list[dict[str, Any]] = []
-        self._written = False
+        self._architecture = ""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the task and the data."""
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        zoo_task(self, pl_module)
-        image_datamodule(self, trainer)
-        self._written = False
-        self._run = run_folder(trainer)  # asked for here, as it needs all ranks
-        self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def report(self, trainer: Trainer, task: ZooTask, data: ImageDataModule) -> None:
         """Write the table and the figures."""
-        if self._path is None:
-            return
-        task = zoo_task(self, pl_module)
-        data = image_datamodule(self, trainer)
         task.split_metrics(data)
         stopped, kept = task.gathered()
-        self._written = True
+        self._architecture = type(task.network).__name__
         if not trainer.is_global_zero:
             return
         self._table = _rows(task, data, stopped, kept)
@@ -75,13 +60,12 @@ class ZooReport(Callback):
             "data": data.identity(),
             "versions": versions(),
         }
-        publish_table(self._table, about, self._path / "members")
+        publish_table(self._table, about, self.path / "members")
         if tested := [row["test_accuracy"] for row in self._table if not row["stopped"]]:
             log_summary(trainer, {}, statistics(tested)["mean"])
         self._figures(trainer, task, data, kept)
 
     def _figures(self, trainer: Trainer, task: ZooTask, data: ImageDataModule, kept: dict[int, float]) -> None:
-        assert self._path is not None
         confusion = task.split_metrics(data)["test"]["confusion"].numpy()
         names = data.class_names
         title = f"{type(task.network).__name__}, {task.members} members, test split"
@@ -91,7 +75,7 @@ class ZooReport(Callback):
                 trainer,
                 validation_curves(accuracy, task.numbers, epochs=epochs, kept=kept),
                 "figures/ZooReport/validation_curves",
-                self._path / "validation_curves.png",
+                self.path / "validation_curves.png",
             )
             tested = [row["test_accuracy"] for row in self._table if not row["stopped"]]
             mean = f"mean test accuracy {100 * statistics(tested)['mean']:.2f} %" if tested else "all stopped"
@@ -105,30 +89,29 @@ class ZooReport(Callback):
                 title=f"A zoo of {task.members} {type(task.network).__name__}, {mean}",
                 confusion_title="Test confusion, mean over members",
             )
-            publish_figure(trainer, overview, "figures/ZooReport/zoo", self._path / "zoo.png")
+            publish_figure(trainer, overview, "figures/ZooReport/zoo", self.path / "zoo.png")
         publish_figure(
             trainer,
             confusion_matrix(confusion, class_names=names, title=title),
             "figures/ZooReport/confusion",
-            self._path / "confusion.png",
+            self.path / "confusion.png",
         )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table, after the progress bar has gone."""
-        if not self._written:  # a run that was killed after its last epoch: resumed, it has no training to end
-            self.on_train_end(trainer, pl_module)
-        if self._path is None or not trainer.is_global_zero:
-            return
-        console = Console()
-        console.print(_terminal_table(self._table, self.rows, type(zoo_task(self, pl_module).network).__name__))
-        for row in self._table:
-            if row["stopped"]:
-                console.print(f"  member {row['member']} was stopped: {row['stopped']}", soft_wrap=True)
-        places = {"picture": self._path / "zoo.png", "table": self._path / "members.csv"}
+    def table(self) -> Table:
+        """Return the members' accuracies."""
+        return _terminal_table(self._table, self.rows, self._architecture)
+
+    def notes(self) -> list[str]:
+        """Say which members were stopped."""
+        return [f"member {row['member']} was stopped: {row['stopped']}" for row in self._table if row["stopped"]]
+
+    def places(self, trainer: Trainer) -> dict[str, Path]:
+        """Return picture, table and zoo."""
+        places = {"picture": self.path / "zoo.png", "table": self.path / "members.csv"}
         exports = [callback for callback in trainer.callbacks if isinstance(callback, ZooExport)]  # type: ignore[attr-defined]
         if exports and exports[0].path is not None:
             places["zoo"] = exports[0].path
-        print_places(console, places, self._run)
+        return places
 
 
 def _rows(
