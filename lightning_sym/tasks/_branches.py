@@ -23,6 +23,7 @@ from lightning_sym.population import carry_gradients
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
 from lightning_sym.tasks._members import check_data
 from lightning_sym.tasks.metrics import PopulationClassification
+from lightning_sym.tasks.strategy import most_validation_batches
 from lightning_sym.zoo import ModelZoo
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -165,13 +166,7 @@ class BranchTask(LightningModule):
 
     def on_train_start(self) -> None:
         """Check that all ranks can validate."""
-        batches = torch.tensor(sum(self.trainer.num_val_batches), device=self.device)
-        fewest = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="min"))
-        most = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="max"))
-        if fewest < most and fewest == 0:  # Lightning would skip validation there, and the others would wait
-            raise ValueError(
-                "There are fewer validation images than processes; raise val_fraction, or start fewer processes."
-            )
+        most_validation_batches(self)
 
     # ---- optimizer
 

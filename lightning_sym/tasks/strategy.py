@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -78,6 +78,23 @@ def gather(value: T) -> list[T]:
     values: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(value, values, dst=0)
     return [value] if values is None else values
+
+
+def most_validation_batches(task: LightningModule) -> int:
+    """Return the largest number of validation batches that a rank has; to be called on every rank, in a fit.
+
+    Raises:
+        ValueError: If some ranks have none and others have: Lightning would skip validation on the first, and the
+            others would wait for them.
+    """
+    strategy = task.trainer.strategy
+    batches = torch.tensor(sum(task.trainer.num_val_batches), device=task.device)
+    fewest, most = (int(strategy.reduce(batches.clone(), reduce_op=how)) for how in ("min", "max"))
+    if fewest < most and fewest == 0:
+        raise ValueError(
+            "There are fewer validation images than processes; raise val_fraction, or start fewer processes."
+        )
+    return most
 
 
 for _name, _method in (("ddp_members", "popen"), ("ddp_members_fork", "fork")):

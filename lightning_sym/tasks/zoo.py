@@ -18,7 +18,7 @@ from lightning_sym._text import ranges
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks.metrics import PopulationClassification
-from lightning_sym.tasks.strategy import MemberParallelStrategy, gather
+from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
 
 # Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
 _ENTRYWISE = {
@@ -217,13 +217,7 @@ class ZooTask(LightningModule):
 
     def on_train_start(self) -> None:
         """Check that the best weights can be told, and leave running statistics to :meth:`_average_buffers`."""
-        batches = torch.tensor(sum(self.trainer.num_val_batches), device=self.device)
-        fewest = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="min"))
-        most = int(self.trainer.strategy.reduce(batches.clone(), reduce_op="max"))
-        if fewest < most and fewest == 0:  # Lightning would skip validation there, and the others would wait
-            raise ValueError(
-                "There are fewer validation images than processes; raise val_fraction, or start fewer processes."
-            )
+        most = most_validation_batches(self)
         if self.keep == "best" and most == 0:
             raise ValueError(
                 'keep="best" needs validation data, and there are none; set val_fraction above 0, or keep="last".'

@@ -4,16 +4,12 @@ Usage: ``python matching_scenarios.py FOLDER ZOO``; every scenario leaves its ch
 and ``FOLDER/errors.json`` says what those that must fail said.
 """
 
-import json
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
+from scenarios import Scenarios, parallel, paths
 
 from lightning_sym.callbacks import MatchingReport
 from lightning_sym.datamodules import DigitsDataModule
@@ -49,9 +45,8 @@ def fit(
     common = {"dirpath": folder, "enable_version_counter": False}
     checkpoint = ModelCheckpoint(**common, filename="last", save_on_train_epoch_end=True)
     middle = ModelCheckpoint(**common, filename="middle", every_n_train_steps=3)
-    parallel = {"devices": 2, "strategy": "ddp_fork"} if processes == 2 else {"devices": 1}
     trainer = Trainer(
-        **parallel,
+        **parallel(processes),
         accelerator="cpu",
         max_epochs=2,
         enable_progress_bar=False,
@@ -67,15 +62,10 @@ def fit(
 
 
 def main(folder: Path, zoo: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    errors: dict[str, str] = {}
+    scenarios = Scenarios(folder)
 
     def run(name: str, action: Callable[..., None] = fit, **settings) -> None:
-        try:
-            action(folder / name, zoo, **settings)
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        scenarios.run(name, action, zoo, **settings)
 
     run("2", processes=2, batch_size=8)
     run("2 without training", processes=2, methods=["weights", "activations"])
@@ -85,8 +75,8 @@ def main(folder: Path, zoo: Path) -> None:
     run("unlucky", kind=Unlucky, processes=2)
     # Last: a process that has taken gradients cannot fork. 1 x 16 images see what 2 x 8 see.
     run("1", batch_size=16)
-    (folder / "errors.json").write_text(json.dumps(errors))
+    scenarios.finish()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*paths())

@@ -4,15 +4,11 @@ Usage: ``python rotation_scenarios.py FOLDER ZOO``; every scenario leaves its ch
 ``FOLDER/errors.json`` says what those that must fail said.
 """
 
-import json
-import sys
-import traceback
-import warnings
 from pathlib import Path
 
-import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
+from scenarios import Scenarios, parallel, paths
 
 from lightning_sym.callbacks import RotationPenalty
 from lightning_sym.datamodules import DigitsDataModule
@@ -36,9 +32,8 @@ def fit(
     ckpt_path: Path | None = None,
 ) -> None:
     checkpoint = ModelCheckpoint(folder, filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
-    parallel = {"devices": 2, "strategy": "ddp_fork"} if processes == 2 else {"devices": 1}
     trainer = Trainer(
-        **parallel,
+        **parallel(processes),
         accelerator="cpu",
         max_epochs=2,
         enable_progress_bar=False,
@@ -55,23 +50,18 @@ def fit(
 
 
 def main(folder: Path, zoo: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    errors: dict[str, str] = {}
+    scenarios = Scenarios(folder)
 
     def run(name: str, **settings) -> None:
-        try:
-            fit(folder / name, zoo, **settings)
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        scenarios.run(name, fit, zoo, **settings)
 
     run("2", processes=2, batch_size=8)
     run("part", kind=Stop, processes=2, batch_size=8)
     run("resumed", processes=2, batch_size=8, ckpt_path=folder / "part" / "last.ckpt")
     # Last: a process that has taken gradients cannot fork. 1 x 16 images see what 2 x 8 see.
     run("1", batch_size=16)
-    (folder / "errors.json").write_text(json.dumps(errors))
+    scenarios.finish()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*paths())

@@ -6,15 +6,13 @@ and ``FOLDER/errors.json`` says what those that must fail said.
 
 import functools
 import json
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
+from scenarios import Scenarios, parallel, paths
 
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import DigitsDataModule
@@ -82,12 +80,11 @@ def fit(
     common = {"dirpath": folder, "enable_version_counter": False}
     checkpoint = ModelCheckpoint(**common, filename="last", save_on_train_epoch_end=True)
     middle = ModelCheckpoint(**common, filename="middle", every_n_train_steps=3)
-    parallel = {"devices": 2, "strategy": "ddp_fork"} if processes == 2 else {"devices": 1}
     callbacks = [Write(folder), checkpoint, middle]
     if recalibrate:  # two full batches of each of two processes are four of one
         callbacks.insert(0, BatchNormRecalibration(images=64, batch_size=16))
     trainer = Trainer(
-        **parallel,
+        **parallel(processes),
         accelerator="cpu",
         max_epochs=max_epochs,
         enable_progress_bar=False,
@@ -111,15 +108,10 @@ def fit(
 
 
 def main(folder: Path, zoo: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    errors: dict[str, str] = {}
+    scenarios = Scenarios(folder)
 
     def run(name: str, action: Callable[..., None] = fit, **settings) -> None:
-        try:
-            action(folder / name, zoo, **settings)
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        scenarios.run(name, action, zoo, **settings)
 
     two = {"processes": 2, "batch_size": 8}
     run("2", **two)
@@ -131,8 +123,8 @@ def main(folder: Path, zoo: Path) -> None:
     run("explodes", maps=("full", Explodes), **two)
     # Last: a process that has taken gradients cannot fork. 1 x 16 images see what 2 x 8 see.
     run("1", batch_size=16)
-    (folder / "errors.json").write_text(json.dumps(errors))
+    scenarios.finish()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*paths())

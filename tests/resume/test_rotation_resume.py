@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from interruption import Interrupt, assert_same
+from pytorch_lightning import Trainer
 
 from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import RotationPenalty
@@ -18,21 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
 ]
-
-
-class Interrupt(Callback):
-    """Stops a run at a step, or before its report."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        if self.place == f"{trainer.current_epoch} {batch_idx}":
-            raise RuntimeError("interrupted")
-
-    def on_train_end(self, trainer, task):
-        if self.place == "end":
-            raise RuntimeError("interrupted")
 
 
 def digits(val_fraction: float) -> DigitsDataModule:
@@ -53,17 +39,6 @@ def fit(folder: Path, zoo: Path, val_fraction: float, place: str = "", ckpt_path
     kinds = ["group", "orthogonal", "none", "undo"]
     task = RotationTask(str(zoo), sites=["activation2"], kinds=kinds, repeats=1)
     trainer.fit(task, digits(val_fraction), ckpt_path=ckpt_path, weights_only=True)
-
-
-def assert_same(a: object, b: object, where: str = "") -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 @pytest.fixture(scope="module", params=[0.1, 0.0], ids=["validated", "not validated"])

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from interruption import Interrupt, assert_same
+from pytorch_lightning import Trainer
 
 from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import BatchNormRecalibration
@@ -22,21 +23,12 @@ pytestmark = [
 ]
 
 
-class Interrupt(Callback):
-    """Stops a run at a step, or after its last epoch."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
+class Watch(Interrupt):
+    """Checks on the way what dropout in upper parts that are trained is seeded with."""
 
     def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        # What dropout in upper parts that are trained is seeded with.
         assert trainer.fit_loop.total_batch_idx == 5 * trainer.current_epoch + batch_idx
-        if self.place == f"{trainer.current_epoch} {batch_idx}":
-            raise RuntimeError("interrupted")
-
-    def on_train_end(self, trainer, task):
-        if self.place == "end":
-            raise RuntimeError("interrupted")
+        super().on_train_batch_start(trainer, task, batch, batch_idx)
 
 
 def fit(folder: Path, zoo: Path, place: str = "", ckpt_path: Path | None = None, val_fraction: float = 0.1):
@@ -48,7 +40,7 @@ def fit(folder: Path, zoo: Path, place: str = "", ckpt_path: Path | None = None,
         enable_model_summary=False,
         default_root_dir=folder,
         logger=False,
-        callbacks=[Interrupt(place), BatchNormRecalibration(images=40), checkpoint],
+        callbacks=[Watch(place), BatchNormRecalibration(images=40), checkpoint],
     )
     task = StitchingTask(
         str(zoo),
@@ -62,21 +54,6 @@ def fit(folder: Path, zoo: Path, place: str = "", ckpt_path: Path | None = None,
     data = DigitsDataModule(batch_size=16, max_samples=80, val_fraction=val_fraction)  # 5 steps
     trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
     return task, trainer
-
-
-def assert_same(a: object, b: object, where: str = "") -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list):
-        assert len(a) == len(b), where
-        for one, two in zip(a, b, strict=True):
-            assert_same(one, two, where)
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 @pytest.fixture(scope="module")
