@@ -53,7 +53,8 @@ class StitchPenalty(RunReport[StitchingTask]):
     ``.json`` (means over pairs, standard deviation, bootstrap interval over models), ``penalties.png``: penalty against
     site, without and with recalibrated statistics. For any-to-any sites a heat map for each family in its place; for
     ``lasso`` maps ``sparsity.png`` too. All are in TensorBoard under ``figures/StitchPenalty``; mean penalties are
-    logged as ``test_penalty/<site>/<family>``. A table is printed, with the places of all files.
+    logged as ``test_penalty/<site>/<family>``, and the mean over sites and trained families as ``hp_metric``. A table
+    is printed, with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -102,7 +103,7 @@ class StitchPenalty(RunReport[StitchingTask]):
         recalibration: BatchNormRecalibration | None,
     ) -> None:
         self._rows = _rows(task, found, sparsities)
-        self._summary = _summary(self._rows)
+        self._summary = _summary(self._rows, two_zoos=task.target_zoo is not None)
         pairs = len(task.pairs)
         lower, upper = task.zoos["lower"][0], task.zoos["upper"][0]
         names = dict.fromkeys(type(network).__name__ for network in task.members.values())
@@ -137,12 +138,9 @@ class StitchPenalty(RunReport[StitchingTask]):
         publish_table(self._summary, {"what": what + "over pairs", **about}, self.path / "summary")
         self._figures(trainer, task)
         kind = _shown(self._summary)
-        logged = {
-            f"test_penalty/{row['place']}/{row['family']}": row["penalty"]
-            for row in self._summary
-            if row["batch_norm"] in (kind, _NONE) and row["penalty"] is not None
-        }
-        trained = [v for row in self._summary if (v := logged.get(f"test_penalty/{row['place']}/{row['family']}"))]
+        shown = [row for row in self._summary if row["batch_norm"] in (kind, _NONE) and row["penalty"] is not None]
+        logged = {f"test_penalty/{row['place']}/{row['family']}": row["penalty"] for row in shown}
+        trained = [row["penalty"] for row in shown if row["trained"]]
         log_summary(trainer, logged, float(np.mean(trained)) if trained else math.nan)
 
     def _figures(self, trainer: Trainer, task: StitchingTask) -> None:
@@ -237,8 +235,11 @@ def _sparsity(maps: Sequence[Any]) -> float:
     return float(zeros / max(1, sum(entries)))
 
 
-def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return means over pairs, for each place, family and kind of statistics."""
+def _summary(rows: Sequence[Mapping[str, Any]], *, two_zoos: bool) -> list[dict[str, Any]]:
+    """Return means over pairs, for each place, family and kind of statistics.
+
+    Numbers of members of two zoos are those of different models, even if they are the same.
+    """
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["batch_norm"], row["place"], row["family"]), []).append(row)
@@ -252,10 +253,10 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if used:
             numbers["penalty"] = float(np.mean(values))
             note = "no interval: a zoo stitched to another one"
-        if used and all(a != b for a, b in pairs):
+            numbers["penalty_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        if used and not two_zoos:
             interval = bootstrap_over_models(pairs, values)
-            ends = {name: _finite(float(getattr(interval, name))) for name in ("std", "low", "high")}
-            numbers |= {f"penalty_{name}": value for name, value in ends.items()}
+            numbers |= {f"penalty_{name}": _finite(float(getattr(interval, name))) for name in ("low", "high")}
             note = interval.note
         summary.append(
             {

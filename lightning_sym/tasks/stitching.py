@@ -1,5 +1,7 @@
 """Stitching the members of a zoo: all pairs, sites and families of maps in one fit."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -424,14 +426,23 @@ def _families(maps: Sequence[Family]) -> dict[str, Family]:
             stitching_map(family)  # refuses unknown names now
             name = family
         else:
-            inner = getattr(family, "func", family)  # of a functools.partial
-            name = getattr(inner, "__name__", None) or type(inner).__name__
-            if options := getattr(family, "keywords", None):
-                name += f"({', '.join(f'{key}={value}' for key, value in options.items())})"
+            name = _family_name(family)
         if name in found:
             raise ValueError(f"maps must be different, got {name!r} twice.")
         found[name] = family
     return found
+
+
+def _family_name(family: Callable[[Port], StitchingMap]) -> str:
+    """Return the name of a class or function, with the options of a ``functools.partial`` that are no defaults."""
+    if not isinstance(family, functools.partial):
+        return getattr(family, "__name__", None) or type(family).__name__
+    # What YAML gives holds the class as an argument of jsonargparse's function, and defaults among the options.
+    made = next((one for one in family.args if isinstance(one, type)), family.func)
+    known = inspect.signature(made).parameters
+    options = {k: v for k, v in family.keywords.items() if k not in known or repr(known[k].default) != repr(v)}
+    name: str = getattr(made, "__name__", None) or type(made).__name__
+    return name + (f"({', '.join(f'{key}={value}' for key, value in options.items())})" if options else "")
 
 
 def _may_skip(family: Family) -> bool:

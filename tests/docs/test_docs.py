@@ -64,6 +64,23 @@ def test_commands_are_understood(command: str, folder: Path, capsys: pytest.Capt
     assert capsys.readouterr().out
 
 
+def options() -> list[tuple[str, str]]:
+    """Return the recipe of each guide, the first that it runs, with each of the options in its tables."""
+    found = []
+    for page in PAGES:
+        recipe = re.search(r"fit --config ([a-z0-9_]+/[a-z0-9_]+)", page.read_text())
+        cells = re.findall(r"^\| [^|`]+ \|(.*)\|$", page.read_text(), re.MULTILINE)
+        found += [(recipe[1], one) for cell in cells for one in re.findall(r"`(--[^`]* [^`]+)`", cell) if recipe]
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "given"), options())
+def test_options_in_tables_are_understood(
+    recipe: str, given: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "--config", recipe, *shlex.split(given), "--print_config"]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

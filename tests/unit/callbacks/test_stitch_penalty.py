@@ -3,11 +3,13 @@
 import csv
 import json
 import math
+import shutil
+from statistics import mean, stdev
 
 import pytest
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_sym.callbacks import BatchNormRecalibration, StitchPenalty
 from lightning_sym.datamodules import DigitsDataModule
@@ -101,6 +103,35 @@ def test_the_penalty_is_the_mean_accuracy_of_both_less_that_of_the_stitched(matc
         assert row["batch_norm"] == "none"
     group = rows["activation1", "assignment"]
     assert float(group["sparsity"]) == pytest.approx(1 - 1 / 12)
+
+
+def test_members_of_two_zoos_have_a_spread_and_no_interval(matching_zoo, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(matching_zoo, other)
+    pairs = [[0, 1], [1, 2], [2, 0], [0, 0]]
+    for chosen in (pairs, pairs[:3]):  # equal numbers are different models, so are different ones
+        folder = tmp_path / str(len(chosen))
+        run(folder, matching_zoo, target_zoo=str(other), pairs=chosen, maps=["identity"])
+        penalties = {}
+        for row in table(folder):
+            penalties.setdefault(row["place"], []).append(float(row["penalty"]))
+        for row in table(folder, "summary"):
+            assert float(row["penalty_std"]) == pytest.approx(stdev(penalties[row["place"]]), abs=1e-12)
+            assert row["penalty_low"] == row["penalty_high"] == ""
+            assert row["note"] == "no interval: a zoo stitched to another one"
+
+
+def test_the_headline_is_the_mean_over_trained_maps(cnn_zoo, tmp_path):
+    class Headline(TensorBoardLogger):
+        def log_metrics(self, metrics, step=None):
+            found.extend(value for name, value in metrics.items() if name == "hp_metric")
+
+    found = []
+    settings = {"pairs": [[0, 1]], "maps": ["full", "group", "assignment", "identity"]}
+    run(tmp_path, cnn_zoo, BatchNormRecalibration(), logger=Headline(tmp_path, "", ""), **settings)
+    rows = [row for row in table(tmp_path, "summary") if row["batch_norm"] != "as is" and row["trained"] == "True"]
+    assert len(rows) == 2 * len(SITES)
+    assert found[-1] == pytest.approx(mean(float(row["penalty"]) for row in rows))
 
 
 def test_weights_are_left_as_training_left_them(cnn_zoo, tmp_path):

@@ -3,10 +3,12 @@
 import functools
 import shutil
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from pytorch_lightning import Callback, LightningDataModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -562,6 +564,24 @@ def test_a_family_of_one_s_own(matching_zoo):
         fit(StitchingTask(str(matching_zoo), maps=[wrong]))
     with pytest.raises(NotImplementedError, match="Doubled cannot start from moments of features"):
         fit(StitchingTask(str(matching_zoo), maps=[Doubled], init="features"))
+
+
+def test_families_from_yaml_have_the_name_that_they_have_in_python(matching_zoo):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--maps", type=list[str | Callable[[Port], StitchingMap]])
+    doubled = f"{Doubled.__module__}.Doubled"
+    given = [
+        "full",
+        {"class_path": doubled},
+        {"class_path": doubled, "init_args": {"factor": 0.5}},
+        {"class_path": "lightning_sym.layers.FullMap"},
+        {"class_path": "lightning_sym.layers.GroupMap", "init_args": {"projection": "euclidean"}},
+    ]
+    maps = parser.instantiate_classes(parser.parse_object({"maps": given})).maps
+    names = list(StitchingTask(str(matching_zoo), maps=maps).families)
+    assert names == ["full", "Doubled", "Doubled(factor=0.5)", "FullMap", "GroupMap(projection=euclidean)"]
+    with pytest.raises(ValueError, match="maps must be different, got 'Doubled' twice"):
+        StitchingTask(str(matching_zoo), maps=[Doubled, functools.partial(Doubled, factor=2.0)])
 
 
 def test_pairs_are_drawn_by_seed(matching_zoo):
