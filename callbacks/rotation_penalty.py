@@ -26,7 +26,7 @@ _UNITS = {
     "epoch": "epoch whose weights were kept, counted from 0: that with the best validation accuracy; none if untrained",
     "std": "standard deviation over the repeats of a member, sample form; of several members the root mean square",
     "low, high": f"95 % percentile interval for the mean test penalty, from {_SAMPLES} bootstrap samples of what "
-    "interval_over names; none if there is only one",
+    "interval_over names; none if there are fewer than three",
     "above_group": "penalty less that of the kind group at the same site: mean over members of the differences between "
     "a member's means, with a 95 % bootstrap interval over members (none for one member)",
 }
@@ -201,15 +201,17 @@ def _mean(values: Sequence[float]) -> float | None:
 def _interval(values: Sequence[Sequence[float]]) -> tuple[float | None, float | None, str]:
     """Return the bootstrap interval of the mean, and over what: members; of one member repeats.
 
+    None for two members, or two repeats of one: resamples of two are only these two and their mean.
+
     Args:
         values: For each member the penalties of its repeats.
 
     References:
         Efron (1979), "Bootstrap Methods: Another Look at the Jackknife".
     """
-    if len(values) > 1:  # repeats of one member are no news about others
+    if len(values) > 2:  # repeats of one member are no news about others
         drawn, over = np.array([np.mean(each) for each in values]), "members"
-    elif values and len(values[0]) > 1:
+    elif len(values) == 1 and len(values[0]) > 2:
         drawn, over = np.array(values[0]), "repeats"
     else:
         return None, None, ""

@@ -332,10 +332,13 @@ class BranchTask(LightningModule):
         )
 
     def _stop_unless_finite(self, index: int) -> bool:
-        """Stop a branch whose weights are not finite, which are the same on all ranks; return whether it was."""
-        finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters_of(index))
+        """Stop a branch whose weights are not finite, which are the same on all ranks; return whether it was.
+
+        Weights whose squares overflow count as not finite: batch norms hide them in training, but have no statistics.
+        """
+        finite = all(bool(parameter.square().sum().isfinite()) for parameter in self.parameters_of(index))
         if not finite:
-            self._stop(index, "its weights are not finite")
+            self._stop(index, "its weights are not finite, or overflow when squared")
         return not finite
 
     def _loss_totals(self) -> tuple[Tensor, float]:
