@@ -133,6 +133,12 @@ def _as_leaves(
         The modules that stand behind the operations, by key.
     """
     leaves = [m for m in network.modules() if isinstance(m, leaf_types)]
+    if not leaves:
+        yield {}
+        return
+    # Only shapes count, as in the capture itself, so that inputs may be of another precision than the weights.
+    dtype = next((t.dtype for t in network.parameters() if t.is_floating_point()), None)
+    inputs = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
     shapes: dict[nn.Module, Any] = {}
     handles = [
         m.register_forward_hook(lambda m, _, out: shapes.__setitem__(m, pytree.tree_map(lambda t: tuple(t.shape), out)))

@@ -255,7 +255,7 @@ def test_ties_of_signs_and_keys() -> None:
         network[0].weight.copy_(torch.tensor([[1.0, -1.0], [1.0, 1.0], [-0.5, 0.5], [1.0, -1.0]]))
         network[0].bias.copy_(torch.tensor([0.3, -0.3, 0.0, -0.3]))
         network[2].weight.copy_(torch.tensor([[1.0, -1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]))
-    symmetry = trace_symmetry(network, torch.randn(4, 2))
+    symmetry = trace_symmetry(network, torch.randn(4, 2, dtype=torch.float64))
     found = canonicalize(symmetry, network, signs=False)
     for seed in range(6):
         element = symmetry.sample(torch.Generator().manual_seed(seed), signs=False)

@@ -423,6 +423,9 @@ def test_rule_for_a_module_with_parameters() -> None:
 
     symmetry = trace_symmetry(network, X)
     assert (symmetry.dimension, symmetry.signs) == (16, 8)
+    # The example gives shapes only, with rules for modules as without.
+    assert trace_symmetry(network.double(), X.float()).dimension == 16
+    assert trace_symmetry(nn.Sequential(L(5, 8), nn.ReLU(), L(8, 3)).double(), X.float()).dimension == 8
 
 
 @pytest.mark.usefixtures("own_rules")
