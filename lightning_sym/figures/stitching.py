@@ -129,7 +129,7 @@ def penalty_curves(panels: Sequence[PenaltyPanel], title: str = "") -> Figure:
         axes.grid(axis="y", alpha=0.25)
         axes.axhline(0, color=_INK, lw=0.9, zorder=1)
     _penalty_axis(row[0], [_ends(family) for panel in panels for family in panel.families], row)
-    figure.legend(handles=[look.handle() for look in looks.values()], loc="outside right upper", frameon=False,
+    figure.legend(handles=[look.handle() for look in looks.values()], loc="outside right center", frameon=False,
                   fontsize=9, handlelength=2.6)  # fmt: skip
     if title:
         figure.suptitle(title)
@@ -252,7 +252,7 @@ def sparsity_against_penalty(families: Sequence[SparsityFamily], sites: Sequence
     figure.supxlabel("sparsity: fraction of zeros in the map", fontsize=10)
     figure.supylabel(_penalty_label(ends), fontsize=10)
     handles = [_marker(look, rank) for rank, look in enumerate(looks.values())]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
     if title:
         figure.suptitle(title)
     return figure
@@ -311,7 +311,7 @@ def rotation_penalty(sites: Sequence[str], kinds: Sequence[PenaltyFamily], title
     axes.set_ylabel(_penalty_label(ends, "rotation"))
     axes.set_ylim(top=axes.get_ylim()[1] * (1.12 if _is_logarithmic(ends) else 1.03))  # for the numbers
     axes.grid(axis="y", alpha=0.25)
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
     if title:
         figure.suptitle(title)
     return figure
