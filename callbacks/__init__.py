@@ -1,6 +1,7 @@
 """What happens between steps and epochs."""
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
+from lightning_sym.callbacks.equivalence_plane import EquivalencePlane, PlaneGrid
 from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.rotation_penalty import RotationPenalty
 from lightning_sym.callbacks.run_report import RunReport
@@ -11,7 +12,9 @@ from lightning_sym.callbacks.zoo_report import ZooReport
 
 __all__ = [
     "BatchNormRecalibration",
+    "EquivalencePlane",
     "MatchingReport",
+    "PlaneGrid",
     "RecalibrationTargets",
     "RotationPenalty",
     "RunReport",

@@ -7,9 +7,10 @@ from typing import TypeVar
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import ImageDataModule, InputDataModule
 
 TaskT = TypeVar("TaskT", bound=LightningModule)
+DataT = TypeVar("DataT", bound=InputDataModule)
 
 
 def checked_task(callback: Callback, task: LightningModule, kind: type[TaskT]) -> TaskT:
@@ -26,19 +27,24 @@ def checked_task(callback: Callback, task: LightningModule, kind: type[TaskT]) -
     return task
 
 
-def image_datamodule(callback: Callback, trainer: Trainer) -> ImageDataModule:
-    """Return the trainer's datamodule if it is an ``ImageDataModule``.
+def checked_datamodule(callback: Callback, trainer: Trainer, kind: type[DataT]) -> DataT:
+    """Return the trainer's datamodule if it is of a kind.
 
     Raises:
         TypeError: If it is not.
     """
     data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, ImageDataModule):
+    if not isinstance(data, kind):
         raise TypeError(
             f"{type(callback).__name__} needs a datamodule of lightning_sym.datamodules (for the splits and their "
             f"identity), got {type(data).__name__}; pass one to trainer.fit(task, datamodule)."
         )
     return data
+
+
+def image_datamodule(callback: Callback, trainer: Trainer) -> ImageDataModule:
+    """Return the trainer's datamodule if it is an ``ImageDataModule``; see :func:`checked_datamodule`."""
+    return checked_datamodule(callback, trainer, ImageDataModule)
 
 
 def run_folder(trainer: Trainer) -> Path:

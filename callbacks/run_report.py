@@ -2,20 +2,22 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import TypeVar
 
-from lightning_sym.callbacks._checks import checked_task, image_datamodule, run_folder
+from lightning_sym.callbacks._checks import checked_datamodule, checked_task, run_folder
 from lightning_sym.callbacks._publish import print_places
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import ImageDataModule, InputDataModule
 
 TaskT = TypeVar("TaskT", bound=LightningModule)
+DataT = TypeVar("DataT", bound=InputDataModule, default=ImageDataModule)
 
 
-class RunReport(Callback, ABC, Generic[TaskT]):
+class RunReport(Callback, ABC, Generic[TaskT, DataT]):
     """Base of callbacks that say at the end of a fit what it found: tables, figures, and a summary on the terminal.
 
     A subclass names its task in ``task_type`` and writes its files in :meth:`report`, which is called once, when
@@ -28,9 +30,11 @@ class RunReport(Callback, ABC, Generic[TaskT]):
 
     Attributes:
         task_type: The task that the report is about.
+        data_type: The data that it can be given.
     """
 
     task_type: ClassVar[type[LightningModule]]
+    data_type: ClassVar[type[InputDataModule]] = ImageDataModule
 
     def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = dirpath
@@ -53,8 +57,17 @@ class RunReport(Callback, ABC, Generic[TaskT]):
         found: Any = checked_task(self, task, self.task_type)
         return found  # type: ignore[no-any-return]
 
+    def data(self, trainer: Trainer) -> DataT:
+        """Return the datamodule as what it is.
+
+        Raises:
+            TypeError: If it is not of ``data_type``.
+        """
+        found: Any = checked_datamodule(self, trainer, self.data_type)
+        return found  # type: ignore[no-any-return]
+
     @abstractmethod
-    def report(self, trainer: Trainer, task: TaskT, data: ImageDataModule) -> None:
+    def report(self, trainer: Trainer, task: TaskT, data: DataT) -> None:
         """Evaluate, and write tables and figures to :attr:`path`; called on every rank, written on rank 0 only."""
 
     @abstractmethod
@@ -79,7 +92,7 @@ class RunReport(Callback, ABC, Generic[TaskT]):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self.task(pl_module)
-        image_datamodule(self, trainer)
+        self.data(trainer)
         self._written = False
         self._run = run_folder(trainer)  # asked for here, as it needs all ranks
         self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
@@ -88,7 +101,7 @@ class RunReport(Callback, ABC, Generic[TaskT]):
         """Write the report."""
         if self._path is None:
             return
-        self.report(trainer, self.task(pl_module), image_datamodule(self, trainer))
+        self.report(trainer, self.task(pl_module), self.data(trainer))
         self._written = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,9 +1,10 @@
-"""Data: images in memory, in fixed splits, in batches for one network or for a population."""
+"""Data: images in memory, in fixed splits, in batches for one network or for a population; Gaussian noise."""
 
-from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
+from lightning_sym.datamodules.base import ImageDataModule, InputDataModule, LabelledImages
 from lightning_sym.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
 from lightning_sym.datamodules.digits import DigitsDataModule
-from lightning_sym.datamodules.loader import TensorLoader
+from lightning_sym.datamodules.gaussian import GaussianInputsDataModule
+from lightning_sym.datamodules.loader import EpochLoader, TensorLoader
 from lightning_sym.datamodules.mnist import FashionMNISTDataModule, MNISTDataModule
 from lightning_sym.datamodules.mnist5k import MNIST5kDataModule
 from lightning_sym.datamodules.transforms import ImageTransform, Quadrant, Resized, Rotated, Translated
@@ -12,9 +13,12 @@ __all__ = [
     "CIFAR10DataModule",
     "CIFAR100DataModule",
     "DigitsDataModule",
+    "EpochLoader",
     "FashionMNISTDataModule",
+    "GaussianInputsDataModule",
     "ImageDataModule",
     "ImageTransform",
+    "InputDataModule",
     "LabelledImages",
     "MNIST5kDataModule",
     "MNISTDataModule",

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.datamodules.loader import (
+    EpochLoader,
     TensorLoader,
     check_batch_size,
     check_images,
@@ -31,7 +32,29 @@ class LabelledImages(NamedTuple):
     labels: Tensor
 
 
-class ImageDataModule(LightningDataModule, ABC):
+class InputDataModule(LightningDataModule, ABC):
+    """Base of all datamodules here: what is asked of data where labels do not matter.
+
+    Batches are tuples that begin with the inputs, of shape ``[B, *input_shape]``.
+
+    Attributes:
+        input_shape: Shape of one input.
+        num_classes: Number of outputs of networks for these data.
+    """
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Say exactly which data these are, in plain values that can be written as JSON."""
+
+    @abstractmethod
+    def curvature_dataloader(self) -> EpochLoader:
+        """Return all training inputs in a fixed order without augmentation, each on exactly one process."""
+
+
+class ImageDataModule(InputDataModule):
     """Base of the image datamodules: small data, in memory as uint8, batched by index on the right device.
 
     A subclass implements :meth:`load` and states ``source_shape`` and ``source_classes`` (and, if it can,

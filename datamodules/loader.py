@@ -1,7 +1,8 @@
 """Batches of images that already lie in memory, made by indexing."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,89 @@ class EpochSampler(SequentialSampler):
         self.epoch = epoch
 
 
-class TensorLoader:
+class EpochLoader(ABC):
+    """An iterable of batches with a length, which goes on within an epoch from where a checkpoint was taken.
+
+    A subclass says in :meth:`epoch_batches` how the batches of an epoch are made; each must depend on the epoch and
+    its number only.
+
+    Args:
+        length: Batches per epoch on this process, >= 0.
+        images: Inputs per epoch, of all processes; a checkpoint must agree to be continued within an epoch.
+        global_batch: Inputs per batch, of all processes; likewise.
+
+    Attributes:
+        sampler: Takes the epoch, see :class:`EpochSampler`.
+        batch_sampler: None; Lightning expects it wherever there is a sampler.
+    """
+
+    def __init__(self, length: int, *, images: int, global_batch: int) -> None:
+        self.sampler = EpochSampler()
+        self.batch_sampler = None
+        self._length = length
+        self._layout = {"global_batch": global_batch, "images": images}
+        self._position = 0  # batches given out in epoch self._epoch
+        self._epoch = 0
+        self._resume: dict[str, Any] | None = None
+
+    @abstractmethod
+    def epoch_batches(self, epoch: int) -> Callable[[int], Any]:
+        """Return what makes the batches of an epoch from their numbers."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator looks at the epoch when its first batch is asked for, not before: Lightning makes the
+        # first iterator of a fit before it calls set_epoch.
+        return self._batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, for use without Lightning."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far the current epoch is; Lightning stores it in checkpoints."""
+        return {"epoch": self._epoch, "position": self._position, **self._layout}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the state was taken: the next iteration of that epoch gives the remaining batches.
+
+        Iterations of another epoch start at its first batch, and so does one of that epoch if all its batches
+        had been given out.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned, in this process or another.
+        """
+        self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
+        self._resume = dict(state_dict)
+
+    def _start(self, epoch: int) -> int:
+        """Return the first batch to give out and forget the state that said so."""
+        resume, self._resume = self._resume, None
+        if resume is None or resume["epoch"] != epoch or resume["position"] == 0:
+            return 0
+        mine, theirs = self._layout, {name: resume.get(name) for name in self._layout}
+        if theirs != mine:
+            raise ValueError(
+                f"Cannot continue within epoch {epoch}: the checkpoint was made with {theirs['images']} "
+                f"training images in global batches of {theirs['global_batch']}, now there are {mine['images']} "
+                f"in batches of {mine['global_batch']}; use the same data, batch size and number of processes, or a "
+                "checkpoint from the end of an epoch."
+            )
+        return int(resume["position"]) % max(1, len(self))
+
+    def _batches(self) -> Iterator[Any]:
+        epoch = self.sampler.epoch
+        start = self._start(epoch)
+        make = self.epoch_batches(epoch)
+        for index in range(start, len(self)):
+            batch = make(index)
+            self._epoch, self._position = epoch, index + 1
+            yield batch
+
+
+class TensorLoader(EpochLoader):
     """Batches of normalised images, with random shifts and flips, for one network or for a population.
 
     An iterable with a length: no worker processes, no per-image Python. A batch is one gather from the uint8
@@ -115,8 +198,6 @@ class TensorLoader:
         device = images.device if device is None else torch.device(device)
         total = len(images)
         self.batch_size = batch_size
-        self.sampler = EpochSampler()
-        self.batch_sampler = None  # Lightning expects it wherever there is a sampler
         self._seeds = seeds if seeds is None or isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
         self._shift, self._flip = shift, flip
         self._reshuffle = reshuffle
@@ -131,29 +212,13 @@ class TensorLoader:
             batches = total // self._stride if drop_last else max(0, -(-(total - self._offset) // self._stride))
         if drop_last and batches == 0:
             raise ValueError(too_large_batch(batch_size, world_size, total))
-        self._length = batches
+        super().__init__(batches, images=total, global_batch=self._stride)
 
         self.images = images.to(device)
         self.labels = labels.to(device)
         self._mean = (torch.tensor(list(mean), dtype=torch.float64) * 255).float().to(device)[:, None, None]
         self._scale = (1 / (torch.tensor(list(std), dtype=torch.float64) * 255)).float().to(device)[:, None, None]
         self._windows = self.images if shift == 0 else _windows(self.images, shift, shift_fill, mean)
-
-        self._position = 0  # batches given out in epoch self._epoch
-        self._epoch = 0
-        self._resume: dict[str, Any] | None = None
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # A generator looks at the epoch when its first batch is asked for, not before: Lightning makes the
-        # first iterator of a fit before it calls set_epoch.
-        return self._batches()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, for use without Lightning."""
-        self.sampler.set_epoch(epoch)
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return images as the batches have them.
@@ -167,50 +232,15 @@ class TensorLoader:
         # In place, and no fused multiply-add, so that a row's bits do not depend on the batch around it.
         return images.float().sub_(self._mean).mul_(self._scale)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return how far the current epoch is; Lightning stores it in checkpoints."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "global_batch": self._stride,
-            "images": self._total,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the state was taken: the next iteration of that epoch gives the remaining batches.
-
-        Iterations of another epoch start at its first batch, and so does one of that epoch if all its batches
-        had been given out.
-
-        Args:
-            state_dict: What :meth:`state_dict` returned, in this process or another.
-        """
-        self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
-        self._resume = dict(state_dict)
-
-    def _start(self, epoch: int) -> int:
-        """Return the first batch to give out and forget the state that said so."""
-        resume, self._resume = self._resume, None
-        if resume is None or resume["epoch"] != epoch or resume["position"] == 0:
-            return 0
-        if (resume["global_batch"], resume["images"]) != (self._stride, self._total):
-            raise ValueError(
-                f"Cannot continue within epoch {epoch}: the checkpoint was made with {resume['images']} "
-                f"training images in global batches of {resume['global_batch']}, now there are {self._total} "
-                f"in batches of {self._stride}; use the same data, batch size and number of processes, or a "
-                "checkpoint from the end of an epoch."
-            )
-        return int(resume["position"]) % max(1, len(self))
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch = self.sampler.epoch
-        start = self._start(epoch)
+    def epoch_batches(self, epoch: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """Return what makes the batches of an epoch from their numbers."""
         draws = self._draw(epoch if self._reshuffle else 0)
-        for index in range(start, len(self)):
+
+        def batch(index: int) -> tuple[Tensor, Tensor]:
             first = index * self._stride + self._offset
-            batch = self._batch(slice(first, min(first + self.batch_size, self._total)), draws)
-            self._epoch, self._position = epoch, index + 1
-            yield batch
+            return self._batch(slice(first, min(first + self.batch_size, self._total)), draws)
+
+        return batch
 
     def _draw(self, epoch: int) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """Draw order ``[N]``, shifts ``[2, N]`` and flips ``[N]`` of an epoch; members go before ``N``."""

@@ -69,7 +69,8 @@ class RecipeParser(LightningArgumentParser):
         def instantiate(
             kind: type, *values: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
         ) -> object:
-            taken = inspect.signature(type(named.get("network"))).parameters if "network" in named else {}
+            network = named.get("network")
+            taken = {} if network is None else inspect.signature(type(network)).parameters
             links = {key: value for key, value in applied_instantiation_links.items() if key.split(".")[-1] in taken}
             return instantiator(kind, *values, applied_instantiation_links=links, **named)
 

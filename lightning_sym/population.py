@@ -9,7 +9,7 @@ A population knows two ways to run its members, which give the same numbers up t
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +87,23 @@ class Population(nn.Module, ABC):
         """
 
     @abstractmethod
+    def distance_step(
+        self, inputs: Tensor, targets: Tensor, *, skip: frozenset[int], draw: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute every member's mean squared distance to the targets, and its gradient; all see the same batch.
+
+        Args:
+            inputs: Shape ``[B, ...]``.
+            targets: Outputs to come near to. Shape ``[B, ...]``, as the outputs.
+            skip: Numbers of members not to run; their losses and gradients are 0.
+            draw: As for :meth:`step`.
+
+        Returns:
+            Mean over inputs of the sum over outputs of squared differences, shape ``[M]``, detached; and one gradient
+            per entry of :meth:`trainable`. Nothing is accumulated into ``.grad``.
+        """
+
+    @abstractmethod
     def logits(self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None) -> Tensor:
         """Return all members' outputs for the same images.
 
@@ -105,6 +122,10 @@ class Population(nn.Module, ABC):
     @abstractmethod
     def member_state(self, number: int) -> dict[str, Tensor]:
         """Return a copy of one member's parameters and buffers, under the network's own names."""
+
+    @abstractmethod
+    def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:
+        """Give one member other parameters and buffers, under the network's own names; they are copied."""
 
     @abstractmethod
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:
@@ -169,7 +190,8 @@ class LoopPopulation(Population):
         return [parameter for parameter in self._member(number).parameters() if parameter.requires_grad]
 
     def _laid_out(self, images: Tensor) -> Tensor:
-        return images.contiguous(memory_format=torch.channels_last) if self.channels_last else images
+        four = self.channels_last and images.dim() == 4
+        return images.contiguous(memory_format=torch.channels_last) if four else images
 
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: D102
         for member in self.members.values():
@@ -180,24 +202,46 @@ class LoopPopulation(Population):
     def step(  # noqa: D102
         self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
     ) -> PopulationStep:
-        losses: list[Tensor] = []
         correct = torch.zeros(len(self), dtype=torch.int64, device=images.device)
+
+        def loss(index: int, member: nn.Module) -> Tensor:
+            with self._drawing(images.device, self.numbers[index], draw):
+                logits = member(self._laid_out(images[index]))
+            correct[index] = (logits.detach().argmax(1) == labels[index]).sum()
+            return F.cross_entropy(logits, labels[index], label_smoothing=label_smoothing)
+
+        losses, gradients = self._each(loss, skip, images.device)
+        return PopulationStep(losses, correct, gradients)
+
+    def distance_step(  # noqa: D102
+        self, inputs: Tensor, targets: Tensor, *, skip: frozenset[int], draw: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        inputs = self._laid_out(inputs)
+
+        def loss(index: int, member: nn.Module) -> Tensor:
+            with self._drawing(inputs.device, self.numbers[index], draw):
+                outputs = member(inputs)
+            return (outputs - targets).square().sum() / len(targets)
+
+        return self._each(loss, skip, inputs.device)
+
+    def _each(
+        self, loss_of: Callable[[int, nn.Module], Tensor], skip: frozenset[int], device: torch.device
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the members' losses and gradients, one member after another."""
+        losses: list[Tensor] = []
         gradients: list[Tensor] = []
         for index, number in enumerate(self.numbers):
-            member = self._member(number)
             parameters = self.member_parameters(number)
             if number in skip:
                 gradients += [torch.zeros_like(parameter) for parameter in parameters]
-                losses.append(torch.zeros((), device=images.device))
+                losses.append(torch.zeros((), device=device))
                 continue
-            with self._drawing(images.device, number, draw):
-                logits = member(self._laid_out(images[index]))
-            loss = F.cross_entropy(logits, labels[index], label_smoothing=label_smoothing)
-            with torch.autocast(images.device.type, enabled=False):
+            loss = loss_of(index, self._member(number))
+            with torch.autocast(device.type, enabled=False):
                 gradients += _gradients(loss, parameters)
             losses.append(loss.detach())
-            correct[index] = (logits.detach().argmax(1) == labels[index]).sum()
-        return PopulationStep(torch.stack(losses), correct, gradients)
+        return torch.stack(losses), gradients
 
     def logits(  # noqa: D102
         self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None
@@ -214,6 +258,9 @@ class LoopPopulation(Population):
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
         return {name: value.detach().clone() for name, value in self._member(number).state_dict().items()}
+
+    def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:  # noqa: D102
+        self._member(number).load_state_dict(state)
 
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
         for member in self.members.values():
@@ -292,16 +339,34 @@ class VmapPopulation(Population):
             .view(members, size)
             .mean(1)
         )
-        with torch.autocast(images.device.type, enabled=False):
-            gradients = _gradients(losses.sum(), self.trainable())
         correct = (logits.detach().argmax(2) == labels).sum(1)
+        if skip:
+            correct[self._rows(skip)] = 0
+        losses, gradients = self._differentiated(losses, skip)
+        return PopulationStep(losses, correct, gradients)
+
+    def distance_step(  # noqa: D102
+        self, inputs: Tensor, targets: Tensor, *, skip: frozenset[int], draw: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        with self._drawing(inputs.device, *self.numbers, draw):
+            outputs = self._call(self._tensors(), inputs, None)
+        losses = (outputs - targets).square().flatten(1).sum(1) / len(targets)
+        return self._differentiated(losses, skip)
+
+    def _rows(self, numbers: frozenset[int]) -> list[int]:
+        return [index for index, number in enumerate(self.numbers) if number in numbers]
+
+    def _differentiated(self, losses: Tensor, skip: frozenset[int]) -> tuple[Tensor, list[Tensor]]:
+        """Return the losses ``[M]``, detached, and all gradients; both 0 for members that are skipped."""
+        with torch.autocast(losses.device.type, enabled=False):
+            gradients = _gradients(losses.sum(), self.trainable())
         losses = losses.detach()
         if skip:
-            rows = [index for index, number in enumerate(self.numbers) if number in skip]
-            losses[rows], correct[rows] = 0.0, 0
+            rows = self._rows(skip)
+            losses[rows] = 0.0
             for gradient in gradients:
                 gradient[rows] = 0.0
-        return PopulationStep(losses, correct, gradients)
+        return losses, gradients
 
     def logits(  # noqa: D102
         self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None
@@ -313,6 +378,10 @@ class VmapPopulation(Population):
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
         return {name: value.clone() for name, value in self._member_views(number).items()}
+
+    def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:  # noqa: D102
+        for name, view in self._member_views(number).items():
+            view.copy_(state[name])
 
     def _member_views(self, number: int) -> dict[str, Tensor]:
         index, tensors = self._index(number), self._tensors()

@@ -1,5 +1,15 @@
 """Data in, matplotlib figure out."""
 
+from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
+from lightning_sym.figures.equivalence_sets import (
+    betti_curve,
+    embedding,
+    isosurface,
+    isosurface_mesh,
+    point_set,
+    search_curves,
+)
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
@@ -15,16 +25,28 @@ from lightning_sym.figures.zoo import confusion_matrix, validation_curves, zoo_o
 
 __all__ = [
     "Bars",
+    "FoundPoint",
     "Lines",
     "PenaltyFamily",
     "PenaltyPanel",
+    "Scale",
     "SparsityFamily",
     "barrier_bars",
+    "betti_curve",
+    "class_stack_figure",
     "confusion_matrix",
+    "embedding",
     "interpolation_curves",
+    "isosurface",
+    "isosurface_mesh",
+    "log_contour",
+    "loss_surface",
     "penalty_curves",
     "penalty_heat_map",
+    "planes_beside",
+    "point_set",
     "rotation_penalty",
+    "search_curves",
     "sparsity_against_penalty",
     "symmetry_curves",
     "validation_curves",

@@ -21,6 +21,7 @@ class MultiLayerPerceptron(Network):
         image_size: Side of square images, or (height, width), in pixels, >= 1.
         num_classes: Number of outputs ``C``, >= 1.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
+        bias: Whether the linear layers have biases.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -38,6 +39,7 @@ class MultiLayerPerceptron(Network):
         image_size: int | tuple[int, int] = 28,
         num_classes: int = 10,
         activation: str = "relu",
+        bias: bool = True,
     ) -> None:
         super().__init__()
         check_counts(in_channels=in_channels, num_classes=num_classes)
@@ -48,11 +50,11 @@ class MultiLayerPerceptron(Network):
         self.flatten = nn.Flatten()
         sizes = [in_channels * height * width, *widths]
         for layer in range(1, len(sizes)):
-            self.add_module(f"linear{layer}", nn.Linear(sizes[layer - 1], sizes[layer]))
+            self.add_module(f"linear{layer}", nn.Linear(sizes[layer - 1], sizes[layer], bias=bias))
             self.add_module(f"activation{layer}", make_activation(activation))
         if not widths:
             make_activation(activation)  # a wrong name is an error all the same
-        self.classifier = nn.Linear(sizes[-1], num_classes)
+        self.classifier = nn.Linear(sizes[-1], num_classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits ``[N, C]`` for images ``[N, in_channels, height, width]``, also if flattened."""

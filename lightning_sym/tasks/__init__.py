@@ -1,9 +1,18 @@
 """LightningModules, one per experiment."""
 
+from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
 from lightning_sym.tasks.matching import MatchingTask
 from lightning_sym.tasks.rotation import RotationTask
 from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
 from lightning_sym.tasks.zoo import ZooTask
 
-__all__ = ["MatchingTask", "MemberParallelStrategy", "RotationTask", "StitchingTask", "ZooTask"]
+__all__ = [
+    "EquivalenceTask",
+    "FoundWeights",
+    "MatchingTask",
+    "MemberParallelStrategy",
+    "RotationTask",
+    "StitchingTask",
+    "ZooTask",
+]

@@ -17,13 +17,9 @@ from lightning_sym._random import derive_seed
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
+from lightning_sym.tasks._optimizers import check_optimizer
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
-
-# Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
-_ENTRYWISE = {
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-}  # fmt: skip
 
 
 class SplitData(Protocol):
@@ -276,14 +272,7 @@ class ZooTask(LightningModule):
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
-        name = type(optimizer).__name__
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS searches along one direction for all members together; use another optimizer.")
-        if self.execution == "vmap" and name not in _ENTRYWISE:
-            raise ValueError(
-                f'{name} may look at a tensor as a whole, which mixes members under execution="vmap"; use '
-                'execution="loop", or one of ' + ", ".join(sorted(_ENTRYWISE)) + "."
-            )
+        check_optimizer(optimizer, self.execution)
         return optimizer
 
     def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:

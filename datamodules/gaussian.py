@@ -1,0 +1,219 @@
+"""Gaussian noise as inputs, for questions about a network's function that no data set answers."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sym._random import generator
+from lightning_sym.datamodules.base import InputDataModule
+from lightning_sym.datamodules.loader import EpochLoader, check_batch_size, too_large_batch
+
+
+class GaussianLoader(EpochLoader):
+    """Batches of independent standard normal inputs, each a tuple of one tensor ``[B, *shape]``, float32.
+
+    Input ``i`` of what ``keys`` name is always the same: drawn on the CPU, in blocks, from the keys alone, whatever the
+    batch size, the device and the number of processes.
+
+    Args:
+        shape: Of one input.
+        samples: Inputs per epoch, >= 0, of all processes.
+        batch_size: Inputs per batch and process, >= 1.
+        keys: What the inputs are drawn from; see ``lightning_sym._random.generator``.
+        fresh: Whether every epoch has inputs of its own.
+        drop_last: Leave out the last batch if it is smaller than the others.
+        interleaved: How several processes share an epoch: each takes its part of every global batch (training), or
+            each takes one contiguous part.
+        rank: Index of this process.
+        world_size: Number of processes.
+        device: Where the batches go.
+    """
+
+    _BLOCK = 256  # inputs that are drawn together
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        samples: int,
+        batch_size: int,
+        keys: Sequence[str | int],
+        *,
+        fresh: bool = False,
+        drop_last: bool = False,
+        interleaved: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.shape = tuple(shape)
+        self.batch_size = batch_size
+        self._keys = tuple(keys)
+        self._fresh = fresh
+        self._device = torch.device(device)
+        if interleaved:
+            self._first, self._end, self._stride = batch_size * rank, samples, batch_size * world_size
+        else:
+            self._first, self._end = samples * rank // world_size, samples * (rank + 1) // world_size
+            self._stride = batch_size
+        count = max(0, self._end - self._first)
+        batches = count // self._stride if drop_last and not interleaved else -(-count // self._stride)
+        if drop_last and interleaved:
+            batches = samples // self._stride
+        super().__init__(batches, images=samples, global_batch=batch_size * world_size)
+        self._held: Tensor | None = None  # inputs that stay the same, on the device
+
+    def epoch_batches(self, epoch: int) -> Callable[[int], tuple[Tensor]]:
+        """Return what makes the batches of an epoch from their numbers."""
+        if not self._fresh and self._held is None:
+            self._held = self._draw(self._first, self._end, ()).to(self._device)
+
+        def batch(index: int) -> tuple[Tensor]:
+            first = self._first + index * self._stride
+            last = min(first + self.batch_size, self._end)
+            if self._held is not None:
+                return (self._held[first - self._first : last - self._first],)
+            return (self._draw(first, last, (epoch,)).to(self._device),)
+
+        return batch
+
+    def _draw(self, first: int, last: int, more: tuple[int, ...]) -> Tensor:
+        """Return inputs ``first`` to ``last - 1``."""
+        blocks = range(first // self._BLOCK, max(first, last - 1) // self._BLOCK + 1)
+        drawn = torch.cat(
+            [torch.randn(self._BLOCK, *self.shape, generator=generator(*self._keys, *more, block)) for block in blocks]
+        )
+        start = first - blocks[0] * self._BLOCK
+        return drawn[start : start + last - first]
+
+
+class GaussianInputsDataModule(InputDataModule):
+    """Independent standard normal inputs of any shape, without labels.
+
+    Batches are tuples of one tensor ``[B, *shape]``, float32. The training inputs are the same in every epoch, in the
+    same order, as in GENNI's reference code; or fresh in every step, so that a network cannot memorise them. The
+    validation and test inputs are other draws of the same law, always the same ones.
+
+    Args:
+        shape: Shape of one input, each side >= 1: ``[1, 1, 1]`` for one number, ``[1, 28, 28]`` for images.
+        samples: Training inputs per epoch, >= 1.
+        batch_size: Training inputs per batch and process, >= 1.
+        eval_batch_size: Inputs per batch and process in every other loader, >= 1.
+        val_samples: Validation inputs, >= 0. 0: no validation.
+        test_samples: Test inputs, >= 1.
+        fresh: Draw new training inputs in every epoch, so in every step.
+        num_classes: Number of outputs that networks are to have; recipes link it. >= 1.
+        data_seed: What all inputs are drawn from.
+
+    Attributes:
+        input_shape: ``shape``.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Note:
+        With ``fresh`` the inputs of :meth:`curvature_dataloader` are those that would be there without.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] = (1, 1, 1),
+        samples: int = 16384,
+        batch_size: int = 256,
+        eval_batch_size: int = 1024,
+        val_samples: int = 4096,
+        test_samples: int = 4096,
+        fresh: bool = False,
+        num_classes: int = 1,
+        data_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        if isinstance(shape, str) or not shape or not all(type(side) is int and side >= 1 for side in shape):
+            raise ValueError(f"shape must be a list of integers >= 1, as [1, 28, 28], got {shape!r}.")
+        for name, value, least in (
+            ("samples", samples, 1),
+            ("val_samples", val_samples, 0),
+            ("test_samples", test_samples, 1),
+            ("num_classes", num_classes, 1),
+        ):
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
+        check_batch_size("batch_size", batch_size)
+        check_batch_size("eval_batch_size", eval_batch_size)
+        if batch_size > samples:
+            raise ValueError(too_large_batch(batch_size, 1, samples))
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.input_shape = tuple(shape)
+        self.num_classes = num_classes
+        self.fresh = fresh
+        self._sizes = {"train": samples, "val": val_samples, "test": test_samples}
+        self._batch_size, self._eval_batch_size = batch_size, eval_batch_size
+        self._data_seed = data_seed
+
+    @property
+    def in_channels(self) -> int:
+        """The first side of an input."""
+        return self.input_shape[0]
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of an input; sides beyond the third count as width, absent ones as 1."""
+        sides = (*self.input_shape[1:], 1, 1)
+        return sides[0], math.prod(sides[1:])
+
+    def identity(self) -> dict[str, Any]:
+        """Say exactly which inputs these are, in plain values that can be written as JSON."""
+        hidden = {"_instantiator", "_class_path"}
+        arguments = {name: value for name, value in self.hparams_initial.items() if name not in hidden}
+        return {
+            "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
+            "arguments": {**dict(sorted(arguments.items())), "shape": list(self.input_shape)},
+            "num_classes": self.num_classes,
+            "input_shape": list(self.input_shape),
+            "splits": dict(self._sizes),
+        }
+
+    def train_dataloader(self) -> GaussianLoader:
+        """Return the training batches; the last one is left out if it is smaller than the others."""
+        loader = self._loader("train", self._batch_size, fresh=self.fresh, drop_last=True, interleaved=True)
+        if len(loader) == 0:
+            raise ValueError(too_large_batch(self._batch_size, self._sharing[1], self._sizes["train"]))
+        return loader
+
+    def curvature_dataloader(self) -> GaussianLoader:
+        """Return all training inputs in order, each on exactly one process."""
+        return self._loader("train", self._eval_batch_size)
+
+    def val_dataloader(self) -> GaussianLoader | list[GaussianLoader]:
+        """Return the validation inputs, or an empty list if there are none."""
+        return self._loader("val", self._eval_batch_size) if self._sizes["val"] else []
+
+    def test_dataloader(self) -> GaussianLoader:
+        """Return the test inputs."""
+        return self._loader("test", self._eval_batch_size)
+
+    def predict_dataloader(self) -> GaussianLoader:
+        """Return the test inputs."""
+        return self.test_dataloader()
+
+    @property
+    def _sharing(self) -> tuple[int, int]:
+        """Rank and number of processes that share the data."""
+        sharing = {} if self.trainer is None else self.trainer.distributed_sampler_kwargs or {}
+        return sharing.get("rank", 0), sharing.get("num_replicas", 1)
+
+    def _loader(self, split: str, batch_size: int, **options: Any) -> GaussianLoader:
+        rank, world_size = self._sharing
+        return GaussianLoader(
+            self.input_shape,
+            self._sizes[split],
+            batch_size,
+            ("gaussian inputs", split, self._data_seed),
+            rank=rank,
+            world_size=world_size,
+            device="cpu" if self.trainer is None else self.trainer.strategy.root_device,
+            **options,
+        )

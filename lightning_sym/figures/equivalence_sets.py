@@ -1,0 +1,484 @@
+"""Figures of sets of nearly equivalent weights: points, surfaces, embeddings, numbers, and the search for them."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Normalize, to_rgba
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from mpl_toolkits.mplot3d.art3d import Poly3DCollection
+from mpl_toolkits.mplot3d.axes3d import Axes3D
+from numpy.typing import ArrayLike, NDArray
+from skimage.measure import marching_cubes
+
+from lightning_sym.figures import _equivalence as shared
+from lightning_sym.figures._equivalence import FoundPoint, Scale, Values
+
+Faces = NDArray[np.int64]
+Mesh = tuple[ArrayLike, ArrayLike]  # vertices [v, 3] and the rows of its triangles [f, 3]
+
+_VIEWS = ((22.0, -60.0), (22.0, 30.0))  # elevation and azimuth
+_TUBE, _EXACT = "#56b4e9", "#d55e00"
+_MOST_POINTS = 20_000
+_MOST_CURVES = 150  # of either kind
+_EMBEDDED = ("#0072b2", "#d62728", "#8e44c9", "#f0e442", "#8c510a")  # the paper's, for the first five points
+_LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
+_CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+
+
+def point_set(
+    coefficients: ArrayLike,
+    values: ArrayLike,
+    epsilon: float,
+    bound: float | tuple[float, float],
+    points: Sequence[FoundPoint],
+    scale: Scale,
+    *,
+    overlay: Mesh | None = None,
+    overlay_label: str = "exact class",
+    most: int = _MOST_POINTS,
+    title: str = "",
+    warning: str | None = None,
+) -> Figure:
+    """Draw the points of a 3-dimensional grid at which J < epsilon, coloured by J, from two sides.
+
+    Args:
+        coefficients: Coordinates in the plane. Shape ``[k, 3]``.
+        values: J; points at which it is epsilon or more, or not finite, are left out. Shape ``[k]``.
+        epsilon: Bound of the set and end of the colours, > 0.
+        bound: Axes go from minus to plus this, or from the first to the second.
+        points: Found points with three coefficients.
+        scale: J0 and V, marked on the colour bar (with an arrow where they are beyond epsilon).
+        overlay: A surface to draw into it, as :func:`isosurface_mesh` returns.
+        overlay_label: What the legend says of that.
+        most: Beyond this many, a fixed random choice is drawn; the title has both numbers.
+        title: Above the figure.
+        warning: Below the title in red.
+
+    Returns:
+        The figure; a sentence in it if the set is empty.
+
+    Raises:
+        ValueError: If shapes do not fit, or epsilon is not positive.
+
+    References:
+        Lengyel et al. (2020), GENNI, figure 2.
+    """
+    where = shared.checked("coefficients", coefficients, [None, 3])
+    level = shared.checked("values", values, [len(where)])
+    _check_positive("epsilon", epsilon)
+    inside = (level < epsilon) & np.isfinite(where).all(axis=1)
+    smallest = level[np.isfinite(level)].min(initial=np.inf)
+    where, level = where[inside], level[inside]
+    chosen = _thinned(len(where), most)
+    figure = Figure(figsize=(12, 6), layout="constrained", dpi=120)
+    ends = bound if isinstance(bound, tuple) else (-bound, bound)
+    panels = _two_views(figure, ends)
+    handles: list[Artist] = []
+    norm = Normalize(0, epsilon)
+    for axes in panels:
+        if overlay is not None:
+            _surfaces(axes, [(overlay, _EXACT, 0.35)])
+        axes.scatter(
+            *where[chosen].T, c=level[chosen], cmap="viridis", norm=norm, s=5, lw=0, alpha=0.7, depthshade=False,
+            rasterized=True, zorder=2,
+        )  # fmt: skip
+        handles = shared.draw_points(axes, points, 3, [ends] * 3)
+        if not len(where):
+            known = f"; the smallest is {shared.number(smallest)}" if np.isfinite(smallest) else ""
+            shared.say(axes, f"No point of the grid has J < {shared.number(epsilon)}{known}.")
+    if overlay is not None:
+        handles.append(Patch(color=_EXACT, label=overlay_label))
+    bar = figure.colorbar(ScalarMappable(norm, "viridis"), ax=panels, shrink=0.75, pad=0.02, aspect=26)
+    shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
+    shared.legend(figure, handles)
+    counted = f"J < {shared.number(epsilon)}: {len(where):,} grid points"
+    counted += f", {len(chosen):,} of them drawn" if len(chosen) < len(where) else ""
+    shared.entitle(figure, "\n".join(filter(None, [title, counted])), warning)
+    return figure
+
+
+def isosurface(
+    values: ArrayLike,
+    axis: ArrayLike,
+    level: float,
+    points: Sequence[FoundPoint],
+    scale: Scale,
+    *,
+    overlay_field: ArrayLike | None = None,
+    overlay_label: str = "exact class",
+    title: str = "",
+    warning: str | None = None,
+) -> Figure:
+    """Draw the surface J = level of a 3-dimensional grid, shaded, from two sides.
+
+    Args:
+        values: J on the grid, axis k along basis vector k. Shape ``[n, n, n]``; see :func:`isosurface_mesh`.
+        axis: Coordinates of all axes, ascending. Shape ``[n]``.
+        level: Of J, > 0.
+        points: Found points with three coefficients.
+        scale: J0 and V, which the legend states beside the level.
+        overlay_field: A field whose zero level is drawn too, as the exact class; NaN outside its domain. Shape
+            ``[n, n, n]``.
+        overlay_label: What the legend says of that.
+        title: Above the figure.
+        warning: Below the title in red.
+
+    Returns:
+        The figure; a sentence in it if the surface is empty.
+
+    Raises:
+        ValueError: If shapes do not fit, the axis does not ascend, or level is not positive.
+    """
+    grid, places = shared.checked_grid(values, axis, 3)
+    tube = isosurface_mesh(grid, places, level)
+    alone = overlay_field is None
+    layers: list[tuple[Mesh, str, float]] = [(tube, _TUBE, 1.0 if alone else 0.3)]
+    baselines = f"$J_0$ = {shared.number(scale.zero)}, V = {shared.number(scale.constant)}"
+    handles: list[Artist] = [Patch(color=_TUBE, label=f"J = {shared.number(level)}  ({baselines})")]
+    if overlay_field is not None:
+        exact = _marched(shared.checked("overlay_field", overlay_field, grid.shape), places, 0.0)
+        layers.append((exact, _EXACT, 1.0))
+        handles.append(Patch(color=_EXACT, label=overlay_label + ("" if len(exact[1]) else " (not on this grid)")))
+    figure = Figure(figsize=(12, 6.4), layout="constrained", dpi=120)
+    found: list[Artist] = []
+    ends = float(places[0]), float(places[-1])
+    for axes in _two_views(figure, ends):
+        _surfaces(axes, layers)
+        found = shared.draw_points(axes, points, 3, [ends] * 3)
+        if not len(tube[1]):
+            finite = grid[np.isfinite(grid)]
+            known = (
+                f": J goes from {shared.number(finite.min())} to {shared.number(finite.max())}" if finite.size else ""
+            )
+            shared.say(axes, f"J = {shared.number(level)} nowhere on the grid{known}.")
+    shared.legend(figure, found + handles)
+    shared.entitle(figure, title, warning)
+    return figure
+
+
+def isosurface_mesh(values: ArrayLike, axis: ArrayLike, level: float) -> tuple[Values, Faces]:
+    """Return the surface J = level of a 3-dimensional grid as triangles, by marching cubes.
+
+    What is interpolated is sqrt(J), the function distance, which is nearly linear beside a class where J is a
+    parabola. Where the set leaves the grid the surface is open. Triangles are counterclockwise seen from larger J.
+
+    Args:
+        values: J, >= 0. Shape ``[n, n, n]``. NaN is outside the domain: cubes with such a corner are left out; inf is
+            known only to be above the level (taken as four times it).
+        axis: Coordinates of all axes, ascending and evenly spaced. Shape ``[n]``.
+        level: Of J, > 0.
+
+    Returns:
+        The vertices in the units of the axis, float64 of shape ``[v, 3]``, and the rows of each triangle's corners
+        among them, int64 of shape ``[f, 3]``. Both have length 0 where J is the level nowhere.
+
+    Raises:
+        ValueError: If shapes do not fit, the axis does not ascend, or level is not positive.
+    """
+    grid, places = shared.checked_grid(values, axis, 3)
+    _check_positive("level", level)
+    return _marched(shared.roots(grid, level), places, 1.0)
+
+
+def embedding(
+    coordinates: ArrayLike,
+    values: ArrayLike,
+    epsilon: float,
+    points: Sequence[FoundPoint],
+    scale: Scale,
+    *,
+    title: str = "",
+    warning: str | None = None,
+) -> Figure:
+    """Draw a set of weights after an embedding in two dimensions, coloured by J.
+
+    Args:
+        coordinates: As ``lightning_sym.landscape.embedding`` returns. Shape ``[k, 2]``.
+        values: J of each. Shape ``[k]``.
+        epsilon: Bound of the set and end of the colours, > 0.
+        points: Found points with their two embedded coordinates; coloured blue, red, purple, yellow, brown.
+        scale: J0 and V, marked on the colour bar.
+        title: Above the figure.
+        warning: Below the title in red.
+
+    Returns:
+        The figure; a sentence in it if there is nothing to draw.
+
+    Raises:
+        ValueError: If shapes do not fit, or epsilon is not positive.
+
+    References:
+        Lengyel et al. (2020), GENNI, figure 3.
+    """
+    where = shared.checked("coordinates", coordinates, [None, 2])
+    level = shared.checked("values", values, [len(where)])
+    _check_positive("epsilon", epsilon)
+    figure = Figure(figsize=(7.6, 6.2), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    shown = np.isfinite(level) & np.isfinite(where).all(axis=1)
+    norm = Normalize(0, epsilon)
+    axes.scatter(
+        where[shown, 0], where[shown, 1], c=level[shown], cmap="viridis", norm=norm, s=9, lw=0, alpha=0.8,
+        rasterized=True,
+    )  # fmt: skip
+    handles = shared.draw_points(axes, points, 2, colors=_EMBEDDED + shared.COLORS[4:])
+    if not shown.any():
+        shared.say(axes, f"No point has J < {shared.number(epsilon)}.")
+    axes.set(xlabel="first coordinate of the embedding", ylabel="second coordinate", xticks=[], yticks=[])
+    axes.set_aspect("equal", adjustable="datalim")
+    bar = figure.colorbar(ScalarMappable(norm, "viridis"), ax=axes, pad=0.02, aspect=28)
+    shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
+    shared.legend(figure, handles)
+    counted = f"{int(shown.sum()):,} weights with J < {shared.number(epsilon)}"
+    shared.entitle(figure, "\n".join(filter(None, [title, counted])), warning)
+    return figure
+
+
+def betti_curve(
+    epsilons: ArrayLike,
+    numbers: Mapping[str, Sequence[int]],
+    marks: Mapping[str, float],
+    *,
+    title: str = "",
+    warning: str | None = None,
+) -> Figure:
+    """Draw numbers of pieces and holes of the set J < epsilon against epsilon, beside exact thresholds.
+
+    Args:
+        epsilons: Where they were counted, > 0, in any order. Shape ``[E]``.
+        numbers: Counts by name, for example ``"pieces"``; each of length ``E``.
+        marks: Names and values of epsilon at which the theory says that something changes; vertical lines.
+        title: Above the figure.
+        warning: Below the title in red.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If there are no counts, lengths differ, or an epsilon is not positive.
+    """
+    places = shared.checked("epsilons", epsilons, [None])
+    if not len(places) or not (places > 0).all():
+        raise ValueError("epsilons must be positive, and at least one.")
+    if not numbers:
+        raise ValueError("numbers must have at least one entry, got none.")
+    order = np.argsort(places)
+    figure = Figure(figsize=(7.4, 4.8), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    highest = 1.0
+    for place, (name, counts) in enumerate(numbers.items()):
+        count = shared.checked(f"numbers[{name!r}]", counts, [len(places)])[order]
+        axes.plot(
+            places[order], count, color=_CURVES[place % 4], linestyle=_LINES[place % 4], lw=2, marker="osD^"[place % 4],
+            ms=4.5, label=name, zorder=3 + place,
+        )  # fmt: skip
+        highest = max(highest, count[np.isfinite(count)].max(initial=1))
+    _vertical_marks(axes, marks)
+    axes.set(xscale="log", xlabel=r"$\epsilon$", ylabel="number in the set J < $\\epsilon$")
+    if highest > 20:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(-0.2, 1.6 * highest)
+        ticks = [0, *(digit * 10**power for power in range(10) for digit in (1, 2, 5))]
+        axes.set_yticks([tick for tick in ticks if tick <= 1.6 * highest])
+        axes.yaxis.set_major_formatter("{x:.0f}")
+    else:
+        axes.set_ylim(-0.15, highest + 0.6)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    shared.legend(figure, axes.get_legend_handles_labels()[0])
+    shared.entitle(figure, title, warning)
+    return figure
+
+
+def search_curves(
+    steps: ArrayLike,
+    losses: ArrayLike,
+    thresholds: Sequence[float],
+    scale: Scale,
+    *,
+    survived: ArrayLike | None = None,
+    levels: Mapping[str, float] | None = None,
+    title: str = "",
+    warning: str | None = None,
+) -> Figure:
+    """Draw J of all candidates of a search over its steps, and where they ended.
+
+    Left, J on a logarithmic scale, which ends four decades below the smallest threshold; what is below that is drawn
+    at its end. Beyond 150 curves of a kind, a fixed random choice of them is drawn. Right, how many candidates ended
+    at which multiple of J0, those beyond the right end in the last bar.
+
+    Args:
+        steps: Where J was measured, ascending. Shape ``[T]``.
+        losses: J of every candidate; NaN where there is none, and at the end for one that failed so. Shape ``[T, R]``.
+        thresholds: Values of J that count, drawn as lines.
+        scale: J0 and V, drawn as lines.
+        survived: Which candidates were kept, bool of shape ``[R]``; None for those that end below the largest of the
+            thresholds (with no threshold, below a hundredth of V).
+        levels: Names and values of J of the bad minima, drawn as lines on the right.
+        title: Above the figure.
+        warning: Below the title in red.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If shapes do not fit, or there is no step or no candidate.
+    """
+    times = shared.checked("steps", steps, [None])
+    curves = shared.checked("losses", losses, [len(times), None])
+    if not curves.size:
+        raise ValueError(f"losses must have at least one step and one candidate, got shape {list(curves.shape)}.")
+    last = curves[-1]
+    if survived is None:
+        kept = last < max(thresholds, default=0.01 * scale.constant)
+    else:
+        kept = np.asarray(survived, dtype=bool)
+        shared.checked("survived", kept, [curves.shape[1]])
+    positive = curves[np.isfinite(curves) & (curves > 0)]
+    highest = max(float(positive.max(initial=0)), scale.zero, scale.constant) or 1.0
+    counting = [tau for tau in thresholds if tau > 0]
+    lowest = max(min([float(positive.min(initial=highest)), *counting]), 1e-4 * min([*counting, 1e-8 * highest]))
+    figure = Figure(figsize=(12, 5), layout="constrained", dpi=120)
+    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    kinds = [("failed", ~kept, "#d55e00", (0, (4, 1.5))), ("survived", kept, "#0072b2", "-")]
+    handles: list[Artist] = []
+    for name, which, color, dashes in kinds:
+        of_kind = np.flatnonzero(which)
+        chosen = of_kind[_thinned(len(of_kind), _MOST_CURVES)]
+        clipped = np.clip(curves[:, chosen], lowest / 2, None).T
+        lines = [np.stack([times, curve], axis=-1) for curve in clipped]
+        alpha = float(np.clip(12 / max(1, len(chosen)), 0.25, 0.9))
+        left.add_collection(
+            LineCollection(lines, colors=color, linestyles=[dashes], linewidths=1.1, alpha=alpha, rasterized=True)
+        )
+        some = f", {len(chosen)} drawn" if len(chosen) < len(of_kind) else ""
+        handles.append(shared.line_handle(f"{name}: {len(of_kind)}{some}", color=color, linestyle=dashes, lw=1.8))
+    for name, value, dashes in (("$J_0$", scale.zero, _LINES[1]), ("V", scale.constant, _LINES[2])):
+        if np.isfinite(value) and value > 0:
+            handles.append(left.axhline(value, color=shared.INK, lw=1.5, linestyle=dashes, zorder=4))
+            handles[-1].set_label(f"{name} = {shared.number(value)}")
+    for place, value in enumerate(sorted(thresholds)):
+        line = left.axhline(value, color="#7a7a7a", lw=1.1, zorder=1)
+        if place == 0:
+            handles.append(line)
+            line.set_label("thresholds: " + ", ".join(map(shared.number, sorted(thresholds))))
+    left.set(xlabel="step", ylabel="J", yscale="log", ylim=(lowest / 2, 2 * highest))
+    left.set_xlim(times[0], times[-1] if times[-1] > times[0] else times[0] + 1)
+    left.grid(alpha=0.25)
+    _outcomes(right, last, kept, scale, levels or {})
+    shared.legend(figure, handles)
+    shared.entitle(figure, title, warning)
+    return figure
+
+
+# ---- parts
+
+
+def _outcomes(axes: Axes, last: Values, kept: NDArray[np.bool_], scale: Scale, levels: Mapping[str, float]) -> None:
+    """Draw a histogram of the last J over J0 and the bad minima."""
+    unit, name = (scale.zero, "$J_0$") if scale.zero > 0 else (1.0, "1")
+    finite = np.isfinite(last)
+    ratios = last[finite] / unit
+    reference = [value / unit for value in levels.values() if np.isfinite(value)]
+    end = 1.1 * max([1.0, *reference, float(np.quantile(ratios, 0.95)) if ratios.size else 0.0])
+    edges = np.linspace(0, end, 61)
+    inside = np.minimum(ratios, end * (1 - 1e-9))
+    axes.hist(
+        [inside[~kept[finite]], inside[kept[finite]]],
+        bins=list(edges),
+        stacked=True,
+        color=["#d55e00", "#0072b2"],
+        zorder=2,
+    )
+    _vertical_marks(axes, levels, unit)
+    missing = int((~finite).sum())
+    axes.set_title("Where the candidates ended" + (f" ({missing} not finite)" if missing else ""), fontsize=11)
+    axes.set(xlabel=f"last J / {name}", ylabel="candidates", xlim=(-0.01 * end, end))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", alpha=0.25)
+    if levels:
+        axes.legend(fontsize=9, framealpha=0.9)
+
+
+def _vertical_marks(axes: Axes, marks: Mapping[str, float], unit: float = 1.0) -> None:
+    for place, (name, value) in enumerate(marks.items()):
+        if np.isfinite(value):
+            axes.axvline(
+                value / unit, color=shared.INK, lw=1.3, linestyle=_LINES[1:][place % 3], zorder=1.5,
+                label=f"{name} = {shared.number(value)}",
+            )  # fmt: skip
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}.")
+
+
+def _thinned(count: int, most: int) -> NDArray[np.int64]:
+    """Return the places of at most ``most`` of ``count`` things: always the same, with no pattern of the grid."""
+    if count <= most:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
+
+
+def _two_views(figure: Figure, ends: tuple[float, float]) -> list[Axes3D]:
+    panels = []
+    for place, (elevation, azimuth) in enumerate(_VIEWS):
+        axes = figure.add_subplot(1, 2, place + 1, projection="3d", computed_zorder=False)
+        assert isinstance(axes, Axes3D)
+        axes.set(xlim=ends, ylim=ends, zlim=ends, xlabel="$c_1$", ylabel="$c_2$", zlabel="$c_3$")
+        axes.view_init(elev=elevation, azim=azimuth)
+        axes.set_box_aspect((1, 1, 1), zoom=0.98)
+        for one in (axes.xaxis, axes.yaxis, axes.zaxis):
+            one.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        panels.append(axes)
+    return panels
+
+
+def _marched(field: Values, places: Values, level: float) -> tuple[Values, Faces]:
+    """Return the level of a field as triangles; cubes with a corner that is not finite have none."""
+    finite = np.isfinite(field)
+    known = field[finite]
+    nothing = np.zeros((0, 3)), np.zeros((0, 3), dtype=np.int64)
+    if not (known.size and known.min() < level < known.max()):
+        return nothing
+    # Corners without a value get one that makes no triangles degenerate; then the cubes that they belong to go.
+    filled = np.where(finite, field, level + 1)
+    vertices, faces, *_ = marching_cubes(  # type: ignore[no-untyped-call]
+        filled, level, allow_degenerate=False
+    )
+    whole = np.ones(np.array(field.shape) - 1, dtype=bool)
+    for corner in np.ndindex(2, 2, 2):
+        whole &= finite[tuple(slice(start, start + length) for start, length in zip(corner, whole.shape, strict=True))]
+    cubes = np.minimum(vertices[faces].mean(axis=1).astype(np.int64), np.array(whole.shape) - 1)
+    faces = faces[whole[tuple(cubes.T)]]
+    used, numbered = np.unique(faces, return_inverse=True)
+    corners = np.interp(vertices[used].astype(np.float64), np.arange(len(places)), places)
+    return corners, numbered.reshape(-1, 3).astype(np.int64)
+
+
+def _surfaces(axes: Axes3D, layers: Sequence[tuple[Mesh, str, float]]) -> None:
+    """Draw shaded triangles as one collection, so that those in front hide those behind, whatever layer they are of."""
+    corners, colors = [], []
+    for (vertices, faces), color, alpha in layers:
+        rows = np.asarray(faces, dtype=np.int64).reshape(-1, 3)
+        corners.append(shared.checked("vertices", vertices, [None, 3])[rows])
+        colors.append(np.tile(to_rgba(color, alpha), (len(rows), 1)))
+    triangles, shades = np.concatenate(corners), np.concatenate(colors)
+    if not len(triangles):
+        return
+    # Light from above the viewer's left shoulder; both sides of a triangle are lit alike.
+    height, turn = np.radians([40, axes.azim - 35])
+    light = np.array([np.cos(height) * np.cos(turn), np.cos(height) * np.sin(turn), np.sin(height)])
+    normals = np.cross(triangles[:, 1] - triangles[:, 0], triangles[:, 2] - triangles[:, 0])
+    lengths = np.maximum(np.linalg.norm(normals, axis=1), 1e-300)
+    shades[:, :3] *= (0.45 + 0.55 * np.abs(normals @ light) / lengths)[:, None]
+    axes.add_collection3d(
+        Poly3DCollection(triangles, facecolors=shades, edgecolors="none", lw=0, rasterized=True, zorder=1)
+    )

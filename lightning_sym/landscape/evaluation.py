@@ -1,0 +1,561 @@
+"""The loss of one network at many weight vectors."""
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from lightning_sym._text import unknown
+from lightning_sym.landscape._closed_form import ReluLine, is_relu_line
+from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
+from lightning_sym.landscape.planes import WeightPlane, trainable
+from lightning_sym.networks.batch_norm import device_of, wide
+
+Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+# Inputs of the first block: what early rejection looks at first (spec 8.5).
+_FIRST_INPUTS = 64
+# Bytes of the largest activation of all points and inputs that are worked on at once (spec 8.6).
+_CPU_BYTES, _DEVICE_BYTES = 4 * 2**20, 256 * 2**20
+# The most bytes that "auto" spends on the first layer's outputs at the centre and for each basis vector.
+_AFFINE_BYTES = 2**30
+# Points of a chunk where the network runs for one at a time.
+_LOOP_POINTS = 8
+_CLOSED_FORM_POINTS = 8192
+
+
+class LossSurface:
+    r"""J, or another loss, at many weight vectors of one network on fixed inputs.
+
+    :math:`J(\theta) = \frac{1}{N} \sum_x \lVert f(x; \theta) - y(x) \rVert^2`: a sum over outputs and a mean over
+    inputs (spec section 1). ``torch.nn.MSELoss`` divides by the number of outputs as well.
+
+    The network is copied when the surface is made, in eval mode; later changes of it are not seen. Evaluation takes
+    place without gradients. What a network computes for one input must not depend on the other inputs.
+
+    **Methods.** All give the same numbers up to rounding.
+
+    - ``closed_form``: from two slopes, always in float64; for ``MultiLayerPerceptron`` with one input, one hidden
+      layer of ReLUs, one output and no biases, under the squared distance.
+    - ``affine``: within a plane the first linear or convolutional layer's output is affine in the coefficients, so it
+      is computed once at the centre and once for each basis vector. Perceptrons then run many points at a time,
+      other networks one by one. Needs a network that torch.fx can trace, in which nothing else reads the input. At
+      weight vectors outside a plane (:meth:`at`) perceptrons still run many at a time.
+    - ``vmap``: ``torch.func.vmap`` over some points at a time.
+    - ``loop``: the network as it is, point by point.
+    - ``auto``: ``closed_form`` where there is one; ``affine`` for perceptrons; on CPUs, for networks with convolutions,
+      ``affine`` where possible (and at most 1 GiB is kept), else ``loop``. Only for other networks, and for those with
+      convolutions on accelerators, the methods are timed on a few points: there two runs may choose differently, and
+      then agree up to rounding only. Store :attr:`method` and pass it to get the same bits again.
+
+    **Reproducibility.** Points are evaluated :attr:`chunk` at a time from the first on, and inputs in fixed blocks, so
+    that the same call with the same number of threads gives the same bits; another position of a point within the
+    chunk may change its last bit. Two calls that cut one list of points at multiples of :attr:`chunk` give the bits of
+    one call.
+
+    Args:
+        network: Any module that takes one tensor and returns one. Its trainable parameters are what varies.
+        inputs: Shape [N, ...], N >= 1, finite. Moved to the network's device.
+        targets: Shape [N, ...]; detached. For the squared distance of the shape of the outputs, and finite.
+        loss: ``"squared_distance"``, or a function from outputs [G, N, ...] and targets [N, ...] to the loss of each
+            input, [G, N]; it is called with some of the inputs at a time.
+        method: See above.
+        dtype: Of the forward pass, floating; None for the network's. float64 for thresholds below 1e-12 of the zero
+            function's J, and for topology; float32 for pictures. Sums over inputs are taken in float64 always.
+        chunk: Points evaluated together, >= 1; None for what fits the cache (CPU) or 256 MiB.
+
+    Raises:
+        ValueError: If an argument is out of range, shapes do not fit, or the method is not possible for the network.
+
+    Example:
+        >>> from lightning_sym.networks import MultiLayerPerceptron
+        >>> network, x = MultiLayerPerceptron(widths=[2], image_size=1, num_classes=1, bias=False), torch.randn(500, 1)
+        >>> surface = LossSurface(network, x, torch.zeros(500, 1))
+        >>> surface.at(torch.zeros(3, 4))
+        tensor([0., 0., 0.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        loss: Literal["squared_distance"] | Loss = "squared_distance",
+        method: Method = "auto",
+        dtype: torch.dtype | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        options = get_args(Method)
+        if method not in options:
+            raise ValueError(unknown("method", method, options))
+        if loss != "squared_distance" and not callable(loss):
+            raise ValueError(f"loss must be 'squared_distance' or a function of outputs and targets, got {loss!r}.")
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise ValueError(f"chunk must be an integer >= 1, or None, got {chunk!r}.")
+        parameters = trainable(network)
+        self.dtype = dtype or next(iter(parameters.values())).dtype
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating dtype such as torch.float64, got {dtype!r}.")
+        self.device = device_of(network)
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.size = sum(shape.numel() for shape in self._shapes.values())
+        self.loss = loss
+        self._squared = loss == "squared_distance"
+        self.seconds_per_point: float | None = None
+        self.inputs, self.targets = (
+            self._data(tensor, name) for tensor, name in ((inputs, "inputs"), (targets, "targets"))
+        )
+        if len(self.inputs) != len(self.targets):
+            raise ValueError(f"There are {len(self.inputs)} inputs and {len(self.targets)} targets; pass one for each.")
+
+        self._spaces: dict[str, Tensor] = {}
+        self._line = self._closed_form(network, inputs, targets)
+        self._network, self._flat = self._private(network, parameters)
+        width = self._check_outputs()
+        self._blocks = self._input_blocks(width)
+        self._first: FirstLayer | None = None
+        self._why_not_affine = ""
+        try:
+            self._first = find_first_layer(self._network)
+        except ValueError as error:
+            self._why_not_affine = str(error)
+        self._plane: tuple[WeightPlane, Tensor, list[Tensor]] | None = None
+        self._shape: tuple[int, ...] = ()  # of the first layer's output for one input
+        self._width, self._chunk = width, chunk
+        self._method: Method = method
+        if method == "closed_form" and self._line is None:
+            raise ValueError(
+                "method='closed_form' needs a MultiLayerPerceptron with one input, one hidden layer of ReLUs, one "
+                "output and no biases, and the squared distance; use 'auto'."
+            )
+        if method == "affine" and self._first is None:
+            raise ValueError(f"method='affine' is not possible here: {self._why_not_affine} Use 'auto'.")
+        if method == "auto":
+            self._method = self._rule()
+
+    @property
+    def method(self) -> Method:
+        """The method used; ``"auto"`` until the first evaluation if it has to be timed."""
+        return self._method
+
+    @property
+    def chunk(self) -> int:
+        """Points evaluated together."""
+        if self._chunk is not None:
+            return self._chunk
+        if self._method == "closed_form":
+            return _CLOSED_FORM_POINTS
+        if self._method == "loop" or (self._method == "affine" and self._dense is None):
+            return _LOOP_POINTS
+        largest, width = max(stop - start for start, stop in self._blocks), self._width
+        if self._method == "affine" and self._first is not None:  # what enters the first layer is there once
+            parts = [self._first.layer, *(self._network.get_submodule(name) for name in self._dense or ())]
+            width = max(part.out_features for part in parts if isinstance(part, nn.Linear))
+        return max(1, min(4096, self._bytes // (largest * width * self.dtype.itemsize)))
+
+    def at(self, vectors: Tensor) -> Tensor:
+        """Return the losses at weight vectors.
+
+        Args:
+            vectors: Shape [G, P], floating, any device; order as in :func:`weight_vector`.
+
+        Returns:
+            Means over the inputs, shape [G], float64, on the CPU. Losses that are not finite are ``inf``.
+
+        Raises:
+            ValueError: If the shape or dtype is wrong.
+        """
+        return self._evaluate(None, self._rows(vectors, self.size, "vectors"), None)
+
+    def on(self, plane: WeightPlane, coefficients: Tensor, *, below: float | None = None) -> Tensor:
+        """Return the losses at points of a plane.
+
+        Args:
+            plane: Of weight space, of this network's number of parameters.
+            coefficients: Shape [G, m], floating, any device.
+            below: Only losses below this number are wanted, for example epsilon: a point is given up as soon as the
+                inputs seen so far make its mean at least that. Exact, rounding included: sums only grow, and those of
+                the points kept are bit for bit what they are without ``below``. Needs losses >= 0.
+
+        Returns:
+            Means over the inputs, shape [G], float64, on the CPU. Losses that are not finite, and with ``below`` all
+            that are not below it, are ``inf``.
+
+        Raises:
+            ValueError: If a shape or dtype is wrong, or ``below`` is given and a loss is negative.
+        """
+        if len(plane.centre) != self.size:
+            raise ValueError(
+                f"The plane lies in a space of {len(plane.centre)} weights, but the network has {self.size} trainable "
+                "parameters; make the plane from weight vectors of this network."
+            )
+        return self._evaluate(plane, self._rows(coefficients, plane.dimension, "coefficients"), below)
+
+    def choose(self, plane: WeightPlane | None, rows: Tensor) -> Method:
+        """Time the possible methods if there is no rule for the network, and keep the fastest.
+
+        Args:
+            plane: Where the rows are coefficients, otherwise None.
+            rows: Some coefficients or weight vectors, shape [G, m or P], G >= 1.
+
+        Returns:
+            The method that :meth:`at` and :meth:`on` will use.
+        """
+        if self._method == "auto":
+            seconds: dict[Method, float] = {}
+            for method in self._possible(plane):
+                self._method = method
+                few = rows[: min(self.chunk, _LOOP_POINTS)]
+                try:
+                    self._evaluate(plane, few, None)
+                except (RuntimeError, NotImplementedError):  # no batched version, or too little memory
+                    if method == "loop":
+                        self._method = "auto"
+                        raise
+                    continue
+                start = time.perf_counter()
+                self._evaluate(plane, few, None)
+                seconds[method] = time.perf_counter() - start
+            self._method = min(seconds, key=seconds.__getitem__)
+        return self._method
+
+    def use(self, method: Method) -> None:
+        """Set the method, for example to that of another process.
+
+        Args:
+            method: One that another surface of the same network chose.
+        """
+        self._method = method
+
+    def description(self) -> tuple[str, ...]:
+        """Return words for network, loss, method, precision, device and chunk: what losses depend on beside tensors."""
+        loss = self.loss if isinstance(self.loss, str) else f"{self.loss.__module__}.{_name(self.loss)}"
+        return repr(self._network), loss, self._method, str(self.dtype), self.device.type, str(self.chunk)
+
+    def constants(self) -> list[Tensor]:
+        """Return the tensors that losses depend on beside the weights: inputs, targets, frozen weights, buffers."""
+        frozen = [value for name, value in self._network.named_parameters() if name not in self._shapes]
+        return [self.inputs, self.targets, *frozen, *self._network.buffers()]
+
+    # ---- what a surface is made of
+
+    def _data(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a checked copy on the device, floating numbers in the dtype."""
+        if not isinstance(tensor, Tensor) or tensor.ndim == 0 or len(tensor) == 0:
+            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} must be a tensor [N, ...] of at least one input, got {got}.")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite; leave those inputs out.")
+        dtype = self.dtype if tensor.is_floating_point() or (self._squared and name == "targets") else tensor.dtype
+        return tensor.detach().to(self.device, dtype, copy=True)
+
+    def _closed_form(self, network: nn.Module, inputs: Tensor, targets: Tensor) -> ReluLine | None:
+        if not self._squared or not is_relu_line(network) or inputs[0].numel() != 1 or not inputs.is_floating_point():
+            return None
+        return ReluLine.of(inputs, targets)
+
+    def _private(self, network: nn.Module, parameters: dict[str, nn.Parameter]) -> tuple[nn.Module, Tensor]:
+        """Return a copy of the network whose trainable parameters are views of one vector, and the vector."""
+        private = copy.deepcopy(network).to(self.dtype).requires_grad_(False).eval()
+        names = set(parameters)
+        flat = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        offset = 0
+        for name, parameter in private.named_parameters():
+            if name in names:
+                view = flat[offset : offset + parameter.numel()].view(parameter.shape)
+                view.copy_(parameter)
+                parameter.data = view
+                offset += parameter.numel()
+        if self.device.type == "cpu":
+            with_fast_pools(private)
+        return private, flat
+
+    def _check_outputs(self) -> int:
+        """Run the network once; return the most numbers that it holds for an input at once."""
+        width = self.inputs[0].numel()
+        count = min(len(self.inputs), _FIRST_INPUTS)
+
+        def watch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            nonlocal width
+            if isinstance(output, Tensor):
+                width = max(width, output.numel() // count)
+
+        handles = [part.register_forward_hook(watch) for part in self._network.modules()]
+        try:
+            with self._quietly():
+                output = self._network(self.inputs[:count])
+                if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != count:
+                    raise ValueError("The network must return one tensor whose first axis is the inputs.")
+                if self._squared and output.shape != self.targets[:count].shape:
+                    raise ValueError(
+                        f"targets must have the shape of the outputs, [{len(self.inputs)}, "
+                        f"{', '.join(map(str, output.shape[1:]))}], got {list(self.targets.shape)}."
+                    )
+                losses = self._sums(output[None], self.targets[:count])
+        finally:
+            for handle in handles:
+                handle.remove()
+        assert losses.shape == (1,)
+        return width
+
+    @property
+    def _bytes(self) -> int:
+        return _CPU_BYTES if self.device.type == "cpu" else _DEVICE_BYTES
+
+    def _input_blocks(self, width: int) -> list[tuple[int, int]]:
+        """Return the ends of the blocks of inputs: a first one for early rejection, then equal ones that fit."""
+        count = len(self.inputs)
+        most = max(2 * _FIRST_INPUTS, self._bytes // (width * self.dtype.itemsize))
+        if count < 2 * _FIRST_INPUTS:
+            return [(0, count)]
+        others = -(-(count - _FIRST_INPUTS) // most)
+        ends = [_FIRST_INPUTS + (count - _FIRST_INPUTS) * index // others for index in range(others + 1)]
+        return [(0, _FIRST_INPUTS), *itertools.pairwise(ends)]
+
+    @property
+    def _dense(self) -> tuple[str, ...] | None:
+        return self._first.dense if self._first is not None else None
+
+    def _rule(self) -> Method:
+        """Return the method that is certain to be best, or ``"auto"`` to time them."""
+        if self._line is not None:
+            return "closed_form"
+        if self._dense is not None:
+            return "affine"
+        convolutional = any(isinstance(part, nn.modules.conv._ConvNd) for part in self._network.modules())
+        if convolutional and self.device.type == "cpu":
+            return "loop" if self._first is None else "affine"
+        return "auto"
+
+    def _possible(self, plane: WeightPlane | None) -> list[Method]:
+        methods: list[Method] = ["loop", "vmap"]
+        if plane is not None and self._first is not None and self._fits(plane):
+            methods.append("affine")
+        return methods
+
+    def _fits(self, plane: WeightPlane) -> bool:
+        """Return whether the first layer's outputs for a plane are small enough to be kept."""
+        return (plane.dimension + 1) * len(self.inputs) * self._width * self.dtype.itemsize <= _AFFINE_BYTES
+
+    # ---- evaluation
+
+    def _rows(self, rows: Tensor, size: int, name: str) -> Tensor:
+        if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.ndim != 2 or rows.shape[1] != size:
+            got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+            raise ValueError(f"{name} must be a floating tensor [G, {size}], got {got}.")
+        return rows.detach()
+
+    def _evaluate(self, plane: WeightPlane | None, rows: Tensor, below: float | None) -> Tensor:
+        result = torch.empty(len(rows), dtype=torch.float64)
+        if not len(rows):
+            return result
+        if self._method == "auto":
+            self.choose(plane, rows)
+        start_time = time.perf_counter()
+        with self._quietly():
+            run = self._runner(plane)
+            for start in range(0, len(rows), self.chunk):
+                stop = start + self.chunk
+                result[start:stop] = run(rows[start:stop], below).to("cpu", torch.float64)
+        result.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        if below is not None:
+            result.masked_fill_(result >= below, torch.inf)
+        self.seconds_per_point = (time.perf_counter() - start_time) / len(rows)
+        return result
+
+    def _runner(self, plane: WeightPlane | None) -> Callable[[Tensor, float | None], Tensor]:
+        """Return the function from a chunk of coefficients or vectors to losses."""
+        matrix, outputs = self._prepared(plane) if plane is not None else (None, None)
+
+        def weights(rows: Tensor) -> Tensor:
+            rows = rows.to(self.device, self.dtype)
+            return rows if matrix is None else _with_one(rows) @ matrix
+
+        def closed(rows: Tensor, below: float | None) -> Tensor:
+            assert self._line is not None
+            rows = rows.to("cpu", torch.float64)
+            if plane is None:
+                return self._line.loss(rows.T.contiguous())
+            return self._line.loss(torch.addmm(plane.centre[:, None], plane.basis, rows.T))
+
+        def batched(rows: Tensor, below: float | None) -> Tensor:
+            values = weights(rows)
+            tensors = self._tensors(values)
+            first = None if outputs is None else _with_one(rows.to(self.device, self.dtype))
+            total = torch.zeros(len(rows), dtype=wide(self.device), device=self.device)
+            for index, (start, stop) in enumerate(self._blocks):
+                targets = self.targets[start:stop]
+                if self._method == "vmap":
+                    found = vmap(self._call, in_dims=(0, None))(tensors, self.inputs[start:stop])
+                    total += self._sums(found, targets, below)
+                else:
+                    hidden = None if first is None or outputs is None else self._affine(first, outputs[index])
+                    found = self._dense_outputs(tensors, hidden, slice(start, stop))
+                    total += self._sums(found, targets, below)
+                if below is not None and bool((total / len(self.inputs) >= below).all()):
+                    break
+            return total / len(self.inputs)
+
+        def looped(rows: Tensor, below: float | None) -> Tensor:
+            values = weights(rows)
+            first = None if outputs is None else _with_one(rows.to(self.device, self.dtype))
+            total = torch.zeros(len(rows), dtype=wide(self.device), device=self.device)
+            alive = list(range(len(rows)))
+            for index, (start, stop) in enumerate(self._blocks):
+                sums = []
+                for point in alive:
+                    self._flat.copy_(values[point])
+                    if first is None or outputs is None:
+                        found = self._network(self.inputs[start:stop])
+                    else:
+                        assert self._first is not None
+                        hidden = self._affine(first[point : point + 1], outputs[index])
+                        found = self._first.rest(hidden.view(stop - start, *self._shape))
+                    sums.append(self._sums(found[None], self.targets[start:stop], below))
+                total[alive] += torch.cat(sums)
+                if below is not None:
+                    over = (total / len(self.inputs) >= below).tolist()
+                    alive = [point for point in alive if not over[point]]
+                    if not alive:
+                        break
+            return total / len(self.inputs)
+
+        if self._method == "closed_form":
+            return closed
+        return batched if self._method == "vmap" or (self._method == "affine" and self._dense is not None) else looped
+
+    def _prepared(self, plane: WeightPlane) -> tuple[Tensor, list[Tensor] | None]:
+        """Return [centre; basis] and, for the affine method, the first layer's outputs at each of them by block.
+
+        Both are kept for the next call. The outputs of a block have the shape [m + 1, entries]; the entries of
+        perceptrons are features times inputs, those of others inputs times the output's shape.
+        """
+        affine = self._method == "affine" and (self._dense is not None or self._fits(plane))
+        if self._plane is None or self._plane[0] is not plane or affine != bool(self._plane[2]):
+            matrix = torch.cat([plane.centre[None], plane.basis.T]).to(self.device, self.dtype)
+            outputs = self._first_outputs(matrix) if affine else []
+            self._plane = (plane, matrix, outputs)
+        return self._plane[1], self._plane[2] if affine else None
+
+    def _first_outputs(self, matrix: Tensor) -> list[Tensor]:
+        first = cast(FirstLayer, self._first)
+        own = dict(first.layer.named_parameters())
+        tensors = self._tensors(matrix)
+        blocks = []
+        for start, stop in self._blocks:
+            entering = first.entering(self.inputs[start:stop])
+            found = []
+            for row in range(len(matrix)):
+                # A frozen parameter is there once, at the centre.
+                values = {
+                    name: tensors[f"{first.name}.{name}"][row]
+                    if f"{first.name}.{name}" in tensors
+                    else (parameter if row == 0 else torch.zeros_like(parameter))
+                    for name, parameter in own.items()
+                }
+                output = functional_call(first.layer, values, (entering,))
+                self._shape = output.shape[1:]
+                found.append((output.T if self._dense is not None else output).flatten())
+            blocks.append(torch.stack(found))
+        return blocks
+
+    def _tensors(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Return vectors [G, P] as named tensors [G, *shape], of the trainable parameters."""
+        found, offset = {}, 0
+        for name, shape in self._shapes.items():
+            size = shape.numel()
+            found[name] = vectors[:, offset : offset + size].view(-1, *shape)
+            offset += size
+        return found
+
+    def _call(self, tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        output: Tensor = functional_call(self._network, tensors, (inputs,))
+        return output
+
+    def _dense_outputs(self, tensors: dict[str, Tensor], hidden: Tensor | None, inputs: slice) -> Tensor:
+        """Return the outputs [G, N, K] of a perceptron at many weights, from its first layer's outputs if given."""
+        first = cast(FirstLayer, self._first)
+        points = len(next(iter(tensors.values())))
+        modules = {name: self._network.get_submodule(name) for name in (first.name, *(first.dense or ()))}
+
+        def parameters(name: str) -> tuple[Tensor | None, Tensor | None]:
+            found = []
+            for kind in ("weight", "bias"):
+                value = tensors.get(f"{name}.{kind}")
+                if value is None and (frozen := getattr(modules[name], kind, None)) is not None:
+                    value = frozen.expand(points, *frozen.shape)
+                found.append(value)
+            return found[0], found[1]
+
+        if hidden is None:
+            weight, bias = parameters(first.name)
+            assert weight is not None
+            hidden = torch.matmul(weight, first.entering(self.inputs[inputs]).T)
+            hidden = hidden if bias is None else hidden.add_(bias[..., None])
+        else:
+            hidden = hidden.view(points, -1, inputs.stop - inputs.start)
+        for name in first.dense or ():
+            weight, bias = parameters(name)
+            if weight is None:
+                hidden = apply_elementwise(modules[name], hidden)
+                continue
+            space = self._space(name, (points, weight.shape[1], hidden.shape[2]), self.dtype)
+            if bias is None:
+                hidden = torch.bmm(weight, hidden, out=space)
+            else:
+                hidden = torch.baddbmm(bias[..., None], weight, hidden, out=space)
+        return hidden.transpose(1, 2)
+
+    def _affine(self, coefficients: Tensor, outputs: Tensor) -> Tensor:
+        """Return the first layer's outputs at coefficients [G, m + 1]: [G, entries]."""
+        shape = (len(coefficients), outputs.shape[1])
+        return torch.mm(coefficients, outputs, out=self._space("first", shape, self.dtype))
+
+    def _space(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory for intermediate numbers: new large tensors cost more in page faults than what fills them."""
+        size = math.prod(shape)
+        if name not in self._spaces or len(self._spaces[name]) < size:
+            self._spaces[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return self._spaces[name][:size].view(shape)
+
+    def _sums(self, outputs: Tensor, targets: Tensor, below: float | None = None) -> Tensor:
+        """Return the sums over inputs of the losses of outputs [G, N, ...]: [G], float64."""
+        dtype = wide(self.device)
+        if self._squared:
+            distance = torch.sub(outputs, targets, out=self._space("distance", outputs.shape, self.dtype)).square_()
+            return self._space("sum", distance.shape, dtype).copy_(distance).flatten(1).sum(1)
+        losses = cast(Loss, self.loss)(outputs, targets)
+        if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:2]:
+            got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"loss must return the loss of each input, [G, N] = {list(outputs.shape[:2])}, for outputs "
+                f"{list(outputs.shape)}, got {got}."
+            )
+        if below is not None and bool((losses < 0).any()):
+            raise ValueError("below needs losses >= 0, and this loss is negative for some input; leave below out.")
+        return losses.sum(1, dtype=dtype)
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Switch off gradients and reduced precision of convolutions."""
+        with torch.no_grad(), torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False):
+            yield
+
+
+def _with_one(rows: Tensor) -> Tensor:
+    """Return coefficients [G, m] with a one in front, [G, m + 1], the factor of the centre."""
+    return torch.cat([rows.new_ones(len(rows), 1), rows], 1)
+
+
+def _name(function: Any) -> str:
+    """Return the qualified name of a function, or of the class of a callable object."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,0 +1,90 @@
+"""The quadric in which a 3-plane cuts the large stratum of a same-sign class of the two-unit network."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_sym.landscape.planes import WeightPlane
+
+_FLAT = 1e-9  # curvatures and slopes below this are zero: planes are known to about 1e-12
+
+
+class PlaneQuadric:
+    r"""The surface :math:`f = ca + db = \text{level}` in a 3-plane, clipped to inputs of one sign.
+
+    In coordinates y along :attr:`axes` from :attr:`centre`, :math:`f = f_0 + (-y_1^2 + s y_2^2 + y_3^2) / 2` for every
+    3-plane, by interlacing with the eigenvalues -1, -1, 1, 1 of the form on R^4. So the surface is a hyperboloid of one
+    sheet, with a throat around the centre, or of two, or a cone if the level is :math:`f_0`.
+
+    Args:
+        plane: Of dimension 3 in R^4, with orthonormal basis.
+        level: p* for a, b > 0; -q* for a, b < 0.
+        moment: The second moment of the inputs on that side.
+        sign: Of a and b: 1 or -1.
+
+    Attributes:
+        level: As given.
+        moment: As given.
+        sign: As given.
+        eigenvalues: -1, s, 1. Shape ``[3]``, float64.
+        axes: Their directions in coefficients, as columns. Shape ``[3, 3]``, float64.
+        centre: Coefficients of the critical point of f. Shape ``[3]``, float64. NaN if there is none, as happens for
+            s = 0.
+        throat: f0, the value of f there. NaN if there is none.
+        sheets: 1 or 2, before clipping. A cone counts as 1.
+        centre_inside: Whether a and b have the right signs at the centre; only then does the picture change at
+            :attr:`closing_epsilon`.
+
+    Raises:
+        ValueError: If the plane is not of dimension 3 in R^4.
+    """
+
+    def __init__(self, plane: "WeightPlane", level: float, moment: float, sign: int) -> None:
+        self._origin, self._basis = (t.detach().double().cpu() for t in (plane.centre, plane.basis))
+        if self._basis.shape != (4, 3):
+            raise ValueError(f"plane must be of dimension 3 in R^4, got a basis of shape {[*self._basis.shape]}.")
+        self.level, self.moment, self.sign = level, moment, sign
+        swapped = self._basis.roll(2, 0)  # S Q for the form f = theta^T S theta / 2: (a, b) and (c, d) exchanged
+        self.eigenvalues, self.axes = torch.linalg.eigh(self._basis.T @ swapped)
+        slope = self.axes.T @ (swapped.T @ self._origin)
+        at_origin = float(self._origin[:2] @ self._origin[2:])
+        curved = self.eigenvalues.abs() > _FLAT
+        offset = torch.where(curved, -slope / torch.where(curved, self.eigenvalues, 1.0), 0.0)
+        if bool((curved | (slope.abs() <= _FLAT)).all()):
+            self.throat = at_origin + float(slope @ offset) / 2
+        else:  # a saddle surface that runs on for ever along the second axis
+            offset, self.throat = torch.full_like(offset, math.nan), math.nan
+        self.centre = self.axes @ offset
+        a, b = (self._origin + self._basis @ self.centre)[:2].tolist()
+        self.centre_inside = sign * a >= 0 and sign * b >= 0
+        height = level - self.throat
+        # s = 0 with a centre: two walls, unless they cross at it
+        two = height != 0 if not curved[1] else height * self.s < 0
+        self.sheets = 2 if two and not math.isnan(height) else 1
+
+    @property
+    def s(self) -> float:
+        """The middle eigenvalue, in [-1, 1]."""
+        return float(self.eigenvalues[1])
+
+    @property
+    def closing_epsilon(self) -> float:
+        """The epsilon at which ``{J < eps}`` swallows the centre: the throat fills, or two sheets touch. May be NaN."""
+        return self.moment * (self.throat - self.level) ** 2
+
+    def field(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f - level, whose zeros are the surface, and where it holds.
+
+        Args:
+            coefficients: Shape ``[..., 3]``.
+
+        Returns:
+            ``ca + db - level``, float64, and whether a and b have the right signs or are 0, bool: where not, the
+            surface is no part of the class. Shape ``[...]`` each, on the device of ``coefficients``.
+        """
+        origin, basis = self._origin.to(coefficients.device), self._basis.to(coefficients.device)
+        a, b, c, d = (origin + coefficients.double() @ basis.T).unbind(-1)
+        return c * a + d * b - self.level, (self.sign * a >= 0) & (self.sign * b >= 0)

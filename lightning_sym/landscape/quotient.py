@@ -1,0 +1,392 @@
+"""Weights up to what does not change their function: distances to orbits, representatives, the quotient."""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from lightning_sym.landscape.planes import weight_tensors, weight_vector
+from lightning_sym.landscape.walks import NetworkOutputs
+from lightning_sym.symmetry.base import AxisGroup, Symmetry, double, outputs_of
+from lightning_sym.symmetry.canonical import canonicalize
+from lightning_sym.symmetry.matching import weight_matching
+from lightning_sym.symmetry.tracing import trace_symmetry
+
+# Pairs of units whose quartics are solved at once.
+_PAIRS = 2**18
+# Units whose incoming weights differ in direction by less than this are collinear.
+_COLLINEAR = 1e-9
+# Units whose outgoing weights, after merging, are this much smaller than those of all units have no effect.
+_NOTHING = 1e-12
+_FREE = ("scales", "signs")
+
+
+def function_distances(network: nn.Module, vectors: Tensor, inputs: Tensor) -> Tensor:
+    r"""Return the distances of the functions of some weights: the distance of their classes in the quotient (spec 9.5).
+
+    :math:`d_{ij} = \sqrt{J}`, with :math:`J = \frac{1}{N} \sum_x \|\phi(x, \theta_i) - \phi(x, \theta_j)\|^2`. It is 0
+    exactly for members of one class (on these inputs), and satisfies the triangle inequality.
+
+    Args:
+        network: The architecture; its own weights do not matter. Evaluated in float64 and evaluation mode.
+        vectors: Shape ``[n, P]``.
+        inputs: Shape ``[N, ...]``.
+
+    Returns:
+        Shape ``[n, n]``, float64, symmetric, 0 on the diagonal.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+
+    Note:
+        ``O(n N K)`` memory for K outputs, and ``O(n^2 N K)`` time.
+
+    Example:
+        >>> network = nn.Linear(3, 2)
+        >>> one = weight_vector(network)
+        >>> function_distances(network, torch.stack([one, one + 1, one]), torch.randn(9, 3))[0, 2].item()
+        0.0
+    """
+    function = NetworkOutputs(network, inputs)
+    vectors = _checked(vectors, len(function.own)).to(function.own)
+    with torch.no_grad():
+        outputs = torch.stack([function(vector).flatten() for vector in vectors])
+    distances = torch.cdist(outputs, outputs, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances / math.sqrt(len(function.inputs))
+
+
+def canonical_vectors(
+    network: nn.Module, vectors: Tensor, example_input: Any, *, symmetry: Symmetry | None = None, merge: bool = True
+) -> Tensor:
+    r"""Return one representative of each weight vector's orbit, the same for all members of an orbit (spec 9.5).
+
+    Scales are balanced (:math:`\alpha_i = \sqrt{\|v_i\| / \|w_i\|}` for a hidden ReLU unit with incoming weights and
+    bias :math:`w_i` and outgoing weights :math:`v_i`), signs fixed and units sorted by
+    :func:`lightning_sym.symmetry.canonicalize`. The function stays, and a second pass changes nothing, up to rounding.
+
+    In networks with one hidden layer of ReLUs (or the like), a unit that is dead (:math:`w_i = 0` or :math:`v_i = 0`)
+    has no balanced form, and units whose :math:`w_i` are positive multiples of one another can share their outgoing
+    weights in many ways. With ``merge`` these are dealt with first: the outgoing weights of collinear units are moved
+    to the first of them, and dead units become 0. The representative is then the same for more than an orbit; for the
+    two-unit network it is the same for the whole class (spec 5.2).
+
+    Args:
+        network: The architecture, with buffers; its own weights do not matter.
+        vectors: Shape ``[n, P]``.
+        example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
+        symmetry: Of the architecture, if it has been traced already.
+        merge: Whether to merge collinear units and delete dead ones, where there is one hidden layer. Deeper networks
+            are left as they are: the scales of their dead units stay what they were.
+
+    Returns:
+        Shape ``[n, P]``, float64.
+
+    Raises:
+        ValueError: If the shapes do not fit, a weight is not finite, or merging would change the example's output.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> vectors = torch.randn(2, 13, dtype=torch.float64)
+        >>> once = canonical_vectors(network, vectors, torch.randn(1, 2))
+        >>> torch.allclose(canonical_vectors(network, once, torch.randn(1, 2)), once, rtol=0, atol=1e-12)
+        True
+    """
+    exact, symmetry = _prepared(network, example_input, symmetry)
+    vectors = _checked(vectors, len(weight_vector(exact))).to(weight_vector(exact))
+    layers = _hidden_units(symmetry, exact) if merge else None
+    if layers is not None and all(layer.scaled for layer in layers):
+        arguments = double(example_input if isinstance(example_input, tuple) else (example_input,))
+        vectors = torch.stack([_merged(vector, layers, exact, arguments) for vector in vectors])
+    return torch.stack(
+        [weight_vector(canonicalize(symmetry, _loaded(exact, vector), inplace=True).network) for vector in vectors]
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class OrbitDistances:
+    """Distances of weight vectors to the orbit of a target.
+
+    Attributes:
+        distances: Shape ``[n]``, float64, in weight space.
+        plain: Distances to the target itself, for comparison. Shape ``[n]``, float64.
+        kind: ``"exact"``: the infimum over the group. ``"upper bound"``: the distance to a member that was found.
+    """
+
+    distances: Tensor
+    plain: Tensor
+    kind: Literal["exact", "upper bound"]
+
+
+def orbit_distances(
+    network: nn.Module,
+    vectors: Tensor,
+    target: Tensor,
+    example_input: Any,
+    *,
+    symmetry: Symmetry | None = None,
+    restarts: int = 1,
+    seed: int = 0,
+) -> OrbitDistances:
+    r"""Return :math:`\inf_g |\theta - g\theta^*|`: how far weights are from all that symmetry makes of a target.
+
+    **Exact** where every parameter belongs to at most one hidden unit (one hidden layer, dense or convolutional, or
+    several side by side), for ReLU and the like: with incoming weights and bias :math:`w_i` and outgoing weights
+    :math:`v_i`, a pair of units costs (spec 9.1)
+
+    .. math:: k(i, j) = \inf_{\alpha > 0} \|w_i - \alpha w^*_j\|^2 + \|v_i - v^*_j / \alpha\|^2 ,
+
+    least at a positive root of
+    :math:`\|w^*\|^2 \alpha^4 - \langle w, w^* \rangle \alpha^3 + \langle v, v^* \rangle \alpha - \|v^*\|^2`, of which
+    there are one or three, all evaluated; the best pairing is a linear assignment. If :math:`w^* = 0` or
+    :math:`v^* = 0` the infimum may be approached only as :math:`\alpha` tends to infinity or 0; its value is taken, so
+    that the distance is that to the closure of the orbit. Odd activations (tanh) have a sign in place of
+    :math:`\alpha`; others (GELU) neither. Parameters outside of the hidden layer count as they are.
+
+    **Upper bound** otherwise: the distance to what :func:`lightning_sym.symmetry.weight_matching` with ``refine``
+    finds, or to the target itself if that is nearer.
+
+    A small J with a large distance means a symmetry beyond the group (spec 5.2).
+
+    Args:
+        network: The architecture, with buffers; its own weights do not matter.
+        vectors: :math:`\theta`, shape ``[n, P]``.
+        target: :math:`\theta^*`, shape ``[P]``.
+        example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
+        symmetry: Of the architecture, if it has been traced already.
+        restarts: Of the matching, for the upper bound.
+        seed: Of the matching.
+
+    Returns:
+        The distances, and of which kind they are.
+
+    Raises:
+        ValueError: If the shapes do not fit, or a weight is not finite.
+
+    Note:
+        Exact: ``O(H^2)`` quartics and ``O(H^3)`` for the assignment, per vector and layer of H units. Distances near 0
+        are right to about 1e-15 times the norm of the weights; only if two units differ by less than about 1e-8 may
+        they be paired wrongly, at a price of that size.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
+        >>> symmetry = trace_symmetry(network, torch.randn(1, 2))
+        >>> other = weight_vector(symmetry.act(symmetry.sample(), network))
+        >>> found = orbit_distances(network, other[None], weight_vector(network), torch.randn(1, 2))
+        >>> found.kind, bool(found.distances[0] < 1e-12)
+        ('exact', True)
+    """
+    exact, symmetry = _prepared(network, example_input, symmetry)
+    own = weight_vector(exact)
+    vectors, target = _checked(vectors, len(own)).to(own), _checked(target[None], len(own))[0].to(own)
+    plain = (vectors - target).norm(dim=1)
+    layers = _hidden_units(symmetry, exact)
+    if layers is not None:
+        outside = torch.ones(len(own), dtype=torch.bool)
+        for layer in layers:
+            outside[layer.entries.flatten()] = False
+        squares = (vectors - target)[:, outside].square().sum(1)
+        for layer in layers:
+            squares = squares + layer.distances(vectors, target)
+        return OrbitDistances(squares.sqrt(), plain, "exact")
+    reference = _loaded(exact, target)
+    distances = []
+    for vector, identity in zip(vectors, plain.tolist(), strict=True):
+        match = weight_matching(symmetry, _loaded(exact, vector), reference, refine=True, restarts=restarts, seed=seed)
+        distances.append(min(match.distance_after, identity))
+    return OrbitDistances(torch.tensor(distances, dtype=torch.float64), plain, "upper bound")
+
+
+def _prepared(network: nn.Module, example_input: Any, symmetry: Symmetry | None) -> tuple[nn.Module, Symmetry]:
+    """Return a copy in float64 on the CPU, and its symmetry."""
+    exact = copy.deepcopy(network).to("cpu", torch.float64).eval()
+    if symmetry is None:
+        inputs = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example_input)
+        symmetry = trace_symmetry(exact, double(inputs))
+    symmetry.require(exact)
+    return exact, symmetry
+
+
+def _checked(vectors: Tensor, size: int) -> Tensor:
+    if vectors.ndim != 2 or vectors.shape[1] != size:
+        raise ValueError(
+            f"weight vectors must have {size} entries, as weight_vector makes them, got shape {list(vectors.shape)}."
+        )
+    if not bool(torch.isfinite(vectors).all()):
+        raise ValueError("a weight vector holds values that are not finite; leave such vectors out.")
+    return vectors.detach()
+
+
+def _loaded(network: nn.Module, vector: Tensor) -> nn.Module:
+    """Return a copy of a network with other trainable parameters."""
+    result = copy.deepcopy(network)
+    parameters = dict(result.named_parameters())
+    with torch.no_grad():
+        for name, tensor in weight_tensors(result, vector).items():
+            parameters[name].copy_(tensor)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Hidden units that share no entry of the weight vector.
+
+    Attributes:
+        entries: Which entries of the weight vector belong to each unit, in one order for all. Shape [H, E].
+        incoming: Which of these a scale multiplies; it divides the others. Shape [E], bool.
+        flips: What a free sign does to them, -1 or 1. Shape [E].
+        scaled: Whether each unit has a free scale.
+        signed: Whether each unit has a free sign.
+    """
+
+    entries: Tensor
+    incoming: Tensor
+    flips: Tensor
+    scaled: bool
+    signed: bool
+
+    def distances(self, vectors: Tensor, target: Tensor) -> Tensor:
+        """Return the least squared distances [n] over permutations, signs and scales of the target's units."""
+        chunk = max(1, _PAIRS // len(self.entries) ** 2)
+        starts = range(0, len(vectors), chunk)
+        parts = [self._chunk(vectors[k : k + chunk][:, self.entries], target[self.entries]) for k in starts]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+    def _chunk(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        """Return the least squared distances of units [n, H, E] to those of the target [H, E]."""
+        cost, scale = self._pairs(ours, theirs)
+        flip = torch.zeros_like(cost, dtype=torch.bool)
+        if self.signed:
+            flipped, scale_flipped = self._pairs(ours, theirs * self.flips)
+            flip = flipped < cost
+            cost, scale = torch.where(flip, flipped, cost), torch.where(flip, scale_flipped, scale)
+        squares = []
+        for mine, table, scales, flips in zip(ours, cost, scale, flip, strict=True):
+            one, two = (torch.from_numpy(index) for index in linear_sum_assignment(table.numpy()))
+            chosen = scales[one, two][:, None]
+            factor = torch.where(self.incoming, chosen, 1 / chosen)
+            factor = torch.where(flips[one, two][:, None], self.flips * factor, factor)
+            # An infinite factor meets zeros only. Differences are taken here anew: near 0 the costs cancel.
+            moved = torch.where(theirs[two] == 0, 0.0, factor * theirs[two])
+            squares.append((mine[one] - moved).square().sum())
+        return torch.stack(squares)
+
+    def _pairs(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for all pairs of units the least squared distance and the scale that gives it, both [n, H, H]."""
+        inner = [
+            torch.einsum("nie,je->nij", ours[..., part], theirs[:, part]) for part in (self.incoming, ~self.incoming)
+        ]
+        squares = [theirs[:, part].square().sum(1).expand_as(inner[0]) for part in (self.incoming, ~self.incoming)]
+        fixed = ours.square().sum(2)[:, :, None]
+        if not self.scaled:
+            return fixed - 2 * (inner[0] + inner[1]) + squares[0] + squares[1], torch.ones_like(inner[0])
+        return _best_scales(inner[0], inner[1], squares[0], squares[1], fixed)
+
+
+def _best_scales(p: Tensor, r: Tensor, q: Tensor, s: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return the infimum of :math:`q a^2 - 2 p a - 2 r / a + s / a^2 + fixed` over a > 0, and where it is.
+
+    Stationary points solve :math:`q a^4 - p a^3 + r a - s = 0`. With q = 0 or s = 0 the infimum may be at a = infinity
+    or 0, where all but the fixed part vanishes.
+    """
+    regular = (q > 0) & (s > 0)
+    q_safe, s_safe = torch.where(regular, q, 1.0), torch.where(regular, s, 1.0)
+    # With a = unit * b the first and last coefficient are equal, and b^4 - u b^3 + v b - 1 = 0.
+    unit = (s_safe / q_safe) ** 0.25
+    companion = torch.zeros(*p.shape, 4, 4, dtype=p.dtype)
+    companion[..., 1, 0] = companion[..., 2, 1] = companion[..., 3, 2] = 1.0
+    companion[..., 0, 3] = 1.0
+    companion[..., 1, 3] = -r * unit / s_safe
+    companion[..., 3, 3] = p * unit**3 / s_safe
+    # Real parts of complex roots are no stationary points, but as good as any other scale: the least one wins.
+    scales = torch.linalg.eigvals(companion).real * unit[..., None]
+    linear = torch.where(q > 0, p / torch.where(q > 0, q, 1.0), s / torch.where(r > 0, r, 1.0))
+    linear = torch.where((q > 0) | (r > 0), linear, -1.0)
+    scales = torch.where(regular[..., None], scales, linear[..., None])
+    a = torch.where(scales > 0, scales, 1.0)
+    values = q[..., None] * a**2 - 2 * p[..., None] * a - 2 * r[..., None] / a + s[..., None] / a**2
+    values, best = torch.where(scales > 0, values, math.inf).min(-1)
+    chosen = a.gather(-1, best[..., None])[..., 0]
+    limit = ~regular & (values > 0)
+    chosen = torch.where(limit, torch.where(q > 0, 0.0, math.inf), chosen)
+    return torch.where(limit, 0.0, values) + fixed, chosen
+
+
+def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None:
+    """Return the layers of hidden units, if every entry of the weight vector belongs to at most one unit."""
+    structure = symmetry.structure
+    if structure.dense or structure.shifts or structure.coarse or structure.absorbed:
+        return None
+    if any(len(site.axes) != 1 for site in structure.sites):
+        return None
+    if any(sum(g.size * getattr(g, kind) for g in symmetry.groups) != getattr(symmetry, kind) for kind in _FREE):
+        return None
+    own = weight_vector(network)
+    numbers = weight_tensors(network, torch.arange(len(own)))
+    ones = weight_tensors(network, torch.ones_like(own))
+    layers: list[_Layer] = []
+    for position, group in enumerate(symmetry.groups):
+        entries = _entries(group, numbers)
+        if entries is None or max(group.scales, group.signs) > 1:
+            return None
+        # What a scale e and a sign -1 of all units do, seen from what becomes of ones.
+        element = symmetry.identity()
+        element.log_scale[torch.from_numpy(structure.scale_table[position].ravel())] = 1.0
+        element.sign[torch.from_numpy(structure.sign_table[position].ravel())] = -1.0
+        moved = torch.cat([tensor.flatten() for tensor in symmetry.act_on(element, ones).values()])
+        exponents, flips = moved.abs().log().round(decimals=9), moved.sign()
+        elsewhere = torch.ones_like(own, dtype=torch.bool)
+        elsewhere[entries.flatten()] = False
+        rows = torch.stack([exponents[entries], flips[entries]])
+        expected = {-1.0, 1.0} if group.scales else {0.0}
+        if (
+            not bool((moved[elsewhere] == 1).all())
+            or not bool((rows == rows[:, :1]).all())
+            or not set(rows[0].flatten().tolist()) <= expected
+        ):
+            return None
+        incoming = rows[0, 0] >= 0
+        layers.append(_Layer(entries, incoming, rows[1, 0], scaled=group.scales == 1, signed=group.signs == 1))
+    every = [entry for layer in layers for entry in layer.entries.flatten().tolist()]
+    return layers if len(set(every)) == len(every) else None
+
+
+def _entries(group: AxisGroup, numbers: dict[str, Tensor]) -> Tensor | None:
+    """Return which entries of the weight vector each unit of a group has, shape [H, E]; None if not all may swap."""
+    free = group.size == 1 or (group.movable and int(group.cells.max()) == 0)
+    if not free or any(o.tensor not in numbers for o in group.occurrences):
+        return None
+    parts = [numbers[o.tensor].movedim(o.axis, 0)[o.positions].flatten(1) for o in group.occurrences]
+    return torch.cat(parts, 1)
+
+
+def _merged(vector: Tensor, layers: list[_Layer], network: nn.Module, arguments: tuple[Any, ...]) -> Tensor:
+    """Move the outgoing weights of collinear units to the first of them, and set units without effect to 0."""
+    given, vector = vector, vector.clone()
+    for layer in layers:
+        incoming, outgoing = vector[layer.entries[:, layer.incoming]], vector[layer.entries[:, ~layer.incoming]]
+        norms = incoming.norm(dim=1)
+        # Units with incoming weights 0 are apart from all others, and from one another.
+        directions = incoming / torch.where(norms > 0, norms, 1.0)[:, None]
+        apart = torch.cdist(directions, directions, compute_mode="donot_use_mm_for_euclid_dist")
+        alike = (apart < _COLLINEAR) & (norms > 0) & (norms > 0)[:, None]
+        first = torch.where(alike.any(1), alike.int().argmax(1), torch.arange(len(norms)))
+        amounts = outgoing * norms[:, None]
+        sums = torch.zeros_like(amounts).index_add_(0, first, amounts)
+        alive = sums.norm(dim=1) > _NOTHING * amounts.norm(dim=1).sum()
+        vector[layer.entries[:, layer.incoming]] = incoming * alive[:, None]
+        vector[layer.entries[:, ~layer.incoming]] = torch.where(
+            alive[:, None], sums / torch.where(alive, norms, 1.0)[:, None], 0.0
+        )
+    if not torch.equal(vector, given):
+        with torch.no_grad():
+            before, after = (outputs_of(_loaded(network, weights), arguments) for weights in (given, vector))
+        if not all(torch.allclose(*pair, rtol=1e-7, atol=1e-9) for pair in zip(before, after, strict=True)):
+            raise ValueError(
+                "merging collinear units changed the outputs on the example: units do not add up in this network; pass "
+                "merge=False."
+            )
+    return vector

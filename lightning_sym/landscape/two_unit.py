@@ -1,0 +1,470 @@
+r"""What is known exactly about :math:`\phi(x) = c\,\mathrm{relu}(a x) + d\,\mathrm{relu}(b x)`.
+
+Such a function is a line of slope p right of zero and one of slope -q left of it,
+
+.. math:: p = c a_+ + d b_+, \qquad q = c a_- + d b_-, \qquad r_+ = \max(r, 0),\ r_- = \max(-r, 0),
+
+so two weight vectors compute the same function exactly if they agree in p and q. Weights are in the order of a
+network's parameters, (a, b, c, d); :func:`slopes`, :func:`distance` and its gradient take any number of units: all
+input weights, then all output weights. Several units: :mod:`lightning_sym.landscape.wide`; what a search finds:
+:mod:`lightning_sym.landscape.two_unit_search`.
+
+References:
+    The network: Lengyel et al. (2020), arXiv:2011.07407, section 4. The theory is ours.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, Self
+
+import torch
+from torch import Tensor
+
+from lightning_sym.landscape.plane_quadric import PlaneQuadric
+
+if TYPE_CHECKING:
+    from lightning_sym.landscape.planes import WeightPlane
+
+Kind = Literal["mixed", "same_sign", "zero"]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of a sample of inputs, all that the loss of a one-input network without biases depends on.
+
+    Attributes:
+        positive: Sum of x^2 over the inputs x > 0, divided by the number of all inputs. > 0; 1/2 for N(0, 1).
+        negative: The same over x < 0.
+    """
+
+    positive: float = 0.5
+    negative: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) and value > 0 for value in (self.positive, self.negative)):
+            raise ValueError(
+                f"moments must be finite and > 0, got {self.positive} and {self.negative}; take inputs of both signs."
+            )
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> Self:
+        """Return the moments of a sample.
+
+        Args:
+            inputs: One number per input, any shape, at least one of either sign.
+
+        Returns:
+            Its moments, summed in float64.
+
+        Raises:
+            ValueError: If no input is positive, or none negative, or one is not finite.
+        """
+        x = inputs.detach().double()
+        count = max(x.numel(), 1)
+        return cls(float(x.clamp_min(0).square().sum()) / count, float(x.clamp_max(0).square().sum()) / count)
+
+
+def slopes(weights: Tensor) -> Tensor:
+    """Return the slopes (p, q) of one-input networks.
+
+    Args:
+        weights: Input weights, then output weights, of H units. Shape ``[..., 2 H]``, floating.
+
+    Returns:
+        Shape ``[..., 2]``, dtype and device of ``weights``; differentiable, with slope 0 of the ReLU at 0.
+
+    Raises:
+        ValueError: If the last axis is not even.
+    """
+    return torch.stack(_both_slopes(weights), -1)
+
+
+def slope_jacobian(weights: Tensor) -> Tensor:
+    """Return the derivative of :func:`slopes`, with slope 0 of the ReLU at 0.
+
+    Args:
+        weights: Shape ``[..., 2 H]``, floating.
+
+    Returns:
+        Shape ``[..., 2, 2 H]``, dtype and device of ``weights``.
+
+    Raises:
+        ValueError: If the last axis is not even.
+    """
+    inputs, outputs = _split(weights)
+    rows = [torch.cat([outputs * (s * inputs > 0) * s, (s * inputs).relu()], -1) for s in (1, -1)]
+    return torch.stack(rows, -2)
+
+
+def distance(weights: Tensor, target: Tensor | Sequence[float], moments: Moments) -> Tensor:
+    """Return J, the mean squared difference to the target's outputs, exactly.
+
+    Args:
+        weights: Shape ``[..., 2 H]``, floating.
+        target: The target's slopes, shape ``[2]``, or its weights, shape ``[4]`` or longer.
+        moments: Of the sample over which the mean is.
+
+    Returns:
+        ``M+ (p - p*)^2 + M- (q - q*)^2``. Shape ``[...]``, dtype and device of ``weights``; differentiable.
+
+    Raises:
+        ValueError: If a shape is wrong.
+    """
+    p, q = _both_slopes(weights)
+    p_target, q_target = (float(slope) for slope in target_slopes(target))
+    return moments.positive * (p - p_target).square() + moments.negative * (q - q_target).square()
+
+
+def distance_gradient(weights: Tensor, target: Tensor | Sequence[float], moments: Moments) -> Tensor:
+    """Return the gradient of :func:`distance` in the weights, as automatic differentiation gives it.
+
+    Args:
+        weights: Shape ``[..., 2 H]``, floating.
+        target: Slopes, shape ``[2]``, or weights.
+        moments: Of the sample.
+
+    Returns:
+        Shape ``[..., 2 H]``, dtype and device of ``weights``.
+
+    Raises:
+        ValueError: If a shape is wrong.
+    """
+    residuals = slopes(weights) - target_slopes(target).to(weights)
+    factors = 2 * residuals * residuals.new_tensor([moments.positive, moments.negative])
+    return (factors[..., None, :] @ slope_jacobian(weights)).squeeze(-2)
+
+
+def target_slopes(target: Tensor | Sequence[float]) -> Tensor:
+    """Return the slopes of a target given as such or by weights.
+
+    Args:
+        target: Slopes (p, q), or the weights of a network of two units or more: shape ``[2 H]``, H > 1. Finite.
+
+    Returns:
+        Shape ``[2]``, float64, no graph.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    given = torch.as_tensor(target, dtype=torch.float64).detach()
+    if given.ndim != 1 or len(given) < 2 or len(given) % 2 or not given.isfinite().all():
+        raise ValueError(
+            f"target must be finite slopes (p, q) or weights (a, b, ..., c, d, ...), got {given.tolist()}."
+        )
+    return given if len(given) == 2 else slopes(given)
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """A piece of an equivalence class, cut out by the signs of the input weights.
+
+    Attributes:
+        name: As in the docs: ``"S"``, ``"A"``, ``"B1"``, ...
+        signs: Of a and b: -1, 0 or 1 each.
+        condition: What else the weights satisfy, for captions.
+        dimension: 2 or 3.
+    """
+
+    name: str
+    signs: tuple[int, int]
+    condition: str
+    dimension: int
+
+
+class TwoUnitClass:
+    """All weights (a, b, c, d) that compute the target's function, exactly.
+
+    Mixed targets have two slopes that are not 0: one unit carries each of them, and the class is two surfaces in R^4.
+    Same-sign targets have one: the class is three-dimensional, with flanges of dimension 2 where one unit is dead.
+
+    Args:
+        target: Slopes (p*, q*), shape ``[2]``, or weights, shape ``[4]``. A slope counts as 0 where it is exactly 0.
+        moments: Of the sample; those of N(0, 1) by default.
+
+    Attributes:
+        target: The slopes. Shape ``[2]``, float64.
+        moments: As given.
+
+    Raises:
+        ValueError: If ``target`` has another shape or is not finite.
+
+    Example:
+        >>> mixed = TwoUnitClass((0.56, 0.3))
+        >>> mixed.kind, mixed.dimension, mixed.components, round(mixed.barrier, 12)
+        ('mixed', 2, 2, 0.045)
+    """
+
+    def __init__(self, target: Tensor | Sequence[float], moments: Moments | None = None) -> None:
+        if len(target) not in {2, 4}:
+            raise ValueError(f"target must be slopes (p, q) or weights (a, b, c, d), got {len(target)} numbers.")
+        self.target = target_slopes(target).cpu()
+        self.moments = moments or Moments()
+        self._weights = torch.as_tensor(target, dtype=torch.float64).detach().cpu() if len(target) == 4 else None
+        self._p, self._q = (float(slope) for slope in self.target)
+
+    @property
+    def kind(self) -> Kind:
+        """``"mixed"``, ``"same_sign"`` or ``"zero"``: two, one or no slopes that are not 0."""
+        kinds: tuple[Kind, ...] = ("zero", "same_sign", "mixed")
+        return kinds[int(self._p != 0) + int(self._q != 0)]
+
+    @property
+    def dimension(self) -> int:
+        """Largest dimension of a piece of the class: 2 if mixed, otherwise 3."""
+        return 2 if self.kind == "mixed" else 3
+
+    @property
+    def components(self) -> int:
+        """Number of connected components in R^4: 2 if mixed, otherwise 1."""
+        return 2 if self.kind == "mixed" else 1
+
+    @property
+    def zero_distance(self) -> float:
+        """J0, the distance J of the function 0 from the target."""
+        return self.moments.positive * self._p**2 + self.moments.negative * self._q**2
+
+    @property
+    def barrier(self) -> float:
+        """Smallest J that must be crossed between the components: ``{J < eps}`` is connected exactly for eps above."""
+        return min(self.moments.positive * self._p**2, self.moments.negative * self._q**2)
+
+    @property
+    def learning_coefficient(self) -> float:
+        """Half the codimension: the volume of ``{J < eps}`` grows like eps to this power, up to logarithms."""
+        return (4 - self.dimension) / 2
+
+    def dimension_in_plane(self, dimension: int) -> int:
+        """Return the dimension of the class inside a generic plane.
+
+        Args:
+            dimension: Of the plane, 1 to 4.
+
+        Returns:
+            The dimension; < 0 where a generic plane misses the class, apart from the points it was put through.
+        """
+        return self.dimension + dimension - 4
+
+    @property
+    def local_minima(self) -> dict[str, float]:
+        """Distances J at which a search from default initial weights gets stuck, by what died."""
+        minima = {
+            "negative side lost": self.moments.negative * self._q**2,
+            "positive side lost": self.moments.positive * self._p**2,
+            "both sides lost": self.zero_distance,
+        }
+        if self.kind == "mixed":
+            return minima
+        return {"both sides lost": self.zero_distance} if self.kind == "same_sign" else {}
+
+    def diagnose(self, distances: Tensor, reached: float, tolerance: float = 0.01) -> list[str]:
+        """Say what became of each restart of a search.
+
+        Args:
+            distances: J at the end, on the class's moments. Shape ``[R]``.
+            reached: J below which a restart has found the class.
+            tolerance: How near a local minimum counts as that minimum. Relative, > 0.
+
+        Returns:
+            Per restart ``"reached"``, a key of :attr:`local_minima`, ``"not finite"`` or ``"elsewhere"``.
+        """
+
+        def name(value: float) -> str:
+            if not math.isfinite(value):
+                return "not finite"
+            if value < reached:
+                return "reached"
+            near = (key for key, level in self.local_minima.items() if abs(value - level) <= tolerance * level)
+            return next(near, "elsewhere")
+
+        return [name(value) for value in distances.tolist()]
+
+    @cached_property
+    def strata(self) -> tuple[Stratum, ...]:
+        """The pieces of the class, disjoint; together they are the class.
+
+        A mixed class is one orbit of rescaling and swapping the units. The 3-dimensional pieces of the others are
+        larger than orbits, which are 2-dimensional: there (c, d) -> (c + t b, d - t a) is one more free move. On
+        B1 and B2 the output weight of a unit is 0 and its input weight free; C1 and C2 join them to A.
+        """
+        if self.kind == "mixed":
+            return (
+                Stratum("S", (1, -1), "ca = p, d|b| = q", 2),
+                Stratum("swapped S", (-1, 1), "db = p, c|a| = q", 2),
+            )
+        if self.kind == "zero":
+            same = [Stratum("A" + "+-"[s < 0], (s, s), "ca + db = 0", 3) for s in (1, -1)]
+            opposite = [Stratum(f"B{n}", signs, "c = d = 0", 2) for n, signs in ((1, (1, -1)), (2, (-1, 1)))]
+            dead = [
+                Stratum("C" + "+-"[s < 0] + str(n), (s, 0) if n == 1 else (0, s), "cd"[n - 1] + " = 0", 2)
+                for s in (1, -1)
+                for n in (1, 2)
+            ]
+            return (*same, *opposite, *dead, Stratum("D", (0, 0), "c and d free", 2))
+        s, slope, (a, b) = (1, "p", "ab") if self._p else (-1, "q", ("|a|", "|b|"))
+        return (
+            Stratum("A", (s, s), f"c{a} + d{b} = {slope}", 3),
+            Stratum("B1", (s, -s), f"c{a} = {slope}, d = 0", 2),
+            Stratum("B2", (-s, s), f"d{b} = {slope}, c = 0", 2),
+            Stratum("C1", (s, 0), f"c{a} = {slope}, d free", 2),
+            Stratum("C2", (0, s), f"d{b} = {slope}, c free", 2),
+        )
+
+    def stratum_of(self, weights: Tensor) -> Tensor:
+        """Return by the signs of a and b to which stratum weights belong, if they belong to the class.
+
+        Args:
+            weights: Shape ``[..., 4]``.
+
+        Returns:
+            Index into :attr:`strata`, -1 where no member has these signs. Shape ``[...]``, int64.
+        """
+        signs = _split(weights)[0].sign()
+        index = torch.full(signs.shape[:-1], -1, device=weights.device)
+        for number, stratum in enumerate(self.strata):
+            index[(signs == signs.new_tensor(stratum.signs)).all(-1)] = number
+        return index
+
+    def contains(self, weights: Tensor, tolerance: float = 1e-9) -> Tensor:
+        """Return whether weights compute the target's function, up to rounding.
+
+        Args:
+            weights: Shape ``[..., 4]``, floating.
+            tolerance: Largest error of a slope, relative to the target's slopes and ``|ca| + |db|``. > 0.
+
+        Returns:
+            Shape ``[...]``, bool.
+        """
+        inputs, outputs = _split(weights)
+        scale = (inputs * outputs).abs().sum(-1) + self.target.abs().sum().to(weights)
+        errors = (slopes(weights) - self.target.to(weights)).abs().amax(-1)
+        return errors <= tolerance * scale
+
+    def residuals(self, plane: "WeightPlane", coefficients: Tensor) -> Tensor:
+        """Return (p - p*, q - q*) at points of a plane: the class is where both are 0.
+
+        Each is piecewise quadratic and continuous, so that it can be contoured at 0: in generic 2-planes mixed classes
+        are points, same-sign classes curves; in 3-planes curves and surfaces. On the same-sign strata one of the two
+        vanishes on a whole region, where contouring it shows nothing; contour the other one and keep its points where
+        this is 0.
+
+        Args:
+            plane: Of dimension m in R^4.
+            coefficients: Shape ``[..., m]``.
+
+        Returns:
+            Shape ``[..., 2]``, float64, on the device of ``coefficients``.
+        """
+        centre, basis = (t.detach().to(coefficients.device, torch.float64) for t in (plane.centre, plane.basis))
+        return slopes(centre + coefficients.double() @ basis.T) - self.target.to(coefficients.device)
+
+    def optimal_path(self, points: int = 50, start: Tensor | None = None) -> Tensor:
+        """Return a path from one component of a mixed class to the other whose largest J is the :attr:`barrier`.
+
+        The unit with the cheaper slope gives up its output weight, then its sign; the other hands its slope over to
+        it, and takes on the first one's sign and slope. All five legs are straight.
+
+        Args:
+            points: Per leg, >= 1.
+            start: A member, shape ``[4]``; by default the target's weights or, if it was given by slopes, weights with
+                ``|a| = |c|``, ``|b| = |d|``. The path ends at the same weights with the units swapped.
+
+        Returns:
+            Shape ``[5 points + 1, 4]``, float64.
+
+        Raises:
+            ValueError: If the class is not mixed, ``start`` is not a member, or ``points`` < 1.
+        """
+        if self.kind != "mixed":
+            raise ValueError(f"only mixed classes have a barrier; this one is {self.kind} and connected.")
+        if start is None:
+            start = self._weights
+        if start is None:
+            roots = self.target.abs().sqrt()
+            start = torch.cat([roots * torch.tensor([1.0, -1.0]), roots * self.target.sign()])
+        start = start.detach().double().cpu()
+        if start.shape != (4,) or not self.contains(start):
+            raise ValueError(f"start must be a member (a, b, c, d) of the class, got {start.tolist()}.")
+        cheap = 1 if self.moments.negative * self._q**2 <= self.moments.positive * self._p**2 else -1
+        # the unit with the cheaper slope: with negative input for q, with positive input for p
+        first = int(start[0] * cheap > 0)
+        second = 1 - first
+        corners = [start]
+        for changes in (
+            {2 + first: 0.0},
+            {first: float(start[second])},
+            {2 + first: float(start[2 + second]), 2 + second: 0.0},
+            {second: float(start[first])},
+            {2 + second: float(start[2 + first])},
+        ):
+            corner = corners[-1].clone()
+            for index, value in changes.items():
+                corner[index] = value
+            corners.append(corner)
+        return straight_legs(corners, points)
+
+    def quadric(self, plane: "WeightPlane") -> PlaneQuadric:
+        """Return the surface in which a 3-plane cuts the 3-dimensional stratum of a same-sign class.
+
+        Args:
+            plane: Of dimension 3 in R^4.
+
+        Returns:
+            The surface, with its throat and the epsilon at which its topology changes.
+
+        Raises:
+            ValueError: If the class is not of same sign, or the plane not of dimension 3 in R^4.
+        """
+        if self.kind != "same_sign":
+            raise ValueError(f"quadrics are for same-sign classes; this one is {self.kind}, use residuals() instead.")
+        positive = self._p != 0
+        return PlaneQuadric(
+            plane,
+            level=self._p if positive else -self._q,
+            moment=self.moments.positive if positive else self.moments.negative,
+            sign=1 if positive else -1,
+        )
+
+
+def straight_legs(corners: Sequence[Tensor], points: int) -> Tensor:
+    """Return points along straight legs between corners; legs of length 0 count too.
+
+    Args:
+        corners: Shape ``[P]`` each.
+        points: Per leg, >= 1.
+
+    Returns:
+        Shape ``[(len(corners) - 1) points + 1, P]``.
+
+    Raises:
+        ValueError: If ``points`` < 1.
+    """
+    if points < 1:
+        raise ValueError(f"points must be >= 1 per leg of a path, got {points}.")
+    share = torch.arange(points, dtype=corners[0].dtype)[:, None] / points
+    legs = [left + share * (right - left) for left, right in pairwise(corners)]
+    return torch.cat([*legs, corners[-1][None]])
+
+
+def _both_slopes(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p and q, shape ``[...]`` each."""
+    # Weights along the first axis and units added up one by one: kernels on rows are ten times as quick as on an
+    # axis of two.
+    inputs, outputs = (part.movedim(-1, 0).contiguous() for part in _split(weights))
+    p, q = inputs[0].relu() * outputs[0], (-inputs[0]).relu() * outputs[0]
+    for a, c in zip(inputs[1:], outputs[1:], strict=True):
+        p, q = p + a.relu() * c, q + (-a).relu() * c
+    return p, q
+
+
+def _split(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return input weights and output weights, views."""
+    if weights.ndim == 0 or weights.shape[-1] % 2 or not weights.shape[-1]:
+        raise ValueError(
+            f"weights must end with an axis of input weights, then as many output weights; got shape "
+            f"{[*weights.shape]}."
+        )
+    half = weights.shape[-1] // 2
+    return weights[..., :half], weights[..., half:]

@@ -1,0 +1,283 @@
+"""Walks inside an equivalence class: along its tangents, without a plane or a grid."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+from lightning_sym._text import unknown
+from lightning_sym.landscape.planes import weight_tensors, weight_vector
+
+# How often a step is halved before the walk gives up, and the shortest tangent part of a direction that is followed.
+_HALVINGS = 20
+_SHORTEST = 1e-6
+
+
+class NetworkOutputs:
+    """What a network in evaluation mode puts out on fixed inputs, as a function of its weight vector.
+
+    Args:
+        network: Any network that treats its inputs apart. Not changed; a copy is used.
+        inputs: Shape ``[N, ...]``, N >= 1. Floating inputs are cast to ``dtype``.
+        dtype: Of the weights and the arithmetic.
+
+    Raises:
+        ValueError: If there are no inputs, or the network has nothing to train.
+    """
+
+    def __init__(self, network: nn.Module, inputs: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        if inputs.ndim == 0 or len(inputs) == 0:
+            raise ValueError(
+                f"inputs must hold at least one input, shape [N, ...], got shape {list(inputs.shape)}; give some."
+            )
+        self.network = copy.deepcopy(network).to(dtype).eval()
+        if not any(parameter.requires_grad for parameter in network.parameters()):
+            raise ValueError("the network has no trainable parameters; expected some with requires_grad=True.")
+        self.own = weight_vector(self.network)
+        self.inputs = inputs.detach().to(self.own.device, dtype if inputs.is_floating_point() else None)
+
+    def _forward(self, vector: Tensor, inputs: Tensor) -> Tensor:
+        output: Tensor = functional_call(self.network, weight_tensors(self.network, vector), (inputs,))
+        return output.flatten(1)
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """Return the outputs ``[N, K]`` at a weight vector ``[P]``; differentiable."""
+        return self._forward(vector, self.inputs)
+
+    def jacobian(self, vector: Tensor) -> Tensor:
+        """Return the derivatives of all outputs by all weights, shape ``[N * K, P]``, K vector products per input."""
+
+        def one(weights: Tensor, single: Tensor) -> Tensor:
+            return self._forward(weights, single[None])[0]
+
+        rows: Tensor = vmap(jacrev(one), in_dims=(None, 0), randomness="same")(vector, self.inputs)
+        return rows.detach().flatten(0, 1)
+
+    def start(self, vector: Tensor | None) -> Tensor:
+        """Return a checked copy of a weight vector ``[P]``; of the network's own if there is none."""
+        vector = self.own if vector is None else vector.detach().to(self.own)
+        if vector.shape != self.own.shape or not bool(torch.isfinite(vector).all()):
+            raise ValueError(
+                f"start must be a finite weight vector of shape {list(self.own.shape)}, as weight_vector makes it; "
+                f"got shape {list(vector.shape)}."
+            )
+        return vector.clone()
+
+
+@dataclass(frozen=True, eq=False)
+class LevelSetWalk:
+    """A walk of T steps inside an equivalence class.
+
+    Attributes:
+        vectors: Where the walk was, the beginning first. Shape ``[T + 1, P]``, float64.
+        losses: J there. Shape ``[T + 1]``, float64, below the tolerance.
+        ranks: Rank of the Jacobian there; P less the rank bounds the local dimension of the class. Shape ``[T + 1]``,
+            int64.
+        predictor_losses: J after each step along the tangent, before it was corrected. Shape ``[T]``, float64.
+        corrector_steps: Gauss-Newton steps that each step took. Shape ``[T]``, int64.
+        step_sizes: Length of each step along the tangent, in weight space. Shape ``[T]``, float64.
+        tolerance: Below this J counts as 0.
+    """
+
+    vectors: Tensor
+    losses: Tensor
+    ranks: Tensor
+    predictor_losses: Tensor
+    corrector_steps: Tensor
+    step_sizes: Tensor
+    tolerance: float
+
+    @property
+    def displacement(self) -> float:
+        """Distance of the end from the beginning, in weight space."""
+        return float((self.vectors[-1] - self.vectors[0]).norm())
+
+
+class _Point(NamedTuple):
+    """A weight vector with all that is needed there."""
+
+    vector: Tensor
+    loss: float
+    correction: Tensor  # F^+ r, [P]
+    normal: Tensor  # orthonormal columns that span the row space of F, [P, rank]
+    corrections: int  # how many it took to get here
+
+    @property
+    def rank(self) -> int:
+        return self.normal.shape[1]
+
+
+def walk_level_set(
+    network: nn.Module,
+    inputs: Tensor,
+    *,
+    steps: int,
+    step_size: float,
+    direction: Tensor | Literal["random"] | None = None,
+    tolerance: float | None = None,
+    start: Tensor | None = None,
+    max_corrections: int = 6,
+    rcond: float = 1e-9,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> LevelSetWalk:
+    r"""Walk along the weights that give the same outputs on some inputs as the network does (spec 9.2).
+
+    With the residual :math:`r(\theta) = \phi(C, \theta) - \phi(C, \theta^*)` and its Jacobian F, a step goes a length h
+    along a unit tangent, the part of a direction in the kernel of F, and is brought back to the set by Gauss-Newton
+    steps :math:`\theta \leftarrow \theta - F^+ r`, until
+    :math:`J = \frac{1}{N} \sum_x \|\phi(x, \theta) - \phi(x, \theta^*)\|^2` is below the tolerance. A step that is not,
+    after the allowed corrections, or ends farther than 2 h away, is tried again with half of h; h doubles after a step
+    that succeeds, up to ``step_size``. :math:`F^+` and the kernel come from a singular value decomposition.
+
+    Args:
+        network: Computes :math:`\phi(\cdot, \theta^*)`. Not changed; evaluated in float64 and evaluation mode.
+        inputs: C, shape ``[N, ...]``. The class is that of the function on these inputs: with fewer outputs than
+            weights (N K < P) there are always directions to walk.
+        steps: T >= 1.
+        step_size: Largest h, in weight space, > 0.
+        direction: None carries a random direction on from step to step, always by its tangent part, so that the walk
+            goes far; a tensor of shape ``[P]`` is carried in the same way; ``"random"`` draws a new one for every step,
+            so that the walk diffuses, and passes from one stratum of the class to another.
+        tolerance: J below which a point is in the class, > 0. By default 1e-24 of the mean squared norm of the outputs
+            (of 1 if that is 0).
+        start: Weight vector near the class, shape ``[P]``, where the walk begins, after correction; by default that of
+            the network.
+        max_corrections: Most Gauss-Newton steps, >= 1.
+        rcond: Singular values of F at most this times the largest count as 0; in (0, 1).
+        seed: Of the directions; the caller's generators are not touched.
+        progress: Called with (steps done, T) after every step.
+
+    Returns:
+        The walk; ``O(T P)`` memory.
+
+    Raises:
+        ValueError: If an argument is out of range, or the start is not near the class.
+        RuntimeError: If the walk cannot move: nothing is left in the kernel of F, or h was halved 20 times in vain.
+
+    Note:
+        About three singular value decompositions of an ``N K x P`` matrix per step.
+
+    References:
+        Allgower and Georg (1990), "Numerical Continuation Methods": predictor and corrector for level sets.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> walk = walk_level_set(network, torch.randn(50, 2), steps=5, step_size=0.05)
+        >>> walk.vectors.shape, bool((walk.losses < walk.tolerance).all())
+        (torch.Size([6, 13]), True)
+    """
+    if steps < 1 or max_corrections < 1:
+        raise ValueError(f"steps and max_corrections must be at least 1, got {steps} and {max_corrections}.")
+    if not (step_size > 0 and math.isfinite(step_size)):
+        raise ValueError(f"step_size must be a positive length in weight space, got {step_size}.")
+    if not 0 < rcond < 1:
+        raise ValueError(f"rcond must be in (0, 1), got {rcond}.")
+    if isinstance(direction, str) and direction != "random":
+        raise ValueError(unknown("direction", direction, ["random"]))
+    function = NetworkOutputs(network, inputs)
+    with torch.no_grad():
+        targets = function(function.own)
+        samples = len(targets)
+        scale = float(targets.square().sum()) / samples
+    if tolerance is None:
+        tolerance = 1e-24 * (scale or 1.0)
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be a positive value of J, got {tolerance}.")
+    source = torch.Generator().manual_seed(seed)
+
+    def look(vector: Tensor, corrections: int) -> _Point:
+        with torch.no_grad():
+            residual = (function(vector) - targets).flatten()
+        loss = float(residual.square().sum()) / samples
+        if not math.isfinite(loss):
+            return _Point(vector, loss, vector, vector[:, None], corrections)
+        left, values, right = _decomposed(function.jacobian(vector))
+        rank = int((values > rcond * values[0]).sum())
+        correction = right[:, :rank] @ ((left[:, :rank].T @ residual) / values[:rank])
+        return _Point(vector, loss, correction, right[:, :rank], corrections)
+
+    def corrected(vector: Tensor) -> tuple[_Point, float]:
+        """Return where Gauss-Newton steps lead, and J before them."""
+        point = look(vector, 0)
+        first = point.loss
+        while tolerance <= point.loss < math.inf and point.corrections < max_corrections:
+            point = look(point.vector - point.correction, point.corrections + 1)
+        return point, first
+
+    def draw() -> Tensor:
+        return torch.randn(function.own.shape, generator=source, dtype=torch.float64).to(function.own)
+
+    def tangent(wanted: Tensor, normal: Tensor) -> Tensor | None:
+        """Return the unit vector along the part of a direction in the kernel of F; None if there is none."""
+        part = wanted - normal @ (normal.T @ wanted)
+        part = part - normal @ (normal.T @ part)
+        return part / part.norm() if float(part.norm()) > _SHORTEST * float(wanted.norm()) else None
+
+    point, loss = corrected(function.start(start))
+    if not point.loss < tolerance:
+        raise ValueError(
+            f"the walk cannot begin: J is {loss:.1e} at the start, and {point.loss:.1e} after {point.corrections} "
+            f"corrections, not below tolerance={tolerance:.1e}; start nearer to the class or raise the tolerance."
+        )
+    redraw = isinstance(direction, str)
+    carried = direction.detach().to(function.own) if isinstance(direction, Tensor) else draw()
+    if carried.shape != function.own.shape:
+        raise ValueError(f"direction must have shape {list(function.own.shape)}, got {list(carried.shape)}.")
+    if isinstance(direction, Tensor) and tangent(carried, point.normal) is None:
+        raise ValueError("direction has no part along the class at the start; give another, or None for a random one.")
+    vectors, losses, ranks, before, corrections, lengths = [point.vector], [point.loss], [point.rank], [], [], []
+    length = float(step_size)
+    for step in range(steps):
+        if point.rank == len(point.vector):
+            raise RuntimeError(
+                f"the walk cannot move at step {step}: the Jacobian has full rank {point.rank}, so the class is a "
+                "point here; take a network with more weights or fewer inputs."
+            )
+        for _ in range(_HALVINGS + 1):
+            if redraw:
+                carried = draw()
+            while (ahead := tangent(carried, point.normal)) is None:
+                carried = draw()  # what was carried has become normal to the class
+            trial, loss = corrected(point.vector + length * ahead)
+            if trial.loss < tolerance and float((trial.vector - point.vector).norm()) <= 2 * length:
+                break
+            length /= 2
+        else:
+            raise RuntimeError(
+                f"the walk cannot move at step {step}: a step of {2 * length:.1e} could not be corrected to J < "
+                f"{tolerance:.1e} (reached {trial.loss:.1e}); raise tolerance or max_corrections, or start elsewhere."
+            )
+        point, carried = trial, ahead
+        vectors.append(point.vector)
+        losses.append(point.loss)
+        ranks.append(point.rank)
+        before.append(loss)
+        corrections.append(point.corrections)
+        lengths.append(length)
+        length = min(2 * length, float(step_size))
+        if progress is not None:
+            progress(step + 1, steps)
+    return LevelSetWalk(
+        vectors=torch.stack(vectors),
+        losses=torch.tensor(losses, dtype=torch.float64),
+        ranks=torch.tensor(ranks),
+        predictor_losses=torch.tensor(before, dtype=torch.float64),
+        corrector_steps=torch.tensor(corrections),
+        step_sizes=torch.tensor(lengths, dtype=torch.float64),
+        tolerance=tolerance,
+    )
+
+
+def _decomposed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, S, V of ``U diag(S) V^T``; a QR first is faster than the driver's own way for wide matrices."""
+    wide = matrix.shape[0] < matrix.shape[1]
+    basis, small = torch.linalg.qr(matrix.T if wide else matrix)
+    left, values, right = torch.linalg.svd(small, full_matrices=False)
+    long, short = basis @ left, right.T
+    return (short, values, long) if wide else (long, values, short)

@@ -1,0 +1,147 @@
+"""Where a teacher comes from: a seed, numbers, a member of a zoo, or a file of weights."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.utils import vector_to_parameters
+
+from lightning_sym.networks import Network
+from lightning_sym.zoo import ModelZoo
+
+Teacher: TypeAlias = int | str | list[float]
+
+
+def check_teacher(
+    teacher: Teacher | None, zoo: str | None, member: int | None, network: Network | None
+) -> Teacher | None:
+    """Check that it is said once, and only once, what the teacher is.
+
+    Args:
+        teacher: A seed, a file or the weights themselves; or None.
+        zoo: A zoo's folder, or None.
+        member: Of the zoo; or None.
+        network: The architecture, or None.
+
+    Returns:
+        The teacher; seed 0 if nothing is said.
+
+    Raises:
+        ValueError: If too much is said, or too little.
+    """
+    if zoo is not None and teacher is not None:
+        raise ValueError("teacher and zoo both say which network is looked at; give one of them.")
+    if zoo is None and member is not None:
+        raise ValueError(f"member {member} is of a zoo, and none is given; give zoo, or teacher in its place.")
+    if zoo is None and network is None:
+        raise ValueError("Give network (and teacher), or the folder of a zoo as zoo.")
+    if isinstance(teacher, bool) or (isinstance(teacher, int) and teacher < 0):
+        raise ValueError(f"teacher must be a seed >= 0, a file, or a list of weights, got {teacher!r}.")
+    if isinstance(teacher, Sequence) and not isinstance(teacher, str):
+        return [float(weight) for weight in teacher]
+    return 0 if teacher is None and zoo is None else teacher
+
+
+def drawn(network: Network, seed: int) -> Network:
+    """Return ``network.fresh(seed)`` with weights drawn in single precision, also in a fit in double precision.
+
+    Lightning changes the default dtype there, and with it which numbers a seed gives.
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        return network.fresh(seed)
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def load_teacher(
+    teacher: Teacher | None,
+    zoo: str | None,
+    member: int | None,
+    network: Network | None,
+    allow: Sequence[str] = (),
+) -> tuple[Network, dict[str, Any]]:
+    """Return the teacher in evaluation mode, and where it is from in plain values.
+
+    Args:
+        teacher: What :func:`check_teacher` returned.
+        zoo: The zoo's folder, or None.
+        member: Of the zoo; None for its first one.
+        network: The architecture; with a zoo it must be the zoo's, or None.
+        allow: Packages of your own whose networks the zoo may hold.
+
+    Raises:
+        FileNotFoundError: If there is no such file or zoo.
+        ValueError: If the weights do not fit the network, or are not finite.
+    """
+    if zoo is not None:
+        opened = ModelZoo.open(zoo, allow=allow)
+        if network is not None and network.architecture != opened.architecture:
+            raise ValueError(
+                f"network is another architecture than that of the zoo at {zoo} ({opened.architecture}); leave network "
+                "out."
+            )
+        number = opened.numbers[0] if member is None else member
+        found = opened.load(number).eval()
+        about: dict[str, Any] = {"zoo": str(zoo), "member": number, "sha256": opened.member(number).sha256}
+    else:
+        assert network is not None
+        assert teacher is not None
+        about = {"teacher": teacher}
+        if isinstance(teacher, int):
+            found = drawn(network, teacher)
+        else:
+            found = copy.deepcopy(network)
+            if isinstance(teacher, str):
+                _load(found, Path(teacher))
+            else:
+                _fill(found, teacher)
+        found = found.eval()
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in found.parameters()):
+        raise ValueError(f"The teacher has weights that are not finite ({about}); choose another one.")
+    return found, about
+
+
+def _fill(network: Network, weights: Sequence[float]) -> None:
+    parameters = list(network.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    if len(weights) != count:
+        raise ValueError(
+            f"teacher has {len(weights)} weights, and {type(network).__name__} has {count} parameters "
+            f"({', '.join(name for name, _ in network.named_parameters())}); give as many, in this order."
+        )
+    vector_to_parameters(torch.tensor(weights, dtype=parameters[0].dtype), parameters)
+
+
+def _load(network: Network, file: Path) -> None:
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"No teacher at {file.absolute()}; give a file of weights (.safetensors, or a state dict written by "
+            "torch.save), a seed, or the folder of a zoo as zoo."
+        )
+    try:
+        state: Any = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
+        raise ValueError(
+            f"The teacher's file {file} cannot be read ({type(error).__name__}); give a .safetensors file, or a state "
+            "dict written by torch.save."
+        ) from error
+    if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
+        state = state["state_dict"]
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"The teacher's file {file} holds no state dict (tensors by name); save network.state_dict().")
+    try:
+        network.load_state_dict(dict(state))
+    except RuntimeError as error:
+        first = str(error).splitlines()[1:2] or [str(error)]
+        raise ValueError(
+            f"The weights of {file} do not fit {type(network).__name__}: {first[0].strip()} Give the network that they "
+            "are of."
+        ) from error

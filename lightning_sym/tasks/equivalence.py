@@ -1,0 +1,748 @@
+"""Looking for other weights that compute the same function as a given network."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+
+from lightning_sym._random import derive_seed, generator
+from lightning_sym.landscape import FunctionScale, LossSurface, independent, weight_tensors, weight_vector
+from lightning_sym.networks import Network, build
+from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks._optimizers import check_optimizer
+from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
+from lightning_sym.tasks.strategy import MemberParallelStrategy, gather
+
+# What a checkpoint holds of a search, beside its candidates.
+_SAVED = ("found", "outcomes", "latest", "history", "round", "round_start")
+# Up to so many candidates have curves of their own in the loggers.
+_MOST_CURVES = 64
+# The last weights of every candidate are kept for networks of up to so many parameters.
+_SMALL = 10_000
+
+
+@dataclass(frozen=True, eq=False)
+class FoundWeights:
+    """Weights that compute nearly the teacher's function.
+
+    Attributes:
+        name: ``"candidate 3"`` or ``"orbit 1"``.
+        weights: Shape ``[P]``, on the CPU.
+        loss: J on the sample that the threshold is on; NaN if not measured.
+        held_out: J on the held-out inputs, likewise.
+        steps: Optimizer steps from its initial weights to the check that found it; None for a member of the orbit.
+    """
+
+    name: str
+    weights: Tensor
+    loss: float
+    held_out: float
+    steps: int | None
+
+
+class EquivalenceTask(LightningModule):
+    r"""Search weights that compute the function of a frozen teacher: many candidates, trained side by side.
+
+    Every candidate starts from its own initial weights and descends the auxiliary loss
+
+    .. math:: J(\theta) = \frac1N \sum_{x \in C} \lVert \phi(x, \theta) - \phi(x, \theta^*) \rVert_2^2,
+
+    the sum over outputs and the mean over inputs: an estimate of the squared :math:`L_2` distance of the functions. All
+    see the same batches; losses add and gradients do not mix. At every validation J is measured on the training inputs
+    (where a datamodule draws fresh ones in every step: on the held-out ones) and on the held-out inputs, and a
+    candidate is *found* when ``J < tolerance * J0`` and ``R < held_out``: J0 is the J of the zero function, and
+    ``R = J / V`` on held-out inputs, where V is the J of the best constant, so that ``R = 1`` says that a constant
+    would do as well. Of a candidate that is found the weights with the lowest J are kept. The search ends when
+    ``points`` linearly independent ones have been found.
+
+    With ``round_steps`` the candidates that have not been found after so many steps are given up, and all start anew
+    from other initial weights, up to ``max_rounds`` times: a candidate is what it would have been alone.
+
+    What is searched are the trainable parameters; buffers are the teacher's, and networks compute as in evaluation
+    mode.
+
+    Place the candidates with the trainer: on one process, or on several with ``strategy="ddp_members"``.
+
+    Args:
+        network: The architecture. None: that of the zoo.
+        members: Candidates that are trained at once, ``R`` >= 1. None: ``8 * points``, as bad minima are common.
+        points: Linearly independent points that are wanted, >= 1; ``m + 1`` for a plane of dimension ``m``.
+        teacher: The function that is looked for: a seed of initial weights, a file of weights, or the list of all
+            weights in the order of ``network.parameters()``. None: seed 0, or the zoo's member.
+        zoo: The folder of a zoo, whose member is the teacher.
+        member: Its number; None for the first one.
+        seed: Of the candidates' initial weights, >= 0.
+        tolerance: Largest J of what is found, in units of J0. > 0.
+        held_out: Largest ``R`` on held-out inputs of what is found. > 0.
+        round_steps: Steps after which candidates that have not been found start anew; None: never. >= 1. Looked at when
+            J is measured.
+        max_rounds: How often candidates are started, >= 1.
+        stop_when_found: Whether the fit ends when there are enough points.
+        milestones: J at which steps are counted, in units of J0: the first step whose batch has a lower J. All > 0.
+        orbit_members: How many random elements of the teacher's symmetry group are made, >= 0; their J is 0 up to
+            rounding.
+        orbit_scale: Standard deviation of the logarithms of their scales.
+        execution: ``"loop"`` runs one candidate after another, ``"vmap"`` all in one vectorised call; ``"auto"`` is
+            loop for networks with convolutions, which are slower vectorised on a CPU, else vmap.
+        optimizer: Makes the optimizer; default Adam with its defaults. With ``"vmap"`` it must act entry by entry.
+        independence: Smallest part of a difference of weights that must be off the span of the others, in (0, 1).
+        allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
+
+    Attributes:
+        teacher: The frozen network; after ``setup``.
+        scales: J0 and V on the sample of the threshold and on the held-out inputs, by ``"sample"`` and ``"held_out"``.
+        found: What was found by now, by the candidate's number; on every rank the same.
+        outcomes: What became of every candidate whose round is over, by number; :meth:`all_outcomes` has them all.
+
+    Logged at every validation: ``search/found``, ``search/independent`` (numbers of candidates), ``search/running``,
+    quartiles of J over candidates as ``J/lowest``, ``J/lower_quartile``, ``J/median``, ``J/upper_quartile``, the lowest
+    ``R/lowest``, and for up to 64 candidates ``J/candidate-0003``.
+
+    A checkpoint holds all candidates, what has been found, and where the rounds are.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Lengyel et al. (2020), "GENNI: Visualising the Geometry of Equivalences for Neural Network Identifiability",
+        NeurIPS workshop DiffGeo4DL. They stop after a number of steps, whatever J is, and compare J with thresholds
+        that are larger than J0; hence tolerances in units of J0 and the held-out ``R`` here.
+    """
+
+    population: Population
+    teacher: Network
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        members: int | None = None,
+        points: int = 4,
+        teacher: Teacher | None = None,
+        zoo: str | None = None,
+        member: int | None = None,
+        seed: int = 0,
+        tolerance: float = 1e-10,
+        held_out: float = 1e-2,
+        round_steps: int | None = None,
+        max_rounds: int = 1,
+        stop_when_found: bool = True,
+        milestones: Sequence[float] = (1e-2, 1e-4, 1e-6, 1e-8),
+        orbit_members: int = 0,
+        orbit_scale: float = 0.5,
+        execution: Literal["auto", "loop", "vmap"] = "auto",
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+        independence: float = 1e-3,
+        allow: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
+            network = build(network)
+        for name, number, least in (
+            ("members", members, 1),
+            ("points", points, 1),
+            ("seed", seed, 0),
+            ("round_steps", round_steps, 1),
+            ("max_rounds", max_rounds, 1),
+            ("orbit_members", orbit_members, 0),
+        ):
+            if number is not None and (type(number) is not int or number < least):
+                raise ValueError(f"{name} must be an integer >= {least}, got {number!r}.")
+        for name, value in (("tolerance", tolerance), ("held_out", held_out), ("orbit_scale", orbit_scale)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a finite number > 0, got {value}.")
+        if not all(math.isfinite(value) and value > 0 for value in milestones):
+            raise ValueError(f"milestones must be finite numbers > 0, got {list(milestones)}.")
+        if not 0 < independence < 1:
+            raise ValueError(f"independence must be in (0, 1), got {independence}.")
+        if execution not in ("auto", "loop", "vmap"):
+            raise ValueError(f'execution must be "auto", "loop" or "vmap", got {execution!r}.')
+        if max_rounds > 1 and round_steps is None:
+            raise ValueError(f"max_rounds {max_rounds} needs round_steps: after how many steps candidates start anew.")
+        self._template = (network,)  # in a tuple: the template's weights are no part of the task
+        self._teacher = check_teacher(teacher, zoo, member, network)
+        self._zoo, self._member, self._allow = zoo, member, tuple(allow or ())
+        self.members = 8 * points if members is None else members
+        self.points = points
+        self.seed = seed
+        self.tolerance = tolerance
+        self.held_out = held_out
+        self.round_steps = round_steps
+        self.max_rounds = max_rounds
+        self.stop_when_found = stop_when_found
+        self.milestones = [float(value) for value in milestones]
+        self.orbit_members = orbit_members
+        self.orbit_scale = orbit_scale
+        self.execution: str = execution
+        self.optimizer = optimizer
+        self.independence = independence
+        self.save_hyperparameters(ignore=["network", "optimizer"])
+        kind = type(self)
+        self.save_hyperparameters(
+            {
+                "network": None if network is None else network.architecture,
+                "_class_path": f"{kind.__module__}.{kind.__qualname__}",
+            }
+        )
+        self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])  # refuses bad settings now
+
+        self.scales: dict[str, FunctionScale] = {}
+        self.found: dict[int, dict[str, Any]] = {}
+        self.outcomes: dict[int, dict[str, Any]] = {}
+        self.latest: dict[int, dict[str, Any]] = {}  # what the candidates of this round are at
+        self.history: list[dict[str, Any]] = []
+        self.round = 0
+        self.round_start = 0
+        self.about_teacher: dict[str, Any] = {}
+        self._stopped: dict[int, str] = {}  # by slot, in this round
+        self._first_steps = torch.zeros(0)
+        self._held_out_sums: list[Tensor] = []
+
+    # ---- teacher and candidates
+
+    @property
+    def network(self) -> Network:
+        """The architecture."""
+        return self._template[0] or self.teacher
+
+    @property
+    def member_parallel(self) -> bool:
+        """Whether every rank holds candidates of its own."""
+        trainer = self._trainer
+        return trainer is not None and isinstance(trainer.strategy, MemberParallelStrategy)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The places of this rank's candidates among all that are trained at once."""
+        return self.population.numbers
+
+    def number(self, slot: int) -> int:
+        """Return the number of the candidate that is now in a slot; every round has numbers of its own."""
+        return self.round * self.members + slot
+
+    def configure_model(self) -> None:
+        """Load the teacher and make this rank's candidates; on every process."""
+        if hasattr(self, "population"):
+            return
+        self.teacher, self.about_teacher = load_teacher(
+            self._teacher, self._zoo, self._member, self._template[0], self._allow
+        )
+        if self.execution == "auto":
+            convolutions = any(isinstance(module, _ConvNd) for module in self.teacher.modules())
+            self.execution = "loop" if convolutions else "vmap"
+        self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])
+        slots = list(range(self.members))
+        if self.member_parallel:
+            rank, size = self.trainer.global_rank, self.trainer.world_size
+            if size > self.members:
+                raise ValueError(
+                    f"{self.members} candidate(s) cannot be placed on {size} processes with strategy ddp_members; "
+                    "raise members, or start fewer processes."
+                )
+            slots = slots[rank::size]
+        kind = VmapPopulation if self.execution == "vmap" else LoopPopulation
+        self.population = kind(self.teacher, slots)
+        self._start_round()
+
+    def initial_state(self, number: int) -> dict[str, Tensor]:
+        """Return the weights that a candidate starts from, with the teacher's buffers."""
+        fresh = drawn(self.teacher, derive_seed("candidate", self.seed, number))
+        buffers = dict(self.teacher.named_buffers(remove_duplicate=False))
+        return {name: buffers.get(name, value) for name, value in fresh.state_dict().items()}
+
+    def _start_round(self) -> None:
+        """Give every candidate of this rank new initial weights."""
+        for slot in self.slots:
+            self.population.set_member_state(slot, self.initial_state(self.number(slot)))
+        self._stopped = {}
+        self._first_steps = torch.full((len(self.milestones), len(self.slots)), -1, dtype=torch.int64)
+
+    def setup(self, stage: str) -> None:
+        """Check that the trainer suits a search.
+
+        Raises:
+            ValueError: If several processes would share out the data, or precision ties candidates together.
+        """
+        if self.trainer.precision == "16-mixed":
+            raise ValueError(
+                "precision 16-mixed ties the candidates together (one gradient scale for all); use 64-true, 32-true or "
+                "bf16-mixed."
+            )
+        if self.trainer.world_size > 1 and not self.member_parallel:
+            raise ValueError(
+                "On several processes the search shares out its candidates, not the data; use --trainer.strategy "
+                "ddp_members."
+            )
+
+    def train(self, mode: bool = True) -> "EquivalenceTask":
+        """Set the mode; teacher and candidates always compute as in evaluation mode."""
+        super().train(mode)
+        for name in ("teacher", "population"):
+            if hasattr(self, name):
+                getattr(self, name).eval()
+        return self
+
+    # ---- training
+
+    def configure_optimizers(self) -> Optimizer:
+        """Make one optimizer for all candidates."""
+        return self._make_optimizer(self.population.trainable())
+
+    def _make_optimizer(self, parameters: Any) -> Optimizer:
+        optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
+        check_optimizer(optimizer, self.execution)
+        return optimizer
+
+    def on_fit_start(self) -> None:
+        """Measure J0 and V.
+
+        Raises:
+            ValueError: If there are no held-out inputs, or the teacher is constant on the inputs.
+        """
+        self.train()
+        self.scales = {}
+        for name, loader in (("sample", self._sample()), ("held_out", self.trainer.datamodule.val_dataloader())):  # type: ignore[attr-defined]
+            parts = [self.target(inputs).flatten(1).cpu() for inputs in self._inputs(loader)]
+            if not parts:
+                raise ValueError(
+                    "The search needs held-out inputs, and there are none; set val_fraction (val_samples) above 0."
+                )
+            outputs = torch.cat(parts)
+            self.scales[name] = FunctionScale.of(outputs)
+            if self.scales[name].constant == 0:
+                raise ValueError(
+                    f"The teacher is constant on the {len(outputs)} {name.replace('_', '-')} inputs, so that J says "
+                    "nothing about other functions; choose another teacher, or other inputs."
+                )
+
+    def on_train_start(self) -> None:
+        """End at once where a run that had found everything is resumed."""
+        if self.done:
+            self.trainer.should_stop = True
+
+    def _sample(self) -> Any:
+        """Return a loader of the inputs that the threshold is on."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if data is None or not hasattr(data, "curvature_dataloader"):
+            raise ValueError(
+                "The search needs a datamodule with curvature_dataloader, as those of lightning_sym.datamodules; pass "
+                "one to trainer.fit(task, datamodule)."
+            )
+        return data.val_dataloader() if self.fresh_inputs else data.curvature_dataloader()
+
+    @property
+    def fresh_inputs(self) -> bool:
+        """Whether every step has new inputs, so that there is no fixed training sample."""
+        return bool(getattr(getattr(self.trainer, "datamodule", None), "fresh", False))
+
+    def _inputs(self, loader: Any) -> Iterator[Tensor]:
+        """Yield a loader's inputs on this rank's device, in the precision of the fit."""
+        strategy = self.trainer.strategy
+        for batch in loader:
+            inputs = batch[0] if isinstance(batch, tuple | list) else batch
+            yield strategy.precision_plugin.convert_input(inputs.to(strategy.root_device))
+
+    @torch.no_grad()
+    def target(self, inputs: Tensor) -> Tensor:
+        """Return the teacher's outputs, which no gradient goes through."""
+        outputs: Tensor = self.teacher(inputs)
+        return outputs
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Take all candidates' gradients of J on one batch; inputs ``[B, ...]``, or a tuple that begins with them."""
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
+        losses, gradients = self.population.distance_step(
+            inputs, self.target(inputs), skip=frozenset(self._stopped), draw=0
+        )
+        finite = torch.isfinite(losses)
+        if not bool(finite.all()):
+            for index in (~finite).nonzero().flatten().tolist():
+                self._stop(self.slots[index], "its loss is not finite")
+            losses = losses.masked_fill(~finite, 0.0)
+            for gradient, owner in zip(gradients, self._owners(), strict=True):
+                if owner is None:
+                    gradient[~finite] = 0.0
+                elif owner in self._stopped:
+                    gradient.zero_()
+        self._count_steps(losses)
+        return carry_gradients(losses.sum() / len(losses), gradients, self.population.trainable())
+
+    def _owners(self) -> list[int | None]:
+        """Return which slot each trainable tensor is of; None for tensors that all share by rows."""
+        if isinstance(self.population, LoopPopulation):
+            return [slot for slot in self.slots for _ in self.population.member_parameters(slot)]
+        return [None] * len(self.population.trainable())
+
+    def _stop(self, slot: int, reason: str) -> None:
+        self._stopped[slot] = reason
+        warnings.warn(
+            f"Candidate {self.number(slot)} was stopped in step {self.global_step - self.round_start} of round "
+            f"{self.round}: {reason}. The others go on.",
+            stacklevel=2,
+        )
+
+    def _count_steps(self, losses: Tensor) -> None:
+        """Note which candidates have come below which milestones with this batch."""
+        if "sample" not in self.scales or not self.milestones:
+            return
+        levels = torch.tensor(self.milestones, dtype=torch.float64) * self.scales["sample"].zero
+        self._first_steps = self._first_steps.to(losses.device)
+        below = losses < levels.to(losses)[:, None]
+        if self._stopped:
+            below[:, [self.slots.index(slot) for slot in self._stopped]] = False
+        step = self.global_step - self.round_start
+        self._first_steps = torch.where(below & (self._first_steps < 0), step, self._first_steps)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """In a loop, candidates that were stopped stay as they are."""
+        for slot in self._stopped:
+            self.population.drop_gradients(slot)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip each candidate's gradient by itself."""
+        if gradient_clip_val:
+            self.population.clip_gradients(gradient_clip_val, by_norm=gradient_clip_algorithm != "value")
+
+    # ---- checks
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Tensor]) -> Tensor:
+        """Return J of this rank's candidates on all inputs of ``batches``. Shape ``[r]``, float64, on the CPU."""
+        total, count = torch.zeros(len(self.slots), dtype=torch.float64), 0
+        for inputs in batches:
+            total += self._distances(inputs)
+            count += len(inputs)
+        return total / count
+
+    def _distances(self, inputs: Tensor) -> Tensor:
+        """Return the sum over a batch of squared distances, by candidate. Shape ``[r]``, float64, on the CPU."""
+        differences = self.population.logits(inputs) - self.target(inputs)
+        return differences.double().square().flatten(1).sum(1).cpu()
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin to add up."""
+        self._held_out_sums = []
+        self._held_out_count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add up squared distances on held-out inputs."""
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
+        self._held_out_sums.append(self._distances(inputs))
+        self._held_out_count += len(inputs)
+
+    def on_validation_epoch_end(self) -> None:
+        """See which candidates are found, log, and end or start a round."""
+        if self.trainer.sanity_checking or self.trainer.state.fn != "fit":
+            return
+        held_out = torch.stack(self._held_out_sums).sum(0) / self._held_out_count
+        self._check(held_out)
+        self._log_check()
+        if self.done:
+            self.trainer.should_stop = True
+        elif self.round_steps is not None and self.global_step - self.round_start >= self.round_steps:
+            if self.round + 1 < self.max_rounds:
+                self.outcomes.update(self.latest)
+                self.latest = {}
+                self.round += 1
+                self.round_start = self.global_step
+                self._start_round()
+                self.optimizers().optimizer.state.clear()  # type: ignore[union-attr]
+            elif self.stop_when_found:
+                self.trainer.should_stop = True
+
+    def on_train_end(self) -> None:
+        """Look once more if training ended between two checks; to be called on every rank."""
+        if self.latest and self.history[-1]["step"] == self.global_step:
+            return
+        self.to(self.trainer.strategy.root_device)
+        self._check(self.measure(self._inputs(self.trainer.datamodule.val_dataloader())))  # type: ignore[attr-defined]
+
+    def _check(self, held_out: Tensor) -> None:
+        """Measure J, keep what is found, and note what every candidate is at; the same on every rank."""
+        losses = held_out if self.fresh_inputs else self.measure(self._inputs(self._sample()))
+        names = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
+        small = sum(self.teacher.get_parameter(name).numel() for name in names) <= _SMALL
+        mine: dict[int, dict[str, Any]] = {}
+        for index, slot in enumerate(self.slots):
+            number, stopped = self.number(slot), self._stopped.get(slot, "")
+            entry: dict[str, Any] = {
+                "round": self.round,
+                "steps": self.global_step - self.round_start,
+                "loss": math.nan if stopped else float(losses[index]),
+                "held_out": math.nan if stopped else float(held_out[index]),
+                "milestones": [int(step) for step in self._first_steps[:, index]],
+                "stopped": stopped,
+            }
+            if small or self._improved(number, entry):
+                state = self.population.member_state(slot)
+                entry["weights"] = torch.cat([state[name].flatten() for name in names]).cpu()
+            mine[number] = entry
+        parts: list[Any] = [mine]
+        if self.trainer.world_size > 1:
+            parts = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, mine)
+        self.latest = dict(sorted((number, entry) for part in parts for number, entry in part.items()))
+        for number, entry in self.latest.items():
+            if self._improved(number, entry):
+                first = self.found.get(number, entry)["steps"]
+                self.found[number] = {name: entry[name] for name in ("weights", "loss", "held_out")} | {"steps": first}
+            if not small:
+                entry.pop("weights", None)
+        self.history.append(
+            {
+                "step": self.global_step,
+                "round": self.round,
+                "round_step": self.global_step - self.round_start,
+                "losses": [entry["loss"] for entry in self.latest.values()],
+            }
+        )
+
+    def _improved(self, number: int, entry: Mapping[str, Any]) -> bool:
+        """Return whether a candidate is found, with a lower J than before if it had been found."""
+        before = self.found.get(number, {"loss": math.inf})
+        return self._good(entry) and bool(entry["loss"] < before["loss"])
+
+    def _good(self, entry: Mapping[str, Any]) -> bool:
+        return bool(
+            entry["loss"] < self.tolerance * self.scales["sample"].zero
+            and self.scales["held_out"].relative(entry["held_out"]) < self.held_out
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether enough has been found for the search to end."""
+        return self.stop_when_found and len(self.independent_numbers()) >= self.points
+
+    def independent_numbers(self) -> list[int]:
+        """Return the numbers of found candidates that are linearly independent: that with the lowest J first."""
+        numbers = sorted(self.found, key=lambda number: (self.found[number]["loss"], number))
+        if len(numbers) < 2:
+            return numbers
+        weights = torch.stack([self.found[number]["weights"].double() for number in numbers])
+        accepted = independent(weights[1:] - weights[0], self.independence)
+        return [numbers[0], *(numbers[1 + index] for index in accepted)]
+
+    def _log_check(self) -> None:
+        running = [entry for entry in self.latest.values() if math.isfinite(entry["loss"])]
+        values: dict[str, float] = {
+            "search/found": len(self.found),
+            "search/independent": len(self.independent_numbers()),
+            "search/running": len(running),
+        }
+        if not running:
+            raise ValueError(
+                "All candidates were stopped, as their losses are not finite; lower the learning rate or look at the "
+                "inputs."
+            )
+        losses = torch.tensor([entry["loss"] for entry in running], dtype=torch.float64)
+        for name, level in (("lowest", 0.0), ("lower_quartile", 0.25), ("median", 0.5), ("upper_quartile", 0.75)):
+            values[f"J/{name}"] = float(losses.quantile(level))
+        values["R/lowest"] = min(self.scales["held_out"].relative(entry["held_out"]) for entry in running)
+        for name, value in values.items():
+            self.log(name, value, prog_bar=name in ("search/found", "J/median"))
+        if self.members <= _MOST_CURVES and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            single = {f"J/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()}
+            for logger in self.loggers:
+                logger.log_metrics(single, step=max(self.global_step - 1, 0))
+
+    # ---- what was found
+
+    def found_points(self) -> list[FoundWeights]:
+        """Return the independent points, that with the lowest J first, at most ``points`` of them."""
+        return [
+            FoundWeights(
+                f"candidate {number}",
+                self.found[number]["weights"],
+                self.found[number]["loss"],
+                self.found[number]["held_out"],
+                self.found[number]["steps"],
+            )
+            for number in self.independent_numbers()[: self.points]
+        ]
+
+    def all_outcomes(self) -> dict[int, dict[str, Any]]:
+        """Return what became of every candidate, by number.
+
+        Returns:
+            ``round``, ``steps`` since its start, ``loss`` (J), ``held_out`` (J on held-out inputs), ``milestones`` (the
+            step of each, -1 if not reached), ``stopped`` (why, or empty), ``found``, and for networks of up to 10,000
+            parameters ``weights``, the last ones. As of the last check, the same on every rank.
+        """
+        entries = {**self.outcomes, **self.latest}
+        return {number: {**entry, "found": number in self.found} for number, entry in entries.items()}
+
+    def success_fraction(self) -> float:
+        """Return which part of the candidates whose round is over, or that are in it, was found."""
+        return len(self.found) / max(1, len(self.outcomes | self.latest))
+
+    def curves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return J of every candidate over the steps of its round, as measured.
+
+        Returns:
+            Steps ``[T]``, int64; J ``[T, C]``, float64, NaN where there is none, for all ``C`` candidates in order of
+            their numbers; and which of them were found, ``[C]``, bool.
+        """
+        steps = sorted({entry["round_step"] for entry in self.history})
+        numbers = sorted(self.outcomes | self.latest)
+        losses = torch.full((len(steps), len(numbers)), math.nan, dtype=torch.float64)
+        for entry in self.history:
+            first = entry["round"] * self.members
+            row = torch.tensor(entry["losses"], dtype=torch.float64)
+            losses[steps.index(entry["round_step"]), first : first + len(row)] = row
+        return torch.tensor(steps), losses, torch.tensor([number in self.found for number in numbers])
+
+    def describe_teacher(self) -> str:
+        """Return a few words for titles: ``"seed 10"``."""
+        about = self.about_teacher
+        if "zoo" in about:
+            return f"member {about['member']} of {Path(about['zoo']).parent.name or about['zoo']}"
+        teacher = about["teacher"]
+        if isinstance(teacher, int):
+            return f"seed {teacher}"
+        if isinstance(teacher, str):
+            return Path(teacher).name
+        return f"({', '.join(f'{weight:g}' for weight in teacher)})" if len(teacher) <= 4 else f"{len(teacher)} weights"
+
+    def copy_of_teacher(self) -> Network:
+        """Return a copy that may be changed, in evaluation mode."""
+        return copy.deepcopy(self.teacher).eval()
+
+    def sample_inputs(self) -> Iterator[Tensor]:
+        """Yield the inputs that the threshold is on, in batches, in the precision of the fit."""
+        return self._inputs(self._sample())
+
+    def held_out_surface(self, dtype: torch.dtype) -> LossSurface:
+        """Return J on all held-out inputs, as a function of weights.
+
+        Args:
+            dtype: That the teacher computes in.
+        """
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        inputs = torch.cat(list(self._inputs(data.val_dataloader()))).to(dtype)
+        teacher = self.copy_of_teacher().to(inputs)
+        with torch.no_grad():
+            targets = torch.cat([teacher(part) for part in inputs.split(1024)])
+        return LossSurface(teacher, inputs, targets, dtype=dtype)
+
+    def orbit_points(self, count: int | None = None) -> list[FoundWeights]:
+        """Return random elements of the teacher's symmetry group, acting on it: exact members of its class.
+
+        Args:
+            count: How many; None for ``orbit_members``.
+
+        Raises:
+            ValueError: If the network has none but the identity, or they change its buffers, which are no weights.
+        """
+        count = self.orbit_members if count is None else count
+        shape = next(iter(self.trainer.datamodule.val_dataloader()))[0].shape[1:]  # type: ignore[attr-defined]
+        weight = weight_vector(self.teacher)
+        example = torch.randn(2, *shape, generator=generator("orbit example"), dtype=torch.float32).to(weight)
+        symmetry = trace_symmetry(self.teacher, example)
+        found = []
+        for index in range(count):
+            element = symmetry.sample(generator("orbit", self.seed, index), scale=self.orbit_scale)
+            moved = symmetry.act(element, self.teacher)
+            buffers = dict(moved.named_buffers())
+            if not all(torch.equal(value, buffers[name]) for name, value in self.teacher.named_buffers()):
+                raise ValueError(
+                    "The symmetry of this network moves running statistics of batch norms, which are no weights here, "
+                    "so that the orbit is not in the searched space; set orbit_members to 0."
+                )
+            vector = weight_vector(moved).cpu()
+            if torch.equal(vector, weight.cpu()):
+                raise ValueError(
+                    f"{type(self.teacher).__name__} has no symmetry that moves it; set orbit_members to 0."
+                )
+            found.append(FoundWeights(f"orbit {index + 1}", vector, math.nan, math.nan, None))
+        return found
+
+    # ---- test
+
+    def on_test_epoch_start(self) -> None:
+        """Begin to add up."""
+        if not self.found:
+            raise ValueError("Nothing has been found that could be tested; search for longer, or raise tolerance.")
+        self._test_sums = torch.zeros(len(self.found), dtype=torch.float64)
+        self._test_outputs: list[Tensor] = []
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Add up squared distances of what was found, on test inputs."""
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
+        targets = self.target(inputs)
+        self._test_outputs.append(targets.flatten(1).cpu())
+        for row, found in enumerate(self.found.values()):
+            weights = weight_tensors(self.teacher, found["weights"].to(targets))
+            outputs = functional_call(self.teacher, weights, (inputs,))
+            self._test_sums[row] += float((outputs - targets).double().square().sum())
+
+    def on_test_epoch_end(self) -> None:
+        """Log J / V of what was found: ``test/R/candidate-0003``, and the lowest, mean and highest."""
+        outputs = torch.cat(self._test_outputs)
+        scale = FunctionScale.of(outputs)
+        values = [scale.relative(float(total) / len(outputs)) for total in self._test_sums]
+        for number, value in zip(self.found, values, strict=True):
+            self.log(f"test/R/candidate-{number:04d}", value)
+        for name, value in (("lowest", min(values)), ("mean", sum(values) / len(values)), ("highest", max(values))):
+            self.log(f"test/R/{name}", value)
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what has been found and where the rounds are, of all ranks' candidates."""
+        mine = {
+            slot: {"first": self._first_steps[:, index].cpu(), "stopped": self._stopped.get(slot, "")}
+            for index, slot in enumerate(self.slots)
+        }
+        parts = gather(mine) if self.member_parallel else [mine]
+        checkpoint["search"] = {
+            "members": self.members,
+            "execution": self.execution,
+            "teacher": self.about_teacher,
+            "processes": self.trainer.world_size,
+            "slots": {slot: entry for part in parts for slot, entry in part.items()},
+            **{name: getattr(self, name) for name in _SAVED},
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what had been found.
+
+        Raises:
+            ValueError: If the checkpoint is of another search.
+        """
+        saved = checkpoint.get("search")
+        if saved is None:
+            raise ValueError("The checkpoint holds no search: it was not written by an EquivalenceTask.")
+        for name, mine in (("members", self.members), ("execution", self.execution), ("teacher", self.about_teacher)):
+            if saved[name] != mine:
+                raise ValueError(
+                    f"The checkpoint has {name} {saved[name]} and this run has {mine}; use the settings of the run "
+                    "that is resumed, which its config.yaml holds."
+                )
+        fitting = self._trainer is not None and self.trainer.state.fn == "fit"
+        if fitting and saved["processes"] != self.trainer.world_size:
+            raise ValueError(
+                f"The candidates of the checkpoint were placed on {saved['processes']} process(es) and those of this "
+                f"run on {self.trainer.world_size}; resume with the same number of processes."
+            )
+        for name in _SAVED:
+            setattr(self, name, saved[name])
+        own = [saved["slots"][slot] for slot in self.slots]
+        self._first_steps = torch.stack([entry["first"] for entry in own], dim=1)
+        self._stopped = {
+            slot: entry["stopped"] for slot, entry in zip(self.slots, own, strict=True) if entry["stopped"]
+        }

@@ -1,0 +1,179 @@
+"""The set J < epsilon on grids and samples: the tests 6, 7, 13 and 16 of the specification, and its section 5.5."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from lightning_sym.landscape.scale import FunctionScale, resolution, volume_exponent
+from lightning_sym.landscape.sets import describe_set
+from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
+
+Array = NDArray[np.float64]
+
+
+def box(n: int, m: int, bound: float = 1.0) -> list[Array]:
+    """The coordinates of a grid, one open array per axis."""
+    return np.meshgrid(*[np.linspace(-bound, bound, n)] * m, indexing="ij", sparse=True)
+
+
+def slopes(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array]:
+    """p and q of phi(x) = c relu(a x) + d relu(b x) = p x for x > 0, q |x| for x < 0."""
+    return c * np.maximum(a, 0) + d * np.maximum(b, 0), c * np.maximum(-a, 0) + d * np.maximum(-b, 0)
+
+
+def distance(weights: tuple[Array, ...], p: float, q: float) -> Array:
+    """J for inputs whose squares have the mean 1/2 on either side of 0."""
+    found_p, found_q = slopes(*weights)
+    return 0.5 * (found_p - p) ** 2 + 0.5 * (found_q - q) ** 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ball", (1, 0, 0)),
+        ("shell", (1, 0, 1)),
+        ("solid torus", (1, 1, 0)),
+        ("hollow torus", (1, 2, 1)),
+        ("two balls", (2, 0, 0)),
+        ("annulus", (1, 1)),
+        ("discs", (2, 0)),
+        ("intervals", (2,)),
+        ("nothing", (0, 0, 0)),
+        ("everything", (1, 0, 0)),
+    ],
+)
+def test_betti_numbers_of_known_shapes(name: str, expected: tuple[int, ...]) -> None:
+    x, y, z = box(60, 3, 1.2)
+    u, v = box(60, 2, 1.2)
+    radius, ring = np.sqrt(x**2 + y**2 + z**2), np.sqrt((np.sqrt(x**2 + y**2) - 0.7) ** 2 + z**2)
+    shapes = {
+        "ball": radius < 1,
+        "shell": (radius > 0.6) & (radius < 1),
+        "solid torus": ring < 0.3,
+        "hollow torus": (ring < 0.35) & (ring > 0.15),
+        "two balls": (np.sqrt((abs(x) - 0.6) ** 2 + y**2 + z**2) < 0.4),
+        "annulus": (np.hypot(u, v) > 0.5) & (np.hypot(u, v) < 1),
+        "discs": np.hypot(abs(u) - 0.6, v) < 0.4,
+        "intervals": abs(abs(u[:, 0]) - 0.6) < 0.3,
+        "nothing": radius < 0,
+        "everything": radius < 9,
+    }
+    assert betti_numbers(shapes[name]) == expected
+
+
+def test_only_pieces_are_counted_in_four_dimensions() -> None:
+    radius = sum(axis**2 for axis in box(15, 4))
+    assert betti_numbers(np.asarray((radius > 0.4) & (radius < 1))) == (1,)
+
+
+def test_the_barrier_of_the_mixed_class() -> None:
+    a, b, c, d = 0.8, -0.6, 0.7, 0.5
+    p, q = a * c, -b * d
+    barrier = min(0.5 * p**2, 0.5 * q**2)
+    values = distance(tuple(box(41, 4, 2.0)), p, q)
+    assert components(values < 0.99 * barrier)[0] == 2
+    assert components(values < 1.01 * barrier)[0] == 1
+    # The two orders of the units, at their nearest grid points.
+    weights = np.array([[a, b, c, d], [b, a, d, c]])
+    cells = [tuple(row) for row in np.rint((weights + 2) / 0.1).astype(int).tolist()]
+    levels = joining_levels(values, cells)
+    assert 0.99 * barrier <= levels[0, 1] <= 1.01 * barrier
+
+
+def test_volume_exponents_are_half_the_codimension() -> None:
+    source = np.random.default_rng(0)
+    found: dict[str, list[Array]] = {"mixed": [], "same sign": []}
+    for _ in range(10):
+        weights = tuple(4 * source.random((4, 10**6), dtype=np.float32) - 2)
+        for name, (p, q) in {"mixed": (0.56, 0.30), "same sign": (0.86, 0.0)}.items():
+            values = distance(weights, p, q)
+            found[name].append(values[values < 1e-2])
+    mixed, same = (volume_exponent(np.concatenate(found[k]), 1e-2, 2.0, samples=10**7) for k in found)
+    assert mixed.exponent == pytest.approx(1.0, abs=0.06)
+    assert same.exponent == pytest.approx(0.5, abs=0.08)
+    assert 0 < same.error < mixed.error < 0.02
+    assert mixed.fractions[-1] == sum(len(part) for part in found["mixed"]) / 10**7
+
+
+def test_the_error_of_the_exponent_is_the_spread_of_repetitions() -> None:
+    source = np.random.default_rng(1)
+    # J = r^2 in the plane: the volume is proportional to epsilon.
+    runs = [volume_exponent((source.uniform(-1, 1, (2, 20_000)) ** 2).sum(0), 0.5) for _ in range(400)]
+    exponents = np.array([run.exponent for run in runs])
+    assert exponents.mean() == pytest.approx(1.0, abs=4 * runs[0].error / 20)
+    assert exponents.std() == pytest.approx(runs[0].error, rel=0.15)
+
+
+def test_the_epsilon_of_the_reference_is_larger_than_its_teacher() -> None:
+    a, b, c, d = -0.08383071, -0.03428686, -0.2651674, 0.16266517
+    inputs = torch.randn(16384, 1, generator=torch.Generator().manual_seed(0))
+    scale = FunctionScale.of(c * torch.relu(a * inputs) + d * torch.relu(b * inputs))
+    assert scale.zero == pytest.approx(1.40e-4, rel=0.05)
+    warning = scale.warning(0.0025)
+    assert warning is not None
+    assert "times J0" in warning
+    assert scale.tolerance(0.0025) == pytest.approx(18, rel=0.05)
+    assert scale.warning(0.09 * scale.constant) is None
+    assert scale.warning(0.1 * scale.constant) is not None
+
+
+# Section 5.5: f = f0 - x^2 + s y^2 + z^2 in the plane through the centre; the class is where f has the level -q*.
+CENTRE, LEVEL, CLOSING = 0.0998, 0.0167, 3.965e-3
+
+
+def throat(n: int) -> Array:
+    x, y, z = box(n, 3, 2.0)
+    return CLOSING / (CENTRE - LEVEL) ** 2 * (CENTRE - x**2 - 0.386 * y**2 + z**2 - LEVEL) ** 2
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.97, (1, 1, 0)), (1.03, (1, 0, 0))])
+def test_the_hole_of_the_paper_closes(factor: float, expected: tuple[int, ...]) -> None:
+    assert betti_numbers(throat(101) < factor * CLOSING) == expected
+
+
+def test_a_cone_of_two_sheets_is_joined_at_its_tip() -> None:
+    x, y, z = box(61, 3)
+    values = (x**2 + y**2 - z**2 + 0.2) ** 2
+    assert betti_numbers(values < 0.9 * 0.04) == (2, 0, 0)
+    assert betti_numbers(values < 1.1 * 0.04) == (1, 0, 0)
+    assert joining_levels(values, [(30, 30, 15), (30, 30, 45)])[0, 1] == pytest.approx(0.04, rel=1e-12)
+
+
+def test_too_coarse_a_grid_has_spurious_holes_and_is_told() -> None:
+    coarse, fine = (describe_set(throat(n), 4 / (n - 1), 0.0025, FunctionScale(1.0, 1.0)) for n in (50, 161))
+    assert coarse.betti[1] > 10
+    assert coarse.components_face > coarse.components_full
+    assert any("too coarse" in warning for warning in coarse.warnings)
+    assert not coarse.resolution.enough
+    # 2 |f - level| / |grad f| is 2 * 0.066 / sqrt(32) at the far end, x = z = 2; cells at the border are not looked at.
+    assert coarse.resolution.width == pytest.approx(0.0233, abs=0.003)
+    assert any(f"{coarse.resolution.points} points per axis would do" in warning for warning in coarse.warnings)
+    assert fine.betti == (1, 1, 0)
+    assert fine.components_face == fine.components_full == 1
+    assert any("touches the border" in warning for warning in fine.warnings)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_the_width_of_a_slanted_slab(m: int) -> None:
+    # J = lambda d^2 / 2 with the distance d from a plane across the diagonal: any direction has to be seen.
+    n = 9
+    values = 3.0 * sum(box(n, m)) ** 2 / m
+    found = resolution(np.asarray(values), 0.25, 0.12)
+    assert found.curvature == pytest.approx(6.0)
+    assert found.width == pytest.approx(0.4)
+    assert not found.enough
+    assert found.points == 11
+    assert resolution(np.asarray(values), 0.25, 0.12 * (0.5 / 0.4) ** 2 * 1.001).enough
+
+
+def test_joining_levels_do_not_depend_on_the_order_of_axes() -> None:
+    x, y, z = box(21, 3)
+    values = (x**2 + 2 * y**2 - 3 * z**2 - 0.1 * z - 0.1) ** 2
+    ends = [(3, 4, 5), (17, 10, 10), (0, 0, 20)]
+    base = joining_levels(values, ends)
+    for order in itertools.permutations(range(3)):
+        moved = [tuple(20 - cell[k] for k in order) for cell in ends]
+        assert (joining_levels(np.flip(values).transpose(order), moved) == base).all()

@@ -1,0 +1,235 @@
+"""Laws of the exact theory of one-input ReLU networks, for any weights and moments."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sym.landscape.planes import WeightPlane
+from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance, distance_gradient, slopes
+from lightning_sym.landscape.two_unit_search import draw_initial, predicts_success
+from lightning_sym.landscape.wide import class_dimension, connecting_path, slope_rank
+
+LAW = settings(max_examples=60, deadline=None, derandomize=True)
+EXACT = 1e-12
+
+seeds = st.integers(0, 2**40)
+units = st.integers(2, 6)
+sides = st.sampled_from([1, -1])
+
+
+def gaussian(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def moments_of(seed):
+    return Moments.of(gaussian(seed, 200))
+
+
+def random_plane(seed, dimension, centre=None):
+    centre = gaussian(seed, 4) if centre is None else centre
+    return WeightPlane.through(torch.cat([centre[None], centre + gaussian(seed + 1, dimension, 4)]))
+
+
+@given(seed=seeds, count=units)
+@LAW
+def test_distance_and_gradient_are_those_of_the_network_on_a_sample(seed, count):
+    inputs, target = gaussian(seed, 300), gaussian(seed + 1, 2 * count)
+    weights = gaussian(seed + 2, 7, 2 * count)
+    weights[0, 0] = 0  # where the ReLU has slope 0
+    weights.requires_grad_()
+
+    def outputs(w):
+        return (w[..., count:, None] * (w[..., :count, None] * inputs).relu()).sum(-2)
+
+    expected = (outputs(weights) - outputs(target)).square().mean(-1)
+    (gradient,) = torch.autograd.grad(expected.sum(), weights)
+    moments = Moments.of(inputs)
+    scale = float(expected.detach().max())
+    torch.testing.assert_close(distance(weights, target, moments), expected, rtol=EXACT, atol=EXACT * scale)
+    found = distance_gradient(weights.detach(), target, moments)
+    torch.testing.assert_close(found, gradient, rtol=EXACT, atol=EXACT * scale)
+    (closed,) = torch.autograd.grad(distance(weights, target, moments).sum(), weights)
+    torch.testing.assert_close(found, closed, rtol=EXACT, atol=EXACT * scale)
+
+
+@given(seed=seeds, count=units)
+@LAW
+def test_distance_is_invariant_under_rescaling_and_permuting_units(seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    weights, target = gaussian(seed + 1, 2 * count), gaussian(seed + 2, 2)
+    factors = gaussian(seed + 3, count).exp()
+    order = torch.randperm(count, generator=generator)
+    moved = torch.cat([(weights[:count] * factors)[order], (weights[count:] / factors)[order]])
+    values = [distance(w, target, moments_of(seed)) for w in (weights, moved)]
+    torch.testing.assert_close(values[1], values[0], rtol=1e-12, atol=0)
+
+
+@given(seed=seeds, side=sides)
+@LAW
+def test_no_weights_of_the_wrong_signs_beat_the_zero_function(seed, side):
+    slope = float(gaussian(seed, 1))
+    same_sign = TwoUnitClass((slope, 0.0) if side > 0 else (0.0, slope), moments_of(seed))
+    weights = gaussian(seed + 1, 500, 4)
+    weights[:, :2] = -side * weights[:, :2].abs()
+    values = distance(weights, same_sign.target, same_sign.moments)
+    assert float(values.min()) >= same_sign.zero_distance * (1 - EXACT)
+    assert bool((same_sign.stratum_of(weights) == -1).all())
+
+
+@given(seed=seeds)
+@LAW
+def test_the_form_of_a_three_plane_has_eigenvalues_minus_one_s_one(seed):
+    plane = random_plane(seed, 3)
+    quadric = TwoUnitClass((0.7, 0.0)).quadric(plane)
+    # by the normal of the plane, as the form has trace 0 in R^4
+    normal = torch.linalg.svd(plane.basis.T).Vh[3]
+    s = float(-2 * (normal[:2] @ normal[2:]))
+    torch.testing.assert_close(quadric.eigenvalues, torch.tensor([-1, s, 1], dtype=torch.float64), rtol=0, atol=EXACT)
+    assert -1 <= quadric.s <= 1
+
+
+@given(seed=seeds, side=sides)
+@LAW
+def test_the_quadric_is_the_class_inside_the_plane(seed, side):
+    slope = float(gaussian(seed, 1))
+    same_sign = TwoUnitClass((slope, 0.0) if side > 0 else (0.0, slope), moments_of(seed))
+    plane = random_plane(seed, 3)
+    quadric = same_sign.quadric(plane)
+    coefficients = 2 * gaussian(seed + 2, 400, 3)
+    field, inside = quadric.field(coefficients)
+    # where the quadric holds, J is the square of the field, and the field the sum of squares along the axes
+    values = distance(plane.weights(coefficients), same_sign.target, same_sign.moments)
+    torch.testing.assert_close(quadric.moment * field[inside].square(), values[inside], rtol=1e-9, atol=EXACT)
+    y = (coefficients - quadric.centre) @ quadric.axes
+    normal_form = quadric.throat + (y.square() * quadric.eigenvalues).sum(-1) / 2
+    scale = float(y.square().max()) + abs(quadric.throat)
+    torch.testing.assert_close(field + quadric.level, normal_form, rtol=0, atol=1e-12 * scale)
+    residuals = same_sign.residuals(plane, coefficients)
+    torch.testing.assert_close(residuals, slopes(plane.weights(coefficients)) - same_sign.target, rtol=0, atol=EXACT)
+
+
+@given(seed=seeds)
+@LAW
+def test_residuals_vanish_at_members_of_a_plane(seed):
+    mixed = TwoUnitClass(gaussian(seed, 2))
+    member = mixed.optimal_path(1)[0]
+    plane = random_plane(seed, 2, centre=gaussian(seed + 4, 4))
+    through = WeightPlane.through(torch.stack([plane.centre, member, plane.points[1]]))
+    assert float(mixed.residuals(through, through.coordinates(member)).abs().max()) < 1e-12
+    assert float(mixed.residuals(through, through.coordinates(member) + 0.1).abs().max()) > 1e-6
+
+
+@given(seed=seeds)
+@LAW
+def test_the_optimal_path_joins_the_two_components_at_the_barrier(seed):
+    weights = gaussian(seed, 4)
+    weights[1] = -weights[0].sign() * weights[1].abs()
+    mixed = TwoUnitClass(weights, moments_of(seed))
+    path = mixed.optimal_path(20)
+    torch.testing.assert_close(path[0], weights)
+    torch.testing.assert_close(path[-1], weights[[1, 0, 3, 2]])
+    assert mixed.stratum_of(path[[0, -1]]).sort().values.tolist() == [0, 1]
+    assert bool(mixed.contains(path[[0, -1]]).all())
+    values = distance(path, mixed.target, mixed.moments)
+    assert abs(float(values.max()) - mixed.barrier) <= EXACT * max(mixed.barrier, mixed.zero_distance)
+
+
+def another_member(weights, seed):
+    """Other input weights of any signs (both occur), random output weights, the first of each side solved for."""
+    count = len(weights) // 2
+    inputs, outputs = gaussian(seed, count), gaussian(seed + 1, count)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    inputs[order[0]], inputs[order[1]] = inputs[order[0]].abs(), -inputs[order[1]].abs()
+    missing = slopes(weights) - slopes(torch.cat([inputs, outputs]))
+    outputs[order[:2]] += missing / inputs[order[:2]].abs()
+    return torch.cat([inputs, outputs])
+
+
+@given(seed=seeds, count=st.integers(3, 6))
+@LAW
+def test_members_of_wide_classes_are_joined_without_a_barrier(seed, count):
+    start = gaussian(seed, 2 * count)
+    end = another_member(start, seed + 1)
+    path = connecting_path(start, end, points=7)
+    torch.testing.assert_close(path[0], start)
+    torch.testing.assert_close(path[-1], end)
+    scale = float((path[:, :count] * path[:, count:]).abs().max())
+    values = distance(path, slopes(start), Moments())
+    assert float(values.max()) <= (1e-13 * (1 + scale)) ** 2
+    # straight legs: also between the points
+    middle = distance((path[1:] + path[:-1]) / 2, slopes(start), Moments())
+    assert float(middle.max()) <= (1e-13 * (1 + scale)) ** 2
+
+
+@given(seed=seeds, side=sides)
+@LAW
+def test_same_sign_classes_of_two_units_are_connected(seed, side):
+    """From weights with both units alive to the dead-unit flange with the carrier the other unit."""
+    start = gaussian(seed, 4)
+    start[:2] = side * start[:2].abs()
+    slope = slopes(start).sum()
+    a, b = gaussian(seed + 1, 2).tolist()
+    end = torch.tensor([-side * abs(a), side * abs(b), 0.0, float(slope) / abs(b)], dtype=torch.float64)
+    values = distance(connecting_path(start, end), slopes(start), Moments())
+    assert float(values.max()) <= 1e-24 * (1 + float(end.abs().max())) ** 2
+    with pytest.raises(ValueError, match="cannot spare one"):
+        connecting_path(*[torch.tensor([1.0, -1.0, 0.5, 0.5])] * 2)
+
+
+@given(seed=seeds, positive=st.integers(0, 5), negative=st.integers(0, 5))
+@LAW
+def test_the_class_dimension_is_the_nullity_of_the_slopes(seed, positive, negative):
+    inputs = gaussian(seed, positive + negative).abs()
+    inputs[positive:] *= -1
+    outputs = gaussian(seed + 1, positive + negative)
+    if positive + negative:
+        rank = slope_rank(inputs, outputs)
+        weights = torch.cat([inputs, outputs])
+        jacobian = torch.autograd.functional.jacobian(slopes, weights)
+        assert rank == int(torch.linalg.matrix_rank(jacobian))
+        assert class_dimension(positive, negative) == 2 * (positive + negative) - rank
+    else:
+        assert class_dimension(0, 0) == 0
+
+
+@given(seed=seeds, slope=st.sampled_from([(0.5, 0.3), (-0.5, 0.3), (0.5, 0.0), (0.0, -0.5), (0.0, 0.0)]))
+@LAW
+def test_strata_partition_the_class(seed, slope):
+    """Members of each stratum, built from its conditions, are contained and recognised; the wrong signs never are."""
+    found = TwoUnitClass(slope)
+    p, q = slope
+    magnitude = gaussian(seed, 4).abs().tolist()
+    free = gaussian(seed + 1, 2).tolist()
+    for number, stratum in enumerate(found.strata):
+        inputs = [s * m for s, m in zip(stratum.signs, magnitude, strict=False)]
+        outputs = list(free)
+        for side, value in ((1, p), (-1, q)):
+            mine = [unit for unit in (0, 1) if stratum.signs[unit] == side]
+            if mine:
+                others = sum(outputs[unit] * abs(inputs[unit]) for unit in mine[1:])
+                outputs[mine[0]] = (value - others) / abs(inputs[mine[0]])
+            else:
+                assert value == 0  # no stratum where a slope that is not 0 has no unit
+        weights = torch.tensor([*inputs, *outputs], dtype=torch.float64)
+        assert bool(found.contains(weights))
+        assert int(found.stratum_of(weights)) == number
+    assert max(stratum.dimension for stratum in found.strata) == found.dimension
+    signs = {stratum.signs for stratum in found.strata}
+    assert len(signs) == len(found.strata)
+    for a in (-1, 0, 1):
+        for b in (-1, 0, 1):
+            if (a, b) not in signs:
+                weights = torch.tensor([a * magnitude[0], b * magnitude[1], *free], dtype=torch.float64)
+                assert not bool(found.contains(weights))
+
+
+@given(seed=seeds)
+@LAW
+def test_predictions_do_not_depend_on_the_order_of_units_and_mirror_with_the_inputs(seed):
+    target = gaussian(seed, 2)
+    initial = draw_initial(200, torch.Generator().manual_seed(seed))
+    expected = predicts_success(initial, target)
+    assert torch.equal(predicts_success(initial[:, [1, 0, 3, 2]], target), expected)
+    assert torch.equal(predicts_success(initial * torch.tensor([-1, -1, 1, 1]), target.flip(0)), expected)
+    assert bool((predicts_success(initial, [float(target[0]), 0.0]) >= expected).all())

@@ -1,0 +1,263 @@
+"""Grids: their points, their losses, and long ones that are interrupted."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_sym.landscape import grids
+from lightning_sym.landscape.evaluation import LossSurface
+from lightning_sym.landscape.grids import Grid, evaluate_grid, grid_fingerprint
+from lightning_sym.landscape.planes import WeightPlane
+from lightning_sym.networks import MultiLayerPerceptron
+
+
+def small(method="affine", chunk=7, dimension=2, dtype=torch.float64, seed=0):
+    """Return a surface of a small perceptron, and a plane."""
+    torch.manual_seed(seed)
+    network = MultiLayerPerceptron(widths=[3], image_size=2, num_classes=2).to(dtype)
+    inputs = torch.randn(150, 4, dtype=dtype)
+    surface = LossSurface(network, inputs, network(inputs), method=method, chunk=chunk)
+    return surface, WeightPlane.through(torch.randn(dimension + 1, surface.size))
+
+
+# ---- points
+
+
+@pytest.mark.parametrize(("dimension", "points", "bound"), [(1, 2, 3), (2, 5, 1.0), (3, 4, (-1.0, 2.0)), (4, 3, 13.0)])
+def test_coefficients_are_a_cartesian_product(dimension, points, bound):
+    grid = Grid(dimension, points, bound)
+    low, high = bound if isinstance(bound, tuple) else (-bound, bound)
+    axis = torch.tensor([low + i / (points - 1) * (high - low) for i in range(points)], dtype=torch.float64)
+    expected = torch.stack(torch.meshgrid([axis] * dimension, indexing="ij"), -1)
+    assert grid.shape == tuple(expected.shape[:-1])
+    assert grid.size == expected[..., 0].numel()
+    assert torch.equal(grid.axis, axis)
+    assert torch.equal(grid.coefficients().view(expected.shape), expected)
+    assert torch.equal(grid.coefficients(1, grid.size - 1), grid.coefficients()[1:-1])
+    assert grid.coefficients(1, 1).shape == (0, dimension)
+    assert grid.spacing == pytest.approx((high - low) / (points - 1))
+
+
+@pytest.mark.parametrize("points", [101, 35, 3])
+@pytest.mark.parametrize("bound", [2, 13, 0.1])
+def test_an_odd_number_of_points_has_the_centre(points, bound):
+    axis = Grid(1, points, bound).axis
+    assert axis[points // 2] == 0
+    assert (axis[0], axis[-1]) == (-bound, bound)
+    assert (axis[1:] > axis[:-1]).all()
+
+
+def test_indices_are_those_of_the_nearest_points():
+    grid = Grid(3, 6, (-1.0, 2.0))
+    everywhere = grid.coefficients().view(*grid.shape, 3)
+    expected = torch.stack(torch.meshgrid([torch.arange(6)] * 3, indexing="ij"), -1)
+    jitter = 0.49 * grid.spacing * (2 * torch.rand(everywhere.shape, generator=torch.Generator().manual_seed(0)) - 1)
+    assert torch.equal(grid.index_of(everywhere + jitter), expected)
+    outside = torch.tensor([[2.31, 0, 0], [0, -1.31, 0], [torch.nan, 0, 0], [torch.inf, 0, 0], [2.29, 0, 0]])
+    assert (grid.index_of(outside) == -1).all(1).tolist() == [True, True, True, True, False]
+    with pytest.raises(ValueError, match=r"must have shape \[..., 3\]"):
+        grid.index_of(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 5, 1.0), "dimension of a grid must be an integer >= 1"),
+        ((2, 1, 1.0), "points of a grid must be an integer >= 2"),
+        ((2, 5, 0.0), "bound of a grid"),
+        ((2, 5, (2.0, 1.0)), "bound of a grid"),
+        ((2, 5, float("nan")), "bound of a grid"),
+        ((2, 5.0, 1.0), "points of a grid"),
+    ],
+)
+def test_impossible_grids(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Grid(*arguments)
+
+
+def test_coefficients_outside_the_grid():
+    with pytest.raises(ValueError, match="0 <= start <= stop <= 25, got 3 and 26"):
+        Grid(2, 5, 1.0).coefficients(3, 26)
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 3])
+def test_losses_lie_where_their_coefficients_are(dimension):
+    surface, plane = small(dimension=dimension)
+    grid = Grid(dimension, 5, 2.0)
+    values = evaluate_grid(surface, plane, grid)
+    assert values.shape == grid.shape
+    assert values.dtype == torch.float64
+    cell = tuple(range(1, dimension + 1))
+    expected = surface.at(plane.weights(grid.axis[torch.tensor(cell)])[None])
+    torch.testing.assert_close(values[cell], expected[0], rtol=1e-12, atol=0)
+    found = evaluate_grid(surface, plane, grid, below=float(values.median()))
+    assert torch.equal(found, torch.where(values < values.median(), values, torch.inf))
+
+
+def test_progress_reaches_the_end():
+    surface, plane = small()
+    calls = []
+    evaluate_grid(surface, plane, Grid(2, 5, 1.0), progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(7, 25), (14, 25), (21, 25), (25, 25)]
+
+
+class _Interruption(BaseException):
+    pass
+
+
+def interrupt(surface, plane, grid, path, blocks, error=_Interruption):
+    def progress(done, total):
+        nonlocal blocks
+        blocks -= 1
+        if not blocks:
+            raise error
+
+    with pytest.raises(error):
+        evaluate_grid(surface, plane, grid, partial=path, progress=progress)
+
+
+@pytest.mark.parametrize("method", ["affine", "vmap", "loop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_interrupted_grid_goes_on_to_the_same_bits(tmp_path, method, dtype):
+    grid, path = Grid(2, 6, 1.0), tmp_path / "grid.npz"
+    whole = evaluate_grid(*small(method, dtype=dtype), grid)
+    interrupt(*small(method, dtype=dtype), grid, path, 2)
+    assert path.exists()
+    interrupt(*small(method, dtype=dtype), grid, path, 1, KeyboardInterrupt)
+    calls = []
+    found = evaluate_grid(*small(method, dtype=dtype), grid, partial=path, progress=lambda *call: calls.append(call))
+    assert torch.equal(found, whole)
+    assert calls == [(7, 15), (14, 15), (15, 15)]  # three blocks of seven were done
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_kept_while_the_work_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(grids, "_SAVE_SECONDS", 0.0)
+    path = tmp_path / "new folder" / "grid.npz"
+    seen = []
+    evaluate_grid(*small(), Grid(2, 5, 1.0), partial=path, progress=lambda *call: seen.append(path.exists()))
+    assert seen == [True] * 4
+    assert not path.exists()
+
+
+def test_files_of_several_ranks_are_read_by_one(tmp_path):
+    grid, path = Grid(2, 6, 1.0), tmp_path / "grid.npz"
+    whole = evaluate_grid(*small(), grid)
+    interrupt(*small(), grid, path, 2)
+    other = tmp_path / "grid.npz.1"
+    path.rename(other)
+    interrupt(*small(), grid, path, 1)  # has read the other, and holds it too
+    calls = []
+    found = evaluate_grid(*small(), grid, partial=path, progress=lambda *call: calls.append(call))
+    assert torch.equal(found, whole)
+    assert len(calls) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["seed", "chunk", "method", "grid", "below", "dtype"])
+def test_a_partial_file_of_something_else_is_refused(tmp_path, change):
+    grid, path = Grid(2, 6, 1.0), tmp_path / "grid.npz"
+    interrupt(*small(), grid, path, 2)
+    before = path.read_bytes()
+    changes = {"seed": {"seed": 1}, "chunk": {"chunk": 6}, "method": {"method": "loop"}}.get(change, {})
+    changes |= {"dtype": torch.float32} if change == "dtype" else {}
+    grid = Grid(2, 6, 1.5) if change == "grid" else grid
+    with pytest.raises(ValueError, match=r"grid.npz belongs to another grid, .*; remove it or name another file"):
+        evaluate_grid(*small(**changes), grid, partial=path, below=1.0 if change == "below" else None)
+    assert path.read_bytes() == before
+
+
+def test_damaged_partial_files_are_refused(tmp_path):
+    grid, path = Grid(2, 6, 1.0), tmp_path / "grid.npz"
+    interrupt(*small(), grid, path, 2)
+    content = path.read_bytes()
+    damaged = [b"", b"nonsense", content[: len(content) // 2], content.replace(b"done", b"gone")]
+    flipped = bytearray(content)
+    flipped[content.index(b"values.npy") + 200] ^= 255
+    for wrong in (*damaged, bytes(flipped)):
+        path.write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"grid.npz is damaged; remove it to begin anew"):
+            evaluate_grid(*small(), grid, partial=path)
+    with path.open("wb") as file:
+        np.savez(file, fingerprint=np.array([{}], dtype=object), done=np.zeros(1, bool), values=np.zeros(1))
+    with pytest.raises(ValueError, match="is damaged"):
+        evaluate_grid(*small(), grid, partial=path)
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def stop(done, total):
+        raise _Interruption
+
+    with pytest.raises(OSError, match="Cannot write"):
+        evaluate_grid(*small(), Grid(2, 6, 1.0), partial=tmp_path / "file" / "grid.npz", progress=stop)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_frozen_weights_and_buffers_count():
+    def fingerprint(scale: float) -> str:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1))
+        network[1].running_mean *= 0
+        network[1].running_mean += scale
+        surface = LossSurface(network, torch.randn(20, 4), torch.zeros(20, 1), method="loop")
+        return grid_fingerprint(surface, WeightPlane.through(torch.randn(3, surface.size)), Grid(2, 5, 1.0))
+
+    assert fingerprint(0.5) == fingerprint(0.5)
+    assert fingerprint(0.5) != fingerprint(0.25)
+    assert len(fingerprint(0.5)) == 64
+
+
+# ---- limits
+
+
+def test_the_estimate_of_memory_is_a_limit():
+    surface, plane = small(dimension=3)
+    with pytest.raises(
+        ValueError, match=r"2000\^3 = 8000000000 points need about 179 GiB, above limit_bytes \(2 GiB\)"
+    ):
+        evaluate_grid(surface, plane, Grid(3, 2000, 1.0))
+    grid = Grid(3, 5, 1.0)
+    with pytest.raises(ValueError, match="pass limit_bytes=None to go on"):
+        evaluate_grid(surface, plane, grid, limit_bytes=1000)
+    assert evaluate_grid(surface, plane, grid, limit_bytes=None).shape == (5, 5, 5)
+
+
+def test_the_estimate_of_time_is_a_limit():
+    surface, plane = small("loop", dimension=3)
+    with pytest.raises(ValueError, match=r"need about \S+ s \(1 process\(es\)\), above limit_seconds \(0.5 s\).*None"):
+        evaluate_grid(surface, plane, Grid(3, 100, 1.0), limit_seconds=0.5)
+    assert evaluate_grid(surface, plane, Grid(3, 3, 1.0), limit_seconds=None).shape == (3, 3, 3)
+
+
+def test_only_what_is_left_counts_for_the_limit(tmp_path):
+    class Slow(nn.Linear):
+        def forward(self, x):
+            torch.bmm(torch.zeros(1, 300, 300), torch.zeros(1, 300, 300))
+            return super().forward(x)
+
+    network = Slow(2, 1)
+    surface = LossSurface(network, torch.ones(3, 2), torch.zeros(3, 1), method="loop", chunk=1)
+    plane, grid, path = WeightPlane.through(torch.eye(3)), Grid(2, 15, 1.0), tmp_path / "grid.npz"
+    interrupt(surface, plane, grid, path, 224)
+    seconds = []
+    for _ in range(5):
+        surface.on(plane, torch.zeros(1, 2))
+        seconds.append(surface.seconds_per_point)
+    limit = 50 * min(seconds)
+    evaluate_grid(surface, plane, grid, partial=path, limit_seconds=limit)
+    with pytest.raises(ValueError, match="limit_seconds"):
+        evaluate_grid(surface, plane, grid, limit_seconds=limit / 10)
+
+
+def test_dimensions_must_agree():
+    surface, plane = small()
+    with pytest.raises(ValueError, match="The grid has 3 axes and the plane 2 dimensions"):
+        evaluate_grid(surface, plane, Grid(3, 4, 1.0))

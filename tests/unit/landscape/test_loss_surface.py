@@ -1,0 +1,357 @@
+"""Losses at many weight vectors: every method agrees with a plain loop, and early rejection loses nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from lightning_sym.landscape.evaluation import LossSurface
+from lightning_sym.landscape.planes import WeightPlane, weight_tensors, weight_vector
+from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron
+
+
+class Skip(nn.Module):
+    """The first layer is not the only one that reads the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) + x)
+
+
+class Stateful(nn.Module):
+    """Batch norm and dropout, whose buffers must be used and left as they are, in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.5), nn.Flatten(),
+            nn.Linear(12, 2),
+        )  # fmt: skip
+        self.parts[1].running_mean += 0.3
+        self.parts[1].running_var *= 2
+
+    def forward(self, x):
+        return self.parts(x)
+
+
+CASES = {
+    "two units": (lambda: MultiLayerPerceptron([2], image_size=1, num_classes=1, bias=False), (1,)),
+    "one hidden layer": (lambda: MultiLayerPerceptron([5], image_size=3, num_classes=4), (1, 3, 3)),
+    "two hidden layers": (lambda: MultiLayerPerceptron([5, 6], image_size=3, num_classes=2, activation="tanh"), (9,)),
+    "linear": (lambda: MultiLayerPerceptron([], image_size=2, num_classes=3), (4,)),
+    "LeNet": (lambda: LeNet5(num_classes=1, padding=0), (1, 28, 28)),
+    "skip": (Skip, (3,)),
+    "stateful": (Stateful, (1, 7, 7)),
+}
+METHODS = {
+    "two units": ("closed_form", "affine", "vmap", "loop"),
+    "one hidden layer": ("affine", "vmap", "loop"),
+    "two hidden layers": ("affine", "vmap", "loop"),
+    "linear": ("affine", "vmap", "loop"),
+    "LeNet": ("affine", "vmap", "loop"),
+    "skip": ("vmap", "loop"),
+    "stateful": ("affine", "vmap", "loop"),
+}
+PAIRS = [(name, method) for name, methods in METHODS.items() for method in methods]
+
+
+def case(name: str, count: int = 70, dtype: torch.dtype = torch.float32, dimension: int = 2):
+    """Return a network, inputs, targets, a plane through its weights and points near, and coefficients."""
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    network = make().to(dtype)
+    inputs = torch.randn(count, *shape, dtype=dtype)
+    targets = copy.deepcopy(network).eval()(inputs).detach()
+    vector = weight_vector(network).double()
+    points = vector + torch.cat([torch.zeros(1, len(vector)), 0.5 * torch.randn(dimension, len(vector))])
+    return network, inputs, targets, WeightPlane.through(points), torch.randn(5, dimension, dtype=torch.float64)
+
+
+def looped(network, inputs, targets, vectors, loss=None):
+    """The definition, one weight vector after another."""
+    network = copy.deepcopy(network).eval()
+    found = []
+    for vector in vectors.to(inputs.dtype):
+        outputs = functional_call(network, weight_tensors(network, vector), (inputs,)).detach()
+        found.append(((outputs - targets) ** 2).sum(1).double().mean() if loss is None else loss(outputs, targets))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("name", "method"), PAIRS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_every_method_agrees_with_a_plain_loop(name, method, dtype, tolerance):
+    network, inputs, targets, plane, coefficients = case(name, count=200 if name != "LeNet" else 10, dtype=dtype)
+    before = copy.deepcopy(network.state_dict())
+    surface = LossSurface(network, inputs, targets, method=method)
+    vectors = plane.weights(coefficients)
+    expected = looped(network, inputs, targets, vectors)
+    for found in (surface.on(plane, coefficients), surface.at(vectors), surface.on(plane, coefficients)):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * 1e-3)
+    assert surface.method == method
+    assert network.training
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize(("name", "method"), PAIRS)
+def test_early_rejection_keeps_every_point_below_and_its_bits(name, method):
+    network, inputs, targets, plane, coefficients = case(name, count=300 if name != "LeNet" else 130)
+    coefficients = torch.cat([coefficients, torch.zeros(1, 2, dtype=torch.float64), coefficients / 10])
+    surface = LossSurface(network, inputs, targets, method=method, chunk=4)
+    whole = surface.on(plane, coefficients)
+    # Also thresholds that are the values themselves, and their neighbours.
+    for value in whole.tolist():
+        for below in (value, torch.nextafter(torch.tensor(value).double(), torch.tensor(torch.inf).double()).item()):
+            found = surface.on(plane, coefficients, below=below)
+            assert torch.equal(found, torch.where(whole < below, whole, torch.inf))
+
+
+@pytest.mark.parametrize("method", ["affine", "loop"])
+def test_early_rejection_saves_work(method, monkeypatch):
+    network, inputs, targets, plane, coefficients = case("stateful", count=300)
+    surface = LossSurface(network, inputs, targets, method=method)
+    seen = 0
+    sums = LossSurface._sums
+
+    def counted(self, outputs, targets, below=None):
+        nonlocal seen
+        seen += outputs.shape[0] * outputs.shape[1]
+        return sums(self, outputs, targets, below)
+
+    monkeypatch.setattr(LossSurface, "_sums", counted)
+    surface.on(plane, coefficients, below=float(surface.on(plane, coefficients).max()) / 1e6)
+    assert seen == 5 * 300 + 5 * 64
+
+
+@pytest.mark.parametrize(("name", "method"), PAIRS)
+def test_cutting_at_multiples_of_the_chunk_changes_no_bit(name, method):
+    network, inputs, targets, plane, _ = case(name, count=140 if name != "LeNet" else 8)
+    coefficients = torch.randn(17, 2, dtype=torch.float64)
+    surface = LossSurface(network, inputs, targets, method=method, chunk=4)
+    whole = surface.on(plane, coefficients)
+    parts = [surface.on(plane, coefficients[start : start + 8]) for start in (8, 0, 16)]
+    assert torch.equal(torch.cat([parts[1], parts[0], parts[2]]), whole)
+    again = LossSurface(network, inputs, targets, method=method, chunk=4)
+    again.at(plane.weights(coefficients))
+    again.on(WeightPlane.through(plane.points + 1), coefficients)  # another plane before
+    assert torch.equal(again.on(plane, coefficients), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("two units", "closed_form"), ("one hidden layer", "affine"), ("LeNet", "affine"), ("stateful", "affine")],
+)
+def test_auto_follows_a_rule_where_there_is_one(name, expected):
+    network, inputs, targets, _, _ = case(name, count=3)
+    assert LossSurface(network, inputs, targets).method == expected
+    assert LossSurface(CIFARResNet(width=2), torch.randn(2, 3, 32, 32), torch.zeros(2, 10)).method == "affine"
+
+
+def test_auto_times_the_methods_once_for_other_networks():
+    network, inputs, targets, plane, coefficients = case("skip")
+    surface = LossSurface(network, inputs, targets)
+    assert (surface.method, surface.seconds_per_point) == ("auto", None)
+    surface.on(plane, coefficients)
+    chosen = surface.method
+    assert chosen in ("vmap", "loop")
+    assert surface.seconds_per_point > 0
+    surface.at(plane.weights(coefficients))
+    assert surface.method == chosen
+
+
+class Tied(nn.Module):
+    """The first layer's weight is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 1, 3, padding=1), nn.Conv1d(1, 1, 3, padding=1)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x))).flatten(1)
+
+
+def test_tied_weights_are_one_parameter():
+    torch.manual_seed(0)
+    network, inputs, targets = Tied().double(), torch.randn(5, 1, 4).double(), torch.randn(5, 4).double()
+    with pytest.raises(ValueError, match="parameters with several names"):
+        LossSurface(network, inputs, targets, method="affine")
+    surface = LossSurface(network, inputs, targets)
+    assert surface.method == "loop"
+    vectors = torch.randn(3, 5, dtype=torch.float64)
+    expected = looped(network, inputs, targets, vectors)
+    torch.testing.assert_close(surface.at(vectors), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        LossSurface(network, inputs, targets, method="vmap").at(vectors), expected, rtol=1e-12, atol=0
+    )
+
+
+def test_a_residual_network_agrees_with_its_loop():
+    torch.manual_seed(0)
+    network, inputs = CIFARResNet(width=2, num_classes=3).double(), torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    targets = torch.randn(4, 3, dtype=torch.float64)
+    vector = weight_vector(network)
+    plane = WeightPlane.through(vector + torch.cat([torch.zeros(1, len(vector)), torch.randn(2, len(vector)) / 50]))
+    coefficients = torch.randn(3, 2, dtype=torch.float64)
+    found = LossSurface(network, inputs, targets, method="affine").on(plane, coefficients)
+    expected = looped(network, inputs, targets, plane.weights(coefficients))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("count", [5, 200])
+def test_the_closed_form_takes_any_targets_and_zero_inputs(count):
+    network, inputs, _, plane, coefficients = case("two units", count=count, dtype=torch.float64)
+    inputs[0] = 0.0
+    targets = torch.randn(count, 1, dtype=torch.float64)
+    found = LossSurface(network, inputs, targets).on(plane, coefficients)
+    expected = looped(network, inputs, targets, plane.weights(coefficients))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    positive = LossSurface(network, inputs.abs(), targets)
+    assert positive.method == "closed_form"
+    expected = looped(network, inputs.abs(), targets, plane.weights(coefficients))
+    torch.testing.assert_close(positive.on(plane, coefficients), expected, rtol=1e-12, atol=0)
+
+
+def test_the_closed_form_does_not_cancel_near_the_target():
+    network, inputs, targets, _, _ = case("two units", dtype=torch.float64)
+    vector = weight_vector(network)
+    surface = LossSurface(network, inputs, targets)
+    assert surface.at(vector[None]).item() < 1e-30
+    step = torch.tensor([0, 0, 1e-9, 1e-9], dtype=torch.float64)
+    expected = looped(network, inputs, targets, (vector + step)[None])
+    torch.testing.assert_close(surface.at((vector + step)[None]), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("method", ["affine", "vmap", "loop"])
+@pytest.mark.parametrize("frozen", ["linear1.weight", "linear1.bias", "classifier.weight", "classifier.bias"])
+def test_frozen_parameters_stay(method, frozen):
+    network, inputs, targets, _, coefficients = case("one hidden layer", dtype=torch.float64)
+    network.get_parameter(frozen).requires_grad_(False)
+    size = len(weight_vector(network))
+    plane = WeightPlane.through(torch.randn(3, size, dtype=torch.float64))
+    found = LossSurface(network, inputs, targets, method=method)
+    expected = looped(network, inputs, targets, plane.weights(coefficients))
+    torch.testing.assert_close(found.on(plane, coefficients), expected, rtol=1e-11, atol=0)
+    torch.testing.assert_close(found.at(plane.weights(coefficients)), expected, rtol=1e-11, atol=0)
+
+
+def cross_entropy(outputs, targets):
+    return nn.functional.cross_entropy(
+        outputs.flatten(0, 1), targets.repeat(len(outputs)), reduction="none"
+    ).view(outputs.shape[:2])  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["affine", "vmap", "loop"])
+def test_other_losses(method):
+    network, inputs, _, plane, coefficients = case("one hidden layer", count=150, dtype=torch.float64)
+    labels = torch.randint(4, (150,))
+    surface = LossSurface(network, inputs, labels, loss=cross_entropy, method=method)
+    vectors = plane.weights(coefficients)
+    expected = looped(network, inputs, labels, vectors, nn.functional.cross_entropy)
+    torch.testing.assert_close(surface.on(plane, coefficients), expected, rtol=1e-12, atol=0)
+    below = expected.median().item()
+    found = surface.on(plane, coefficients, below=below)
+    assert torch.equal(found.isfinite(), expected < below)
+    negative = LossSurface(network, inputs, labels, loss=lambda o, t: -cross_entropy(o, t), method=method)
+    with pytest.raises(ValueError, match="below needs losses >= 0"):
+        negative.on(plane, coefficients, below=1.0)
+
+
+def test_the_precision_is_that_asked_for():
+    network, inputs, targets, plane, coefficients = case("one hidden layer")
+    vectors = plane.weights(coefficients)
+    exact = looped(network.double(), inputs.double(), targets.double(), vectors)
+    double = LossSurface(network.float(), inputs, targets, dtype=torch.float64)
+    torch.testing.assert_close(double.on(plane, coefficients), exact, rtol=1e-12, atol=0)
+    single = LossSurface(network, inputs, targets).on(plane, coefficients)
+    assert 0 < (single / exact - 1).abs().max() < 1e-4
+    assert network.linear1.weight.dtype == torch.float32
+
+
+def test_losses_that_are_not_finite_are_infinite():
+    network, inputs, targets, _, _ = case("two hidden layers")
+    size = len(weight_vector(network))
+    vectors = torch.zeros(3, size)
+    vectors[0, -1], vectors[1, -1] = torch.nan, 1e30
+    for method in ("affine", "vmap", "loop"):
+        found = LossSurface(network, inputs, targets, method=method).at(vectors)
+        assert found.isinf().tolist() == [True, True, False]
+
+
+def test_targets_carry_no_gradient_and_nothing_is_shared():
+    network, inputs, _, plane, coefficients = case("one hidden layer")
+    targets = network(inputs)
+    surface = LossSurface(network, inputs, targets)
+    assert not surface.targets.requires_grad
+    before = surface.on(plane, coefficients)
+    inputs += 1
+    with torch.no_grad():
+        network.classifier.weight += 1
+    assert torch.equal(surface.on(plane, coefficients), before)
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 9, 11), (3, 2, 6, 6), (2, 3, 7, 6)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_fast_pooling_is_max_pooling_to_the_bit(shape, size):
+    from lightning_sym.landscape._first_layer import MaxPool
+
+    x = torch.randn(shape)
+    x[0, 0, 0, 0] = torch.nan
+    torch.testing.assert_close(MaxPool(size)(x), nn.MaxPool2d(size)(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_other_poolings_are_kept():
+    torch.manual_seed(0)
+    for pool in (nn.MaxPool2d(3, stride=1), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, ceil_mode=True)):
+        network = nn.Sequential(nn.Conv2d(1, 2, 3), pool, nn.Flatten(), nn.LazyLinear(1))
+        inputs = torch.randn(4, 1, 7, 7)
+        targets = network(inputs)
+        assert LossSurface(network, inputs, targets).at(weight_vector(network)[None]).item() < 1e-12
+
+
+def test_no_points_give_no_losses():
+    network, inputs, targets, plane, _ = case("two units")
+    assert LossSurface(network, inputs, targets).on(plane, torch.zeros(0, 2)).shape == (0,)
+    network, inputs, targets, plane, _ = case("skip")
+    assert LossSurface(network, inputs, targets).on(plane, torch.zeros(0, 2)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "afine"}, "Did you mean 'affine'"),
+        ({"loss": "mse"}, "loss must be 'squared_distance' or a function"),
+        ({"chunk": 0}, "chunk must be an integer >= 1"),
+        ({"dtype": torch.long}, "dtype must be a floating dtype"),
+        ({"targets": torch.zeros(4, 3)}, r"targets must have the shape of the outputs, \[4, 2\]"),
+        ({"targets": torch.zeros(3, 2)}, "4 inputs and 3 targets"),
+        ({"inputs": torch.zeros(0, 3)}, "at least one input"),
+        ({"inputs": torch.full((4, 3), torch.nan)}, "inputs holds numbers that are not finite"),
+        ({"method": "closed_form"}, "method='closed_form' needs a MultiLayerPerceptron"),
+        ({"method": "affine"}, "'first', is not the only one that reads the input"),
+        ({"loss": lambda outputs, targets: outputs.sum()}, r"loss must return the loss of each input, \[G, N\]"),
+    ],
+)
+def test_arguments_out_of_range(changes, message):
+    arguments = {"inputs": torch.zeros(4, 3), "targets": torch.zeros(4, 2)} | changes
+    with pytest.raises(ValueError, match=message):
+        LossSurface(Skip(), **arguments)
+
+
+def test_points_of_the_wrong_kind():
+    network, inputs, targets, plane, _ = case("two units")
+    surface = LossSurface(network, inputs, targets)
+    with pytest.raises(
+        ValueError, match=r"coefficients must be a floating tensor \[G, 2\], got torch.float32 \[5, 3\]"
+    ):
+        surface.on(plane, torch.zeros(5, 3))
+    with pytest.raises(ValueError, match=r"vectors must be a floating tensor \[G, 4\], got torch.int64"):
+        surface.at(torch.zeros(5, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="space of 3 weights, but the network has 4"):
+        surface.on(WeightPlane.through(torch.eye(3)), torch.zeros(5, 2))

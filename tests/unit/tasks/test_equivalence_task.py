@@ -1,0 +1,288 @@
+"""EquivalenceTask: what is found, rounds, thresholds, where the teacher comes from, and what is refused."""
+
+import functools
+import math
+
+import pytest
+import torch
+from pytorch_lightning import Callback, Trainer
+from safetensors.torch import save_file
+
+from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
+from lightning_sym.landscape import Moments, distance
+from lightning_sym.networks import LeNet5, MultiLayerPerceptron
+from lightning_sym.tasks import EquivalenceTask
+
+MIXED = [0.8, -0.6, 0.7, 0.5]
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def two_unit():
+    return MultiLayerPerceptron(widths=[2], image_size=1, num_classes=1, bias=False)
+
+
+def inputs(**options):
+    return GaussianInputsDataModule(**{"samples": 1024, "batch_size": 256, "val_samples": 512, **options})
+
+
+def fit(task, data=None, **options):
+    settings = {"max_epochs": 100, "precision": "64-true", **options}
+    trainer = Trainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        num_sanity_val_steps=0,
+        **settings,
+    )
+    trainer.fit(task, data or inputs())
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def searched():
+    task = EquivalenceTask(two_unit(), members=24, points=4, teacher=MIXED, optimizer=SGD)
+    fit(task)
+    return task
+
+
+def test_found_points_compute_the_teachers_function(searched):
+    points = searched.found_points()
+    assert len(points) == 4
+    x = torch.randn(200, 1, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for point in points:
+        a, b, c, d = point.weights.tolist()
+        mine = c * (a * x).relu() + d * (b * x).relu()
+        theirs = 0.7 * (0.8 * x).relu() + 0.5 * (-0.6 * x).relu()
+        assert (mine - theirs).abs().max() < 1e-3
+        assert point.loss < 1e-10 * searched.scales["sample"].zero
+        assert searched.scales["held_out"].relative(point.held_out) < 1e-2
+    assert points[0].loss == min(point.loss for point in points)
+
+
+def test_loss_is_that_of_the_closed_form(searched):
+    sample = torch.cat(list(searched.sample_inputs())).flatten()
+    moments = Moments.of(sample)
+    for entry in searched.all_outcomes().values():
+        exact = float(distance(entry["weights"], torch.tensor(MIXED), moments))
+        assert entry["loss"] == pytest.approx(exact, rel=1e-9, abs=1e-16)
+
+
+def test_failures_sit_in_the_known_bad_minima():
+    task = EquivalenceTask(
+        two_unit(), members=64, points=2, teacher=MIXED, optimizer=SGD, stop_when_found=False, milestones=[1e-6]
+    )
+    fit(task)
+    moments = Moments.of(torch.cat(list(task.sample_inputs())).flatten())
+    levels = [
+        moments.negative * 0.3**2,
+        moments.positive * 0.56**2,
+        moments.positive * 0.56**2 + moments.negative * 0.3**2,
+    ]
+    failed = [entry["loss"] for entry in task.all_outcomes().values() if not entry["found"]]
+    near = [any(abs(loss - level) < 0.01 * level for level in levels) for loss in failed]
+    assert len(failed) > 20
+    assert sum(near) >= 0.9 * len(near)
+    assert 0.15 < task.success_fraction() < 0.55  # 0.339 expected; 64 draws
+    for entry in task.all_outcomes().values():
+        assert (entry["milestones"][0] >= 0) == (entry["loss"] < 1e-6 * task.scales["sample"].zero)
+
+
+def test_candidates_are_independent_of_each_other():
+    """A candidate among others is bitwise the one that is searched alone, if run in a loop."""
+    many = EquivalenceTask(two_unit(), members=3, teacher=MIXED, execution="loop", optimizer=SGD, stop_when_found=False)
+    alone = EquivalenceTask(
+        two_unit(), members=1, teacher=MIXED, execution="loop", optimizer=SGD, stop_when_found=False
+    )
+    fit(many, max_epochs=3)
+    fit(alone, max_epochs=3)
+    assert torch.equal(many.all_outcomes()[0]["weights"], alone.all_outcomes()[0]["weights"])
+    together = EquivalenceTask(
+        two_unit(), members=3, teacher=MIXED, execution="vmap", optimizer=SGD, stop_when_found=False
+    )
+    fit(together, max_epochs=3)
+    for number, entry in many.all_outcomes().items():
+        torch.testing.assert_close(together.all_outcomes()[number]["weights"], entry["weights"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_second_round_is_as_a_search_from_scratch(execution):
+    adam = functools.partial(torch.optim.Adam, lr=0.01)
+    settings = {"members": 2, "points": 4, "teacher": MIXED, "execution": execution, "optimizer": adam}
+    rounds = EquivalenceTask(two_unit(), round_steps=8, max_rounds=2, **settings)
+    fit(rounds, max_epochs=20)
+    assert rounds.round == 1
+    assert sorted(rounds.all_outcomes()) == [0, 1, 2, 3]
+    assert {entry["steps"] for entry in rounds.all_outcomes().values()} == {8}
+
+    class FromSecondRound(EquivalenceTask):
+        def number(self, slot):
+            return self.members + slot
+
+    scratch = FromSecondRound(two_unit(), **settings)
+    fit(scratch, max_epochs=2)
+    for number in (2, 3):
+        assert torch.equal(scratch.all_outcomes()[number]["weights"], rounds.all_outcomes()[number]["weights"])
+    steps, losses, found = rounds.curves()
+    assert steps.tolist() == [4, 8]
+    assert losses.shape == (2, 4)
+    assert losses.isfinite().all()
+    assert not found.any()
+
+
+def test_initial_weights_do_not_depend_on_the_precision_of_the_fit():
+    tasks = [EquivalenceTask(two_unit(), members=2, teacher=10, optimizer=SGD, stop_when_found=False) for _ in "ab"]
+    fit(tasks[0], max_epochs=1, precision="64-true")
+    fit(tasks[1], max_epochs=1, precision="32-true")
+    reference = [-0.08383071, -0.03428686, -0.2651674, 0.16266517]  # spec 2
+    for task in tasks:
+        weights = torch.cat([parameter.flatten() for parameter in task.teacher.parameters()])
+        torch.testing.assert_close(weights.double(), torch.tensor(reference).double(), rtol=0, atol=1e-8)
+    one, two = (task.all_outcomes()[0]["weights"].double() for task in tasks)
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
+def test_fresh_inputs_leave_no_training_sample():
+    task = EquivalenceTask(two_unit(), members=8, points=2, teacher=MIXED, optimizer=SGD)
+    fit(task, inputs(fresh=True))
+    assert len(task.found_points()) == 2
+    for entry in task.all_outcomes().values():
+        assert entry["loss"] == entry["held_out"]
+
+
+def test_teacher_from_a_file(tmp_path):
+    network = two_unit().fresh(3)
+    save_file(network.state_dict(), tmp_path / "teacher.safetensors")
+    torch.save(network.state_dict(), tmp_path / "teacher.pt")
+    for name in ("teacher.safetensors", "teacher.pt"):
+        task = EquivalenceTask(two_unit(), members=1, teacher=str(tmp_path / name))
+        task.configure_model()
+        assert all(torch.equal(a, b) for a, b in zip(task.teacher.parameters(), network.parameters(), strict=True))
+
+
+def test_files_that_are_no_teacher(tmp_path):
+    def load(file):
+        EquivalenceTask(two_unit(), members=1, teacher=str(file)).configure_model()
+
+    with pytest.raises(FileNotFoundError, match="No teacher at"):
+        load(tmp_path / "absent.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "broken.pt").write_bytes(b"nonsense")
+    for name in ("broken.safetensors", "broken.pt"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            load(tmp_path / name)
+    save_file(LeNet5().state_dict(), tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="do not fit MultiLayerPerceptron"):
+        load(tmp_path / "other.safetensors")
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        load(tmp_path / "list.pt")
+    state = {name: torch.full_like(value, math.nan) for name, value in two_unit().state_dict().items()}
+    save_file(state, tmp_path / "nan.safetensors")
+    with pytest.raises(ValueError, match="not finite"):
+        load(tmp_path / "nan.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"members": 0}, "members must be an integer >= 1"),
+        ({"points": 0}, "points must be an integer >= 1"),
+        ({"seed": -1}, "seed must be an integer >= 0"),
+        ({"tolerance": 0.0}, "tolerance must be a finite number > 0"),
+        ({"held_out": math.nan}, "held_out must be a finite number > 0"),
+        ({"milestones": [0.0]}, "milestones must be finite"),
+        ({"independence": 1.0}, "independence must be in"),
+        ({"execution": "fast"}, "execution must be"),
+        ({"max_rounds": 2}, "needs round_steps"),
+        ({"member": 1}, "member 1 is of a zoo"),
+        ({"zoo": "somewhere", "teacher": 3}, "both say"),
+        ({"network": None}, "Give network"),
+        ({"teacher": -1}, "seed >= 0"),
+        ({"optimizer": functools.partial(torch.optim.LBFGS)}, "LBFGS"),
+    ],
+)
+def test_arguments_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EquivalenceTask(**{"network": two_unit(), **options})
+
+
+def test_wrong_number_of_weights():
+    with pytest.raises(ValueError, match="3 weights, and MultiLayerPerceptron has 4 parameters"):
+        EquivalenceTask(two_unit(), teacher=[1.0, 2.0, 3.0]).configure_model()
+
+
+def test_constant_teacher():
+    with pytest.raises(ValueError, match="teacher is constant"):
+        fit(EquivalenceTask(two_unit(), members=2, teacher=[0.0, 0.0, 1.0, 1.0]))
+
+
+def test_no_held_out_inputs():
+    with pytest.raises(ValueError, match="needs held-out inputs"):
+        fit(EquivalenceTask(two_unit(), members=2, teacher=MIXED), inputs(val_samples=0))
+
+
+class Poison(Callback):
+    """Makes one candidate's weights NaN before a step."""
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == 2:
+            state = {name: torch.full_like(value, math.nan) for name, value in task.population.member_state(1).items()}
+            task.population.set_member_state(1, state)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_a_candidate_that_is_nan_stops_alone(execution):
+    settings = {"members": 3, "teacher": MIXED, "execution": execution, "optimizer": SGD, "stop_when_found": False}
+    hurt, well = EquivalenceTask(two_unit(), **settings), EquivalenceTask(two_unit(), **settings)
+    with pytest.warns(UserWarning, match="Candidate 1 was stopped in step 2 of round 0: its loss is not finite"):
+        fit(hurt, max_epochs=3, callbacks=[Poison()])
+    fit(well, max_epochs=3)
+    for number in (0, 2):
+        assert torch.equal(hurt.all_outcomes()[number]["weights"], well.all_outcomes()[number]["weights"])
+    assert math.isnan(hurt.all_outcomes()[1]["loss"])
+    assert hurt.all_outcomes()[1]["stopped"] == "its loss is not finite"
+    assert not hurt.all_outcomes()[1]["found"]
+
+
+def test_images_and_orbit_members():
+    network = MultiLayerPerceptron(widths=[8], image_size=8)
+    task = EquivalenceTask(network, members=2, teacher=0, orbit_members=3, stop_when_found=False)
+    fit(task, DigitsDataModule(), max_epochs=2, precision="32-true")
+    points = task.orbit_points()
+    assert [point.name for point in points] == ["orbit 1", "orbit 2", "orbit 3"]
+    surface = task.held_out_surface(torch.float64)
+    vectors = torch.stack([point.weights for point in points]).double()
+    teacher = torch.cat([parameter.detach().flatten() for parameter in task.teacher.parameters()]).double()
+    assert (vectors - teacher).norm(dim=1).min() > 0.1
+    assert surface.at(vectors).max() < 1e-10 * task.scales["held_out"].zero  # weights are float32
+    assert task.fresh_inputs is False
+
+
+def test_test_evaluates_what_was_found(searched):
+    trainer = fit(searched, max_epochs=1)
+    values = trainer.test(searched, inputs(), verbose=False)[0]
+    assert values["test/R/highest"] < 1e-2
+    assert values["test/R/lowest"] <= values["test/R/mean"] <= values["test/R/highest"]
+
+
+def test_nothing_found_to_test():
+    task = EquivalenceTask(two_unit(), members=1, teacher=MIXED)
+    trainer = fit(task, max_epochs=1)
+    with pytest.raises(ValueError, match="Nothing has been found"):
+        trainer.test(task, inputs(), verbose=False)
+
+
+def test_several_processes_that_share_out_the_data_are_refused():
+    task = EquivalenceTask(two_unit(), members=2, teacher=MIXED)
+
+    class Fake:
+        precision = "32-true"
+        world_size = 2
+        strategy = None
+
+    task._trainer = Fake()
+    task._fabric = None
+    with pytest.raises(ValueError, match="ddp_members"):
+        task.setup("fit")
