@@ -2,6 +2,7 @@
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.callbacks.equivalence_plane import EquivalencePlane, PlaneGrid
+from lightning_sym.callbacks.equivalence_walk import EquivalenceWalk
 from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.rotation_penalty import RotationPenalty
 from lightning_sym.callbacks.run_report import RunReport
@@ -13,6 +14,7 @@ from lightning_sym.callbacks.zoo_report import ZooReport
 __all__ = [
     "BatchNormRecalibration",
     "EquivalencePlane",
+    "EquivalenceWalk",
     "MatchingReport",
     "PlaneGrid",
     "RecalibrationTargets",

@@ -44,7 +44,7 @@ def checked_datamodule(callback: Callback, trainer: Trainer, kind: type[DataT]) 
 
 def image_datamodule(callback: Callback, trainer: Trainer) -> ImageDataModule:
     """Return the trainer's datamodule if it is an ``ImageDataModule``; see :func:`checked_datamodule`."""
-    return checked_datamodule(callback, trainer, ImageDataModule)
+    return checked_datamodule(callback, trainer, ImageDataModule)  # type: ignore[type-abstract]
 
 
 def run_folder(trainer: Trainer) -> Path:

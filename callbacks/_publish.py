@@ -49,17 +49,19 @@ def publish_table(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any], f
     write_atomically(file.with_suffix(".json"), json.dumps({**about, "rows": list(rows)}, indent=1) + "\n")
 
 
-def log_summary(trainer: Trainer, values: Mapping[str, float], hp_metric: float) -> None:
+def log_summary(trainer: Trainer, values: Mapping[str, float], hp_metric: float | None = None) -> None:
     """Send the numbers that a run ends with to every logger; to be called on rank 0.
 
     Args:
         trainer: Its loggers are used.
         values: By name; may be empty.
-        hp_metric: What TensorBoard shows beside the hyperparameters, in place of the -1 that Lightning begins with.
+        hp_metric: What TensorBoard shows beside the hyperparameters, in place of the -1 that Lightning begins with;
+            None leaves it as it is.
     """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_metrics({**values, "hp_metric": hp_metric}, step=trainer.global_step)
+            metric = {} if hp_metric is None else {"hp_metric": hp_metric}
+            logger.log_metrics({**values, **metric}, step=trainer.global_step)
         elif values:
             logger.log_metrics(dict(values), step=max(trainer.global_step - 1, 0))
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from rich.progress import Progress
 from rich.table import Table
@@ -47,6 +48,7 @@ from lightning_sym.landscape import (
     betti_numbers,
     describe_set,
     evaluate_grid,
+    independent,
     is_relu_line,
     orbit_distances,
     umap_embedding,
@@ -170,7 +172,7 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
     """
 
     task_type = EquivalenceTask
-    data_type = InputDataModule
+    data_type = InputDataModule  # type: ignore[type-abstract]
 
     def __init__(
         self,
@@ -211,39 +213,89 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
         self._pictures: list[str] = []
         self._levels: dict[str, float] = {}  # of J at bad minima that are known
 
+    # ---- checks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check what can be known before there is a teacher.
+
+        Raises:
+            ImportError: If an embedding is asked for, and umap-learn is not installed.
+            TypeError: If the task or the data are of another kind.
+            ValueError: If a grid goes through more points than the search looks for.
+        """
+        super().setup(trainer, pl_module, stage)
+        if self._path is None:
+            return
+        if any(grid.umap for grid in self.grids) and find_spec("umap") is None:
+            raise ImportError(
+                'A grid with umap: true needs umap-learn: pip install "lightning_sym[umap]", or set umap to false.'
+            )
+        points = self.task(pl_module).points
+        if "search" in self.through and self._most_points > points:
+            raise ValueError(
+                f"A grid of dimension {self._most_points - 1} goes through {self._most_points} points, and the search "
+                f"looks for {points}; set points of the task to {self._most_points}, or take smaller dimensions."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check, before the search, that the teacher suits the grids.
+
+        Raises:
+            ValueError: If a dimension is larger than the number of weights, the teacher has no orbit that planes could
+                go through, or it is constant on the grids' inputs.
+        """
+        if self._path is None:
+            return
+        task = self.task(pl_module)
+        size = weight_vector(task.teacher).numel()
+        if self._most_points > size + 1:
+            raise ValueError(
+                f"A grid of dimension {self._most_points - 1} does not fit into the {size} weights of this network; "
+                f"use at most {size}."
+            )
+        if set(self.through) - {"search"}:
+            task.orbit_points(1)
+        self._teacher_on_inputs(task, trainer.strategy.root_device)
+
+    @property
+    def _most_points(self) -> int:
+        """The most points that a plane goes through."""
+        return max((grid.dimension for grid in self.grids), default=0) + 1
+
     # ---- work
 
     def report(self, trainer: Trainer, task: EquivalenceTask, data: InputDataModule) -> None:
         """Evaluate all grids, and write tables and figures."""
-        device = trainer.strategy.root_device
-        task.to(device)
-        dtype = torch.float64 if self.precision == "double" else torch.float32
-        inputs = self._first_inputs(task).to(dtype)
-        # Copied: the task's own teacher keeps its precision.
-        teacher = task.copy_of_teacher().to(device=device, dtype=dtype)
-        with torch.no_grad():
-            targets = teacher(inputs)
-        scale = FunctionScale.of(targets.flatten(1))
-        surface = LossSurface(teacher, inputs, targets, dtype=dtype)
+        task.on_train_end()  # Lightning calls it after those of callbacks
+        teacher, inputs, targets, scale = self._teacher_on_inputs(task, trainer.strategy.root_device)
+        surface = LossSurface(teacher, inputs, targets, dtype=inputs.dtype)
         exact = _two_unit_class(teacher, inputs)
         self._notes, self._slices = [], []
         for through in self.through:
             found = self._found(task, through)
-            self._slices += self._evaluated(trainer, through, found, surface, scale, teacher)
+            self._slices += self._evaluated(trainer, task, through, found, surface, scale)
         self._points = self._point_rows(task, teacher, inputs[:2], scale)
-        sampled = _two_unit_class(teacher, self._all_inputs(task).to(dtype))
+        sampled = _two_unit_class(teacher, self._all_inputs(task).to(inputs))
         self._levels = {} if sampled is None else sampled.local_minima
         self._rows = _candidate_rows(task, sampled)
         on_first_rank(trainer, lambda: self._publish(trainer, task, data, scale, exact))
 
-    def _first_inputs(self, task: EquivalenceTask) -> Tensor:
-        found, count = [], 0
-        for batch in task.sample_inputs():
-            found.append(batch)
-            count += len(batch)
-            if count >= self.inputs:
-                break
-        return torch.cat(found)[: self.inputs]
+    def _teacher_on_inputs(
+        self, task: EquivalenceTask, device: torch.device
+    ) -> tuple[torch.nn.Module, Tensor, Tensor, FunctionScale]:
+        """Return a copy of the teacher in the grids' precision, the grids' inputs, its outputs, and its scale there."""
+        task.to(device)
+        inputs = first_inputs(task, self.inputs).to(torch.float64 if self.precision == "double" else torch.float32)
+        # Copied: the task's own teacher keeps its precision.
+        teacher = task.copy_of_teacher().to(inputs)
+        with torch.no_grad():
+            targets = teacher(inputs)
+        scale = FunctionScale.of(targets.flatten(1))
+        if scale.constant == 0:
+            raise ValueError(
+                f"The teacher is constant on the {len(inputs)} inputs of the grids; raise inputs of EquivalencePlane."
+            )
+        return teacher, inputs, targets, scale
 
     def _all_inputs(self, task: EquivalenceTask) -> Tensor:
         """Return all inputs of the sample, if they are few numbers; they give the moments of the exact theory."""
@@ -252,40 +304,36 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
         return torch.cat(list(task.sample_inputs()))
 
     def _found(self, task: EquivalenceTask, through: Through) -> list[FoundWeights]:
-        """Return the points that a plane goes through, the first one its centre."""
-        searched = task.found_points()
-        needed = max((grid.dimension for grid in self.grids), default=0) + 1
+        """Return the points that a plane goes through, the first one its centre, the others independent of it."""
+        searched, needed = task.found_points(), self._most_points
         if through == "search":
             return searched[:needed]
         if through == "orbit":
             vector = weight_vector(task.teacher).cpu()
-            return [FoundWeights("teacher", vector, 0.0, 0.0, None), *task.orbit_points(needed - 1)]
-        images = task.orbit_points(max(1, needed // 2))
-        mixed = [point for pair in zip(searched, images, strict=False) for point in pair]
-        return [*mixed, *searched[len(images) :], *images[len(searched) :]][:needed]
+            points = [FoundWeights("teacher", vector, 0.0, 0.0, None), *task.orbit_points(needed - 1)]
+        else:
+            images = task.orbit_points(max(1, needed // 2))
+            points = [point for pair in zip(searched, images, strict=False) for point in pair]
+            points += [*searched[len(images) :], *images[len(searched) :]]
+        vectors = torch.stack([point.weights.double() for point in points])
+        accepted = independent(vectors[1:] - vectors[0], task.independence)
+        return [points[0], *(points[1 + index] for index in accepted)][:needed]
 
     def _evaluated(
         self,
         trainer: Trainer,
+        task: EquivalenceTask,
         through: Through,
         found: Sequence[FoundWeights],
         surface: LossSurface,
         scale: FunctionScale,
-        teacher: torch.nn.Module,
     ) -> Iterator[_Slice]:
         """Evaluate the grids for which there are enough points.
 
         Yields:
             One slice for each.
         """
-        device = next(teacher.parameters()).device
         for settings in self.grids:
-            size = sum(parameter.numel() for parameter in teacher.parameters() if parameter.requires_grad)
-            if settings.dimension > size:
-                raise ValueError(
-                    f"A grid of dimension {settings.dimension} does not fit into the {size} weights of this network; "
-                    f"use at most {size}."
-                )
             if len(found) < settings.dimension + 1:
                 self._notes.append(
                     f"no {settings.dimension}D grid through {through} points: it needs {settings.dimension + 1}, and "
@@ -293,22 +341,20 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
                     "the number of steps, or lower the demands (tolerance, held_out)"
                 )
                 continue
-            vectors = torch.stack([point.weights for point in found[: settings.dimension + 1]]).to(
-                device, torch.float64
-            )
-            plane = WeightPlane.through(vectors)
+            vectors = torch.stack([point.weights.double() for point in found[: settings.dimension + 1]])
+            plane = WeightPlane.through(vectors, tolerance=task.independence)
             furthest = float(plane.coordinates(vectors).abs().max())
             bound = settings.bound or float(f"{1.5 * furthest:.2g}")
             epsilon = (settings.epsilon or self.epsilon) * (scale.zero if self.epsilon_unit == "J0" else 1.0)
             grid = Grid(settings.dimension, settings.points, bound)
             name = f"{through}-{settings.dimension}d"
             values = self._on_grid(trainer, surface, plane, grid, name)
-            cells = [tuple(cell) for cell in grid.index_of(plane.coordinates(vectors).cpu()).tolist()]
+            cells = [tuple(cell) for cell in grid.index_of(plane.coordinates(vectors)).tolist()]
             numbers = describe_set(values, grid.spacing, epsilon, scale, cells)
             finer, finest = None, values
             if settings.refine:
                 fine = Grid(settings.dimension, 2 * settings.points - 1, bound)
-                cells = [tuple(cell) for cell in fine.index_of(plane.coordinates(vectors).cpu()).tolist()]
+                cells = [tuple(cell) for cell in fine.index_of(plane.coordinates(vectors)).tolist()]
                 finest = self._on_grid(trainer, surface, plane, fine, f"{name}-refined")
                 finer = describe_set(finest, fine.spacing, epsilon, scale, cells)
             yield _Slice(through, found, plane, grid, settings, values, epsilon, numbers, finer, finest)
@@ -316,7 +362,7 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
     def _on_grid(
         self, trainer: Trainer, surface: LossSurface, plane: WeightPlane, grid: Grid, name: str
     ) -> NDArray[np.float64]:
-        with _progress(trainer, f"J on the {name} grid") as progress:
+        with progress_bar(trainer, f"J on the {name} grid") as progress:
             values = evaluate_grid(
                 surface,
                 plane,
@@ -442,8 +488,7 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
     def _figures(
         self, task: EquivalenceTask, scale: FunctionScale, exact: TwoUnitClass | None
     ) -> Iterator[tuple[str, Figure]]:
-        what = "two ReLU units" if exact is not None else type(task.network).__name__
-        title = f"{what}, {task.describe_teacher()}"
+        title = task.title()
         steps, losses, survived = task.curves()
         yield (
             "search",
@@ -550,8 +595,19 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def first_inputs(task: EquivalenceTask, most: int) -> Tensor:
+    """Return the first of the inputs that the search's threshold is on. Shape ``[N, ...]``, ``N <= most``."""
+    found, count = [], 0
+    for batch in task.sample_inputs():
+        found.append(batch)
+        count += len(batch)
+        if count >= most:
+            break
+    return torch.cat(found)[:most]
+
+
 @contextmanager
-def _progress(trainer: Trainer, title: str) -> Iterator[Callable[[int, int], None] | None]:
+def progress_bar(trainer: Trainer, title: str) -> Iterator[Callable[[int, int], None] | None]:
     """Show how far a grid is, on rank 0, where there is a progress bar.
 
     Yields:
@@ -566,8 +622,10 @@ def _progress(trainer: Trainer, title: str) -> Iterator[Callable[[int, int], Non
 
 
 def _two_unit_class(teacher: torch.nn.Module, inputs: Tensor) -> TwoUnitClass | None:
-    """Return the exact class of a network of two ReLU units of one input; None for others."""
+    """Return the exact class of a network of two ReLU units of one input; None for others, or one-sided inputs."""
     if not is_relu_line(teacher) or weight_vector(teacher).numel() != _TWO_UNIT_WEIGHTS:
+        return None
+    if inputs.min() >= 0 or inputs.max() <= 0:
         return None
     return TwoUnitClass(weight_vector(teacher).double().cpu(), Moments.of(inputs.flatten().cpu()))
 

@@ -34,7 +34,7 @@ class RunReport(Callback, ABC, Generic[TaskT, DataT]):
     """
 
     task_type: ClassVar[type[LightningModule]]
-    data_type: ClassVar[type[InputDataModule]] = ImageDataModule
+    data_type: ClassVar[type[InputDataModule]] = ImageDataModule  # type: ignore[type-abstract]
 
     def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = dirpath

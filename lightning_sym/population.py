@@ -220,7 +220,7 @@ class LoopPopulation(Population):
 
         def loss(index: int, member: nn.Module) -> Tensor:
             with self._drawing(inputs.device, self.numbers[index], draw):
-                outputs = member(inputs)
+                outputs: Tensor = member(inputs)
             return (outputs - targets).square().sum() / len(targets)
 
         return self._each(loss, skip, inputs.device)

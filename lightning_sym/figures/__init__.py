@@ -10,6 +10,7 @@ from lightning_sym.figures.equivalence_sets import (
     point_set,
     search_curves,
 )
+from lightning_sym.figures.equivalence_walks import walk_curves
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
@@ -50,5 +51,6 @@ __all__ = [
     "sparsity_against_penalty",
     "symmetry_curves",
     "validation_curves",
+    "walk_curves",
     "zoo_overview",
 ]

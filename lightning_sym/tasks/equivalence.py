@@ -16,7 +16,14 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from lightning_sym._random import derive_seed, generator
-from lightning_sym.landscape import FunctionScale, LossSurface, independent, weight_tensors, weight_vector
+from lightning_sym.landscape import (
+    FunctionScale,
+    LossSurface,
+    independent,
+    is_relu_line,
+    weight_tensors,
+    weight_vector,
+)
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.symmetry import trace_symmetry
@@ -251,14 +258,24 @@ class EquivalenceTask(LightningModule):
                 )
             slots = slots[rank::size]
         kind = VmapPopulation if self.execution == "vmap" else LoopPopulation
+        size = weight_vector(self.teacher).numel()
+        if self.points > size + 1:
+            raise ValueError(
+                f"{self.points} independent points do not fit into the {size} weights of {type(self.teacher).__name__};"
+                f" set points to {size + 1} or less."
+            )
         self.population = kind(self.teacher, slots)
         self._start_round()
 
     def initial_state(self, number: int) -> dict[str, Tensor]:
-        """Return the weights that a candidate starts from, with the teacher's buffers."""
+        """Return the weights that a candidate starts from, with the teacher's buffers and frozen parameters."""
         fresh = drawn(self.teacher, derive_seed("candidate", self.seed, number))
-        buffers = dict(self.teacher.named_buffers(remove_duplicate=False))
-        return {name: buffers.get(name, value) for name, value in fresh.state_dict().items()}
+        kept = dict(self.teacher.named_buffers(remove_duplicate=False)) | {
+            name: parameter
+            for name, parameter in self.teacher.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
+        return {name: kept.get(name, value) for name, value in fresh.state_dict().items()}
 
     def _start_round(self) -> None:
         """Give every candidate of this rank new initial weights."""
@@ -469,6 +486,8 @@ class EquivalenceTask(LightningModule):
         """Look once more if training ended between two checks; to be called on every rank."""
         if self.latest and self.history[-1]["step"] == self.global_step:
             return
+        if self.round and self.round_start == self.global_step:  # the last round has not begun
+            return
         self.to(self.trainer.strategy.root_device)
         self._check(self.measure(self._inputs(self.trainer.datamodule.val_dataloader())))  # type: ignore[attr-defined]
 
@@ -618,6 +637,13 @@ class EquivalenceTask(LightningModule):
             return Path(teacher).name
         return f"({', '.join(f'{weight:g}' for weight in teacher)})" if len(teacher) <= 4 else f"{len(teacher)} weights"
 
+    def title(self) -> str:
+        """Return a few words for titles: ``"LeNet5, seed 0"``."""
+        line = is_relu_line(self.teacher)
+        units = self.teacher.get_submodule("linear1").out_features if line else 0
+        name = f"{units} ReLU units" if line else type(self.teacher).__name__
+        return f"{name}, {self.describe_teacher()}"
+
     def copy_of_teacher(self) -> Network:
         """Return a copy that may be changed, in evaluation mode."""
         return copy.deepcopy(self.teacher).eval()
@@ -636,7 +662,7 @@ class EquivalenceTask(LightningModule):
         inputs = torch.cat(list(self._inputs(data.val_dataloader()))).to(dtype)
         teacher = self.copy_of_teacher().to(inputs)
         with torch.no_grad():
-            targets = torch.cat([teacher(part) for part in inputs.split(1024)])
+            targets = torch.cat([teacher(part) for part in torch.split(inputs, 1024)])
         return LossSurface(teacher, inputs, targets, dtype=dtype)
 
     def orbit_points(self, count: int | None = None) -> list[FoundWeights]:
@@ -653,8 +679,10 @@ class EquivalenceTask(LightningModule):
         weight = weight_vector(self.teacher)
         example = torch.randn(2, *shape, generator=generator("orbit example"), dtype=torch.float32).to(weight)
         symmetry = trace_symmetry(self.teacher, example)
-        found = []
-        for index in range(count):
+        found: list[FoundWeights] = []
+        for index in range(8 * count):  # of a small group some are the identity
+            if len(found) == count:
+                break
             element = symmetry.sample(generator("orbit", self.seed, index), scale=self.orbit_scale)
             moved = symmetry.act(element, self.teacher)
             buffers = dict(moved.named_buffers())
@@ -664,11 +692,10 @@ class EquivalenceTask(LightningModule):
                     "so that the orbit is not in the searched space; set orbit_members to 0."
                 )
             vector = weight_vector(moved).cpu()
-            if torch.equal(vector, weight.cpu()):
-                raise ValueError(
-                    f"{type(self.teacher).__name__} has no symmetry that moves it; set orbit_members to 0."
-                )
-            found.append(FoundWeights(f"orbit {index + 1}", vector, math.nan, math.nan, None))
+            if not torch.equal(vector, weight.cpu()):
+                found.append(FoundWeights(f"orbit {len(found) + 1}", vector, math.nan, math.nan, None))
+        if count and not found:
+            raise ValueError(f"{type(self.teacher).__name__} has no symmetry that moves it; set orbit_members to 0.")
         return found
 
     # ---- test
