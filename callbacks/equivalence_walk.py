@@ -20,6 +20,7 @@ from lightning_sym.landscape import SGLDSamples, orbit_distances, sample_sgld, w
 from lightning_sym.tasks import EquivalenceTask
 from lightning_sym.zoo import versions
 
+_AWAY = 1e-4  # of the distance from the teacher, which counts as away from its orbit
 _ORBIT_POINTS = 100  # of a walk at which the distance to the orbit is measured
 _UNITS = {
     "J": "mean over inputs of the squared distance to the teacher's outputs, summed over outputs",
@@ -103,6 +104,7 @@ class EquivalenceWalk(RunReport[EquivalenceTask, InputDataModule]):
         self.seed = seed
         self._rows: list[dict[str, Any]] = []
         self._facts: dict[str, float] = {}
+        self._exact = True
 
     def report(self, trainer: Trainer, task: EquivalenceTask, data: InputDataModule) -> None:
         """Walk, and write table and figure."""
@@ -125,6 +127,7 @@ class EquivalenceWalk(RunReport[EquivalenceTask, InputDataModule]):
             )
         places = torch.unique(torch.linspace(0, self.steps, min(self.steps + 1, _ORBIT_POINTS)).round().long())
         orbit = orbit_distances(teacher, walk.vectors[places], walk.vectors[0], inputs[:2])
+        self._exact = orbit.kind == "exact"
         plain = (walk.vectors - walk.vectors[0]).norm(dim=1)
         dimensions = walk.vectors.shape[1] - walk.ranks
         measured = dict(zip(places.tolist(), orbit.distances.tolist(), strict=True))
@@ -224,8 +227,11 @@ class EquivalenceWalk(RunReport[EquivalenceTask, InputDataModule]):
 
     def notes(self) -> list[str]:
         """Say what the numbers mean."""
+        far = self._facts["orbit_distance"] > _AWAY * self._facts["distance"]
+        exact = "" if self._exact else ", as far as matching can tell"
+        said = f"J = 0 far from the teacher's orbit: the class is larger than its symmetry group makes it{exact}"
         return [
-            "far from the orbit at J = 0: the class is larger than permutations and rescalings make it",
+            said if far else "the walk never left the teacher's orbit under its symmetry group",
             *(
                 [f"half the rank of the Jacobian, what a regular point would have: {self._facts['rank'] / 2:g}"]
                 if "learning_coefficient" in self._facts
