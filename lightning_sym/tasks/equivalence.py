@@ -175,7 +175,7 @@ class EquivalenceTask(LightningModule):
             raise ValueError(f"max_rounds {max_rounds} needs round_steps: after how many steps candidates start anew.")
         self._template = (network,)  # in a tuple: the template's weights are no part of the task
         self._teacher = check_teacher(teacher, zoo, member, network)
-        self._zoo, self._member, self._allow = zoo, member, tuple(allow or ())
+        self.zoo, self._member, self._allow = zoo, member, tuple(allow or ())
         self.members = 8 * points if members is None else members
         self.points = points
         self.seed = seed
@@ -238,7 +238,7 @@ class EquivalenceTask(LightningModule):
         if hasattr(self, "population"):
             return
         self.teacher, self.about_teacher = load_teacher(
-            self._teacher, self._zoo, self._member, self._template[0], self._allow
+            self._teacher, self.zoo, self._member, self._template[0], self._allow
         )
         if self.execution == "auto":
             convolutions = any(isinstance(module, _ConvNd) for module in self.teacher.modules())
