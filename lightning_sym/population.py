@@ -66,6 +66,10 @@ class Population(nn.Module, ABC):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @abstractmethod
+    def owners(self) -> list[int | None]:
+        """Return which member each of :meth:`trainable` is of; None for tensors that all members share by rows."""
+
+    @abstractmethod
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield ``(name within the network, parameter)`` for every trainable parameter, in the same order."""
 
@@ -188,6 +192,9 @@ class LoopPopulation(Population):
     def member_parameters(self, number: int) -> list[nn.Parameter]:
         """Return one member's trainable parameters."""
         return [parameter for parameter in self._member(number).parameters() if parameter.requires_grad]
+
+    def owners(self) -> list[int | None]:  # noqa: D102
+        return [number for number in self.numbers for _ in self.member_parameters(number)]
 
     def _laid_out(self, images: Tensor) -> Tensor:
         four = self.channels_last and images.dim() == 4
@@ -314,6 +321,9 @@ class VmapPopulation(Population):
             parameter = self.get_parameter(_flat(name))
             if parameter.requires_grad:
                 yield name, parameter
+
+    def owners(self) -> list[int | None]:  # noqa: D102
+        return [None] * len(self.trainable())
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, _flat(own)) for name, own in self._own_names.items()}

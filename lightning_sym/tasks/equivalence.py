@@ -388,19 +388,13 @@ class EquivalenceTask(LightningModule):
             for index in (~finite).nonzero().flatten().tolist():
                 self._stop(self.slots[index], "its loss is not finite")
             losses = losses.masked_fill(~finite, 0.0)
-            for gradient, owner in zip(gradients, self._owners(), strict=True):
+            for gradient, owner in zip(gradients, self.population.owners(), strict=True):
                 if owner is None:
                     gradient[~finite] = 0.0
                 elif owner in self._stopped:
                     gradient.zero_()
         self._count_steps(losses)
         return carry_gradients(losses.sum() / len(losses), gradients, self.population.trainable())
-
-    def _owners(self) -> list[int | None]:
-        """Return which slot each trainable tensor is of; None for tensors that all share by rows."""
-        if isinstance(self.population, LoopPopulation):
-            return [slot for slot in self.slots for _ in self.population.member_parameters(slot)]
-        return [None] * len(self.population.trainable())
 
     def _stop(self, slot: int, reason: str) -> None:
         self._stopped[slot] = reason

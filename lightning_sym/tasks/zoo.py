@@ -337,18 +337,12 @@ class ZooTask(LightningModule):
         for number in diverged:
             self._stop(number, "its training loss is not finite")
         losses.masked_fill_(~finite, 0.0)
-        owners = self._owners()
+        owners = self.population.owners()
         for gradient, owner in zip(gradients, owners, strict=True):
             if owner is None:
                 gradient[~finite] = 0.0
             elif owner in diverged:
                 gradient.zero_()
-
-    def _owners(self) -> list[int | None]:
-        """Return which member each trainable tensor is of; None for tensors that all members share by rows."""
-        if isinstance(self.population, LoopPopulation):
-            return [number for number in self.population.numbers for _ in self.population.member_parameters(number)]
-        return [None] * len(self.population.trainable())
 
     def _stop(self, number: int, reason: str) -> None:
         self.stopped[number] = {"epoch": self.current_epoch, "step": self.global_step, "reason": reason}
