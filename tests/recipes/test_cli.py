@@ -185,7 +185,7 @@ def test_a_reader_that_goes_away_is_no_error(args):
         (["fit", *SMALL, "--over=true"], "Unknown option 'over'.*"),
         (["fit", *SMALL, "--checkpoint.moniter=x"], "Unknown option 'checkpoint.moniter'.* 'checkpoint.monitor'\\?"),
         (["fit", *SMALL, "--run_dri=x"], "Unknown option 'run_dri'. Did you mean 'run_dir'\\?"),
-        (["fit", *SMALL, "--model.membres=3"], "Unknown option 'membres'. Did you mean 'members'\\?"),
+        (["fit", *SMALL, "--model.membres=3"], "Unknown option 'membres'. Did you mean 'members' or 'member'\\?"),
         (["fit", *SMALL, "--data.batchsize=3"], "Unknown option 'batchsize'. Did you mean 'batch_size'\\?"),
         (["fit", *SMALL, "--model.network.widthz=[3]"], "Unknown option 'widthz'. .*'widths'\\?"),
         (["fit", *SMALL, "--model.network.batch_norm=1"], "Option 'batch_norm' does not belong to the class .*"),
