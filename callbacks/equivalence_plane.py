@@ -1,5 +1,6 @@
 """What a search for equivalent weights found: planes through it, sets of nearly equivalent weights, their numbers."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ from lightning_sym.figures import (
 from lightning_sym.landscape import (
     FunctionScale,
     Grid,
+    GridTooLargeError,
     LossSurface,
     Moments,
     SetNumbers,
@@ -61,6 +63,9 @@ Through = Literal["search", "orbit", "mixed"]
 
 _TWO_UNIT_WEIGHTS = 4
 _MOST_WARNINGS = 3
+_TOUCHING = 1e-5  # weights nearer to an orbit than this are on it, up to single precision
+_FIGURES = ("surface", "contour", "set", "isosurface", "betti", "umap")
+_MOST_LOSSES = 3
 _LEVELS = 13  # of epsilon, in the curve of Betti numbers
 _UNITS = {
     "J": "mean over inputs of the squared distance to the teacher's outputs, summed over outputs",
@@ -101,10 +106,9 @@ class PlaneGrid:
     umap: bool = False
 
     def __post_init__(self) -> None:
-        if self.dimension < 1:
-            raise ValueError(f"dimension of a grid must be at least 1, got {self.dimension}.")
-        if self.points < 2:
-            raise ValueError(f"points of a grid must be at least 2 per axis, got {self.points}.")
+        for name, number, least in (("dimension", self.dimension, 1), ("points", self.points, 2)):
+            if type(number) is not int or number < least:
+                raise ValueError(f"{name} of a grid must be an integer >= {least}, got {number!r}.")
         for name, value in (("bound", self.bound), ("epsilon", self.epsilon)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} of a grid must be a finite number > 0, or null, got {value}.")
@@ -114,6 +118,7 @@ class PlaneGrid:
 class _Slice:
     """One evaluated grid."""
 
+    name: str
     through: Through
     found: Sequence[FoundWeights]
     plane: WeightPlane
@@ -124,10 +129,6 @@ class _Slice:
     numbers: SetNumbers
     finer: SetNumbers | None
     finest: NDArray[np.float64]
-
-    @property
-    def name(self) -> str:
-        return f"{self.through}-{self.grid.dimension}d"
 
     @property
     def axis(self) -> NDArray[np.float64]:
@@ -333,12 +334,13 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
         Yields:
             One slice for each.
         """
-        for settings in self.grids:
+        for number, settings in enumerate(self.grids):
+            earlier = sum(other.dimension == settings.dimension for other in self.grids[:number])
+            name = f"{through}-{settings.dimension}d" + (f"-{earlier + 1}" if earlier else "")
             if len(found) < settings.dimension + 1:
                 self._notes.append(
                     f"no {settings.dimension}D grid through {through} points: it needs {settings.dimension + 1}, and "
-                    f"there are {len(found)}; see candidates.csv for what became of the others, and raise members or "
-                    "the number of steps, or lower the demands (tolerance, held_out)"
+                    f"there {_are(len(found))} that can be used; {_what_to_change(task, through)}"
                 )
                 continue
             vectors = torch.stack([point.weights.double() for point in found[: settings.dimension + 1]])
@@ -347,8 +349,11 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
             bound = settings.bound or float(f"{1.5 * furthest:.2g}")
             epsilon = (settings.epsilon or self.epsilon) * (scale.zero if self.epsilon_unit == "J0" else 1.0)
             grid = Grid(settings.dimension, settings.points, bound)
-            name = f"{through}-{settings.dimension}d"
-            values = self._on_grid(trainer, surface, plane, grid, name)
+            try:
+                values = self._on_grid(trainer, surface, plane, grid, name)
+            except GridTooLargeError as error:  # the same on every rank; the search is not lost for it
+                self._notes.append(f"no {name} grid: {error}")
+                continue
             cells = [tuple(cell) for cell in grid.index_of(plane.coordinates(vectors)).tolist()]
             numbers = describe_set(values, grid.spacing, epsilon, scale, cells)
             finer, finest = None, values
@@ -357,17 +362,19 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
                 cells = [tuple(cell) for cell in fine.index_of(plane.coordinates(vectors)).tolist()]
                 finest = self._on_grid(trainer, surface, plane, fine, f"{name}-refined")
                 finer = describe_set(finest, fine.spacing, epsilon, scale, cells)
-            yield _Slice(through, found, plane, grid, settings, values, epsilon, numbers, finer, finest)
+            yield _Slice(name, through, found, plane, grid, settings, values, epsilon, numbers, finer, finest)
 
     def _on_grid(
         self, trainer: Trainer, surface: LossSurface, plane: WeightPlane, grid: Grid, name: str
     ) -> NDArray[np.float64]:
+        # Named for what it is a part of: what another search left here is not gone on with.
+        key = hashlib.sha256(repr((grid, plane.centre.tolist(), plane.basis.tolist())).encode()).hexdigest()[:12]
         with progress_bar(trainer, f"J on the {name} grid") as progress:
             values = evaluate_grid(
                 surface,
                 plane,
                 grid,
-                partial=self.path / f".grid-{name}.partial",
+                partial=self.path / f".grid-{name}-{key}.partial",
                 progress=progress,
                 limit_seconds=self.limit_seconds,
                 limit_bytes=self.limit_bytes,
@@ -449,6 +456,9 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
                 "barrier": exact.barrier,
                 "moments": asdict(exact.moments),
             }
+        stale = [*self.path.glob(".grid-*.partial*"), *self.path.glob("grid-*.safetensors"), self.path / "beside.png"]
+        for leftover in [*stale, *(path for kind in _FIGURES for path in self.path.glob(f"{kind}-*.png"))]:
+            leftover.unlink(missing_ok=True)  # of a search that was replaced, or gone on with other grids
         publish_table(self._rows, {"what": "all candidates of the search", **about}, self.path / "candidates")
         publish_table(self._points, {"what": "points that planes go through", **about}, self.path / "points")
         publish_table(
@@ -546,7 +556,7 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
         for column in ("point", "steps", "R held out", "distance", "to the orbit"):
             table.add_column(column, justify="left" if column == "point" else "right", no_wrap=True)
         for row in self._points:
-            bound = "" if row["orbit_distance_is"] == "exact" else "<= "
+            bound = "" if row["orbit_distance_is"] == "exact" or row["orbit_distance"] < _TOUCHING else "<= "
             table.add_row(
                 row["point"],
                 "-" if row["steps"] is None else str(row["steps"]),
@@ -564,7 +574,7 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
             for name in dict.fromkeys(row["outcome"] for row in self._rows)
         )
         lines = [
-            f"{found} of {len(self._rows)} candidates were found ({outcomes})",
+            f"{found} of {len(self._rows)} candidates met the demands of the search ({outcomes})",
             "R = J / V on held-out inputs: 1 is no better than a constant; orbit: of the teacher's symmetry group",
         ]
         for slice_ in self._slices:
@@ -593,6 +603,24 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
+def _what_to_change(task: EquivalenceTask, through: Through) -> str:
+    """Say what points are missing, and how there would be more."""
+    if through == "orbit":
+        return "the teacher's symmetry group has no more independent images; take smaller dimensions"
+    entries = task.all_outcomes().values()
+    losses = sorted(entry["loss"] for entry in entries if not entry["found"] and math.isfinite(entry["loss"]))
+    others = ", ".join(f"{loss:.2g}" for loss in losses[:_MOST_LOSSES])
+    lowest = f"the lowest J of the other candidates: {others}; " if losses else ""
+    return (
+        f"{lowest}found is what has J below {task.tolerance * task.scales['sample'].zero:.2g} and R below "
+        f"{task.held_out:g}; raise members, max_rounds or the number of steps, or tolerance and held_out"
+    )
 
 
 def first_inputs(task: EquivalenceTask, most: int) -> Tensor:
@@ -639,7 +667,8 @@ def _candidate_rows(task: EquivalenceTask, exact: TwoUnitClass | None) -> list[d
         elif entry["stopped"]:
             outcome = "stopped"
         elif exact is not None:
-            outcome = exact.diagnose(torch.tensor([entry["loss"]]), 0.0)[0]
+            outcome = exact.diagnose(torch.tensor([entry["loss"]]), 0.01 * scale.constant)[0]
+            outcome = {"reached": "nearly equivalent", "elsewhere": "on its way or stuck"}.get(outcome, outcome)
         else:
             outcome = _outcome(entry["loss"], scale)
         signs = ""
@@ -673,7 +702,7 @@ def _outcome(loss: float, scale: FunctionScale) -> str:
             return name
     if loss > scale.constant:
         return "worse than a constant"
-    return "nearly equivalent" if loss < 0.01 * scale.constant else "elsewhere"
+    return "nearly equivalent" if loss < 0.01 * scale.constant else "on its way or stuck"
 
 
 def _measured(slice_: _Slice) -> Iterator[tuple[SetNumbers, bool]]:

@@ -131,7 +131,8 @@ class GaussianInputsDataModule(InputDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        if isinstance(shape, str) or not shape or not all(type(side) is int and side >= 1 for side in shape):
+        sides = shape if isinstance(shape, Sequence) else ()
+        if not sides or not all(type(side) is int and side >= 1 for side in sides):
             raise ValueError(f"shape must be a list of integers >= 1, as [1, 28, 28], got {shape!r}.")
         for name, value, least in (
             ("samples", samples, 1),

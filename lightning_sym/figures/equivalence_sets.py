@@ -346,7 +346,7 @@ def search_curves(
     lowest = max(min([float(positive.min(initial=highest)), *counting]), 1e-4 * min([*counting, 1e-8 * highest]))
     figure = Figure(figsize=(12, 5), layout="constrained", dpi=120)
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    kinds = [("failed", ~kept, "#d55e00", (0, (4, 1.5))), ("survived", kept, "#0072b2", "-")]
+    kinds = [("not found", ~kept, "#d55e00", (0, (4, 1.5))), ("found", kept, "#0072b2", "-")]
     handles: list[Artist] = []
     for name, which, color, dashes in kinds:
         of_kind = np.flatnonzero(which)

@@ -3,7 +3,7 @@
 from lightning_sym.landscape._closed_form import is_relu_line
 from lightning_sym.landscape.embedding import Embedding, umap_embedding
 from lightning_sym.landscape.evaluation import LossSurface
-from lightning_sym.landscape.grids import Grid, evaluate_grid
+from lightning_sym.landscape.grids import Grid, GridTooLargeError, evaluate_grid
 from lightning_sym.landscape.plane_quadric import PlaneQuadric
 from lightning_sym.landscape.planes import WeightPlane, independent, weight_tensors, weight_vector
 from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
@@ -17,7 +17,7 @@ from lightning_sym.landscape.sampling import (
 )
 from lightning_sym.landscape.scale import FunctionScale, Resolution, VolumeExponent, resolution, volume_exponent
 from lightning_sym.landscape.sets import SetNumbers, describe_set
-from lightning_sym.landscape.stacks import class_stack, cut_dimension, two_unit_targets
+from lightning_sym.landscape.stacks import class_stack, cut_dimension, surfaces, two_unit_targets
 from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
 from lightning_sym.landscape.two_unit import (
     Moments,
@@ -42,6 +42,7 @@ __all__ = [
     "Embedding",
     "FunctionScale",
     "Grid",
+    "GridTooLargeError",
     "LevelSetWalk",
     "LossSurface",
     "Moments",
@@ -84,6 +85,7 @@ __all__ = [
     "slope_jacobian",
     "slope_rank",
     "slopes",
+    "surfaces",
     "two_unit_targets",
     "umap_embedding",
     "volume_exponent",

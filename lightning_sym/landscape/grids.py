@@ -124,6 +124,10 @@ class Grid:
         return torch.where(inside, nearest, -1)
 
 
+class GridTooLargeError(ValueError):
+    """A grid is expected to take more time or memory than it may; the sentence says how much, and how to go on."""
+
+
 def evaluate_grid(
     surface: LossSurface,
     plane: WeightPlane,
@@ -160,8 +164,9 @@ def evaluate_grid(
         Shape ``grid.shape``, float64, on the CPU.
 
     Raises:
-        ValueError: If dimensions do not fit, the estimate is above a limit (the sentence names it), or the partial
-            file is damaged or belongs to another grid, network, data, method, precision or chunk.
+        GridTooLargeError: If an estimate is above its limit.
+        ValueError: If dimensions do not fit, or the partial file is damaged or belongs to another grid, network, data,
+            method, precision or chunk.
         OSError: If the partial file cannot be written.
     """
     if plane.dimension != grid.dimension:
@@ -170,7 +175,7 @@ def evaluate_grid(
         )
     needed = grid.size * _POINT_BYTES
     if limit_bytes is not None and needed > limit_bytes:
-        raise ValueError(
+        raise GridTooLargeError(
             f"{_points(grid)} need about {needed / 2**30:.3g} GiB, above limit_bytes ({limit_bytes / 2**30:.3g} GiB); "
             "take fewer points, or pass limit_bytes=None to go on."
         )
@@ -183,7 +188,7 @@ def evaluate_grid(
     if limit_seconds is not None:
         seconds = max(gathered(work.estimate(limit_seconds)))
         if seconds > limit_seconds:
-            raise ValueError(
+            raise GridTooLargeError(
                 f"{_points(grid)} need about {seconds:.3g} s ({ranks()} process(es)), above limit_seconds "
                 f"({limit_seconds:g} s); take fewer points or inputs, or pass limit_seconds=None to go on."
             )

@@ -41,7 +41,7 @@ def check_teacher(
         raise ValueError(f"member {member} is of a zoo, and none is given; give zoo, or teacher in its place.")
     if zoo is None and network is None:
         raise ValueError("Give network (and teacher), or the folder of a zoo as zoo.")
-    if isinstance(teacher, bool) or (isinstance(teacher, int) and teacher < 0):
+    if not (teacher is None or isinstance(teacher, Sequence) or (type(teacher) is int and teacher >= 0)):
         raise ValueError(f"teacher must be a seed >= 0, a file, or a list of weights, got {teacher!r}.")
     if isinstance(teacher, Sequence) and not isinstance(teacher, str):
         return [float(weight) for weight in teacher]

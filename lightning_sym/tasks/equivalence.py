@@ -97,9 +97,8 @@ class EquivalenceTask(LightningModule):
         max_rounds: How often candidates are started, >= 1.
         stop_when_found: Whether the fit ends when there are enough points.
         milestones: J at which steps are counted, in units of J0: the first step whose batch has a lower J. All > 0.
-        orbit_members: How many random elements of the teacher's symmetry group are made, >= 0; their J is 0 up to
-            rounding.
-        orbit_scale: Standard deviation of the logarithms of their scales.
+        orbit_scale: Standard deviation of the logarithms of the scales of random group elements, see
+            :meth:`orbit_points`.
         execution: ``"loop"`` runs one candidate after another, ``"vmap"`` all in one vectorised call; ``"auto"`` is
             loop for networks with convolutions, which are slower vectorised on a CPU, else vmap.
         optimizer: Makes the optimizer; default Adam with its defaults. With ``"vmap"`` it must act entry by entry.
@@ -145,7 +144,6 @@ class EquivalenceTask(LightningModule):
         max_rounds: int = 1,
         stop_when_found: bool = True,
         milestones: Sequence[float] = (1e-2, 1e-4, 1e-6, 1e-8),
-        orbit_members: int = 0,
         orbit_scale: float = 0.5,
         execution: Literal["auto", "loop", "vmap"] = "auto",
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
@@ -161,7 +159,6 @@ class EquivalenceTask(LightningModule):
             ("seed", seed, 0),
             ("round_steps", round_steps, 1),
             ("max_rounds", max_rounds, 1),
-            ("orbit_members", orbit_members, 0),
         ):
             if number is not None and (type(number) is not int or number < least):
                 raise ValueError(f"{name} must be an integer >= {least}, got {number!r}.")
@@ -188,7 +185,6 @@ class EquivalenceTask(LightningModule):
         self.max_rounds = max_rounds
         self.stop_when_found = stop_when_found
         self.milestones = [float(value) for value in milestones]
-        self.orbit_members = orbit_members
         self.orbit_scale = orbit_scale
         self.execution: str = execution
         self.optimizer = optimizer
@@ -265,6 +261,12 @@ class EquivalenceTask(LightningModule):
                 f" set points to {size + 1} or less."
             )
         self.population = kind(self.teacher, slots)
+        free = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
+        if {name for name, _ in self.population.named_trainable()} != free:
+            raise ValueError(
+                "Some parameters of network were frozen, or freed, after it was made, and candidates are made anew; "
+                "set requires_grad in the constructor of the network."
+            )
         self._start_round()
 
     def initial_state(self, number: int) -> dict[str, Tensor]:
@@ -665,16 +667,15 @@ class EquivalenceTask(LightningModule):
             targets = torch.cat([teacher(part) for part in torch.split(inputs, 1024)])
         return LossSurface(teacher, inputs, targets, dtype=dtype)
 
-    def orbit_points(self, count: int | None = None) -> list[FoundWeights]:
+    def orbit_points(self, count: int) -> list[FoundWeights]:
         """Return random elements of the teacher's symmetry group, acting on it: exact members of its class.
 
         Args:
-            count: How many; None for ``orbit_members``.
+            count: How many, >= 0.
 
         Raises:
             ValueError: If the network has none but the identity, or they change its buffers, which are no weights.
         """
-        count = self.orbit_members if count is None else count
         shape = next(iter(self.trainer.datamodule.val_dataloader()))[0].shape[1:]  # type: ignore[attr-defined]
         weight = weight_vector(self.teacher)
         example = torch.randn(2, *shape, generator=generator("orbit example"), dtype=torch.float32).to(weight)
@@ -689,13 +690,13 @@ class EquivalenceTask(LightningModule):
             if not all(torch.equal(value, buffers[name]) for name, value in self.teacher.named_buffers()):
                 raise ValueError(
                     "The symmetry of this network moves running statistics of batch norms, which are no weights here, "
-                    "so that the orbit is not in the searched space; set orbit_members to 0."
+                    "so that the orbit is not in the searched space; leave the orbit out."
                 )
             vector = weight_vector(moved).cpu()
             if not torch.equal(vector, weight.cpu()):
                 found.append(FoundWeights(f"orbit {len(found) + 1}", vector, math.nan, math.nan, None))
         if count and not found:
-            raise ValueError(f"{type(self.teacher).__name__} has no symmetry that moves it; set orbit_members to 0.")
+            raise ValueError(f"{type(self.teacher).__name__} has no symmetry that moves it; leave the orbit out.")
         return found
 
     # ---- test

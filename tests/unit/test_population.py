@@ -339,3 +339,92 @@ def test_evaluation_has_no_dropout(kind):
     images = batch(1)[0][0]
     expected = torch.stack([Dropping().fresh(number).eval()(images) for number in (0, 1)])
     torch.testing.assert_close(population(images), expected)
+
+
+# ---- distances to targets, for searches
+
+
+def distances(population, inputs, targets, skip=frozenset()):
+    return population.distance_step(inputs, targets, skip=skip, draw=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_distance_is_summed_over_outputs_and_averaged_over_inputs(kind, shape):
+    """Also for outputs of more than one axis; the gradient is that of each member alone."""
+
+    class Shaped(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, torch.Size(shape).numel())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).unflatten(1, shape)
+
+    population = kind(Shaped(), (7, 2))
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randn(5, *size, generator=generator) for size in ((4,), shape))
+    losses, gradients = distances(population, inputs, targets)
+    assert not losses.requires_grad
+    for index, number in enumerate((7, 2)):
+        member = Shaped().fresh(number)
+        expected = sum((member(x[None])[0] - y).square().sum() for x, y in zip(inputs, targets, strict=True)) / 5
+        torch.testing.assert_close(losses[index], expected.detach())
+        alone = torch.autograd.grad(expected, list(member.parameters()))
+        for gradient, value in zip(gradients_of(population, gradients, number), alone, strict=True):
+            torch.testing.assert_close(gradient, value)
+    assert all(parameter.grad is None for parameter in population.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distance_of_skipped_members_is_zero_and_the_others_are_as_before(kind):
+    population = kind(perceptron(), (4, 5, 6))
+    inputs, targets = batch(1)[0][0], torch.ones(6, 3)
+    every, some = distances(population, inputs, targets), distances(population, inputs, targets, frozenset({4, 6}))
+    assert some[0][[0, 2]].tolist() == [0, 0]
+    assert torch.equal(some[0][1], every[0][1])
+    for number in (4, 5, 6):
+        pairs = zip(*(gradients_of(population, found[1], number) for found in (some, every)), strict=True)
+        assert all(torch.equal(a, b if number == 5 else torch.zeros_like(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distance_of_unusual_networks(kind):
+    """Tied weights count once, frozen ones not at all, unused ones have no gradient."""
+    population = kind(Odd(), (0, 1))
+    inputs, targets = batch(1)[0][0], torch.ones(6, 3)
+    losses, gradients = distances(population, inputs, targets)
+    member = Odd().fresh(1)
+    with torch.no_grad():  # what is no part of the state is drawn when a member is made
+        expected = (member(inputs) - targets).square().sum() / 6
+    torch.testing.assert_close(losses[1], expected)
+    shapes = [tuple(gradient.shape) for gradient in gradients_of(population, gradients, 1)]
+    assert sorted(shapes) == sorted(tuple(p.shape) for p in member.parameters() if p.requires_grad)
+    assert any(not gradient.any() for gradient in gradients_of(population, gradients, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_set_member_state_copies_into_one_member(kind):
+    network = MyrtleCNN(width=2, in_channels=1, image_size=8, num_classes=3)
+    population = kind(network, (0, 5, 9))
+    others = {number: population.member_state(number) for number in (0, 9)}
+    state = {name: torch.full_like(value, 2) for name, value in network.state_dict().items()}
+    pointers = [parameter.data_ptr() for parameter in population.parameters()]
+    population.set_member_state(5, state)
+    for name, value in population.member_state(5).items():
+        assert torch.equal(value, state[name]), name
+        state[name].zero_()
+        assert population.member_state(5)[name].all(), name  # a copy
+    for number, before in others.items():
+        assert all(torch.equal(value, before[name]) for name, value in population.member_state(number).items())
+    assert [parameter.data_ptr() for parameter in population.parameters()] == pointers  # the optimizer's tensors
+    with pytest.raises(ValueError, match="No member 1"):
+        population.set_member_state(1, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_tied_weights_can_be_given_back(kind):
+    population = kind(Odd(), (0, 1))
+    population.set_member_state(0, population.member_state(1))
+    one, two = population.member_state(0), population.member_state(1)
+    assert all(torch.equal(one[name], two[name]) for name in two)

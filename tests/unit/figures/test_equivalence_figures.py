@@ -389,7 +389,7 @@ def test_search_tells_survivors_from_failures():
     np.testing.assert_array_equal(lines(left, "V").get_ydata(), SCALE.constant)
     np.testing.assert_array_equal(lines(left, "thresholds: 1e-10, 1e-06").get_ydata(), 1e-10)
     assert left.get_yscale() == "log"
-    assert labels(figure)[:2] == ["failed: 2", "survived: 4"]
+    assert labels(figure)[:2] == ["not found: 2", "found: 4"]
     np.testing.assert_allclose(lines(right, "bad = 0.157").get_xdata(), 0.157 / SCALE.zero)
     assert right.get_xlabel() == "last J / $J_0$"
     assert right.get_title().endswith("(1 not finite)")
@@ -400,7 +400,7 @@ def test_search_with_given_survivors_many_candidates_and_one_step():
     steps, losses = search(400)
     kept = np.arange(400) % 2 == 0
     figure = drawn(search_curves(steps, losses, [1e-6], SCALE, survived=kept))
-    assert labels(figure)[:2] == ["failed: 200, 150 drawn", "survived: 200, 150 drawn"]
+    assert labels(figure)[:2] == ["not found: 200, 150 drawn", "found: 200, 150 drawn"]
     assert [len(part.get_segments()) for part in figure.axes[0].collections] == [150, 150]
     drawn(search_curves([0], [[0.1, np.inf, np.nan]], [], SCALE))
     drawn(search_curves([0], [[np.nan]], [], SimpleNamespace(zero=0.0, constant=0.0)))

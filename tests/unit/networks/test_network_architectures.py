@@ -31,6 +31,7 @@ def count(network: nn.Module) -> int:
     [
         (LeNet5(image_size=32), 61_706),
         (LeNet5(image_size=28), 61_706),
+        (LeNet5(image_size=28, padding=0, num_classes=1), 43_661),
         (MyrtleCNN(), 1_557_066),
         (MyrtleCNN(batch_norm=False), 1_556_106),
         (MyrtleCNN(512, constant_width=True), 7_100_938),
@@ -41,6 +42,7 @@ def count(network: nn.Module) -> int:
         (CIFARResNet(56), 853_018),
         (CIFARResNet18(), 11_173_962),
         (MultiLayerPerceptron(), 784 * 512 + 512 + 2 * (512 * 512 + 512) + 5130),
+        (MultiLayerPerceptron([2], image_size=1, num_classes=1, bias=False), 4),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
@@ -162,7 +164,9 @@ def test_perceptrons_of_any_widths(widths: list[int], classes: int, size: tuple[
     "network",
     [
         MultiLayerPerceptron([4], image_size=4),
+        MultiLayerPerceptron([4], image_size=4, bias=False),
         LeNet5(),
+        LeNet5(padding=0),
         MyrtleCNN(width=2, in_channels=1, image_size=12, activation="gaussian"),
         MyrtleCNN(width=2, in_channels=1, image_size=8, batch_norm=False),
         CIFARResNet(width=2, in_channels=1, image_size=8),
@@ -191,6 +195,7 @@ def test_members_run_stacked_under_vmap_as_they_do_alone(network: Network) -> No
     [
         (lambda: LeNet5(image_size=30), "LeNet5 takes images of 28x28 or 32x32 pixels, got image_size=30"),
         (lambda: LeNet5(image_size=(28, 32)), "LeNet5 takes images"),
+        (lambda: LeNet5(padding=1), "padding must be 0 or 2"),
         (lambda: MyrtleCNN(image_size=7), "at least 8x8 pixels, got image_size=7"),
         (lambda: MyrtleCNN(image_size=(32, 4)), "at least 8x8 pixels"),
         (lambda: MyrtleCNN(width=0), "width must be an integer >= 1, got 0"),
@@ -234,3 +239,22 @@ def test_torchvision_networks_take_other_channels_and_sizes() -> None:
     }
     assert network.training is False
     assert not any(getattr(module, "inplace", False) for module in network.modules())
+
+
+def test_lenet_without_padding_sees_the_same_images() -> None:
+    """Padding 0 on 28x28 images is a valid convolution: 24x24, and 4x4 positions enter the first linear layer."""
+    network = LeNet5(image_size=28, padding=0, num_classes=1)
+    assert network(torch.zeros(2, 1, 28, 28)).shape == (2, 1)
+    assert network.linear1.in_features == 16 * 4 * 4
+    assert LeNet5(image_size=32, padding=2).linear1.in_features == 16 * 6 * 6
+    assert LeNet5(image_size=32).architecture["init_args"]["padding"] is None
+
+
+def test_perceptrons_without_biases_are_linear_in_the_scale_of_their_inputs() -> None:
+    network = MultiLayerPerceptron([5, 4], image_size=3, num_classes=2, bias=False)
+    assert [name for name, _ in network.named_parameters()] == ["linear1.weight", "linear2.weight", "classifier.weight"]
+    x = torch.randn(6, 1, 3, 3)
+    torch.testing.assert_close(network(3 * x), 3 * network(x))
+    assert not network(torch.zeros(1, 1, 3, 3)).any()
+    assert network.architecture["init_args"]["bias"] is False
+    assert network.fresh(1).linear1.bias is None

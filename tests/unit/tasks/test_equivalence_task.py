@@ -200,6 +200,7 @@ def test_files_that_are_no_teacher(tmp_path):
         ({"zoo": "somewhere", "teacher": 3}, "both say"),
         ({"network": None}, "Give network"),
         ({"teacher": -1}, "seed >= 0"),
+        ({"teacher": 3.5}, "seed >= 0"),
         ({"optimizer": functools.partial(torch.optim.LBFGS)}, "LBFGS"),
     ],
 )
@@ -248,9 +249,9 @@ def test_a_candidate_that_is_nan_stops_alone(execution):
 
 def test_images_and_orbit_members():
     network = MultiLayerPerceptron(widths=[8], image_size=8)
-    task = EquivalenceTask(network, members=2, teacher=0, orbit_members=3, stop_when_found=False)
+    task = EquivalenceTask(network, members=2, teacher=0, stop_when_found=False)
     fit(task, DigitsDataModule(), max_epochs=2, precision="32-true")
-    points = task.orbit_points()
+    points = task.orbit_points(3)
     assert [point.name for point in points] == ["orbit 1", "orbit 2", "orbit 3"]
     surface = task.held_out_surface(torch.float64)
     vectors = torch.stack([point.weights for point in points]).double()
