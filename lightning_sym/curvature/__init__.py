@@ -2,6 +2,7 @@
 
 from lightning_sym.curvature import layer_rules as _layer_rules  # registers the rules of our layers
 from lightning_sym.curvature.autograd import autograd_factors
+from lightning_sym.curvature.backpack_engine import RelaxedKFAC, RelaxedKFLR, backpack_factors
 from lightning_sym.curvature.blocks import (
     CurvatureError,
     EmptyLoaderError,
@@ -13,6 +14,7 @@ from lightning_sym.curvature.blocks import (
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, EvidenceTerms, PrecisionOptimizer
 from lightning_sym.curvature.groups import Groups, parameter_groups
+from lightning_sym.curvature.laplace import to_laplace
 from lightning_sym.curvature.rules import Rule, find_rule, register_layer
 
 __all__ = [
@@ -26,12 +28,16 @@ __all__ = [
     "KroneckerBlock",
     "NonFiniteError",
     "PrecisionOptimizer",
+    "RelaxedKFAC",
+    "RelaxedKFLR",
     "Rule",
     "Spectrum",
     "_layer_rules",
     "autograd_factors",
+    "backpack_factors",
     "factors",
     "find_rule",
     "parameter_groups",
     "register_layer",
+    "to_laplace",
 ]

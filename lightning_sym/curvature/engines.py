@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from lightning_sym._text import unknown
 from lightning_sym.curvature.autograd import autograd_factors, draws
+from lightning_sym.curvature.backpack_engine import backpack_factors
 from lightning_sym.curvature.blocks import Factors, Likelihood, check_likelihood
 from lightning_sym.curvature.rules import FFC
 
-ENGINES = {"autograd": autograd_factors}
+ENGINES = {"autograd": autograd_factors, "backpack": backpack_factors}
 
 
 def factors(
@@ -35,7 +36,9 @@ def factors(
             another number of batches, or none. The result does not depend on the batches.
         likelihood: ``"classification"``: logits and class indices ``[N]``. ``"regression"``: means and targets
             ``[N, K]``.
-        engine: ``"autograd"``: any architecture, K backward passes.
+        engine: ``"autograd"``: any architecture, K backward passes. ``"backpack"``: the same numbers by BackPACK, for
+            networks of ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and modules that call
+            their children one after the other, which includes ours without skip connections.
         samples: None for the exact matrix, in K backward passes; otherwise Monte Carlo with that many labels per
             sample drawn from the network's own predictions, >= 1: unbiased, in as many backward passes.
         ffc: Of factored fully connected layers: ``"shared"``, one B for all channels, or ``"per_channel"``, which is
