@@ -14,6 +14,7 @@ from lightning_sym.networks.construction import build
 from lightning_sym.networks.lenet import LeNet5
 from lightning_sym.networks.multilayer_perceptron import MultiLayerPerceptron
 from lightning_sym.networks.myrtle import MyrtleCNN
+from lightning_sym.networks.relaxed import RelaxedNetwork
 from lightning_sym.networks.torchvision_network import TorchvisionNetwork
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "MyrtleCNN",
     "Network",
     "Polynomial",
+    "RelaxedNetwork",
     "TorchvisionNetwork",
     "WrappedNetwork",
     "batch_norms",

@@ -1,0 +1,84 @@
+"""A subclass of laplace-torch's KronLaplace; its import takes seconds, so it is left to those who call to_laplace."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from laplace import KronLaplace
+from laplace.curvature.curvature import CurvatureInterface
+from laplace.utils.matrix import Kron, KronDecomposed
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from lightning_sym.curvature.blocks import Factors, KroneckerBlock
+
+
+class RelaxedLaplace(KronLaplace):
+    """A ``KronLaplace`` of given factors; see :func:`lightning_sym.curvature.to_laplace`, which makes it.
+
+    Args:
+        network: Of the factors; copied.
+        factors: With ``ffc="shared"``, at the network's present weights.
+        precisions: By the parameter's name.
+        noise: Sigma; of a regression.
+        temperature: Of the posterior.
+    """
+
+    def __init__(
+        self, network: nn.Module, factors: Factors, precisions: Mapping[str, float], noise: float, temperature: float
+    ) -> None:
+        model = copy.deepcopy(network).eval()
+        if next(model.parameters()).dtype in (torch.float16, torch.bfloat16):
+            model = model.float()  # as the factors
+        for name, parameter in model.named_parameters():
+            parameter.grad = None
+            # Anchor positions and lengthscales have no block: constants.
+            parameter.requires_grad_(name in factors.blocks)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._matrices = [_matrices(factors.blocks[name]) for name in names]
+        super().__init__(
+            model,
+            factors.likelihood,
+            sigma_noise=noise,
+            prior_precision=torch.tensor([precisions[name] for name in names], dtype=torch.float64),
+            temperature=temperature,
+            backend=CurvatureInterface,  # Jacobians by torch.func; BackPACK's would remove all hooks of the process
+        )
+        self.mean = parameters_to_vector(self.params).detach()
+        self.loss = self.mean.new_tensor(factors.loss_sum * (0.5 if factors.likelihood == "regression" else 1.0))
+        self.n_data, self.n_outputs = factors.samples, factors.outputs
+        model.output_size = factors.outputs  # type: ignore[assignment]
+        self.H_facs = self._kron()
+        self.H = self.H_facs.decompose()
+
+    def _init_H(self) -> None:  # noqa: N802
+        # laplace-torch's own method dictates shapes, which a 2-d bias does not fit.
+        self.H = self._kron()
+
+    def _kron(self) -> Kron:
+        # Copies: laplace-torch scales in place.
+        kfacs: list[Any] = [[matrix.clone() for matrix in matrices] for matrices in self._matrices]
+        return Kron(kfacs)
+
+    def fit(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ``RuntimeError``: factors belong to the weights at which they were computed."""
+        raise RuntimeError("This object has its factors already; call to_laplace again for other weights or data.")
+
+    @property
+    def posterior_precision(self) -> KronDecomposed:  # type: ignore[override]
+        """Curvature over noise and temperature, plus the prior's precision; differentiable in both."""
+        assert isinstance(self.H, KronDecomposed)
+        # laplace-torch spreads the factor by math.pow, which loses its derivative.
+        values: list[Any] = [[own[0] * self._H_factor, *own[1:]] for own in self.H.eigenvalues]
+        return KronDecomposed(self.H.eigenvectors, values).__add__(self.prior_precision)
+
+
+def _matrices(block: KroneckerBlock) -> list[Tensor]:
+    """Return a block as one or two dense matrices, in the order of the parameter's entries."""
+    out, inner = block.out_factor, block.in_factor
+    if not block.leading:
+        return [out] if inner is None else [out, inner]
+    if out.ndim == 2 and inner is not None and not block.blocks_first:
+        return [out, torch.block_diag(*inner.flatten(0, -3))]  # type: ignore[no-untyped-call]
+    return [block.dense()]

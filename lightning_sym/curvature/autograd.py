@@ -1,0 +1,368 @@
+"""Curvature of any network by back-propagated square-root columns, with autograd alone."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+
+from lightning_sym._random import generator as seeded_generator
+from lightning_sym.curvature.blocks import (
+    Factors,
+    KroneckerBlock,
+    Likelihood,
+    NonFiniteError,
+    over_batches_and_ranks,
+)
+from lightning_sym.curvature.rules import FFC, Rule, find_rule
+from lightning_sym.networks.batch_norm import device_of, ranks
+
+
+def autograd_factors(
+    network: nn.Module,
+    loader: Iterable[Sequence[Tensor]],
+    likelihood: Likelihood,
+    *,
+    samples: int | None = None,
+    ffc: FFC = "shared",
+    generator: torch.Generator | None = None,
+    columns: int | None = None,
+) -> Factors:
+    """Return the factors; see :func:`lightning_sym.curvature.factors`, whose engine ``autograd`` this is.
+
+    Args:
+        network: Any module; parameters belong to layers with a rule.
+        loader: Batches of inputs and labels or targets.
+        likelihood: ``"classification"`` or ``"regression"``.
+        samples: None for all K columns of the square root; otherwise how many labels are drawn per sample.
+        ffc: As for :class:`~lightning_sym.curvature.Rule`.
+        generator: Of the draws.
+        columns: How many columns go through one backward pass together, by ``vmap``; None for 1 on a CPU, where
+            more is not faster, and for all of them on other devices.
+
+    Returns:
+        The same on every rank.
+    """
+    with ready(network) as network:
+        layers = curved_layers(network, ffc)
+        device = device_of(network)
+        if columns is None:
+            columns = 1 if device.type == "cpu" else 1_000_000
+
+        def compute() -> Factors | None:
+            check_weights(network)
+            sums = _Sums(layers)
+            with sums.recording():
+                for x, y in batches(network, loader):
+                    sums.add(network, x, y, likelihood, samples, generator, columns)
+            return sums.factors(likelihood)
+
+        return over_batches_and_ranks(compute, device)
+
+
+@contextmanager
+def ready(network: nn.Module) -> Iterator[nn.Module]:
+    """Give the network in eval mode with gradients on, in single precision at least; all as before afterwards.
+
+    Args:
+        network: Any module. One with parameters in half precision is copied.
+
+    Yields:
+        The network, or its copy.
+
+    Raises:
+        ValueError: If it is wrapped by DDP or ``torch.compile``, or has parameters that are not initialised yet.
+    """
+    if isinstance(network, nn.parallel.DistributedDataParallel):
+        raise ValueError("network is wrapped for DDP; pass network.module.")
+    if hasattr(network, "_orig_mod"):
+        raise ValueError("network is compiled, which hides its layers; pass the network that was compiled.")
+    for name, parameter in network.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"Parameter {name!r} is not initialised yet; call the network once before.")
+    tensors = (*network.parameters(), *network.buffers())
+    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+        network = copy.deepcopy(network).float()
+    modes = [(module, module.training) for module in network.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device_of(network).type, enabled=False))
+        try:
+            network.eval()
+            yield network
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def curved_layers(network: nn.Module, ffc: FFC = "shared") -> dict[str, tuple[nn.Module, Rule]]:
+    """Return the layers that have trainable parameters of their own, with their rules.
+
+    Args:
+        network: Any module.
+        ffc: As for :class:`~lightning_sym.curvature.Rule`.
+
+    Returns:
+        By the module's name, in the order of ``named_modules``.
+
+    Raises:
+        ValueError: If a layer has no rule, a parameter belongs to two modules, or there is none to train.
+    """
+    layers: dict[str, tuple[nn.Module, Rule]] = {}
+    owners: dict[int, str] = {}
+    for name, module in network.named_modules():
+        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        for parameter in trainable.values():
+            if (other := owners.setdefault(id(parameter), name)) != name:
+                raise ValueError(
+                    f"Modules {other!r} and {name!r} share a parameter, which has no such block; give each its own."
+                )
+        if trainable:
+            layers[name] = (module, find_rule(name, module, ffc))
+    if not layers:
+        raise ValueError("The network has no trainable parameters to compute curvature of.")
+    return layers
+
+
+def check_weights(network: nn.Module) -> None:
+    """Raise :class:`NonFiniteError` if a parameter or buffer is not finite; the error names it."""
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if not tensor.isfinite().all():
+            raise NonFiniteError(f"{name!r} of the network is not finite; lower the learning rate.")
+
+
+def batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and labels of every batch that is not empty, on the network's device, inputs in its precision."""
+    parameter = next(network.parameters())
+    for batch in loader:
+        if not isinstance(batch, list | tuple) or len(batch) < 2 or not all(isinstance(t, Tensor) for t in batch[:2]):
+            raise ValueError(
+                f"The loader must give pairs of tensors, inputs and labels, for curvature, got {type(batch).__name__}."
+            )
+        x, y = (tensor.to(parameter.device, non_blocking=True) for tensor in batch[:2])
+        if x.is_inference():
+            x = x.clone()  # autograd takes no others
+        if len(x):
+            yield (x.to(parameter.dtype) if x.is_floating_point() else x), y
+
+
+def loss_and_columns(
+    outputs: Tensor, targets: Tensor, likelihood: Likelihood, samples: int | None, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    r"""Return the summed loss of a batch, and columns S with :math:`\mathbb E\,\sum_v s_v s_v^\top = \Lambda`.
+
+    Args:
+        outputs: Logits or means. Shape ``[N, K]``.
+        targets: Class indices, shape ``[N]``, or values, shape ``[N, K]``.
+        likelihood: ``"classification"`` or ``"regression"``.
+        samples: None for the exact square root with V = K; otherwise V Monte Carlo columns.
+        generator: Of the draws, on the CPU or the device of the outputs.
+
+    Returns:
+        Sum over samples of the cross-entropy or the squared error, float64, a scalar, and the columns, shape
+        ``[V, N, K]``, as the outputs. All detached.
+
+    Raises:
+        ValueError: If outputs or targets have the wrong shape, or a class is out of range.
+    """
+    if outputs.ndim != 2 or not outputs.is_floating_point():
+        raise ValueError(f"Curvature needs outputs of shape [N, K], got shape {list(outputs.shape)}.")
+    outputs = outputs.detach()
+    count, width = outputs.shape
+    device = generator.device if generator is not None else outputs.device
+    if likelihood == "regression":
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"Regression targets must have the shape of the outputs, {list(outputs.shape)}, got "
+                f"{list(targets.shape)}; reshape them in the data module."
+            )
+        loss = (outputs.double() - targets.double()).square().sum()
+        if samples is None:
+            eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+            return loss, eye[:, None].expand(width, count, width)
+        noise = torch.randn(samples, count, width, generator=generator, dtype=outputs.dtype, device=device)
+        return loss, noise.to(outputs.device) / samples**0.5
+    if targets.shape != (count,) or targets.is_floating_point():
+        raise ValueError(
+            f"Labels must be class indices of shape [{count}], got {targets.dtype} of shape {list(targets.shape)}."
+        )
+    if count and not (targets.min() >= 0 and targets.max() < width):
+        raise ValueError(
+            f"Labels must be in 0 to {width - 1}, as the network has {width} outputs, got {int(targets.min())} to "
+            f"{int(targets.max())}."
+        )
+    loss = F.cross_entropy(outputs.double(), targets.long(), reduction="sum")
+    probabilities = outputs.softmax(1)
+    if not probabilities.isfinite().all():
+        raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
+    if samples is None:
+        eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+        return loss, probabilities.T.sqrt()[:, :, None] * (eye[:, None] - probabilities)
+    drawn = torch.multinomial(probabilities.to(device), samples, replacement=True, generator=generator)
+    labels = F.one_hot(drawn.to(outputs.device), width).to(outputs.dtype)  # [N, V, K]
+    return loss, (probabilities - labels.transpose(0, 1)) / samples**0.5
+
+
+class _Sums:
+    """Sums of both factors over the batches of this rank, and what one forward pass left for them."""
+
+    def __init__(self, layers: dict[str, tuple[nn.Module, Rule]]) -> None:
+        self.layers = layers
+        self.wanted = {
+            name: [
+                parameter
+                for parameter, tensor in module.named_parameters(recurse=False)
+                if tensor.requires_grad and parameter not in rule.left_out
+            ]
+            for name, (module, rule) in layers.items()
+        }
+        self.recorded: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self.out: dict[str, Tensor] = {}
+        self.inner: dict[str, Tensor] = {}
+        self.samples, self.outputs, self.loss = 0, 0, 0.0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Have the layers leave input and output while the block runs."""
+        handles = []
+        try:
+            for name, (module, _) in self.layers.items():
+                handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.recorded.clear()
+
+    def _hook(self, name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor:
+            if name in self.recorded:
+                raise ValueError(
+                    f"Module {name!r} is called more than once for a batch, which its curvature rule does not cover; "
+                    "use one instance per call."
+                )
+            if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+                raise ValueError(
+                    f"Module {name!r} ({type(module).__name__}) must take one tensor and return one for curvature."
+                )
+            x = args[0].detach()
+            self.recorded[name] = (x, x._version, output)
+            # Operations in place, for example a ReLU's, change this copy.
+            return output.clone()
+
+        return record
+
+    def add(
+        self,
+        network: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        likelihood: Likelihood,
+        samples: int | None,
+        generator: torch.Generator | None,
+        columns: int,
+    ) -> None:
+        """Add one batch."""
+        self.recorded.clear()
+        outputs = network(x)
+        if not isinstance(outputs, Tensor):
+            raise ValueError(f"Curvature needs a network that returns one tensor, got {type(outputs).__name__}.")
+        loss, square_root = loss_and_columns(outputs, y, likelihood, samples, generator)
+        if len(outputs) != len(x):
+            raise ValueError(f"The network gives {len(outputs)} outputs for {len(x)} inputs; it needs one for each.")
+        self._check_recorded()
+        self._add_inner()
+        nodes = [output for _, _, output in self.recorded.values()]
+        for piece in torch.split(square_root, columns):
+            for gradients in _backward(outputs, nodes, piece):
+                self._add_out(gradients)
+        self.recorded.clear()
+        self.samples += len(x)
+        self.outputs = outputs.shape[1]
+        self.loss += loss.item()
+
+    def _check_recorded(self) -> None:
+        for name, (module, _) in self.layers.items():
+            if name not in self.recorded:
+                raise ValueError(
+                    f"Module {name!r} ({type(module).__name__}) has trainable parameters but is not called; freeze "
+                    "them with requires_grad_(False) or remove it."
+                )
+            x, version, _ = self.recorded[name]
+            if x._version != version:
+                raise ValueError(
+                    f"The input of module {name!r} is changed in place after the call; use operations out of place."
+                )
+
+    @torch.no_grad()
+    def _add_inner(self) -> None:
+        for name, (x, _, _) in self.recorded.items():
+            module, rule = self.layers[name]
+            self._accumulate(self.inner, name, rule.in_factors(module, x))
+
+    @torch.no_grad()
+    def _add_out(self, gradients: Sequence[Tensor | None]) -> None:
+        for (name, (x, _, output)), g in zip(self.recorded.items(), gradients, strict=True):
+            module, rule = self.layers[name]
+            found = rule.out_factors(module, x, output.new_zeros(1, *output.shape) if g is None else g)
+            if missing := set(self.wanted[name]) - set(found):
+                raise ValueError(
+                    f"The curvature rule of module {name!r} ({type(module).__name__}) gives no gradients for "
+                    f"{sorted(missing)}; return them, or name them in left_out."
+                )
+            self._accumulate(self.out, name, found)
+
+    def _accumulate(self, sums: dict[str, Tensor], name: str, found: dict[str, Tensor]) -> None:
+        for parameter in self.wanted[name]:
+            if parameter in found:
+                key = f"{name}.{parameter}" if name else parameter
+                if key in sums:
+                    sums[key] += found[parameter]
+                else:
+                    sums[key] = found[parameter].clone()
+
+    def factors(self, likelihood: Likelihood) -> Factors | None:
+        """Return what was summed; None without a sample."""
+        if not self.samples:
+            return None
+        blocks, left_out = {}, []
+        for name, (module, rule) in self.layers.items():
+            for parameter, tensor in module.named_parameters(recurse=False):
+                key = f"{name}.{parameter}" if name else parameter
+                if parameter in rule.left_out and tensor.requires_grad:
+                    left_out.append(key)
+                elif key in self.out:
+                    inner = self.inner.get(key)
+                    inner = None if inner is None else inner / self.samples
+                    blocks[key] = KroneckerBlock(self.out[key], inner, parameter in rule.blocks_first)
+                    if blocks[key].size != tensor.numel():
+                        raise ValueError(
+                            f"The curvature rule of module {name!r} ({type(module).__name__}) gives a block of "
+                            f"{blocks[key].size} parameters for {parameter!r}, which has {tensor.numel()}."
+                        )
+        return Factors(blocks, self.samples, self.outputs, likelihood, self.loss, tuple(left_out))
+
+
+def _backward(outputs: Tensor, nodes: list[Tensor], columns: Tensor) -> Iterator[list[Tensor | None]]:
+    """Yield gradients ``[V, N, ...]`` of columns ``[V, N, K]``: all at once where ``vmap`` can, or one by one."""
+    settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    if len(columns) > 1:
+        try:
+            yield list(torch.autograd.grad(outputs, nodes, columns, is_grads_batched=True, **settings))
+            return
+        except RuntimeError:  # an operation without a batching rule, or not enough memory
+            pass
+    for column in columns:
+        gradients = torch.autograd.grad(outputs, nodes, column, **settings)
+        yield [None if g is None else g[None] for g in gradients]
+
+
+def draws(generator: torch.Generator | None) -> torch.Generator:
+    """Return the generator, or one that every pass starts anew, another on every rank."""
+    rank = torch.distributed.get_rank() if ranks() > 1 else 0
+    return generator if generator is not None else seeded_generator("curvature", rank)

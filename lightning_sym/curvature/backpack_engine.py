@@ -1,0 +1,421 @@
+"""Curvature by BackPACK: all square-root columns go through the network together, layer by layer."""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+from backpack import memory_cleanup
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.extensions import KFAC, KFLR
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
+from torch import Tensor, fx, nn
+
+from lightning_sym.curvature.autograd import (
+    _backward,
+    batches,
+    check_weights,
+    curved_layers,
+    loss_and_columns,
+    ready,
+)
+from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood, over_batches_and_ranks
+from lightning_sym.curvature.rules import FFC, Rule, find_rule
+from lightning_sym.layers import ResidualPathways
+from lightning_sym.networks.batch_norm import device_of
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# Elementwise, several inputs, or losses: BackPACK's own extensions. Ours is for one input, column by column.
+_OF_BACKPACK = (
+    *(nn.ReLU, nn.Sigmoid, nn.Tanh, ScaleModule, SumModule),
+    *(nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss),
+)
+
+
+def backpack_factors(
+    network: nn.Module,
+    loader: Iterable[Sequence[Tensor]],
+    likelihood: Likelihood,
+    *,
+    samples: int | None = None,
+    ffc: FFC = "shared",
+    generator: torch.Generator | None = None,
+    columns: int | None = None,
+) -> Factors:
+    """Return the factors; see :func:`lightning_sym.curvature.factors`, whose engine ``backpack`` this is.
+
+    BackPACK works on a copy of the network's structure that is thrown away: new modules with the same tensors, in
+    which :class:`~lightning_sym.layers.ResidualPathways` are BackPACK's ``Parallel`` and ``ScaleModule``. So hooks,
+    attributes and gradients of the network are never touched, and there are no factors that could be stale.
+
+    Args:
+        network: ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and modules whose forward calls
+            their children one after the other, in any nesting; the parameters belong to layers with a rule.
+        loader: Batches of inputs and labels or targets.
+        likelihood: ``"classification"`` or ``"regression"``.
+        samples: None for all K columns of the square root (KFLR); otherwise how many labels are drawn per sample
+            (KFAC).
+        ffc: As for :class:`~lightning_sym.curvature.Rule`.
+        generator: Of the draws.
+        columns: How many columns go through a layer together, by ``vmap``; None for 1 on a CPU, where more is not
+            faster, and for all of them on other devices.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ValueError: If the network is not of that form, beside what ``factors`` raises.
+    """
+    with ready(network) as network:
+        layers = curved_layers(network, ffc)
+        device = device_of(network)
+        if columns is None:
+            columns = 1 if device.type == "cpu" else 1_000_000
+
+        def compute() -> Factors | None:
+            check_weights(network)
+            twin, total = _Twin(network, layers), None
+            with twin.recording():
+                for x, y in batches(network, loader):
+                    extension = (RelaxedKFLR if samples is None else RelaxedKFAC)(ffc=ffc, columns=columns)
+                    outputs = twin(x)
+                    loss, square_root = loss_and_columns(outputs, y, likelihood, samples, generator)
+                    if total is None:
+                        twin.check(x, outputs)
+                    found = twin.blocks(outputs, square_root, extension)
+                    part = Factors(found, len(x), outputs.shape[1], likelihood, loss.item(), twin.left_out)
+                    total = part if total is None else total + part
+            return total
+
+        return over_batches_and_ranks(compute, device)
+
+
+# ---- extensions of BackPACK, which work without the engine, too
+
+
+class _Jacobian(BaseDerivatives):  # type: ignore[misc]
+    """Of any module that is a function of its input alone: back through the graph that its forward pass left."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+
+    def hessian_is_zero(self, module: nn.Module) -> bool:
+        """Say so: only KFRA, which we do not offer, needs second derivatives."""
+        return True
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Tensor, subsampling: list[int] | None = None
+    ) -> Tensor:
+        """Return columns at the input, shape ``[V, N, ...]``, for those at the output."""
+        found = []
+        for piece in torch.split(mat, self.columns):
+            for (g,) in _backward(module.output, [module.input0], piece):
+                found.append(module.input0.new_zeros(1, *module.input0.shape) if g is None else g)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class _Blocks(HBPBaseModule):  # type: ignore[misc]
+    """The extension of one layer in one backward pass: BackPACK calls a method per parameter, all from one result."""
+
+    def __init__(self, rule: Rule | None, names: list[str], columns: int) -> None:
+        self._rule = rule
+        self._found: dict[str, KroneckerBlock] | None = None
+        for name in names:
+            setattr(self, name, functools.partial(self._block, name))
+        super().__init__(_Jacobian(columns), names)
+
+    @torch.no_grad()
+    def _block(self, name: str, ext: Any, module: Any, g_inp: Any, g_out: Any, g: Tensor) -> KroneckerBlock:
+        if self._found is None:
+            assert self._rule is not None
+            self._found = self._rule.blocks(module, module.input0.detach(), g)
+        if name not in self._found:
+            raise ValueError(
+                f"The curvature rule of {type(module).__name__} gives no gradients for {name!r}; return them, or name "
+                "it in left_out."
+            )
+        return self._found[name]
+
+
+class _Layer(ModuleExtension):  # type: ignore[misc]
+    """What is registered for a class of modules: finds rule and parameters of the module at hand."""
+
+    def __init__(self, ffc: FFC, columns: int) -> None:
+        super().__init__()
+        self.ffc: FFC = ffc
+        self.columns = columns
+
+    def __call__(self, extension: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
+        """Leave the blocks at the parameters, and the columns for the layers before."""
+        names = [name for name, tensor in module.named_parameters(recurse=False) if tensor.requires_grad]
+        rule = find_rule("", module, self.ffc) if names else None
+        left_out = () if rule is None else rule.left_out
+        _Blocks(rule, [name for name in names if name not in left_out], self.columns)(extension, module, g_inp, g_out)
+
+
+class _Relaxed:
+    """What both extensions have beside those of BackPACK: branches, and one module extension for all with a rule."""
+
+    ffc: FFC
+    columns: int
+
+    def __call__(self, module: nn.Module, g_inp: Any, g_out: Any) -> None:
+        """Leave the blocks at a module's parameters, and columns for the modules before it."""
+        if not _known(module):
+            extension = _Layer(self.ffc, self.columns)
+            self.set_module_extension(type(module), extension, overwrite=True)  # type: ignore[attr-defined]
+        super().__call__(module, g_inp, g_out)  # type: ignore[misc]
+
+    def accumulate_backpropagated_quantities(self, existing: Tensor, other: Tensor) -> Tensor:
+        """Return the sum: a tensor that several paths use gets the columns of all of them."""
+        return existing + other
+
+
+class RelaxedKFLR(_Relaxed, KFLR):  # type: ignore[misc]
+    """BackPACK's exact Kronecker factors for our layers and for all that :func:`register_layer` was told of.
+
+    It differs from ``backpack.extensions.KFLR`` in that branches and any modules without parameters are allowed, and
+    that ``parameter.kflr`` is a :class:`~lightning_sym.curvature.KroneckerBlock`, B summed over the batch and A
+    averaged. Convolutions of torch may
+    have any padding mode, stride and groups, with the scale of KFC: BackPACK's own is silently wrong for circular
+    padding, and about as many times too large as there are positions.
+
+    :func:`~lightning_sym.curvature.factors` with ``engine="backpack"`` uses it and needs no ``extend``. On extended
+    modules of one's own, the loss must be the sum over the batch (of BackPACK's ``MSELoss``, the blocks are twice those
+    of unit noise), and the backward pass keeps the graph, ``loss.backward(retain_graph=True)``.
+
+    Args:
+        ffc: As for :class:`~lightning_sym.curvature.Rule`.
+        columns: How many columns go through a layer together, by ``vmap``.
+
+    References:
+        Dangel, Kunstner, Hennig (2020), "BackPACK: Packing more into Backprop", arXiv:1912.10985; our specification, 7.
+
+    Example:
+        >>> from backpack import backpack, extend
+        >>> network, loss = extend(nn.Sequential(nn.Linear(4, 3))), extend(nn.CrossEntropyLoss(reduction="sum"))
+        >>> x, y = torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 2, 0, 1])
+        >>> with backpack(RelaxedKFLR()):
+        ...     loss(network(x), y).backward(retain_graph=True)
+        >>> network[0].weight.kflr.in_factor.shape
+        torch.Size([4, 4])
+    """
+
+    def __init__(self, ffc: FFC = "shared", columns: int = 1) -> None:
+        super().__init__()
+        self.ffc, self.columns = ffc, columns
+
+
+class RelaxedKFAC(_Relaxed, KFAC):  # type: ignore[misc]
+    """The same with labels drawn from the network's predictions, in ``parameter.kfac``; see :class:`RelaxedKFLR`.
+
+    Args:
+        ffc: As for :class:`~lightning_sym.curvature.Rule`.
+        columns: How many columns go through a layer together, by ``vmap``.
+        mc_samples: Labels per sample, drawn by BackPACK's losses from the global generator.
+    """
+
+    def __init__(self, ffc: FFC = "shared", columns: int = 1, mc_samples: int = 1) -> None:
+        super().__init__(mc_samples)
+        self.ffc, self.columns = ffc, columns
+
+
+# ---- the copy of the network that BackPACK works on
+
+
+class _Twin:
+    """A copy of a network's structure, of containers that BackPACK knows, around the same tensors."""
+
+    def __init__(self, network: nn.Module, layers: dict[str, tuple[nn.Module, Rule]]) -> None:
+        self.network = network
+        self.layers = layers
+        self.names = {id(module): name for name, module in network.named_modules()}
+        self.copies: dict[str, nn.Module] = {}  # of layers with curvature
+        self.hooked: list[tuple[str, nn.Module]] = []
+        self.left_out = tuple(
+            f"{name}.{key}" if name else key
+            for name, (module, rule) in layers.items()
+            for key, tensor in module.named_parameters(recurse=False)
+            if tensor.requires_grad and key in rule.left_out
+        )
+        self.called: list[Any] = []  # in the last forward pass, in order
+        self.converted = self.convert(network)
+        for name, (module, _) in layers.items():
+            if name not in self.copies:
+                raise ValueError(
+                    f"Module {name!r} ({type(module).__name__}) has trainable parameters but is not called; freeze "
+                    "them with requires_grad_(False) or remove it."
+                )
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module."""
+        name = self.names[id(module)]
+        if name in self.layers or not any(parameter.requires_grad for parameter in module.parameters()):
+            return self.leaf(name, module)
+        if _runs(module, ResidualPathways):
+            parallel, scale = Parallel(*map(self.convert, module.paths.values())), ScaleModule(module.scale)
+            self.hooked += [(name, parallel.merge), (name, scale)]
+            return nn.Sequential(parallel, scale)
+        if _runs(module, nn.Sequential):
+            return nn.Sequential(*map(self.convert, module))
+        children = _children_in_order(module)
+        if children is None:
+            label = f"module {name!r}" if name else "the network"
+            raise ValueError(
+                f"BackPACK cannot handle {label} ({type(module).__name__}), which does more than call its children one "
+                "after the other; use engine: autograd, or make it of nn.Sequential and ResidualPathways."
+            )
+        return nn.Sequential(*map(self.convert, children))
+
+    def leaf(self, name: str, module: nn.Module) -> nn.Module:
+        """Return a module of the same class with the same tensors, without its hooks, and out of place."""
+        if name in self.copies:
+            raise ValueError(
+                f"Module {name!r} is called more than once for a batch, which its curvature rule does not cover; use "
+                "one instance per call."
+            )
+        copied: nn.Module = type(module).__new__(type(module))
+        nn.Module.__init__(copied)
+        own = {key: value for key, value in vars(module).items() if key == "training" or key not in vars(copied)}
+        vars(copied).update(own)
+        for key, parameter in module._parameters.items():
+            # A parameter of its own: BackPACK leaves attributes at it.
+            copied._parameters[key] = None if parameter is None else nn.Parameter(parameter.detach())
+            if parameter is not None:
+                copied._parameters[key].requires_grad_(parameter.requires_grad)  # type: ignore[union-attr]
+        copied._buffers = dict(module._buffers)
+        copied._modules = dict(module._modules)
+        if vars(copied).get("inplace"):
+            vars(copied)["inplace"] = False
+        self.hooked.append((name, copied))
+        if name in self.layers:
+            self.copies[name] = copied
+        return copied
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Have the copies leave input and output while the block runs."""
+        handles = []
+        try:
+            for name, module in self.hooked:
+                handles.append(module.register_forward_pre_hook(_note_versions))
+                handles.append(module.register_forward_hook(functools.partial(self._keep, name)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for _, module in self.hooked:
+                memory_cleanup(module)
+
+    def _keep(self, name: str, module: Any, args: tuple[Any, ...], output: Any) -> Tensor:
+        """Leave input and output at a module, as BackPACK's hook does, with an output in memory of its own.
+
+        BackPACK tells tensors apart by address, which a view, or a module that returns its input, shares with others.
+        """
+        if not isinstance(output, Tensor) or not args or not all(isinstance(x, Tensor) for x in args):
+            raise ValueError(
+                f"Module {name!r} ({type(module).__name__}) must take one tensor and return one for curvature."
+            )
+        if [x._version for x in args] != vars(module).pop("_versions"):
+            raise ValueError(
+                f"Module {name!r} ({type(module).__name__}) changes its input in place, which BackPACK cannot handle; "
+                "use operations out of place, or engine: autograd."
+            )
+        memory = output.untyped_storage().data_ptr()
+        if any(x.untyped_storage().data_ptr() == memory for x in args):
+            output = output.clone()
+        for index, x in enumerate(args):
+            setattr(module, f"input{index}", x)
+        module.output = output
+        self.called.append(module)
+        kept: Tensor = output
+        return kept
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the outputs; what BackPACK needs stays at the modules."""
+        self.called.clear()
+        outputs: Tensor = self.converted(x)
+        return outputs
+
+    def check(self, x: Tensor, outputs: Tensor) -> None:
+        """Raise unless the copy gives what the network does: hooks may change what modules give."""
+        with torch.no_grad():
+            expected = self.network(x.clone())  # it might change its input
+        if not torch.allclose(outputs, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()), equal_nan=True):
+            raise ValueError(
+                f"The outputs of the network ({type(self.network).__name__}) are not those of its layers, for example "
+                "as a hook changes them, which BackPACK cannot handle; use engine: autograd."
+            )
+
+    def blocks(
+        self, outputs: Tensor, columns: Tensor, extension: RelaxedKFLR | RelaxedKFAC
+    ) -> dict[str, KroneckerBlock]:
+        """Return the blocks of a batch whose forward pass was the last, by the parameter's name."""
+        extension.saved_quantities.save_quantity(
+            outputs.data_ptr(), columns, extension.accumulate_backpropagated_quantities
+        )
+        # What BackPACK's hooks do in a backward pass, without the pass: nobody needs the gradients themselves.
+        while self.called:
+            module = self.called.pop()
+            if module.output.requires_grad:
+                extension(module, (), ())
+            memory_cleanup(module)
+        found = {}
+        for name, (original, rule) in self.layers.items():
+            for key, tensor in self.copies[name].named_parameters(recurse=False):
+                if not tensor.requires_grad or key in rule.left_out:
+                    continue
+                block = vars(tensor).pop(extension.savefield)
+                if block.size != tensor.numel():
+                    raise ValueError(
+                        f"The curvature rule of module {name!r} ({type(original).__name__}) gives a block of "
+                        f"{block.size} parameters for {key!r}, which has {tensor.numel()}."
+                    )
+                found[f"{name}.{key}" if name else key] = block
+        return found
+
+
+def _runs(module: nn.Module, kind: type[ModuleT]) -> TypeGuard[ModuleT]:
+    """Return whether a module's forward is that of a class."""
+    return isinstance(module, kind) and getattr(module.forward, "__func__", None) is kind.forward
+
+
+def _known(module: nn.Module) -> bool:
+    """Return whether BackPACK's own extension of a module's class is right."""
+    trainable = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return not trainable and type(module) in _OF_BACKPACK
+
+
+def _note_versions(module: nn.Module, args: tuple[Any, ...]) -> None:
+    vars(module)["_versions"] = [x._version for x in args if isinstance(x, Tensor)]
+
+
+class _ChildrenAsLeaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _children_in_order(module: nn.Module) -> list[nn.Module] | None:
+    """Return the modules that a forward calls, one after the other; None if it does anything else."""
+    try:
+        graph = _ChildrenAsLeaves().trace(module)
+    except Exception:  # a forward may do anything that cannot be traced
+        return None
+    found: list[nn.Module] = []
+    last: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op == "placeholder" and last is None:
+            last = node
+        elif node.op == "call_module" and node.args == (last,) and not node.kwargs:
+            found.append(module.get_submodule(str(node.target)))
+            last = node
+        elif node.op == "output" and node.args == (last,):
+            return found
+        else:
+            return None
+    return None

@@ -1,0 +1,352 @@
+"""Kronecker factored curvature: one block for each parameter tensor, and all of them with what the evidence needs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_sym._text import unknown
+from lightning_sym.networks.batch_norm import gathered, ranks, summed, together, wide
+
+Likelihood: TypeAlias = Literal["classification", "regression"]
+LIKELIHOODS: tuple[Likelihood, ...] = ("classification", "regression")
+
+
+class CurvatureError(ValueError):
+    """The curvature of these weights on these data does not exist; of other weights or data it may."""
+
+
+class EmptyLoaderError(CurvatureError):
+    """There was no sample to compute curvature of."""
+
+
+class NonFiniteError(CurvatureError):
+    """Weights, loss, outputs or factors are infinite or not a number."""
+
+
+def check_likelihood(likelihood: str) -> None:
+    """Raise ``ValueError`` unless a likelihood is one of ours."""
+    if likelihood not in LIKELIHOODS:
+        raise ValueError(unknown("likelihood", likelihood, LIKELIHOODS))
+
+
+def _broadcast(*shapes: torch.Size) -> torch.Size:
+    return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues of a block: all products of one of ``out`` and one of ``inner`` with the same leading axes.
+
+    Attributes:
+        out: Of B, >= 0, ascending. Shape ``[..., O]``.
+        inner: Of A, >= 0, ascending. Shape ``[..., I]``; a single 1 for a block without A.
+    """
+
+    out: Tensor
+    inner: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of eigenvalues, which is that of the parameters."""
+        leading = _broadcast(self.out.shape[:-1], self.inner.shape[:-1])
+        return leading.numel() * self.out.shape[-1] * self.inner.shape[-1]
+
+    def products(self) -> Tensor:
+        """Return all eigenvalues. Shape ``[..., O, I]``."""
+        return self.out[..., :, None] * self.inner[..., None, :]
+
+
+@dataclass(frozen=True)
+class KroneckerBlock:
+    r"""The curvature :math:`B \otimes A` of one parameter tensor, in the row-major order of the tensor.
+
+    Leading axes, on either factor, are those of a block-diagonal matrix: of ``[C, O, O]`` and ``[C, I, I]`` the
+    block is :math:`\operatorname{diag}_c(B_c \otimes A_c)`, and a factor without the axis is the same for all c.
+
+    Attributes:
+        out_factor: ``B``, symmetric, summed over the data. Shape ``[..., O, O]``.
+        in_factor: ``A``, symmetric, averaged over the data. Shape ``[..., I, I]``; None for a tensor whose block is
+            ``B`` alone, for example a bias.
+        blocks_first: Where the leading axes stand in the tensor: before the out axis, as in the weight of a grouped
+            convolution, or after it, as the input channels of ``[O, C, I]``.
+
+    References:
+        Our specification of layer-wise equivariance learning, 0 and 5.1 to 5.3.
+    """
+
+    out_factor: Tensor
+    in_factor: Tensor | None = None
+    blocks_first: bool = False
+
+    @property
+    def leading(self) -> torch.Size:
+        """Shape of the leading axes."""
+        inner = torch.Size() if self.in_factor is None else self.in_factor.shape[:-2]
+        return _broadcast(self.out_factor.shape[:-2], inner)
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        inner = 1 if self.in_factor is None else self.in_factor.shape[-1]
+        return self.leading.numel() * self.out_factor.shape[-1] * inner
+
+    def scaled(self, out: float = 1.0, inner: float = 1.0) -> "KroneckerBlock":
+        """Return the block with both factors times a number."""
+        in_factor = None if self.in_factor is None else self.in_factor * inner
+        return replace(self, out_factor=self.out_factor * out, in_factor=in_factor)
+
+    def __add__(self, other: "KroneckerBlock") -> "KroneckerBlock":
+        """Return the block whose factors are the sums; weight the in factors before with :meth:`scaled`."""
+        inner = None
+        if self.in_factor is not None and other.in_factor is not None:
+            inner = self.in_factor + other.in_factor
+        return replace(self, out_factor=self.out_factor + other.out_factor, in_factor=inner)
+
+    def eigenvalues(self, name: str = "a parameter") -> Spectrum:
+        """Return the eigenvalues of both factors; negative ones, which are rounding, become 0.
+
+        Args:
+            name: Of the parameter, for errors.
+
+        Raises:
+            NonFiniteError: If a factor is not finite, or its eigenvalues cannot be found in double precision either.
+        """
+        out = symmetric_eigenvalues(self.out_factor, name)
+        if self.in_factor is None:
+            return Spectrum(out, out.new_ones(1))
+        return Spectrum(out, symmetric_eigenvalues(self.in_factor, name))
+
+    def dense(self) -> Tensor:
+        """Return the whole block, for small ones. Shape ``[P, P]`` in the row-major order of the tensor."""
+        out = self.out_factor
+        inner = out.new_ones(1, 1) if self.in_factor is None else self.in_factor
+        leading, sides = self.leading, (out.shape[-1], inner.shape[-1])
+        count = leading.numel()
+        out = out.expand(*leading, *out.shape[-2:]).reshape(count, sides[0], sides[0])
+        inner = inner.expand(*leading, *inner.shape[-2:]).reshape(count, sides[1], sides[1])
+        eye = torch.eye(count, dtype=out.dtype, device=out.device)
+        order = "loikpm" if self.blocks_first else "olipkm"
+        return torch.einsum(f"lop,lim,lk->{order}", out, inner, eye).reshape(self.size, self.size)
+
+
+def symmetric_eigenvalues(matrix: Tensor, name: str) -> Tensor:
+    """Return the eigenvalues of positive semidefinite matrices, in double precision where float32 fails.
+
+    Args:
+        matrix: Shape ``[..., n, n]``; float32 or float64.
+        name: Of the parameter, for errors.
+
+    Returns:
+        Ascending, >= 0. Shape ``[..., n]``, of the matrix's dtype and device.
+
+    Raises:
+        NonFiniteError: If the matrix is not finite or the search for eigenvalues fails in double precision too.
+    """
+    if not matrix.isfinite().all():
+        raise NonFiniteError(
+            f"A curvature factor of {name!r} is not finite; lower the learning rate or look at weights and inputs."
+        )
+    for trial in (matrix, matrix.to(wide(matrix.device))):
+        try:
+            values: Tensor = torch.linalg.eigvalsh(trial)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        if values.isfinite().all():
+            return values.clamp_min(0).to(matrix.dtype)
+    raise NonFiniteError(
+        f"The eigenvalues of a curvature factor of {name!r} were not found, not in double precision either; "
+        "look at the scale of weights and inputs."
+    )
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Kronecker blocks of a network's parameters on a set of data, with the fit to these data.
+
+    Attributes:
+        blocks: By the parameter's name, in the order of ``named_parameters``.
+        samples: Number N of samples.
+        outputs: Number K of outputs of the network.
+        likelihood: ``"classification"`` or ``"regression"``.
+        loss_sum: Sum over samples of the cross-entropy, in nats, or of the squared error summed over outputs; float64.
+        left_out: Trainable parameters that have no block on purpose: anchor positions and lengthscales.
+    """
+
+    blocks: Mapping[str, KroneckerBlock]
+    samples: int
+    outputs: int
+    likelihood: Likelihood
+    loss_sum: float
+    left_out: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check_likelihood(self.likelihood)
+
+    @property
+    def log_likelihood_sum(self) -> float:
+        """Log likelihood of all labels, <= 0; of a classification."""
+        if self.likelihood != "classification":
+            raise ValueError("The log likelihood of a regression depends on the noise; read squared_error_sum.")
+        return -self.loss_sum
+
+    @property
+    def squared_error_sum(self) -> float:
+        """Squared error summed over samples and outputs; of a regression."""
+        if self.likelihood != "regression":
+            raise ValueError("A classification has no squared error; read log_likelihood_sum.")
+        return self.loss_sum
+
+    def __add__(self, other: "Factors") -> "Factors":
+        """Return the factors of both sets of data together, which are exactly those of their union.
+
+        Raises:
+            ValueError: If they are of different networks or likelihoods.
+        """
+        mine, theirs = self._signature(), other._signature()
+        if mine != theirs:
+            raise ValueError("Only factors of the same network and likelihood can be added.")
+        total = self.samples + other.samples
+        blocks = {
+            name: block.scaled(inner=self.samples / total) + other.blocks[name].scaled(inner=other.samples / total)
+            for name, block in self.blocks.items()
+        }
+        return replace(self, blocks=blocks, samples=total, loss_sum=self.loss_sum + other.loss_sum)
+
+    def _signature(self) -> tuple[object, ...]:
+        return self.outputs, self.likelihood, self.left_out, [_Shape.of(n, b) for n, b in self.blocks.items()]
+
+    def eigenvalues(self) -> dict[str, Spectrum]:
+        """Return the eigenvalues of every block.
+
+        To be called on every rank, with the same factors: each finds the eigenvalues of a share of the matrices,
+        and sends them to the others, so that all have the same numbers to the last bit.
+
+        Returns:
+            By the parameter's name.
+
+        Raises:
+            NonFiniteError: As for :meth:`KroneckerBlock.eigenvalues`, on every rank.
+        """
+        jobs = {(name, "out"): block.out_factor for name, block in self.blocks.items()}
+        jobs |= {(n, "inner"): b.in_factor for n, b in self.blocks.items() if b.in_factor is not None}
+        # A linear map with a single place has one B for weight and bias: found once.
+        same: dict[str, str] = gathered(self._repeated())[0]
+        for name in same:
+            del jobs[name, "out"]
+        owners, rank = _share(jobs), torch.distributed.get_rank() if ranks() > 1 else 0
+        values: dict[tuple[str, str], Tensor] = {key: m.new_empty(m.shape[:-1]) for key, m in jobs.items()}
+
+        def work() -> None:
+            for key, matrix in jobs.items():
+                if owners[key] == rank:
+                    values[key].copy_(symmetric_eigenvalues(matrix, key[0]))
+
+        together(work)
+        if ranks() > 1:
+            for key, tensor in values.items():
+                torch.distributed.broadcast(tensor, owners[key])
+        return {
+            name: Spectrum(
+                values[same.get(name, name), "out"], values.get((name, "inner"), block.out_factor.new_ones(1))
+            )
+            for name, block in self.blocks.items()
+        }
+
+    def _repeated(self) -> dict[str, str]:
+        """Return each parameter whose B is that of an earlier one of the same module, with that one."""
+        found: dict[str, str] = {}
+        for name, block in self.blocks.items():
+            for other in self.blocks:
+                if other == name:
+                    break
+                if other.rpartition(".")[0] == name.rpartition(".")[0] and other not in found:
+                    factor = self.blocks[other].out_factor
+                    if factor.shape == block.out_factor.shape and torch.equal(factor, block.out_factor):
+                        found[name] = other
+                        break
+        return found
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a rank without data has to know of a block."""
+
+    name: str
+    out: torch.Size
+    inner: torch.Size | None
+    blocks_first: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, block: KroneckerBlock) -> "_Shape":
+        inner = None if block.in_factor is None else block.in_factor.shape
+        return cls(name, block.out_factor.shape, inner, block.blocks_first, block.out_factor.dtype)
+
+    def zeros(self, device: torch.device) -> KroneckerBlock:
+        inner = None if self.inner is None else torch.zeros(self.inner, dtype=self.dtype, device=device)
+        return KroneckerBlock(torch.zeros(self.out, dtype=self.dtype, device=device), inner, self.blocks_first)
+
+
+def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.device) -> Factors:
+    """Return the factors of all ranks' data together; what an engine ends with.
+
+    Args:
+        compute: Gives this rank's factors; None without a sample. An error on one rank is raised on all.
+        device: On which the zeros of a rank without data are made.
+
+    Returns:
+        The same on every rank, exact sums.
+
+    Raises:
+        EmptyLoaderError: If no rank has a sample.
+        NonFiniteError: If loss or factors are not finite.
+    """
+    local: list[Factors | None] = []
+    together(lambda: local.append(compute()))
+    (mine,) = local
+    signatures = gathered(None if mine is None else (mine._signature(), mine.samples, mine.loss_sum))
+    known = [entry for entry in signatures if entry is not None]
+    if not known:
+        raise EmptyLoaderError("The loader gave no sample to compute curvature of; pass one with at least one batch.")
+    (outputs, likelihood, left_out, shapes), _, _ = known[0]
+    if any(entry[0] != known[0][0] for entry in known):
+        raise ValueError("The ranks have curvature factors of different networks; give every rank the same network.")
+    samples = sum(entry[1] for entry in known)
+    loss_sum = sum(entry[2] for entry in known)
+    blocks = {}
+    for shape in shapes:
+        block = shape.zeros(device) if mine is None else mine.blocks[shape.name]
+        if ranks() > 1:
+            share = 0.0 if mine is None else mine.samples / samples
+            inner = None if block.in_factor is None else summed(block.in_factor * share)
+            block = KroneckerBlock(summed(block.out_factor), inner, block.blocks_first)
+        blocks[shape.name] = block
+    total = Factors(blocks, samples, outputs, likelihood, loss_sum, left_out)
+    _check_finite(total)
+    return total
+
+
+def _check_finite(factors: Factors) -> None:
+    if not torch.tensor(factors.loss_sum).isfinite():
+        raise NonFiniteError(
+            f"The loss in the curvature pass is {factors.loss_sum}; lower the learning rate or look at the inputs."
+        )
+    for name, block in factors.blocks.items():
+        if not all(f.isfinite().all() for f in (block.out_factor, block.in_factor) if f is not None):
+            raise NonFiniteError(
+                f"A curvature factor of {name!r} is not finite; lower the learning rate or look at weights and inputs."
+            )
+
+
+def _share(jobs: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], int]:
+    """Return the rank of each matrix: the costliest first, each to the rank with the least work so far."""
+    load = [0] * ranks()
+    owners = {}
+    for key, matrix in sorted(jobs.items(), key=lambda job: -job[1].numel() * job[1].shape[-1]):
+        owner = load.index(min(load))
+        owners[key] = owner
+        load[owner] += matrix.numel() * matrix.shape[-1]
+    return owners

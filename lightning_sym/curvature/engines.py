@@ -1,0 +1,77 @@
+"""Curvature factors of a network on data, by one of several engines."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._text import unknown
+from lightning_sym.curvature.autograd import autograd_factors, draws
+from lightning_sym.curvature.backpack_engine import backpack_factors
+from lightning_sym.curvature.blocks import Factors, Likelihood, check_likelihood
+from lightning_sym.curvature.rules import FFC
+
+ENGINES = {"autograd": autograd_factors, "backpack": backpack_factors}
+
+
+def factors(
+    network: nn.Module,
+    loader: Iterable[Sequence[Tensor]],
+    likelihood: Likelihood = "classification",
+    *,
+    engine: str = "autograd",
+    samples: int | None = None,
+    ffc: FFC = "shared",
+    generator: torch.Generator | None = None,
+) -> Factors:
+    r"""Return the Kronecker factors of the generalised Gauss-Newton matrix, for unit noise, over all data and ranks.
+
+    The network is in eval mode meanwhile, and in single precision at least; afterwards it is as before: mode,
+    gradients, buffers, hooks. Nothing is kept between calls.
+
+    Args:
+        network: Any module from one tensor to ``[N, K]``, whose parameters belong to layers with a rule (see
+            :func:`register_layer`), each called once. Frozen parameters are constants.
+        loader: Batches ``(inputs, labels, ...)``; with several processes, on every rank its own share, also of
+            another number of batches, or none. The result does not depend on the batches.
+        likelihood: ``"classification"``: logits and class indices ``[N]``. ``"regression"``: means and targets
+            ``[N, K]``.
+        engine: ``"autograd"``: any architecture, K backward passes. ``"backpack"``: the same numbers by BackPACK, for
+            networks of ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and modules that call
+            their children one after the other, which includes ours without skip connections.
+        samples: None for the exact matrix, in K backward passes; otherwise Monte Carlo with that many labels per
+            sample drawn from the network's own predictions, >= 1: unbiased, in as many backward passes.
+        ffc: Of factored fully connected layers: ``"shared"``, one B for all channels, or ``"per_channel"``, which is
+            closer to the exact blocks and costs C times as many eigenvalue problems of B.
+        generator: Of the draws; another one on each rank. By default every call draws the same.
+
+    Returns:
+        One block for each trainable parameter but those in ``left_out``: anchor positions and lengthscales.
+
+    Raises:
+        ValueError: If an argument is out of range, a layer has no rule, is called twice or never, or outputs and
+            targets do not fit.
+        EmptyLoaderError: If no rank has a sample.
+        NonFiniteError: If weights, outputs, loss or factors are not finite.
+
+    Note:
+        Factors have the dtype of the parameters. Dropout and everything else follows eval mode.
+
+    References:
+        Martens and Grosse (2015), arXiv:1503.05671; Grosse and Martens (2016), arXiv:1602.01407 (convolutions); van
+        der Ouderaa et al. (2023), arXiv:2310.06131 (factored layers); our specification, 5.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(2, 3))
+        >>> found = factors(network, [(torch.randn(5, 2), torch.tensor([0, 1, 2, 0, 1]))])
+        >>> found.blocks["0.weight"].out_factor.shape, found.blocks["0.weight"].in_factor.shape
+        (torch.Size([3, 3]), torch.Size([2, 2]))
+    """
+    check_likelihood(likelihood)
+    if engine not in ENGINES:
+        raise ValueError(unknown("curvature engine", engine, ENGINES))
+    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+        raise ValueError(f"samples must be an integer >= 1 or None for the exact curvature, got {samples!r}.")
+    if samples is not None:
+        generator = draws(generator)
+    return ENGINES[engine](network, loader, likelihood, samples=samples, ffc=ffc, generator=generator)

@@ -1,0 +1,78 @@
+"""Which parameters share a prior precision, and which belong to one path of one layer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from lightning_sym._text import unknown
+from lightning_sym.curvature.rules import find_rule
+from lightning_sym.layers import ResidualPathways
+
+Granularity: TypeAlias = Literal["per_path", "per_tensor"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How the parameters of a network are divided.
+
+    Attributes:
+        precisions: From a parameter's name to the name of the group whose precision it has.
+        paths: From a parameter's name to the name of its path: of the module that is one summand of a relaxed layer,
+            otherwise of the module that holds the parameter.
+        layers: From a path's name to the name of the layer in which it competes with others.
+    """
+
+    precisions: Mapping[str, str]
+    paths: Mapping[str, str]
+    layers: Mapping[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups, each once, in order of their first parameter."""
+        return tuple(dict.fromkeys(self.precisions.values()))
+
+
+def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") -> Groups:
+    """Divide the trainable parameters of a network that have curvature.
+
+    Args:
+        network: Any module. The paths of a relaxed layer are the children of a
+            :class:`~lightning_sym.layers.ResidualPathways`; elsewhere every module is a path, and a layer, of its own.
+        granularity: ``"per_path"``: one precision for all tensors of a path. ``"per_tensor"``: one for each tensor,
+            biases apart.
+
+    Returns:
+        Without the parameters that curvature leaves out: anchor positions and lengthscales.
+
+    Raises:
+        ValueError: If the granularity is unknown, or a layer with trainable parameters has no curvature rule.
+
+    Example:
+        >>> parameter_groups(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))).precisions
+        {'0.weight': '0', '0.bias': '0', '1.weight': '1', '1.bias': '1'}
+    """
+    if granularity not in ("per_path", "per_tensor"):
+        raise ValueError(unknown("granularity of prior precisions", granularity, ("per_path", "per_tensor")))
+    inside: dict[str, tuple[str, str]] = {}  # from a module's name to its path and layer
+    for name, module in network.named_modules():
+        if isinstance(module, ResidualPathways):
+            for child, path in module.named_children():
+                path_name = f"{name}.{child}" if name else child
+                for part, _ in path.named_modules(prefix=path_name):
+                    inside.setdefault(part, (path_name, name))
+    precisions, paths, layers = {}, {}, {}
+    for name, module in network.named_modules():
+        own = [key for key, tensor in module.named_parameters(recurse=False) if tensor.requires_grad]
+        if not own:
+            continue
+        left_out = find_rule(name, module).left_out
+        path, layer = inside.get(name, (name, name))
+        for key in own:
+            if key not in left_out:
+                full = f"{name}.{key}" if name else key
+                paths[full] = path
+                layers[path] = layer
+                precisions[full] = path if granularity == "per_path" else full
+    return Groups(precisions, paths, layers)

@@ -1,0 +1,217 @@
+"""Rules of this package's own layers (our specification, 5.2 to 5.4)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sym.curvature.rules import Rule, circular_gram, circular_patches, gram, register_layer
+from lightning_sym.layers.circular_conv import CircularConv
+from lightning_sym.layers.factored import FactoredFullyConnected, factored_hidden
+from lightning_sym.layers.fully_connected import FullyConnected
+from lightning_sym.layers.group_conv import ROTATIONS, GroupConv, relative
+from lightning_sym.layers.sparse import SparseConv, SparseFactoredFullyConnected
+
+
+@register_layer(FullyConnected)
+class FullyConnectedRule(Rule):
+    """A linear map of the whole grid: a single place."""
+
+    def inputs(self, module: FullyConnected, x: Tensor) -> dict[str, Tensor]:
+        """Return the flattened input."""
+        return {"weight": x.flatten(1)[:, None]}
+
+    def gradients(self, module: FullyConnected, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the flattened gradient."""
+        g = g.flatten(2)[:, :, None]
+        return {"weight": g, "bias": g}
+
+
+@register_layer(CircularConv)
+class CircularConvRule(Rule):
+    """All positions of the grid are places; with KFC's scale."""
+
+    def inputs(self, module: CircularConv, x: Tensor) -> dict[str, Tensor]:
+        """Return circular patches."""
+        return {"weight": circular_patches(x, module.kernel_size).flatten(1, 2).mT}
+
+    def in_factors(self, module: CircularConv, x: Tensor) -> dict[str, Tensor]:
+        """Return N times A, without patches."""
+        return {"weight": circular_gram(x, module.kernel_size).flatten(2).flatten(0, 1)}
+
+    def gradients(self, module: CircularConv, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradient at each position, for the bias their sum."""
+        g = g.flatten(3)
+        return {"weight": g.mT, "bias": g.sum(3)[:, :, None]}
+
+
+@register_layer(SparseConv)
+class SparseConvRule(Rule):
+    """That of a convolution, with patches interpolated to the anchors. What places the anchors is left out."""
+
+    left_out = ("positions", "omega")
+
+    def inputs(self, module: SparseConv, x: Tensor) -> dict[str, Tensor]:
+        """Return interpolated patches."""
+        patches = module.interpolation() @ circular_patches(x, module.kernel_size)  # [N, C, M, T]
+        return {"u": patches.flatten(1, 2).mT}
+
+    def in_factors(self, module: SparseConv, x: Tensor) -> dict[str, Tensor]:
+        """Return N times A, without patches."""
+        phi = module.interpolation()
+        dense = circular_gram(x, module.kernel_size)  # [C, k k, C, k k]
+        return {"u": torch.einsum("mi,cidj,nj->cmdn", phi, dense, phi).flatten(2).flatten(0, 1)}
+
+    def gradients(self, module: SparseConv, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradient at each position, for the bias their sum."""
+        g = g.flatten(3)
+        return {"u": g.mT, "bias": g.sum(3)[:, :, None]}
+
+
+class _FactoredRule(Rule):
+    """Channels are places: of the first factor those of the input, of the second those of the output.
+
+    A is then one block for each channel. B is shared by them, or with ``ffc="per_channel"`` has blocks, too.
+    """
+
+    first: str
+    second: str
+
+    def incoming(self, module: Any, x: Tensor) -> Tensor:
+        """Return what the first factor multiplies. Shape ``[N, C, S]``."""
+        return x.flatten(2)
+
+    def outgoing(self, module: Any, g: Tensor) -> Tensor:
+        """Return the gradient at the products of the second factor. Shape ``[V, N, C', S']``."""
+        return g.flatten(3)
+
+    def inputs(self, module: Any, x: Tensor) -> dict[str, Tensor]:
+        """Return the input, and the numbers between the factors, by channel."""
+        x = self.incoming(module, x)
+        hidden = factored_hidden(x, getattr(module, self.first), module.b1)  # [C, C', N]
+        return {self.first: x.transpose(0, 1)[:, :, None], self.second: hidden.permute(1, 2, 0)[:, :, None]}
+
+    def gradients(self, module: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradients between the factors and at the output, by channel."""
+        g = self.outgoing(module, g)
+        pairs = (module.out_channels, module.in_channels)
+        weight = torch.unflatten(getattr(module, self.second), 1, pairs)  # [S', C', C]
+        # One product for each output channel: [C', V N, S'] by [C', S', C].
+        hidden = (g.flatten(0, 1).transpose(0, 1) @ weight.transpose(0, 1)).permute(1, 2, 0)
+        hidden = torch.unflatten(hidden, 0, g.shape[:2])  # [V, N, C, C']
+        found = {self.first: hidden, self.second: g, "b1": hidden.sum(2)[:, :, None]}
+        if self.ffc == "per_channel":
+            found |= {name: found[name].movedim(2, 0)[..., None, :] for name in (self.first, self.second)}
+        return found
+
+
+@register_layer(FactoredFullyConnected)
+class FactoredFullyConnectedRule(_FactoredRule):
+    """Block-diagonal A, ``[C, S, S]`` for theta1 and ``[C', C, C]`` for theta2."""
+
+    first, second = "theta1", "theta2"
+
+    def gradients(self, module: FactoredFullyConnected, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return those of both factors and both biases."""
+        return super().gradients(module, x, g) | {"b2": g.flatten(3).sum(2)[:, :, None]}
+
+
+@register_layer(SparseFactoredFullyConnected)
+class SparseFactoredFullyConnectedRule(_FactoredRule):
+    """That of the factored layer, of inputs and gradients interpolated to the anchors, which are left out."""
+
+    left_out = ("positions1", "positions2", "omega1", "omega2")
+    first, second = "u1", "u2"
+
+    def incoming(self, module: SparseFactoredFullyConnected, x: Tensor) -> Tensor:
+        """Return the interpolated input. Shape ``[N, C, M1]``."""
+        return x.flatten(2) @ module.interpolations()[0].mT
+
+    def outgoing(self, module: SparseFactoredFullyConnected, g: Tensor) -> Tensor:
+        """Return the interpolated gradient. Shape ``[V, N, C', M2]``."""
+        return g.flatten(3) @ module.interpolations()[1].mT
+
+
+@register_layer(GroupConv)
+class GroupConvRule(Rule):
+    """Rotations and positions are places, ``R = 4 T``, all with one filter, which sees back-rotated patches.
+
+    Depthwise filters have a block for each channel.
+    """
+
+    def inputs(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
+        """Return back-rotated patches, and what the later stages see."""
+        patches = self._back_rotated(module, x)
+        if module.spatial_weight is None:
+            return {"weight": patches.permute(0, 1, 4, 2, 3).flatten(3).flatten(1, 2)}
+        return {"spatial_weight": patches.permute(2, 0, 1, 4, 3).flatten(2, 3)} | self._later_inputs(module, x)
+
+    def _later_inputs(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
+        """Return what the stages after the spatial one see."""
+        spatial = module.spatial(x)
+        turned = torch.unflatten(spatial, 1, (ROTATIONS, -1)).flatten(3)  # [N, h, C, T]
+        turned = torch.stack([turned.roll(-turns, 1) for turns in range(ROTATIONS)], 1)  # [N, g, h - g, C, T]
+        if module.rotation_weight is None:
+            return {"weight": turned.permute(0, 1, 4, 3, 2).flatten(3).flatten(1, 2)}
+        mixed = torch.unflatten(module.rotation(spatial), 1, (ROTATIONS, -1)).flatten(3)  # [N, g, C, T]
+        return {
+            "rotation_weight": turned.permute(3, 0, 1, 4, 2).flatten(2, 3),
+            "weight": mixed.mT.flatten(1, 2),
+        }
+
+    def _back_rotated(self, module: GroupConv, x: Tensor) -> Tensor:
+        """Return what the unrotated filter sees for each rotation of the output.
+
+        Returns:
+            Shape ``[N, 4, F, k k, T]``, with ``F = C``, of full ``F = 4 C`` by the difference of rotations.
+        """
+        patches = torch.unflatten(circular_patches(x, module.kernel_size), 2, (module.kernel_size, -1))
+        found = []
+        for turns in range(ROTATIONS):
+            seen = patches
+            if module.kind == "full":
+                seen = torch.unflatten(patches, 1, (ROTATIONS, -1)).roll(-turns, 1).flatten(1, 2)
+            elif module.kind != "lifting":
+                seen = torch.unflatten(patches, 1, (ROTATIONS, -1))[:, turns]
+            found.append(torch.rot90(seen, -turns, (2, 3)).flatten(2, 3))
+        return torch.stack(found, 1)
+
+    def in_factors(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
+        """Return N times A, without patches: that of the plain patches, rotated."""
+        kernel, later = module.kernel_size, {}
+        if module.spatial_weight is not None:
+            later = {name: gram(a, a.ndim - 3) for name, a in self._later_inputs(module, x).items()}
+        depthwise = module.spatial_weight is not None
+        if module.kind in ("lifting", "full"):
+            plain = [circular_gram(x, kernel)] * ROTATIONS
+        else:
+            parts = torch.unflatten(x, 1, (ROTATIONS, -1)).unbind(1)
+            plain = [circular_gram(part, kernel, depthwise=depthwise) for part in parts]
+        turned = []
+        for turns, found in enumerate(plain):  # [F, k k, F, k k]; depthwise [C, k k, k k]
+            found = torch.unflatten(torch.unflatten(found, -1, (kernel, kernel)), 1, (kernel, kernel))
+            found = torch.rot90(torch.rot90(found, -turns, (1, 2)), -turns, (-2, -1))
+            if module.kind == "full":
+                shift = -turns * module.in_channels  # of rotations, which come before channels
+                found = found.roll((shift, shift), (0, 3))
+            turned.append(found.flatten(3).flatten(1, 2) if depthwise else found.flatten(3).flatten(0, 2))
+        return {("spatial_weight" if depthwise else "weight"): torch.stack(turned).sum(0)} | later
+
+    def gradients(self, module: GroupConv, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradients at all stages; for biases their sums."""
+        g = torch.unflatten(g, 2, (ROTATIONS, -1)).flatten(4)  # [V, N, g, C', T]
+        found = {"weight": g.mT.flatten(2, 3), "bias": g.sum((2, 4))[:, :, None]}
+        if module.spatial_weight is None:
+            return found
+        if module.rotation_weight is None:
+            g = torch.einsum("vngot,ghoc->vnhct", g, relative(module.weight.movedim(-1, 0)))
+        else:
+            g = torch.einsum("vngot,oc->vngct", g, module.weight)
+            found |= self._depthwise("rotation", g)
+            g = torch.einsum("vngct,ghc->vnhct", g, relative(module.rotation_weight.mT))
+        return found | self._depthwise("spatial", g)
+
+    def _depthwise(self, stage: str, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradients at a depthwise stage, of shape ``[V, N, 4, C, T]``, for its weight and bias."""
+        blocks = g.permute(3, 0, 1, 2, 4).flatten(3)[..., None]
+        return {f"{stage}_weight": blocks, f"{stage}_bias": g.sum((2, 4))[:, :, None]}

@@ -1,0 +1,393 @@
+"""How parameters enter a layer: one rule per class of layer, for every engine, and the registry for users' own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym._text import unknown
+from lightning_sym.curvature.blocks import KroneckerBlock
+
+FFC: TypeAlias = Literal["shared", "per_channel"]
+RuleT = TypeVar("RuleT", bound="type[Rule]")
+_RULES: dict[type[nn.Module], "type[Rule]"] = {}
+
+
+class Rule:
+    r"""Says how each parameter of a layer enters it, which is all that an engine has to know of the layer.
+
+    A parameter W of shape ``[O, ...]`` that is used as a matrix at R places r of each sample n,
+    :math:`s_{n,r} = W a_{n,r}`, has the block :math:`B \otimes A` with
+
+    .. math::
+        A = \frac1N \sum_{n,r} a_{n,r} a_{n,r}^\top, \qquad
+        B = \frac1R \sum_{n,r,v} g_{nv,r} g_{nv,r}^\top,
+
+    where g is the gradient at s. A rule gives the vectors ``a`` (:meth:`inputs`) and ``g`` (:meth:`gradients`). A
+    parameter without inputs has the block B alone: give the gradient at the parameter itself, summed over the
+    places, as a single place. It is then exact.
+
+    Both may have leading axes, for blocks of a block-diagonal matrix; see :class:`KroneckerBlock`.
+
+    Rules have no state: they see the layer, its input ``x`` of shape ``[N, ...]``, and gradients at its output.
+
+    Attributes:
+        left_out: Names of parameters that get no block.
+        blocks_first: Names of parameters whose block axes stand before their out axis.
+
+    Args:
+        ffc: Whether factored fully connected layers share B between channels.
+
+    References:
+        Our specification, 5.1 ("expand") and 5.2.
+
+    Example:
+        A layer of your own, a linear map of tokens ``[N, T, I]`` without bias:
+
+        >>> class Tokens(nn.Module):
+        ...     def __init__(self) -> None:
+        ...         super().__init__()
+        ...         self.matrix = nn.Parameter(torch.randn(5, 3))
+        ...
+        ...     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ...         return x @ self.matrix.T
+        >>> @register_layer(Tokens)
+        ... class TokensRule(Rule):
+        ...     def inputs(self, module, x):
+        ...         return {"matrix": x}  # [N, R, I]
+        ...
+        ...     def gradients(self, module, x, g):
+        ...         return {"matrix": g}  # [V, N, R, O]
+    """
+
+    left_out: ClassVar[tuple[str, ...]] = ()
+    blocks_first: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, ffc: FFC = "shared") -> None:
+        self.ffc = ffc
+
+    def inputs(self, module: Any, x: Tensor) -> dict[str, Tensor]:
+        """Return what each parameter multiplies.
+
+        Args:
+            module: The layer.
+            x: Its input, detached. Shape ``[N, ...]``.
+
+        Returns:
+            By the parameter's name, shape ``[*blocks, N, R, I]``; parameters without A are left out.
+        """
+        return {}
+
+    def gradients(self, module: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradients at the products of each parameter with its inputs.
+
+        Args:
+            module: The layer.
+            x: Its input, detached. Shape ``[N, ...]``.
+            g: Square-root gradients at its output. Shape ``[V, N, ...]``, the rest as the output.
+
+        Returns:
+            By the parameter's name, shape ``[*blocks, V, N, R, O]``.
+        """
+        raise NotImplementedError
+
+    def in_factors(self, module: Any, x: Tensor) -> dict[str, Tensor]:
+        """Return N times A of each parameter that has one; override it where there is a faster way.
+
+        Args:
+            module: The layer.
+            x: Its input, detached. Shape ``[N, ...]``.
+
+        Returns:
+            By the parameter's name, shape ``[*blocks, I, I]``.
+        """
+        return {name: gram(a, a.ndim - 3) for name, a in self.inputs(module, x).items()}
+
+    def out_factors(self, module: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return B of each parameter.
+
+        Args:
+            module: The layer.
+            x: Its input, detached. Shape ``[N, ...]``.
+            g: Square-root gradients at its output. Shape ``[V, N, ...]``.
+
+        Returns:
+            By the parameter's name, shape ``[*blocks, O, O]``.
+        """
+        vectors = self.gradients(module, x, g)
+        products: dict[int, Tensor] = {}  # one for a weight and a bias with the same gradients
+        for v in vectors.values():
+            if id(v) not in products:
+                products[id(v)] = gram(v, v.ndim - 4) / v.shape[-2]
+        return {name: products[id(v)] for name, v in vectors.items()}
+
+    def blocks(self, module: Any, x: Tensor, g: Tensor) -> dict[str, KroneckerBlock]:
+        """Return the blocks of one batch: B summed over it, A averaged.
+
+        Args:
+            module: The layer.
+            x: Its input, detached. Shape ``[N, ...]``.
+            g: All square-root gradients at its output. Shape ``[V, N, ...]``.
+
+        Returns:
+            By the parameter's name.
+        """
+        inner = {name: a / x.shape[0] for name, a in self.in_factors(module, x).items()}
+        return {
+            name: KroneckerBlock(b, inner.get(name), name in self.blocks_first)
+            for name, b in self.out_factors(module, x, g).items()
+        }
+
+
+def gram(vectors: Tensor, block_axes: int) -> Tensor:
+    """Return the sum of outer products over all axes but the leading ones and the last.
+
+    Args:
+        vectors: Shape ``[*blocks, ..., R, F]``.
+        block_axes: How many axes lead.
+
+    Returns:
+        Shape ``[*blocks, F, F]``.
+    """
+    rows, features = vectors.shape[-2:]
+    if vectors.stride(-2) == 1 and rows >= features and vectors.stride(-1) != 1:
+        # Stored with the places last, as images are: a product per sample instead of a copy.
+        vectors = vectors.flatten(block_axes, -3).mT
+        return (vectors @ vectors.mT).sum(-3)
+    vectors = vectors.flatten(block_axes, -2)
+    return vectors.mT @ vectors
+
+
+def register_layer(*classes: type[nn.Module]) -> Callable[[RuleT], RuleT]:
+    """Teach every engine a class of layers: a decorator for its :class:`Rule`.
+
+    The layer takes one tensor, whose first axis is the samples, and gives one; no sample's output depends on another
+    sample, in eval mode; its parameters are direct attributes. Subclasses that keep ``forward`` follow the same rule.
+
+    Args:
+        classes: Subclasses of ``nn.Module``. A later registration replaces an earlier one.
+
+    Returns:
+        The decorator, which returns the rule.
+
+    Raises:
+        TypeError: If one is no module class, or the rule is no subclass of :class:`Rule`.
+
+    Example:
+        See :class:`Rule`.
+    """
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"register_layer takes subclasses of nn.Module, got {kind!r}.")
+
+    def register(rule: RuleT) -> RuleT:
+        if not (isinstance(rule, type) and issubclass(rule, Rule)):
+            raise TypeError(f"register_layer decorates a subclass of Rule, got {rule!r}.")
+        for kind in classes:
+            _RULES[kind] = rule
+        return rule
+
+    return register
+
+
+def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
+    """Return the rule of a layer.
+
+    Args:
+        name: Of the module in its network, for the error.
+        module: A module with parameters of its own.
+        ffc: As for :class:`Rule`.
+
+    Returns:
+        Of its class, or of the next base class with the same ``forward``.
+
+    Raises:
+        ValueError: If there is none, or ``ffc`` is unknown.
+    """
+    if ffc not in ("shared", "per_channel"):
+        raise ValueError(unknown("ffc", ffc, ("shared", "per_channel")))
+    for kind in type(module).__mro__:
+        if kind in _RULES and (kind is type(module) or kind.forward is type(module).forward):
+            return _RULES[kind](ffc)
+    raise ValueError(
+        f"Module {name!r} has parameters but its type {type(module).__name__} has no curvature rule; teach it with "
+        "lightning_sym.curvature.register_layer, or freeze its parameters."
+    )
+
+
+def rules() -> Mapping[type[nn.Module], type[Rule]]:
+    """Return the rule of every registered class."""
+    return dict(_RULES)
+
+
+def places_last(x: Tensor) -> Tensor:
+    """Return ``[..., C, H, W]`` as ``[..., H * W, C]``, without a copy."""
+    return x.flatten(-2).mT
+
+
+def whole(x: Tensor, axes: int) -> Tensor:
+    """Return ``[*axes, ...]`` as vectors at a single place: ``[*axes, 1, P]``."""
+    return x.flatten(axes)[..., None, :] if x.ndim > axes else x[..., None, None]
+
+
+# ---- layers of torch
+
+
+@register_layer(nn.Linear)
+class LinearRule(Rule):
+    """``x`` of shape ``[N, ..., I]``: all axes between are places."""
+
+    def inputs(self, module: nn.Linear, x: Tensor) -> dict[str, Tensor]:
+        """Return the rows of x."""
+        return {"weight": x.reshape(x.shape[0], -1, x.shape[-1])}
+
+    def gradients(self, module: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the rows of g, for the bias their sum."""
+        g = g.reshape(*g.shape[:2], -1, g.shape[-1])
+        return {"weight": g, "bias": g if g.shape[2] == 1 else g.sum(2, keepdim=True)}
+
+
+@register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvRule(Rule):
+    """Any stride, padding, dilation, groups and padding mode; groups are blocks, each with its own B and A.
+
+    The places are the positions of the output: KFC, unlike BackPACK, whose B is about T times larger.
+    """
+
+    blocks_first = ("weight",)
+
+    def inputs(self, module: nn.Conv2d, x: Tensor) -> dict[str, Tensor]:
+        """Return patches: shape ``[N, T, I]``, with groups ``[groups, N, T, I]``."""
+        patches = _patches(module, x)  # [N, groups, I, T]
+        return {"weight": patches[:, 0].mT if module.groups == 1 else patches.transpose(0, 1).mT}
+
+    def gradients(self, module: nn.Conv2d, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradient at each position, for the bias their sum."""
+        g = g.flatten(3)  # [V, N, C', T]
+        weight = g.mT if module.groups == 1 else torch.unflatten(g, 2, (module.groups, -1)).movedim(2, 0).mT
+        return {"weight": weight, "bias": g.sum(3)[:, :, None]}
+
+
+def _patches(module: nn.Conv2d, x: Tensor) -> Tensor:
+    """Return what each output position of a convolution of any dimension sees. Shape ``[N, groups, I, T]``."""
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    amounts = module._reversed_padding_repeated_twice  # last axis first; torch has it ready for "same" too
+    x = F.pad(x, amounts, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        # A window per position, then every gap-th of its entries.
+        x = x.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+    # [N, C, *positions, *kernel] to [N, C, *kernel, *positions]
+    dims = len(kernel)
+    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+    return x.reshape(x.shape[0], module.groups, -1, x.shape[-dims:].numel())
+
+
+class _AffineRule(Rule):
+    """Scale and shift after a normalisation: exact dense blocks, ``P x P``, since each enters linearly and once."""
+
+    def normalised(self, module: Any, x: Tensor) -> Tensor:
+        """Return what the scale multiplies. Shape of ``x``."""
+        raise NotImplementedError
+
+    def gradients(self, module: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradients at scale and shift."""
+        axes = self.summed_axes(module, g)
+        normalised = self.normalised(module, x)
+        found = {}
+        for name, values in (("weight", g * normalised), ("bias", g)):
+            values = values.sum(axes) if axes else values
+            found[name] = whole(values, 2)
+        return found
+
+    def summed_axes(self, module: Any, g: Tensor) -> tuple[int, ...]:
+        """Return the axes of ``g`` along which a parameter is shared: all but the channels."""
+        return tuple(range(3, g.ndim))
+
+
+@register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+class BatchNormRule(_AffineRule):
+    """In eval mode: an affine map of each channel. Exact dense blocks."""
+
+    def normalised(self, module: nn.BatchNorm2d, x: Tensor) -> Tensor:
+        """Return the normalised input."""
+        if module.running_mean is None:
+            raise ValueError(
+                f"{type(module).__name__} has no running statistics, so that samples depend on one another and "
+                "curvature is not defined; make it with track_running_stats=True."
+            )
+        return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
+
+
+@register_layer(nn.LayerNorm)
+class LayerNormRule(_AffineRule):
+    """Exact dense blocks over the normalised axes."""
+
+    def normalised(self, module: nn.LayerNorm, x: Tensor) -> Tensor:
+        """Return the normalised input."""
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+
+    def summed_axes(self, module: nn.LayerNorm, g: Tensor) -> tuple[int, ...]:
+        """Return the axes between the samples and those that are normalised."""
+        return tuple(range(2, g.ndim - len(module.normalized_shape)))
+
+
+@register_layer(nn.GroupNorm)
+class GroupNormRule(_AffineRule):
+    """Exact dense blocks over the channels."""
+
+    def normalised(self, module: nn.GroupNorm, x: Tensor) -> Tensor:
+        """Return the normalised input."""
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+
+
+@register_layer(nn.PReLU)
+class PReLURule(Rule):
+    """The slope, or one of each channel. Exact dense block."""
+
+    def gradients(self, module: nn.PReLU, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradients at the slopes."""
+        slopes = g * x.clamp_max(0)
+        if module.num_parameters == 1:
+            return {"weight": slopes.flatten(2).sum(2)[..., None, None]}
+        return {"weight": slopes.sum(tuple(range(3, g.ndim)))[:, :, None] if g.ndim > 3 else slopes[:, :, None]}
+
+
+def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
+    r"""Return the sum of outer products of circular patches, without making the patches.
+
+    Entry :math:`(c, i, j), (d, k, l)` depends on the offset :math:`(k-i, l-j)` only, as the sum runs over all
+    positions of a torus, and the opposite offset has the transposed matrix: 13 products of ``C x C`` for k = 3
+    instead of 81.
+
+    Args:
+        x: Shape ``[N, C, H, W]``.
+        kernel: Side k of the patches.
+        depthwise: Whether to leave out the products of different channels.
+
+    Returns:
+        Shape ``[C, k * k, C, k * k]``; depthwise ``[C, k * k, k * k]``.
+    """
+    channels = x.shape[1]
+    lags = range(1 - kernel, kernel)
+    rows = x.transpose(0, 1).reshape(channels, -1)
+    grams: dict[tuple[int, int], Tensor] = {}
+    for down in range(kernel):
+        for right in lags if down else range(kernel):
+            moved = x.roll((-down, -right), (2, 3)).transpose(0, 1).reshape(channels, -1)
+            grams[down, right] = (rows * moved).sum(1) if depthwise else rows @ moved.T
+            grams[-down, -right] = grams[down, right].mT if not depthwise else grams[down, right]
+    table = torch.stack([grams[down, right] for down in lags for right in lags])  # [(2 k - 1)^2, C, C]
+    at = torch.arange(kernel, device=x.device)
+    lag = at[None, :] - at[:, None] + kernel - 1  # [i, k]
+    index = lag[:, None, :, None] * (2 * kernel - 1) + lag[None, :, None, :]  # [i, j, k, l]
+    found = table[index.reshape(kernel**2, kernel**2)]
+    return found.permute(2, 0, 1) if depthwise else found.permute(2, 0, 3, 1)
+
+
+def circular_patches(x: Tensor, kernel: int) -> Tensor:
+    """Return circular patches of ``[N, C, H, W]``, for odd kernels. Shape ``[N, C, k * k, H * W]``."""
+    reach = (kernel - 1) // 2
+    shifts = [(reach - i, reach - j) for i in range(kernel) for j in range(kernel)]
+    return torch.stack([x.roll(shift, (2, 3)).flatten(2) for shift in shifts], dim=2)

@@ -1,0 +1,61 @@
+"""The dense linear map between features on two grids."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym.layers._checks import Grid, check_counts, check_features, height_width
+
+
+class FullyConnected(nn.Module):
+    r"""Any affine map from features on one grid to features on another: the freest layer, which contains all others.
+
+    .. math:: y[n, c', y] = b[c', y] + \sum_{c, x} W[c', y, c, x]\, x[n, c, x]
+
+    Positions are numbered row by row. It has ``C' C S S' + C' S'`` parameters, with ``S = H W`` and ``S' = H' W'``.
+    The weight is drawn from ``U(-1/sqrt(C S), 1/sqrt(C S))`` by torch's global generator, the bias is 0.
+
+    Args:
+        in_channels: ``C``, >= 1.
+        out_channels: ``C'``, >= 1.
+        grid: Height and width of the inputs, or the side of a square.
+        out_grid: The same of the outputs; default ``grid``.
+
+    Attributes:
+        weight: Shape ``[C', S', C, S]``.
+        bias: Shape ``[C', S']``; it varies over space, so that this layer is translation-equivariant only if both
+            weight and bias are constant along the grid.
+        grid: ``(H, W)``.
+        out_grid: ``(H', W')``.
+
+    Raises:
+        ValueError: If an argument is out of range, or from the forward if features have another shape.
+
+    References:
+        van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using
+        Gradients", section 2; our specification, 1.1.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None = None) -> None:
+        super().__init__()
+        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.grid = height_width(self, grid)
+        self.out_grid = self.grid if out_grid is None else height_width(self, out_grid, "out_grid")
+        positions, out_positions = math.prod(self.grid), math.prod(self.out_grid)
+        bound = (in_channels * positions) ** -0.5
+        weight = torch.empty(out_channels, out_positions, in_channels, positions)
+        self.weight = nn.Parameter(nn.init.uniform_(weight, -bound, bound))
+        self.bias = nn.Parameter(torch.zeros(out_channels, out_positions))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[N, C', H', W']`` for ``[N, C, H, W]``."""
+        check_features(self, x, self.in_channels, self.grid)
+        y = F.linear(x.flatten(1), self.weight.flatten(2).flatten(0, 1), self.bias.flatten())
+        return y.view(len(x), self.out_channels, *self.out_grid)
+
+    def extra_repr(self) -> str:
+        """Return channels and grids, for ``repr``."""
+        return f"{self.in_channels}, {self.out_channels}, grid={self.grid}, out_grid={self.out_grid}"

@@ -1,0 +1,99 @@
+"""Several layers side by side."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+
+def parameter_paths(module: nn.Module) -> dict[str, tuple[str, str]]:
+    """Return the block and the path that each parameter on a path belongs to.
+
+    Args:
+        module: A network or any other module.
+
+    Returns:
+        By parameter name, the name of the outermost :class:`ResidualPathways` around it, and that of its path in the
+        innermost one. Parameters outside of all pathways are left out.
+
+    Example:
+        >>> from lightning_sym.layers import CircularConv
+        >>> network = nn.Sequential(ResidualPathways({"conv": CircularConv(1, 1)}), nn.Flatten(), nn.Linear(4, 2))
+        >>> parameter_paths(network)
+        {'0.conv.weight': ('0', 'conv'), '0.conv.bias': ('0', 'conv')}
+    """
+    blocks = [name for name, part in module.named_modules() if isinstance(part, ResidualPathways)]
+    found = {}
+    for name, _ in module.named_parameters():
+        around = [block for block in blocks if name.startswith(f"{block}." if block else "")]
+        if around:
+            outer, inner = min(around, key=len), max(around, key=len)
+            found[name] = (outer, name[len(inner) :].removeprefix(".").split(".")[0])
+    return found
+
+
+class ResidualPathways(nn.Module):
+    """The scaled sum of paths that see the same input: by default their mean.
+
+    ``forward`` is ``scale * (path1(x) + path2(x) + ...)``. The scale only changes what a prior precision means: a path
+    that is linear in one tensor gives the same function, and the same evidence, with ``(theta, delta, s)`` as with
+    ``(s theta, delta / s^2, 1)``.
+
+    Where several equivariant paths are to halve the grid, let one :class:`~lightning_sym.layers.PolyphasePool` follow
+    their sum: with one each, they may keep different components, and the sum does not move with the input.
+
+    Args:
+        paths: Modules, which get the names ``"0"``, ``"1"``, ...; or one mapping from names to modules. Outputs have
+            one shape.
+        scale: A number; default ``1 / (number of paths)``.
+
+    Attributes:
+        scale: As given; a Python float, no part of the state.
+
+    Raises:
+        ValueError: If there is no path, a name cannot be used, or from the forward if outputs differ in shape.
+
+    References:
+        Finzi et al. (2021), "Residual Pathway Priors for Soft Equivariance Constraints", arXiv:2112.01388; our
+        specification, 1.7.
+    """
+
+    def __init__(self, *paths: nn.Module | Mapping[str, nn.Module], scale: float | None = None) -> None:
+        super().__init__()
+        only = paths[0] if len(paths) == 1 else None
+        named = only if isinstance(only, Mapping) else {str(index): path for index, path in enumerate(paths)}
+        if not named:
+            raise ValueError("ResidualPathways needs one path at least, got none.")
+        self.scale = 1 / len(named) if scale is None else float(scale)
+        for name, path in named.items():
+            if not isinstance(path, nn.Module):
+                raise ValueError(
+                    f"A path of ResidualPathways must be a module, got {path!r}; pass modules, or one mapping from "
+                    "names to modules."
+                )
+            if not name or "." in name or hasattr(self, name):
+                raise ValueError(f"A path cannot be called {name!r}, which modules do not allow; choose another name.")
+            self.add_module(name, path)
+
+    @property
+    def paths(self) -> dict[str, nn.Module]:
+        """The paths by name."""
+        return {name: path for name, path in self.named_children() if path is not None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scaled sum of the paths' outputs."""
+        outputs: dict[str, Tensor] = {name: path(x) for name, path in self.paths.items()}
+        shapes = {name: list(output.shape) for name, output in outputs.items()}
+        if any(shape != next(iter(shapes.values())) for shape in shapes.values()):
+            found = ", ".join(f"{shape} by {name}" for name, shape in shapes.items())
+            raise ValueError(
+                f"The paths of ResidualPathways must give the same shape, got {found}; let a PolyphasePool follow "
+                "paths without out_grid where others have a smaller one."
+            )
+        total, *others = outputs.values()
+        for output in others:
+            total = total + output
+        return total if self.scale == 1 else total * self.scale
+
+    def extra_repr(self) -> str:
+        """Return the scale, for ``repr``."""
+        return f"scale={self.scale:.6g}"

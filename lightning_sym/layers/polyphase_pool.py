@@ -1,0 +1,74 @@
+"""Subsampling that moves with its input."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._text import unknown
+from lightning_sym.layers._checks import check_counts
+
+
+class PolyphasePool(nn.Module):
+    """Subsampling by 2 that keeps, for each sample, the polyphase component with the largest norm.
+
+    The four components are ``x[..., a::2, b::2]``; of equal ones the first in the order (a, b) = (0, 0), (1, 0),
+    (0, 1), (1, 1) is kept. Shifting a sample circularly by s shifts its output by floor(s/2) or ceil(s/2), and rotating
+    it by 90 degrees rotates the output up to such a shift, whatever else is in the batch. In all derivatives the choice
+    is a constant.
+
+    Args:
+        norm: ``"max"``, the largest magnitude, or ``"l2"``; over all channels and positions of a sample. Features of
+            :class:`~lightning_sym.layers.GroupConv` need nothing else: their channels hold all four rotations.
+        groups: Consecutive groups of channels of equal size that choose by themselves, >= 1. With more than one, maps
+            of different groups may move by different amounts under a shift of one pixel, so that layers behind that mix
+            them are not equivariant; the number of channels gives the choice per feature map of the paper.
+
+    Raises:
+        ValueError: If an argument is out of range, or from the forward if height, width or channels are not divisible.
+
+    References:
+        Chaman and Dokmanic (2021), "Truly shift-invariant convolutional neural networks", arXiv:2011.14214; our
+        specification, 2.
+    """
+
+    def __init__(self, norm: Literal["max", "l2"] = "max", groups: int = 1) -> None:
+        super().__init__()
+        if norm not in ("max", "l2"):
+            raise ValueError(unknown("norm of PolyphasePool", norm, ("max", "l2")))
+        check_counts(self, groups=groups)
+        self.norm, self.groups = norm, groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[N, C, H/2, W/2]``, contiguous, for ``[N, C, H, W]``."""
+        if x.ndim != 4 or x.shape[2] % 2 or x.shape[3] % 2:
+            raise ValueError(
+                f"PolyphasePool halves height and width, and needs features [N, C, H, W] with even ones, got "
+                f"{list(x.shape)}; pad the images to a power of two, or pool less often."
+            )
+        batch, channels, height, width = x.shape
+        if channels % self.groups:
+            raise ValueError(
+                f"PolyphasePool with {self.groups} groups of channels needs a multiple of them, got {channels}; "
+                "use groups=1."
+            )
+        x = x.reshape(batch * self.groups, channels // self.groups, height, width)
+        # [N, b, a] -> b * 2 + a
+        choice = self._scores(x.detach()).mT.flatten(1).argmax(1)
+        rows = torch.arange(0, height, 2, device=x.device) * width
+        columns = torch.arange(0, width, 2, device=x.device)
+        kept = (rows[:, None] + columns).flatten() + (choice % 2 * width + choice // 2)[:, None]
+        y = x.flatten(2).gather(2, kept[:, None].expand(-1, x.shape[1], -1))
+        return y.view(batch, channels, height // 2, width // 2)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """Return the norms of the components, up to a monotonic function. Shape ``[N, 2, 2]``."""
+        # Over channels first: that is contiguous, and leaves little for the strided part.
+        over_channels = x.abs().amax(1) if self.norm == "max" else x.square().sum(1)
+        height, width = over_channels.shape[1:]
+        components = over_channels.view(len(x), height // 2, 2, width // 2, 2)
+        return components.amax((1, 3)) if self.norm == "max" else components.sum((1, 3))
+
+    def extra_repr(self) -> str:
+        """Return norm and groups, for ``repr``."""
+        return f"norm={self.norm!r}, groups={self.groups}"

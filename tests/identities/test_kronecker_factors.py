@@ -1,0 +1,429 @@
+"""Kronecker factors against dense matrices by automatic differentiation (specification, 5.6, identities 1 to 11)."""
+
+import itertools
+
+import pytest
+import torch
+from curvature_references import (
+    GRID,
+    LAYERS,
+    data,
+    dense_blocks,
+    hessians,
+    jacobians,
+    perturbed,
+    relative_error,
+    relaxed_network,
+    square_root_gradients,
+    with_head,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sym.curvature import autograd_factors, factors, find_rule
+from lightning_sym.curvature.rules import gram
+from lightning_sym.layers import (
+    CircularConv,
+    FactoredFullyConnected,
+    GroupConv,
+    SparseConv,
+    SparseFactoredFullyConnected,
+)
+
+LIKELIHOODS = ["classification", "regression"]
+
+
+def found_blocks(network, x, y, likelihood, **settings):
+    found = factors(network, list(zip(x.split(2), y.split(2), strict=True)), likelihood, **settings)
+    assert found.samples == len(x)
+    return found.blocks
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_a_linear_map_of_one_sample_is_exact(likelihood):
+    network = perturbed(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.GELU(), nn.Linear(3, 3)))
+    x, y = data(1, (4,), 3, likelihood)
+    expected = dense_blocks(network, x, likelihood)
+    found = found_blocks(network, x, y, likelihood)
+    assert list(found) == list(expected)
+    for name, block in found.items():
+        assert relative_error(block.dense(), expected[name]) < 1e-10
+
+
+def test_a_deep_linear_network_with_gaussian_noise_is_exact():
+    network = perturbed(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2, bias=False), nn.Linear(2, 3)))
+    x, y = data(7, (4,), 3, "regression")
+    expected = dense_blocks(network, x, "regression")
+    for name, block in found_blocks(network, x, y, "regression").items():
+        assert relative_error(block.dense(), expected[name]) < 1e-10
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_blocks_without_inputs_are_exact(layer, likelihood):
+    network, shape = with_head(layer)
+    x, y = data(5, shape, 3, likelihood)
+    expected = dense_blocks(network, x, likelihood)
+    blocks = found_blocks(network, x, y, likelihood)
+    left_out = {name for name in expected if "positions" in name or "omega" in name}
+    assert set(blocks) == set(expected) - left_out
+    exact = {name: block for name, block in blocks.items() if block.in_factor is None}
+    assert exact
+    for name, block in exact.items():
+        assert relative_error(block.dense(), expected[name]) < 1e-10
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Conv2d(2, 3, GRID),
+        lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), CircularConv(2, 3)),
+        lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), SparseConv(2, 3)),
+    ],
+    ids=["conv", "circular", "sparse"],
+)
+def test_a_convolution_at_one_position_is_exact_for_one_sample(layer, likelihood):
+    network = perturbed(nn.Sequential(layer(), nn.Flatten(), nn.Tanh(), nn.Linear(3, 3)))
+    x, y = data(1, (2, *GRID), 3, likelihood)
+    expected = dense_blocks(network, x, likelihood)
+    for name, block in found_blocks(network, x, y, likelihood).items():
+        assert relative_error(block.dense(), expected[name]) < 1e-10
+
+
+# ---- loops over samples, columns and positions
+
+
+def circular_patch(x, i, j, kernel):
+    height, width = x.shape[-2:]
+    reach = kernel // 2
+    rows = [(i + a - reach) % height for a in range(kernel)]
+    columns = [(j + b - reach) % width for b in range(kernel)]
+    return x[:, rows][:, :, columns]
+
+
+def convolution_loops(layer, x, g):
+    """Return B, A and the bias block of a circular convolution by their definition."""
+    places = list(itertools.product(range(x.shape[2]), range(x.shape[3])))
+    b = sum(
+        torch.outer(g[v, n, :, i, j], g[v, n, :, i, j]) for v in range(len(g)) for n in range(len(x)) for i, j in places
+    )
+    patches = [circular_patch(x[n], i, j, layer.weight.shape[-1]).flatten() for n in range(len(x)) for i, j in places]
+    bias = sum(torch.outer(total, total) for column in g for total in column.sum((2, 3)))
+    return {"weight": (b / len(places), sum(torch.outer(a, a) for a in patches) / len(x)), "bias": (bias, None)}
+
+
+def group_convolution_loops(layer, x, g):
+    places = list(itertools.product(range(x.shape[2]), range(x.shape[3])))
+    channels = layer.in_channels
+    a_sum = b_sum = bias = 0
+    for n in range(len(x)):
+        for v in range(len(g)):
+            total = 0
+            for turns, (i, j) in itertools.product(range(4), places):
+                vector = g[v, n].unflatten(0, (4, -1))[turns, :, i, j]
+                b_sum = b_sum + torch.outer(vector, vector)
+                total = total + vector
+            bias = bias + torch.outer(total, total)
+        for turns, (i, j) in itertools.product(range(4), places):
+            if layer.kind == "lifting":
+                seen = x[n]
+            else:
+                groups = x[n].unflatten(0, (4, channels))
+                order = [(turns + shift) % 4 for shift in range(4)] if layer.kind == "full" else [turns]
+                seen = torch.cat([groups[h] for h in order])
+            vector = torch.rot90(circular_patch(seen, i, j, 3), -turns, (1, 2)).flatten()
+            a_sum = a_sum + torch.outer(vector, vector)
+    return {"weight": (b_sum / (4 * len(places)), a_sum / len(x)), "bias": (bias, None)}
+
+
+def factored_loops(layer, x, g):
+    c_in, c_out = layer.in_channels, layer.out_channels
+    theta2 = layer.theta2.detach().unflatten(1, (c_out, c_in))  # [S', C', C]
+    x, g = x.flatten(2), g.flatten(3)
+    z = torch.einsum("ocs,ncs->noc", layer.theta1.detach(), x) + layer.b1.detach()[:, None]
+    b1 = b2 = out1 = out2 = 0
+    for v, n in itertools.product(range(len(g)), range(len(x))):
+        gz = torch.stack([theta2[:, :, c].T.mul(g[v, n]).sum(1) for c in range(c_in)])  # [C, C']
+        out1 = out1 + sum(torch.outer(row, row) for row in gz) / c_in
+        out2 = out2 + sum(torch.outer(row, row) for row in g[v, n]) / c_out
+        b1 = b1 + torch.outer(gz.sum(0), gz.sum(0))
+        b2 = b2 + torch.outer(g[v, n].sum(0), g[v, n].sum(0))
+    in1 = torch.stack([sum(torch.outer(row[c], row[c]) for row in x) / len(x) for c in range(c_in)])
+    in2 = torch.stack([sum(torch.outer(row[o], row[o]) for row in z) / len(x) for o in range(c_out)])
+    return {"theta1": (out1, in1), "theta2": (out2, in2), "b1": (b1, None), "b2": (b2, None)}
+
+
+LOOPS = {
+    "circular": convolution_loops,
+    "circular 5 on a small grid": convolution_loops,
+    "factored": factored_loops,
+    **{f"p4 {kind}": group_convolution_loops for kind in ("lifting", "full", "pointwise")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("layer", LOOPS)
+def test_factors_are_those_of_loops(layer, likelihood):
+    network, shape = with_head(layer)
+    x, y = data(3, shape, 3, likelihood)
+    expected = LOOPS[layer](network[0], x, square_root_gradients(network, x, likelihood))
+    found = found_blocks(network, x, y, likelihood)
+    for name, (b, a) in expected.items():
+        block = found[f"0.{name}"]
+        assert relative_error(block.out_factor, b) < 1e-12
+        assert (a is None) == (block.in_factor is None)
+        if a is not None:
+            assert relative_error(block.in_factor, a) < 1e-12
+
+
+def test_torchs_circular_convolution_is_ours():
+    network, shape = with_head("circular")
+    layer = network[0]
+    other = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular").double()
+    other.load_state_dict(layer.state_dict())
+    x, y = data(3, shape, 3, "classification")
+    ours = found_blocks(network, x, y, "classification")
+    theirs = found_blocks(nn.Sequential(other, *network[1:]), x, y, "classification")
+    for name, block in ours.items():
+        assert relative_error(theirs[name].out_factor, block.out_factor) < 1e-12
+        if block.in_factor is not None:
+            assert relative_error(theirs[name].in_factor, block.in_factor) < 1e-12
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_vectors_without_dropped_terms_give_the_exact_matrix(layer):
+    network, shape = with_head(layer)
+    x, _ = data(4, shape, 3, "classification")
+    expected = dense_blocks(network, x, "classification")
+    module, rule = network[0], find_rule("0", network[0])
+    g = square_root_gradients(network, x, "classification")
+    with torch.no_grad():
+        inputs, gradients = rule.inputs(module, x), rule.gradients(module, x, g)
+        fast = rule.in_factors(module, x)
+    assert inputs.keys() == fast.keys()
+    for name, vectors in gradients.items():
+        if getattr(module, name, None) is None:
+            continue  # a layer without bias
+        if name not in inputs:
+            jacobian = vectors[:, :, 0]
+        else:
+            a = inputs[name]
+            assert relative_error(fast[name], gram(a, a.ndim - 3)) < 1e-12
+            lead = {3: ("", ""), 4: ("l", "")}[a.ndim]
+            letters = "loi" if name in rule.blocks_first and a.ndim == 4 else f"o{lead[0]}i"
+            lead_g = "l" if vectors.ndim == 5 else ""
+            sum_over = "r"
+            if a.ndim == 4 and vectors.ndim == 4:  # a factored layer: places are the blocks
+                jacobian = torch.einsum("vnlo,lni->vnoli", vectors, a[:, :, 0]).flatten(2)
+            else:
+                equation = f"{lead_g}vn{sum_over}o,{lead[0]}n{sum_over}i->vn{letters}"
+                jacobian = torch.einsum(equation, vectors, a).flatten(2)
+        exact = torch.einsum("vnp,vnq->pq", jacobian, jacobian)
+        assert relative_error(exact, expected[f"0.{name}"]) < 1e-10
+
+
+# ---- factored layers
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_per_channel_blocks_are_exact_for_one_sample(likelihood):
+    network, shape = with_head("factored")
+    x, y = data(1, shape, 3, likelihood)
+    expected = dense_blocks(network, x, likelihood)
+    found = found_blocks(network, x, y, likelihood, ffc="per_channel")
+    for name, blocks in (("0.theta1", 3), ("0.theta2", 2)):
+        block = found[name]
+        assert block.out_factor.shape[0] == block.in_factor.shape[0] == blocks
+        sides = (block.out_factor.shape[-1], blocks, block.in_factor.shape[-1])
+        dense, exact = (matrix.reshape(*sides, *sides) for matrix in (block.dense(), expected[name]))
+        for number in range(blocks):
+            part = dense[:, number, :, :, number], exact[:, number, :, :, number]
+            assert relative_error(*part) < 1e-10
+
+
+def test_per_channel_blocks_are_exact_in_linear_networks():
+    torch.manual_seed(0)
+    network = perturbed(nn.Sequential(FactoredFullyConnected(3, 2, GRID, (2, 3)), nn.Flatten(), nn.Linear(12, 4)))
+    x, y = data(7, (3, *GRID), 4, "regression")
+    expected = dense_blocks(network, x, "regression")["0.theta1"].reshape(2, 3, 24, 2, 3, 24)
+    found = found_blocks(network, x, y, "regression", ffc="per_channel")["0.theta1"].dense().reshape(2, 3, 24, 2, 3, 24)
+    for c in range(3):
+        assert relative_error(found[:, c, :, :, c], expected[:, c, :, :, c]) < 1e-10
+
+
+@pytest.mark.parametrize("ffc", ["shared", "per_channel"])
+@pytest.mark.parametrize(("channels", "name"), [((1, 3), "theta1"), ((3, 1), "theta2")])
+def test_a_factored_layer_of_one_channel_is_exact_for_one_sample(channels, name, ffc):
+    torch.manual_seed(0)
+    layer = FactoredFullyConnected(*channels, GRID, (2, 3))
+    network = perturbed(nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(6 * channels[1], 3)))
+    x, y = data(1, (channels[0], *GRID), 3, "classification")
+    expected = dense_blocks(network, x, "classification")[f"0.{name}"]
+    found = found_blocks(network, x, y, "classification", ffc=ffc)[f"0.{name}"]
+    assert relative_error(found.dense(), expected) < 1e-10
+
+
+def test_the_trace_is_right_for_inputs_of_unit_norm():
+    network, shape = with_head("factored")
+    x, y = data(6, shape, 3, "classification")
+    x = x / x.flatten(2).norm(dim=2)[..., None, None]
+    expected = dense_blocks(network, x, "classification")["0.theta1"].trace()
+    block = found_blocks(network, x, y, "classification")["0.theta1"]
+    trace = torch.einsum("oo,cii->", block.out_factor, block.in_factor)
+    assert abs(trace / expected - 1) < 1e-12
+
+
+def test_eigenvalues_of_a_factored_layer_stay_small_problems():
+    block = found_blocks(*with_data("factored"), "classification")["0.theta1"]
+    spectrum = block.eigenvalues()
+    assert spectrum.out.shape == (2,)
+    assert spectrum.inner.shape == (3, 24)
+    assert spectrum.size == block.size == 2 * 3 * 24
+
+
+def with_data(layer, count=5, likelihood="classification"):
+    network, shape = with_head(layer)
+    return network, *data(count, shape, 3, likelihood)
+
+
+# ---- sparse layers: the chain rule
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_sparse_convolution_projects_the_convolutions_factors(learned):
+    torch.manual_seed(0)
+    sparse = SparseConv(2, 3, learn_positions=learned, learn_lengthscale=learned)
+    network = perturbed(nn.Sequential(sparse, nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)))
+    dense = CircularConv(2, 3).double()
+    with torch.no_grad():
+        dense.weight.copy_(sparse.filters())
+        dense.bias.copy_(sparse.bias)
+    x, y = data(4, (2, *GRID), 3, "classification")
+    other = nn.Sequential(dense, *network[1:])
+    phi = torch.block_diag(*[sparse.interpolation().detach()] * 2)
+    found, expected = (found_blocks(n, x, y, "classification") for n in (network, other))
+    assert set(found) == {"0.u", "0.bias", "3.weight", "3.bias"}
+    assert relative_error(found["0.u"].out_factor, expected["0.weight"].out_factor) < 1e-10
+    assert relative_error(found["0.u"].in_factor, phi @ expected["0.weight"].in_factor @ phi.T) < 1e-10
+    exact = [dense_blocks(n, x, "classification")[name] for n, name in ((network, "0.u"), (other, "0.weight"))]
+    chain = torch.block_diag(*[phi] * 3)
+    assert relative_error(exact[0], chain @ exact[1] @ chain.T) < 1e-10
+
+
+@pytest.mark.parametrize("ffc", ["shared", "per_channel"])
+def test_a_sparse_factored_layer_projects_the_factored_ones(ffc):
+    torch.manual_seed(0)
+    sparse = SparseFactoredFullyConnected(3, 2, GRID, (2, 3))
+    network = perturbed(nn.Sequential(sparse, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)))
+    dense = FactoredFullyConnected(3, 2, GRID, (2, 3)).double()
+    with torch.no_grad():
+        for parameter, value in zip((dense.theta1, dense.theta2), sparse.factors(), strict=True):
+            parameter.copy_(value)
+        dense.b1.copy_(sparse.b1)
+        dense.b2.zero_()
+    x, y = data(4, (3, *GRID), 3, "classification")
+    other = nn.Sequential(dense, *network[1:])
+    found, expected = (found_blocks(n, x, y, "classification", ffc=ffc) for n in (network, other))
+    phi1, phi2 = (phi.detach() for phi in sparse.interpolations())
+    pairs = {
+        "u1 B": (found["0.u1"].out_factor, expected["0.theta1"].out_factor),
+        "u1 A": (found["0.u1"].in_factor, phi1 @ expected["0.theta1"].in_factor @ phi1.T),
+        "u2 B": (found["0.u2"].out_factor, phi2 @ expected["0.theta2"].out_factor @ phi2.T),
+        "u2 A": (found["0.u2"].in_factor, expected["0.theta2"].in_factor),
+        "b1": (found["0.b1"].out_factor, expected["0.b1"].out_factor),
+    }
+    for name, pair in pairs.items():
+        assert relative_error(*pair) < 1e-10, name
+
+
+# ---- eigenvalues, batches, other ways to the same numbers
+
+
+@pytest.mark.parametrize("ffc", ["shared", "per_channel"])
+@pytest.mark.parametrize("layer", ["factored", "conv groups", "conv depthwise", "p4 separable", "circular", "linear"])
+def test_eigenvalues_give_the_dense_log_determinant(layer, ffc):
+    network, x, y = with_data(layer)
+    for block in found_blocks(network, x, y, "classification", ffc=ffc).values():
+        delta, h = 0.3, 1.7
+        spectrum = block.eigenvalues()
+        dense = h * block.dense() + delta * torch.eye(block.size, dtype=torch.float64)
+        expected = torch.linalg.slogdet(dense).logabsdet
+        found = (h * spectrum.products() + delta).log().sum()
+        if spectrum.products().numel() != block.size:  # no block axes on either factor
+            raise AssertionError(block)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ffc", ["shared", "per_channel"])
+def test_the_cut_into_batches_does_not_matter(ffc):
+    network = relaxed_network()
+    x, y = data(10, (2, *GRID), 3, "classification")
+    whole = factors(network, [(x, y)], ffc=ffc)
+    cut = factors(network, [(x[:1], y[:1]), (x[1:8], y[1:8]), (x[8:8], y[8:8]), (x[8:], y[8:])], ffc=ffc)
+    added = factors(network, [(x[:3], y[:3])], ffc=ffc) + factors(network, [(x[3:], y[3:])], ffc=ffc)
+    for other in (cut, added):
+        assert other.samples == 10
+        assert other.loss_sum == pytest.approx(whole.loss_sum, rel=1e-12)
+        for name, block in whole.blocks.items():
+            assert relative_error(other.blocks[name].dense(), block.dense()) < 1e-10
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_columns_together_are_columns_one_by_one(likelihood):
+    network = relaxed_network()
+    x, y = data(5, (2, *GRID), 3, likelihood)
+    one, two, three = (autograd_factors(network, [(x, y)], likelihood, columns=c).blocks for c in (1, 2, 3))
+    for name, block in one.items():
+        for other in (two, three):
+            assert relative_error(other[name].out_factor, block.out_factor) < 1e-12
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_gradients_of_a_relaxed_network_are_exact(likelihood):
+    network = relaxed_network()
+    x, y = data(4, (2, *GRID), 3, likelihood)
+    expected = dense_blocks(network, x, likelihood)
+    found = found_blocks(network, x, y, likelihood)
+    assert found.keys() == expected.keys()
+    checked = 0
+    for name, block in found.items():
+        if block.in_factor is None:
+            assert relative_error(block.dense(), expected[name]) < 1e-10
+            checked += 1
+        else:
+            assert 0.2 < block.dense().trace() / expected[name].trace() < 5
+    assert checked == 7
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_monte_carlo_is_unbiased(likelihood):
+    network, x, y = with_data("factored", 4, likelihood)
+    exact = found_blocks(network, x, y, likelihood)
+    generator = torch.Generator().manual_seed(0)
+    settings = {"samples": 4000, "generator": generator, "columns": 500}
+    drawn = autograd_factors(network, [(x, y)], likelihood, **settings).blocks
+    once = found_blocks(network, x, y, likelihood, samples=1, generator=generator)
+    for name, block in exact.items():
+        assert relative_error(drawn[name].out_factor, block.out_factor) < 0.05
+        assert relative_error(once[name].out_factor, block.out_factor) > 0.1, "one label is noise"
+        if block.in_factor is not None:
+            assert relative_error(drawn[name].in_factor, block.in_factor) < 1e-12
+
+
+def test_the_square_root_is_that_of_the_hessian():
+    network, x, y = with_data("linear", 3)
+    outputs, found = jacobians(network, x)
+    g = square_root_gradients(network, x, "classification")
+    expected = torch.einsum("nkp,nkl,nlq->pq", found["0.bias"], hessians(outputs, "classification"), found["0.bias"])
+    assert relative_error(torch.einsum("vnp,vnq->pq", g, g), expected) < 1e-12
+    loss = F.cross_entropy(network(x), y, reduction="sum").item()
+    assert factors(network, [(x, y)]).log_likelihood_sum == pytest.approx(-loss, rel=1e-12)
+
+
+def test_group_convolutions_keep_one_block_per_channel():
+    network, x, y = with_data("p4 separable")
+    assert isinstance(network[0], GroupConv)
+    block = found_blocks(network, x, y, "classification")["0.spatial_weight"]
+    assert block.out_factor.shape == (2, 1, 1)
+    assert block.in_factor.shape == (2, 9, 9)

@@ -1,0 +1,392 @@
+"""Engine backpack: what it refuses and in which words, that it leaves nothing behind, and its parts in BackPACK."""
+
+import warnings
+
+import backpack
+import pytest
+import torch
+from backpack import extend
+from backpack.context import CTX
+from backpack.custom_module.branching import Parallel
+from backpack.extensions import BatchGrad
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym.curvature import (
+    EmptyLoaderError,
+    NonFiniteError,
+    RelaxedKFAC,
+    RelaxedKFLR,
+    Rule,
+    factors,
+    register_layer,
+)
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways, SparseConv
+from lightning_sym.networks import CIFARResNet, Network, RelaxedNetwork
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 4, generator=generator)
+    return [(x[:4], torch.arange(4) % 3), (x[4:], torch.arange(2))]
+
+
+def found(network, loader=None, **settings):
+    return factors(network, batches() if loader is None else loader, engine="backpack", **settings)
+
+
+def state(network):
+    return {
+        "modes": [module.training for module in network.modules()],
+        "attributes": [sorted(vars(module)) for module in network.modules()],
+        "hooks": [[len(v) for k, v in vars(m).items() if k.endswith("_hooks")] for m in network.modules()],
+        "of parameters": [sorted(vars(parameter)) for parameter in network.parameters()],
+        "addresses": [parameter.data_ptr() for parameter in network.parameters()],
+        "gradients": [None if p.grad is None else p.grad.tolist() for p in network.parameters()],
+        "values": {name: value.tolist() for name, value in network.state_dict().items()},
+        "hooks of backpack": list(map(id, CTX.hook_handles)),
+        "extensions of backpack": CTX.get_active_exts(),
+        "filters": list(warnings.filters),
+    }
+
+
+@pytest.mark.parametrize("gradients", ["none", "filled"])
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_left_behind(training, gradients):
+    network = perceptron()
+    if gradients == "filled":
+        network(torch.randn(4, 4)).sum().backward()
+    network.train(training)
+    network[2].eval()
+    random, before = torch.get_rng_state(), state(network)
+    for settings in ({}, {"samples": 2}):
+        found(network, **settings)
+        assert state(network) == before
+    assert torch.equal(random, torch.get_rng_state())
+
+
+class Breaks(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise RuntimeError("it breaks")
+
+        def fail(g):
+            raise RuntimeError("it breaks")
+
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(fail)
+        return y
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "loader"])
+def test_nothing_is_left_behind_after_an_error(where):
+    network = perceptron().train()
+    if where != "loader":
+        network.insert(1, Breaks(where))
+    before = state(network)
+
+    def loader():
+        yield batches()[0]
+        raise RuntimeError("it breaks")
+
+    with pytest.raises(RuntimeError, match="it breaks"):
+        found(network, loader())
+    assert state(network) == before
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_other_users_of_backpack_are_not_disturbed():
+    other, loss = extend(nn.Sequential(nn.Linear(4, 3))), extend(nn.CrossEntropyLoss(reduction="sum"))
+    x, y = batches()[0]
+    value = loss(other(x), y)
+    with backpack.backpack(BatchGrad()), backpack.disable():
+        found(perceptron())
+        value.backward()
+    assert other[0].weight.grad_batch.shape == (4, 3, 4)
+
+
+def test_an_extended_network_and_its_factors_are_left_alone():
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    expected = factors(network, batches()).blocks
+    network = extend(network)
+    network[0].weight.kflr = "old"
+    before = state(network)
+    torch.testing.assert_close(found(network).blocks["0.weight"].out_factor, expected["0.weight"].out_factor)
+    assert network[0].weight.kflr == "old"
+    assert state(network) == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_works_where_gradients_are_off(mode):
+    network = perceptron().eval()
+    expected = found(network).blocks
+    with mode():
+        again = found(network).blocks
+    for name, block in expected.items():
+        assert torch.equal(again[name].out_factor, block.out_factor)
+
+
+def test_weights_that_changed_give_other_factors():
+    network = perceptron()
+    first, second = (found(network).blocks["0.weight"] for _ in range(2))
+    assert torch.equal(first.out_factor, second.out_factor)
+    with torch.no_grad():
+        network[0].weight.mul_(2)
+    assert not torch.equal(found(network).blocks["0.weight"].out_factor, first.out_factor)
+
+
+def test_monte_carlo_follows_its_generator():
+    network = perceptron()
+    draw = lambda seed: found(network, samples=1, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    first, again, other = (draw(seed).blocks["4.weight"].out_factor for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_single(dtype):
+    network = perceptron().to(dtype)
+    blocks = found(network).blocks
+    assert all(parameter.dtype == dtype for parameter in network.parameters())
+    for name, block in factors(network, batches()).blocks.items():
+        assert blocks[name].out_factor.dtype == torch.float32
+        torch.testing.assert_close(blocks[name].out_factor, block.out_factor)
+
+
+def test_frozen_parameters_are_constants():
+    network = perceptron()
+    network[0].weight.requires_grad_(False)
+    network[3].requires_grad_(False)
+    assert set(found(network).blocks) == {"0.bias", "4.weight", "4.bias"}
+
+
+def test_anchor_positions_are_left_out_and_listed():
+    conv = SparseConv(2, 3, learn_positions=True, learn_lengthscale=True)
+    blocks = found(nn.Sequential(conv, nn.Flatten(), nn.Linear(48, 3)), [(torch.randn(2, 2, 4, 4), torch.arange(2))])
+    assert blocks.left_out == ("0.positions", "0.omega")
+    assert set(blocks.blocks) == {"0.u", "0.bias", "2.weight", "2.bias"}
+
+
+def test_modules_without_parameters_may_be_used_twice():
+    activation = nn.Tanh()
+    network = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 3))
+    expected = factors(network, batches()).blocks
+    for name, block in found(network).blocks.items():
+        torch.testing.assert_close(block.out_factor, expected[name].out_factor)
+
+
+# ---- what is refused
+
+
+class Wrapper(nn.Module):
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * self.parts(x)
+
+
+class Functional(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.parts(x))
+
+
+class Skip(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.parts(x)
+
+
+class Branches(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x) if x.sum() > 0 else x
+
+
+class Unused(Network):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.spare = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+
+def reused():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def hooked():
+    network = perceptron()
+    network[1].register_forward_hook(lambda module, args, output: 2 * output)
+    return network
+
+
+def replaced():
+    network = perceptron()
+    network.forward = lambda x: network[4](network[0](x))
+    return network
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Wrapper(nn.Linear(4, 3)), r"cannot handle the network \(Wrapper\).*engine: autograd"),
+        (lambda: nn.Sequential(Functional(nn.Linear(4, 3))), r"module '0' \(Functional\).*engine: autograd"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Skip(nn.Linear(4, 4))), r"module '1' \(Skip\).*engine: autograd"),
+        (lambda: Branches(nn.Linear(4, 4)), r"network \(Branches\).*engine: autograd"),
+        (CIFARResNet, r"\(ResidualBlock\).*engine: autograd"),
+        (replaced, r"the network \(Sequential\).*engine: autograd"),
+        (Unused, r"'spare' \(Linear\) has trainable parameters but is not called"),
+        (lambda: nn.Sequential(nn.Linear(4, 3), InPlace()), r"'1' \(InPlace\) changes its input in place.*autograd"),
+        (lambda: nn.Sequential(InPlace(), nn.Linear(4, 3)), r"'0' \(InPlace\) changes its input in place.*autograd"),
+        (lambda: nn.Sequential(nn.Linear(4, 3), Pair()), r"'1' \(Pair\) must take one tensor and return one"),
+        (reused, "'0' is called more than once.*one instance per call"),
+        (hooked, r"outputs of the network \(Sequential\) are not those of its layers.*engine: autograd"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Own()), "'1' has parameters but its type Own has no curvature rule"),
+        (lambda: nn.Linear(4, 3).requires_grad_(False), "no trainable parameters"),
+    ],
+)
+def test_networks_that_cannot_be_treated(make, words):
+    torch.manual_seed(0)
+    network = make()
+    before = state(network)
+    with pytest.raises(ValueError, match=words) as error:
+        found(network)
+    assert str(error.value).count(". ") == 0, "one sentence"
+    assert state(network) == before
+
+
+def test_a_path_that_does_not_fit_is_an_error_of_the_layer():
+    network = nn.Sequential(ResidualPathways(CircularConv(1, 2), nn.Sequential(CircularConv(1, 2), PolyphasePool())))
+    with pytest.raises(AssertionError, match="Shapes don't match"):
+        found(network, [(torch.randn(2, 1, 4, 4), torch.arange(2))])
+
+
+def test_data_and_weights_that_cannot_be_treated():
+    with pytest.raises(EmptyLoaderError, match="at least one batch"):
+        found(perceptron(), [])
+    x, y = batches()[0]
+    with pytest.raises(ValueError, match="Labels must be in 0 to 2"):
+        found(perceptron(), [(x, y + 2)])
+    with pytest.raises(ValueError, match="shape of the outputs"):
+        found(perceptron(), [(x, y.float())], likelihood="regression")
+    with pytest.raises(NonFiniteError, match="not finite"):
+        found(perceptron(), [(x * float("nan"), y)])
+    network = perceptron()
+    with torch.no_grad():
+        network[0].weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"'0\.weight'"):
+        found(network)
+
+
+@pytest.mark.parametrize(
+    ("gives", "words"),
+    [
+        ({}, "rule of Layer gives no gradients for 'matrix'"),
+        ({"matrix": torch.ones(1, 1, 1, 2)}, "block of 2 parameters for 'matrix'"),
+    ],
+)
+def test_rules_that_are_wrong(gives, words):
+    class Layer(Own):
+        pass
+
+    @register_layer(Layer)
+    class LayerRule(Rule):
+        def gradients(self, module, x, g):
+            return gives
+
+    with pytest.raises(ValueError, match=words):
+        found(Layer())
+
+
+# ---- the extensions by themselves
+
+
+def own_layer():
+    class Layer(Own):
+        pass
+
+    @register_layer(Layer)
+    class LayerRule(Rule):
+        def inputs(self, module, x):
+            return {"matrix": x[:, None]}
+
+        def gradients(self, module, x, g):
+            return {"matrix": g[:, :, None]}
+
+    return nn.Sequential(nn.Tanh(), Layer()), (4,)
+
+
+def branched():
+    paths = Parallel(FactoredFullyConnected(2, 2, 4, 2), nn.Sequential(CircularConv(2, 2), PolyphasePool()))
+    return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), paths, nn.GELU(), nn.Flatten()), (
+        *(2, 4, 4),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("make", [own_layer, branched])
+def test_extensions_in_backpack_itself(make, likelihood):
+    torch.manual_seed(0)
+    network, shape = make()
+    network = network.double()
+    x = torch.randn(5, *shape, dtype=torch.float64)
+    y = torch.arange(5) % 3 if likelihood == "classification" else torch.randn_like(network(x))
+    residual = nn.Sequential(
+        *(ResidualPathways(*m.branch.children(), scale=1) if isinstance(m, Parallel) else m for m in network)
+    )
+    expected = list(factors(residual, [(x, y)], likelihood).blocks.values())
+    loss = extend((nn.CrossEntropyLoss if likelihood == "classification" else nn.MSELoss)(reduction="sum"))
+    network = extend(network)
+    for extension in (RelaxedKFLR(), RelaxedKFAC(mc_samples=4000)):
+        with backpack.backpack(extension):
+            torch.manual_seed(1)
+            loss(network(x), y).backward(retain_graph=True)
+        for parameter, block in zip(network.parameters(), expected, strict=True):
+            given = getattr(parameter, extension.savefield)
+            # BackPACK's MSELoss has no factor of one half.
+            b = given.out_factor if likelihood == "classification" else given.out_factor / 2
+            error = (b - block.out_factor).norm() / block.out_factor.norm()
+            assert error < (1e-12 if extension.savefield == "kflr" else 0.2)
+            assert block.in_factor is None or torch.allclose(given.in_factor, block.in_factor)
+
+
+def test_a_relaxed_network_in_single_precision():
+    torch.manual_seed(0)
+    network = RelaxedNetwork(["ffc", "conv"], 2, 8, 1, 3)
+    loader = [(torch.randn(7, 1, 8, 8), torch.arange(7) % 3)]
+    expected = factors(network, loader).blocks
+    for name, block in found(network, loader).blocks.items():
+        scale = expected[name].out_factor.abs().max().item()
+        torch.testing.assert_close(block.out_factor, expected[name].out_factor, rtol=1e-4, atol=1e-5 * scale)

@@ -1,0 +1,486 @@
+"""The autograd engine: what it accepts, what it refuses and in which words, and that it leaves nothing behind."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym.curvature import (
+    CurvatureError,
+    EmptyLoaderError,
+    KroneckerBlock,
+    NonFiniteError,
+    Rule,
+    autograd_factors,
+    factors,
+    find_rule,
+    parameter_groups,
+    register_layer,
+)
+from lightning_sym.curvature import blocks as blocks_module
+from lightning_sym.curvature.blocks import symmetric_eigenvalues
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv
+from lightning_sym.networks import Network, TorchvisionNetwork
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def batches(count=6, **kwargs):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator)
+    return [(x[:4], torch.arange(4) % 3), (x[4:], torch.arange(count - 4) % 3)]
+
+
+def state(network):
+    return {
+        "modes": [module.training for module in network.modules()],
+        "hooks": [len(module._forward_hooks) for module in network.modules()],
+        "attributes": [sorted(vars(module)) for module in network.modules()],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in network.parameters()],
+        "values": [value.clone() for value in network.state_dict().values()],
+    }
+
+
+def assert_same(before, after):
+    for key in ("modes", "hooks", "attributes"):
+        assert before[key] == after[key]
+    for key in ("gradients", "values"):
+        for old, new in zip(before[key], after[key], strict=True):
+            assert (old is None) == (new is None)
+            assert old is None or torch.equal(old, new)
+
+
+@pytest.mark.parametrize("gradients", ["none", "filled"])
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_left_behind(training, gradients):
+    network = perceptron()
+    if gradients == "filled":
+        network(torch.randn(4, 4)).sum().backward()
+    network.train(training)
+    network[2].eval()
+    random, before = torch.get_rng_state(), state(network)
+    for settings in ({}, {"samples": 2}):
+        factors(network, batches(), **settings)
+        assert_same(before, state(network))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_nothing_is_left_behind_after_an_error():
+    network = perceptron().train()
+    before = state(network)
+
+    def broken():
+        yield batches()[0]
+        raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        factors(network, broken())
+    assert_same(before, state(network))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_works_where_gradients_are_off(mode):
+    network = perceptron().eval()
+    expected = factors(network, batches()).blocks
+    with mode():
+        found = factors(network, batches()).blocks
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert not torch.is_grad_enabled()
+    for name, block in expected.items():
+        assert torch.equal(found[name].out_factor, block.out_factor)
+
+
+def test_two_passes_are_the_same_and_weights_that_changed_give_others():
+    network = perceptron()
+    first, second = (factors(network, batches()).blocks["0.weight"] for _ in range(2))
+    assert torch.equal(first.out_factor, second.out_factor)
+    with torch.no_grad():
+        network[0].weight.mul_(2)
+    assert not torch.equal(factors(network, batches()).blocks["0.weight"].out_factor, first.out_factor)
+
+
+def test_monte_carlo_follows_its_generator():
+    network = perceptron()
+    draw = lambda seed: factors(network, batches(), samples=1, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    first, again, other = (draw(seed).blocks["4.weight"].out_factor for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    default = [factors(network, batches(), samples=1).blocks["4.weight"].out_factor for _ in range(2)]
+    assert torch.equal(*default)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_single(dtype):
+    network = perceptron().to(dtype)
+    found = factors(network, batches())
+    assert all(parameter.dtype == dtype for parameter in network.parameters())
+    expected = factors(copy.deepcopy(network).float(), batches())
+    for name, block in found.blocks.items():
+        assert block.out_factor.dtype == torch.float32
+        assert torch.equal(block.out_factor, expected.blocks[name].out_factor)
+
+
+def test_autocast_is_off_meanwhile():
+    network = perceptron()
+    expected = factors(network, batches()).blocks["0.weight"]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = factors(network, batches()).blocks["0.weight"]
+    assert torch.equal(found.out_factor, expected.out_factor)
+
+
+def test_operations_in_place_behind_a_layer_do_no_harm():
+    out_of_place = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    in_place = nn.Sequential(out_of_place[0], nn.ReLU(inplace=True), out_of_place[2])
+    expected = factors(out_of_place, batches()).blocks
+    for name, block in factors(in_place, batches()).blocks.items():
+        assert torch.equal(block.out_factor, expected[name].out_factor)
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0
+        y = self.layer(x)
+        x.mul_(2)
+        return y + x
+
+
+class CallsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, y
+
+
+def unused():
+    network = perceptron()
+    network.register_module("spare", nn.Linear(2, 2))
+    network.forward = lambda x: nn.Sequential(*list(network)[:-1])(x)
+    return network
+
+
+def tied():
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    network[1].weight = network[0].weight
+    return network
+
+
+def frozen():
+    return nn.Linear(4, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (ChangesItsInput, "input of module 'layer' is changed in place"),
+        (CallsTwice, "'layer' is called more than once"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), Own()),
+            "'1' has parameters but its type Own has no curvature rule.*register_layer",
+        ),
+        (Pair, "one tensor, got tuple"),
+        (unused, "'spare' .Linear. has trainable parameters but is not called"),
+        (tied, "'0' and '1' share a parameter"),
+        (frozen, "no trainable parameters"),
+        (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), r"outputs of shape \[N, K\], got shape"),
+        (lambda: nn.LazyLinear(3), "not initialised yet; call the network once"),
+    ],
+)
+def test_networks_that_cannot_be_treated(make, words):
+    with pytest.raises(ValueError, match=words):
+        factors(make(), batches())
+
+
+def test_batch_norm_without_statistics_is_refused():
+    with pytest.raises(ValueError, match="track_running_stats=True"):
+        factors(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), batches())
+
+
+@pytest.mark.parametrize(
+    ("change", "likelihood", "words"),
+    [
+        (lambda x, y: (x, y + 2), "classification", "Labels must be in 0 to 2"),
+        (lambda x, y: (x, y - 1), "classification", "Labels must be in 0 to 2"),
+        (lambda x, y: (x, y.float()), "classification", "class indices"),
+        (lambda x, y: (x, y[:, None]), "classification", "class indices"),
+        (lambda x, y: (x, y.float()), "regression", r"shape of the outputs, \[4, 3\]"),
+        (lambda x, y: (x, torch.zeros(4, 2)), "regression", r"got \[4, 2\]"),
+        (lambda x, y: x, "classification", "pairs of tensors"),
+    ],
+)
+def test_data_that_do_not_fit(change, likelihood, words):
+    with pytest.raises(ValueError, match=words):
+        factors(perceptron(), [change(*batch) for batch in batches()], likelihood)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"likelihood": "poisson"}, "Unknown likelihood 'poisson'"),
+        ({"engine": "autogard"}, "Did you mean 'autograd'"),
+        ({"samples": 0}, "samples must be an integer >= 1"),
+        ({"ffc": "per-channel"}, "Did you mean 'per_channel'"),
+    ],
+)
+def test_arguments_out_of_range(settings, words):
+    with pytest.raises(ValueError, match=words):
+        factors(perceptron(), batches(), **settings)
+
+
+@pytest.mark.parametrize("loader", [[], [(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))]])
+def test_no_data(loader):
+    with pytest.raises(EmptyLoaderError, match="at least one batch"):
+        factors(perceptron(), loader)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_and_inputs_that_are_not_finite(value):
+    network = perceptron()
+    with torch.no_grad():
+        network[0].weight[0, 0] = value
+    with pytest.raises(NonFiniteError, match=r"'0\.weight'"):
+        factors(network, batches())
+    x, y = batches()[0]
+    for likelihood, target in (("classification", y), ("regression", torch.zeros(4, 3))):
+        with pytest.raises(CurvatureError, match=r"not finite|loss in the curvature pass"):
+            factors(perceptron(), [(x * value, target)], likelihood)
+
+
+def test_a_class_that_never_occurs_does_not_matter():
+    x, y = batches()[0]
+    blocks = factors(perceptron(), [(x, torch.zeros_like(y))]).blocks
+    assert all(block.out_factor.isfinite().all() for block in blocks.values())
+
+
+def test_frozen_parameters_are_constants():
+    network = perceptron()
+    network[0].weight.requires_grad_(False)
+    network[3].requires_grad_(False)
+    expected = {"0.bias", "4.weight", "4.bias"}
+    assert set(factors(network, batches()).blocks) == expected == set(parameter_groups(network).precisions)
+
+
+def test_anchor_positions_are_left_out_and_listed():
+    network = nn.Sequential(
+        SparseConv(2, 3, learn_positions=True, learn_lengthscale=True), nn.Flatten(), nn.Linear(48, 3)
+    )
+    found = factors(network, [(torch.randn(2, 2, 4, 4), torch.tensor([0, 1]))])
+    assert found.left_out == ("0.positions", "0.omega")
+    assert set(found.blocks) == {"0.u", "0.bias", "2.weight", "2.bias"} == set(parameter_groups(network).precisions)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11_bn"])
+def test_torchvision_networks(name):
+    torch.manual_seed(0)
+    network = TorchvisionNetwork(name, image_size=32, num_classes=3) if name == "resnet18" else nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(16, 3),
+    )  # fmt: skip
+    network.requires_grad_(False)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.num_features <= 64:
+            module.requires_grad_(True)
+    x = torch.randn(2, 3, 32, 32)
+    found = factors(network, [(x, torch.tensor([0, 1]))])
+    # In-place additions and activations follow the batch norms: their blocks are exact all the same.
+    name, block = next((n, b) for n, b in found.blocks.items() if n.endswith("bias"))
+    network.eval()
+    parameter = dict(network.named_parameters())[name]
+    expected = torch.zeros_like(block.out_factor)
+    for sample in x:
+        output = network(sample[None])[0]
+        p = output.softmax(0).detach()
+        rows = [torch.autograd.grad(value, parameter, retain_graph=True)[0] for value in output]
+        jacobian = torch.stack(rows)
+        expected += jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
+    torch.testing.assert_close(block.out_factor, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
+def test_a_network_of_ours():
+    class Small(Network):
+        def __init__(self):
+            super().__init__()
+            self.conv = CircularConv(1, 2)
+            self.activation = nn.GELU()
+            self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.activation(self.conv(x)))
+
+    found = factors(Small(), [(torch.randn(2, 1, 4, 4), torch.tensor([0, 1]))])
+    assert list(found.blocks) == ["conv.weight", "conv.bias", "head.2.weight", "head.2.bias"]
+
+
+# ---- rules
+
+
+def test_a_layer_of_ones_own():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.matrix)
+
+    class Heir(Tokens):
+        pass
+
+    class Stranger(Tokens):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    @register_layer(Tokens)
+    class TokensRule(Rule):
+        def inputs(self, module, x):
+            return {"matrix": x.reshape(len(x), -1, 4)}
+
+        def gradients(self, module, x, g):
+            return {"matrix": g.reshape(*g.shape[:2], -1, 3)}
+
+    network = Heir()
+    assert isinstance(find_rule("", network), TokensRule)
+    linear = nn.Linear(4, 3, bias=False)
+    linear.weight.data = network.matrix.data
+    assert torch.equal(
+        factors(network, batches()).blocks["matrix"].out_factor, factors(linear, batches()).blocks["weight"].out_factor
+    )
+    with pytest.raises(ValueError, match="Stranger has no curvature rule"):
+        factors(Stranger(), batches())
+
+
+@pytest.mark.parametrize(
+    ("gives", "words"),
+    [
+        ({}, r"no gradients for \['matrix'\]"),
+        ({"matrix": torch.ones(1, 1, 1, 2)}, "block of 2 parameters for 'matrix'"),
+    ],
+)
+def test_rules_that_are_wrong(gives, words):
+    class Layer(Own):
+        pass
+
+    @register_layer(Layer)
+    class LayerRule(Rule):
+        def gradients(self, module, x, g):
+            return gives
+
+    with pytest.raises(ValueError, match=words):
+        factors(Layer(), batches())
+
+
+def test_only_modules_and_rules_can_be_registered():
+    with pytest.raises(TypeError, match=r"subclasses of nn\.Module"):
+        register_layer(int)
+    with pytest.raises(TypeError, match="subclass of Rule"):
+        register_layer(Own)(int)
+
+
+# ---- blocks
+
+
+def test_eigenvalues_fall_back_to_double_precision(monkeypatch):
+    original, dtypes = torch.linalg.eigvalsh, []
+
+    def fails_in_single(matrix):
+        dtypes.append(matrix.dtype)
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")
+        return original(matrix)
+
+    monkeypatch.setattr(blocks_module.torch.linalg, "eigvalsh", fails_in_single)
+    values = symmetric_eigenvalues(torch.diag(torch.tensor([2.0, -1e-9])), "weight")
+    assert dtypes == [torch.float32, torch.float64]
+    assert values.dtype == torch.float32
+    assert values.tolist() == [0.0, 2.0], "negative ones are rounding"
+
+
+def test_eigenvalues_that_cannot_be_found(monkeypatch):
+    def fails(matrix):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    with pytest.raises(NonFiniteError, match=r"'0\.weight' is not finite"):
+        symmetric_eigenvalues(torch.full((2, 2), float("nan")), "0.weight")
+    monkeypatch.setattr(blocks_module.torch.linalg, "eigvalsh", fails)
+    with pytest.raises(NonFiniteError, match="not in double precision either"):
+        symmetric_eigenvalues(torch.eye(2), "0.weight")
+
+
+def test_dense_blocks_follow_the_order_of_the_tensor():
+    b, a = torch.randn(3, 2, 2), torch.randn(3, 4, 4)
+    inside = KroneckerBlock(b, a).dense().reshape(2, 3, 4, 2, 3, 4)
+    outside = KroneckerBlock(b, a, blocks_first=True).dense().reshape(3, 2, 4, 3, 2, 4)
+    for c in range(3):
+        expected = torch.einsum("op,ij->oipj", b[c], a[c])
+        torch.testing.assert_close(inside[:, c, :, :, c], expected)
+        torch.testing.assert_close(outside[c, :, :, c], expected)
+    assert inside[:, 0, :, :, 1].abs().max() == 0
+
+
+def test_factors_of_different_networks_cannot_be_added():
+    one, other = factors(perceptron(), batches()), factors(nn.Linear(4, 3), batches())
+    with pytest.raises(ValueError, match="same network"):
+        one + other
+    with pytest.raises(ValueError, match="squared error"):
+        _ = one.squared_error_sum
+    assert one.log_likelihood_sum < 0
+
+
+def test_columns_fall_back_where_vmap_fails():
+    class Opaque(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return torch.from_numpy(g.numpy() * 2)
+
+    class Double(nn.Module):
+        def forward(self, x):
+            return Opaque.apply(x)
+
+    network = nn.Sequential(nn.Linear(4, 5), Double(), nn.Linear(5, 3))
+    inner = network[0](batches()[0][0])
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(network[1:](inner), inner, torch.ones(2, 4, 3), is_grads_batched=True)
+    together = autograd_factors(network, batches(), "classification", columns=3).blocks["0.weight"].out_factor
+    single = autograd_factors(network, batches(), "classification", columns=1).blocks["0.weight"].out_factor
+    torch.testing.assert_close(together, single)
+
+
+def test_a_factored_layer_has_the_same_a_with_both_choices_of_b():
+    network = nn.Sequential(FactoredFullyConnected(2, 3, 4, 2), nn.Flatten(), nn.Linear(12, 3))
+    loader = [(torch.randn(5, 2, 4, 4), torch.arange(5) % 3)]
+    shared, own = (factors(network, loader, ffc=ffc).blocks["0.theta1"] for ffc in ("shared", "per_channel"))
+    assert torch.equal(shared.in_factor, own.in_factor)
+    torch.testing.assert_close(own.out_factor.mean(0), shared.out_factor)

@@ -1,0 +1,198 @@
+"""Groups of precisions, their optimizer, and the words of the errors."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sym.curvature import (
+    Evidence,
+    NonFiniteError,
+    PrecisionOptimizer,
+    factors,
+    parameter_groups,
+)
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
+
+
+def relaxed():
+    torch.manual_seed(0)
+    paths = {
+        "fc": FactoredFullyConnected(1, 2, 4, 2),
+        "conv": nn.Sequential(CircularConv(1, 2), PolyphasePool()),
+    }
+    return nn.Sequential(ResidualPathways(paths), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(9, 1, 4, 4, generator=generator), torch.arange(9) % 3)]
+
+
+def evidence(network=None, granularity="per_path"):
+    network = network or relaxed()
+    return Evidence.of(network, factors(network, batches()), parameter_groups(network, granularity))
+
+
+def test_paths_are_the_children_of_residual_pathways():
+    groups = parameter_groups(relaxed())
+    assert groups.names == ("0.fc", "0.conv", "3")
+    assert groups.precisions == groups.paths
+    assert groups.paths["0.conv.0.weight"] == groups.paths["0.conv.0.bias"] == "0.conv"
+    assert {groups.paths[f"0.fc.{name}"] for name in ("theta1", "theta2", "b1", "b2")} == {"0.fc"}
+    assert groups.layers == {"0.fc": "0", "0.conv": "0", "3": "3"}
+
+
+def test_every_tensor_has_its_own_precision_and_its_path():
+    network = relaxed()
+    groups = parameter_groups(network, "per_tensor")
+    assert list(groups.names) == [name for name, _ in network.named_parameters()]
+    assert groups.paths == parameter_groups(network).paths
+
+
+def test_any_network_has_one_group_per_module():
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.BatchNorm2d(2), nn.GELU()), nn.Flatten())
+    assert parameter_groups(network).names == ("0", "1.0")
+
+
+def test_a_network_that_is_one_relaxed_layer():
+    groups = parameter_groups(relaxed()[0])
+    assert groups.layers == {"fc": "", "conv": ""}
+    assert groups.names == ("fc", "conv")
+
+
+def test_unknown_granularity():
+    with pytest.raises(ValueError, match="Did you mean 'per_path'"):
+        parameter_groups(relaxed(), "per_paths")
+
+
+@pytest.mark.parametrize("granularity", ["per_path", "per_tensor"])
+def test_relative_numbers_compare_paths_of_a_layer(granularity):
+    found = evidence(granularity=granularity)
+    numbers = found.effective_parameters(torch.zeros(len(found.groups.names)))
+    assert list(numbers) == ["0.fc", "0.conv", "3"]
+    fc, conv, last = numbers.values()
+    assert fc.size == 2 * (16 + 4) + 2 + 4
+    assert conv.size == 9 * 2 + 2
+    assert fc.relative + conv.relative == pytest.approx(1)
+    assert fc.relative == pytest.approx((fc.raw / 46) / (fc.raw / 46 + conv.raw / 20))
+    assert last.relative == 1
+    assert fc.layer == conv.layer == "0"
+    assert fc.precision == pytest.approx(1)
+    network = relaxed()
+    squares = sum(p.square().sum().item() for p in network[0].fc.parameters())
+    assert fc.mean_square == pytest.approx(squares / 46, rel=1e-6)
+
+
+def test_a_high_precision_switches_a_path_off():
+    found = evidence()
+    numbers = found.effective_parameters(torch.tensor([18.0, 0.0, 0.0]))
+    assert numbers["0.fc"].relative < 1e-4
+    assert numbers["0.conv"].relative > 0.9999
+
+
+def test_paths_that_see_nothing_share():
+    network = relaxed()
+    with torch.no_grad():
+        for parameter in network[3].parameters():
+            parameter.zero_()
+    numbers = evidence(network).effective_parameters(torch.zeros(3))
+    assert numbers["0.fc"].raw == 0
+    assert numbers["0.fc"].relative == numbers["0.conv"].relative == 0.5
+
+
+def test_steps_of_adam_are_those_of_torch():
+    found = evidence()
+    optimizer = PrecisionOptimizer(found.groups.names, lr=0.1)
+    optimizer.update(found, 7)
+    plain = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([plain], lr=0.1)
+    for _ in range(7):
+        plain.grad = -found.gradients(plain)[0] / 9
+        adam.step()
+    torch.testing.assert_close(optimizer.log_precisions, plain.detach())
+    assert optimizer.log_noise == 0
+    assert not optimizer.log_precisions.requires_grad
+
+
+@pytest.mark.parametrize("learn_noise", [False, True])
+def test_resumed_is_uninterrupted(learn_noise):
+    network = nn.Linear(4, 3)
+    x = torch.randn(20, 4)
+    found = Evidence.of(
+        network, factors(network, [(x, torch.randn(20, 3))], "regression"), parameter_groups(network, "per_tensor")
+    )
+    make = lambda: PrecisionOptimizer(found.groups.names, learn_noise=learn_noise)  # noqa: E731
+    whole, first, second = make(), make(), make()
+    whole.update(found, 3)
+    whole.update(found, 4)
+    first.update(found, 3)
+    state = first.state_dict()
+    kept = copy.deepcopy(state)
+    first.update(found, 4)
+    assert torch.equal(state["log_precisions"], kept["log_precisions"]), "a state does not follow the optimizer"
+    second.load_state_dict(state)
+    second.update(found, 4)
+    for one in (first, second):
+        assert torch.equal(one.log_precisions, whole.log_precisions)
+        assert torch.equal(one.log_noise, whole.log_noise)
+    assert (whole.log_noise != 0) == learn_noise
+
+
+def test_log_precisions_are_clamped():
+    network = relaxed()
+    with torch.no_grad():
+        for parameter in network[0].fc.parameters():
+            parameter.zero_()
+    found = evidence(network)
+    optimizer = PrecisionOptimizer(found.groups.names, lr=1.0, bounds=(-2, 3))
+    optimizer.update(found, 60)
+    assert optimizer.log_precisions.max() == 3
+    assert optimizer.log_precisions.min() >= -2
+
+
+def test_a_state_of_another_network():
+    optimizer = PrecisionOptimizer(["a"])
+    with pytest.raises(ValueError, match="other groups"):
+        optimizer.load_state_dict(PrecisionOptimizer(["b"]).state_dict())
+    with pytest.raises(ValueError, match="other groups"):
+        optimizer.update(evidence())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": 0}, "lr of the precisions"),
+        ({"bounds": (2, 1)}, "ascending"),
+        ({"noise_bounds": (-800, 1)}, "within 700"),
+        ({"groups": []}, "no groups"),
+    ],
+)
+def test_settings_out_of_range(settings, words):
+    with pytest.raises(ValueError, match=words):
+        PrecisionOptimizer(**{"groups": ["a"], **settings})
+
+
+def test_steps_out_of_range():
+    found = evidence()
+    with pytest.raises(ValueError, match="steps must be an integer"):
+        PrecisionOptimizer(found.groups.names).update(found, 0)
+
+
+def test_evidence_that_cannot_be_made():
+    network = relaxed()
+    found, groups = factors(network, batches()), parameter_groups(network)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        Evidence.of(network, found, groups, temperature=0)
+    with pytest.raises(ValueError, match=r"'0\.fc\.theta1' has a curvature block but no"):
+        Evidence(found, {}, groups)
+    with pytest.raises(NonFiniteError, match="squared norm"):
+        Evidence(found, dict.fromkeys(found.blocks, float("nan")), groups)
+    made = Evidence.of(network, found, groups)
+    with pytest.raises(ValueError, match="There are 3 groups"):
+        made.gradients(torch.zeros(2))
+    with pytest.raises(ValueError, match="finite and between"):
+        made.gradients(torch.full((3,), float("nan")))
+    with pytest.raises(ValueError, match="has no noise"):
+        made.terms(torch.zeros(3), 0.1)
