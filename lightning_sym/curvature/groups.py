@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_sym._text import unknown
 from lightning_sym.curvature.rules import find_rule
-from lightning_sym.layers import ResidualPathways
+from lightning_sym.layers import parameter_paths
 
 Granularity: TypeAlias = Literal["per_path", "per_tensor"]
 
@@ -38,8 +38,8 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
     """Divide the trainable parameters of a network that have curvature.
 
     Args:
-        network: Any module. The paths of a relaxed layer are the children of a
-            :class:`~lightning_sym.layers.ResidualPathways`; elsewhere every module is a path, and a layer, of its own.
+        network: Any module. The paths of a relaxed layer are what :func:`~lightning_sym.layers.parameter_paths` says;
+            elsewhere every module is a path, and a layer, of its own.
         granularity: ``"per_path"``: one precision for all tensors of a path. ``"per_tensor"``: one for each tensor,
             biases apart.
 
@@ -55,23 +55,20 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
     """
     if granularity not in ("per_path", "per_tensor"):
         raise ValueError(unknown("granularity of prior precisions", granularity, ("per_path", "per_tensor")))
-    inside: dict[str, tuple[str, str]] = {}  # from a module's name to its path and layer
-    for name, module in network.named_modules():
-        if isinstance(module, ResidualPathways):
-            for child, path in module.named_children():
-                path_name = f"{name}.{child}" if name else child
-                for part, _ in path.named_modules(prefix=path_name):
-                    inside.setdefault(part, (path_name, name))
+    on_paths = parameter_paths(network)
     precisions, paths, layers = {}, {}, {}
     for name, module in network.named_modules():
         own = [key for key, tensor in module.named_parameters(recurse=False) if tensor.requires_grad]
         if not own:
             continue
         left_out = find_rule(name, module).left_out
-        path, layer = inside.get(name, (name, name))
         for key in own:
             if key not in left_out:
                 full = f"{name}.{key}" if name else key
+                path, layer = name, name
+                if full in on_paths:
+                    layer, child = on_paths[full]
+                    path = f"{layer}.{child}" if layer else child
                 paths[full] = path
                 layers[path] = layer
                 precisions[full] = path if granularity == "per_path" else full
