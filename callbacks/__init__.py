@@ -3,6 +3,7 @@
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.callbacks.equivalence_plane import EquivalencePlane, PlaneGrid
 from lightning_sym.callbacks.equivalence_walk import EquivalenceWalk
+from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.rotation_penalty import RotationPenalty
 from lightning_sym.callbacks.run_report import RunReport
@@ -15,6 +16,7 @@ __all__ = [
     "BatchNormRecalibration",
     "EquivalencePlane",
     "EquivalenceWalk",
+    "MarginalLikelihood",
     "MatchingReport",
     "PlaneGrid",
     "RecalibrationTargets",

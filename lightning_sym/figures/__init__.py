@@ -11,6 +11,7 @@ from lightning_sym.figures.equivalence_sets import (
     search_curves,
 )
 from lightning_sym.figures.equivalence_walks import walk_curves
+from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
@@ -37,6 +38,7 @@ __all__ = [
     "class_stack_figure",
     "confusion_matrix",
     "embedding",
+    "evidence_curves",
     "interpolation_curves",
     "isosurface",
     "isosurface_mesh",
@@ -46,6 +48,7 @@ __all__ = [
     "penalty_heat_map",
     "planes_beside",
     "point_set",
+    "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",
     "sparsity_against_penalty",

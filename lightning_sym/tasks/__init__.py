@@ -1,6 +1,7 @@
 """LightningModules, one per experiment."""
 
 from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
+from lightning_sym.tasks.equivariance import EquivarianceTask
 from lightning_sym.tasks.matching import MatchingTask
 from lightning_sym.tasks.rotation import RotationTask
 from lightning_sym.tasks.stitching import StitchingTask
@@ -9,6 +10,7 @@ from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
     "EquivalenceTask",
+    "EquivarianceTask",
     "FoundWeights",
     "MatchingTask",
     "MemberParallelStrategy",

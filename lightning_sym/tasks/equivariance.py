@@ -1,0 +1,382 @@
+"""Training one network under a Gaussian prior whose precisions may be learned."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_sym._text import unknown
+from lightning_sym.curvature import EmptyLoaderError, parameter_groups
+from lightning_sym.networks import Network, build
+from lightning_sym.tasks.metrics import PopulationClassification
+
+# Precisions beyond these are not used: exp(40) is more than any float32 weight can feel.
+_LOG_BOUNDS = (-40.0, 40.0)
+
+
+class EquivarianceTask(LightningModule):
+    r"""Train a network to its maximum a posteriori weights under the present precisions of its Gaussian prior.
+
+    The loss of a batch of m of the N data is, for a classification,
+
+    .. math:: \frac1m \sum \mathrm{CE} + \frac{T}{2N} \sum_l \delta_l \|\theta_l\|^2,
+
+    and for a regression with noise :math:`\sigma`, whose errors are summed over outputs,
+
+    .. math:: \frac1m \sum \|y - f\|^2 + \frac{2 \sigma^2 T}{2N} \sum_l \delta_l \|\theta_l\|^2 :
+
+    the negative log joint probability over N, up to a constant. Alone, the task keeps every precision at ``precision``;
+    :class:`lightning_sym.callbacks.MarginalLikelihood` learns them, and the noise. Positions and lengthscales of sparse
+    layers have no prior.
+
+    With ``prior_step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of
+    SGD with learning rate :math:`\eta` and momentum :math:`\beta`, weights are divided by
+    :math:`1 + \eta c_l / (1 - \beta)`, where :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression).
+    This has the same stationary points, and is stable for every precision, where the gradient of the prior is so only
+    if :math:`\eta c_l < 2 (1 + \beta)`. Without the factor :math:`1 / (1 - \beta)`, by which momentum magnifies the
+    gradients of the loss, the prior would be too weak.
+
+    Args:
+        network: From images ``[B, C, H, W]``, or other inputs, to logits or means ``[B, K]``. Trained in place; every
+            layer with parameters needs a curvature rule (:func:`lightning_sym.curvature.register_layer`).
+        likelihood: ``"classification"``: softmax and class indices ``[B]``. ``"regression"``: Gaussian, targets
+            ``[B, K]``.
+        precision: Of all weights at the start, > 0.
+        noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
+        temperature: ``T`` > 0; 1 is Bayes.
+        prior_step: ``"gradient"``: the prior is part of the loss. ``"implicit"``: see above, for ``torch.optim.SGD``.
+            ``"auto"``: implicit for SGD, otherwise gradient, as steps of adaptive optimizers are bounded anyway.
+        optimizer: Makes the optimizer from parameters; default Adam with its defaults. Without weight decay.
+        lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
+        lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
+
+    Attributes:
+        log_precisions: Logarithm of the precision of every parameter that has a prior, by name.
+        log_noise: Logarithm of :math:`\sigma`.
+        samples: Number N of data, of all processes; counted when a fit starts.
+
+    Logged at the end of every epoch for split ``train`` and ``val``, and for ``test``: ``<split>/loss`` (without the
+    prior; cross-entropy in nats, or squared error summed over outputs; mean over data) and, for a classification,
+    ``<split>/accuracy``, in [0, 1]. Those of ``train`` are of the training steps.
+
+    A checkpoint holds log precisions and log noise.
+
+    Raises:
+        ValueError: If an argument is out of range, the optimizer decays weights, or a layer has no curvature rule.
+
+    References:
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; our specification, 4.3.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        likelihood: Literal["classification", "regression"] = "classification",
+        precision: float = 1.0,
+        noise: float = 1.0,
+        temperature: float = 1.0,
+        prior_step: Literal["auto", "implicit", "gradient"] = "auto",
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+    ) -> None:
+        super().__init__()
+        if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
+            network = build(network)
+        for name, value in (("precision", precision), ("noise", noise), ("temperature", temperature)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a finite number > 0, got {value}.")
+        for name, choice, accepted in (
+            ("likelihood", likelihood, ("classification", "regression")),
+            ("prior_step", prior_step, ("auto", "implicit", "gradient")),
+            ("lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")),
+        ):
+            if choice not in accepted:
+                raise ValueError(unknown(name, choice, accepted))
+        self.network = network
+        self.likelihood = likelihood
+        self.temperature = temperature
+        self.prior_step = prior_step
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler_interval = lr_scheduler_interval
+        self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
+        kind = type(self)
+        trial = self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])  # refuses bad settings now
+        self.save_hyperparameters(
+            {
+                "network": network.architecture,
+                "_class_path": f"{kind.__module__}.{kind.__qualname__}",
+                "optimizer_name": type(trial).__name__,
+                **{name: trial.defaults[name] for name in ("lr", "momentum") if trial.defaults.get(name) is not None},
+            }
+        )
+        start = math.log(precision)
+        self.log_precisions: dict[str, float] = dict.fromkeys(parameter_groups(network).precisions, start)
+        self.log_noise = math.log(noise) if likelihood == "regression" else 0.0
+        self.samples = 0
+        self.train_metrics, self.val_metrics, self.test_metrics = (PopulationClassification(1) for _ in range(3))
+
+    # ---- prior
+
+    def set_prior(self, log_precisions: Mapping[str, float], log_noise: float = 0.0) -> None:
+        """Change the prior that the next steps are taken with.
+
+        Args:
+            log_precisions: By parameter, for all that have a prior.
+            log_noise: Of a regression.
+
+        Raises:
+            ValueError: If they are of other parameters.
+        """
+        if log_precisions.keys() != self.log_precisions.keys():
+            raise ValueError("The precisions are not those of this network's parameters; make both from one network.")
+        self.log_precisions = {name: float(value) for name, value in log_precisions.items()}
+        self.log_noise = float(log_noise)
+
+    def prior_strengths(self) -> dict[str, float]:
+        """Return, by parameter, ``c`` in the prior's part ``sum c |theta|^2 / 2`` of the loss.
+
+        Raises:
+            ValueError: If the data have not been counted yet; that is when a fit starts.
+        """
+        if self.samples < 1:
+            raise ValueError("The prior is relative to the number of data, counted when a fit starts; set samples.")
+        factor = self.temperature / self.samples
+        if self.likelihood == "regression":
+            factor *= 2 * math.exp(2 * self.log_noise)
+        low, high = _LOG_BOUNDS
+        return {name: factor * math.exp(min(max(value, low), high)) for name, value in self.log_precisions.items()}
+
+    def prior_term(self) -> Tensor:
+        """Return the prior's part of the loss, a scalar."""
+        parameters = dict(self.network.named_parameters())
+        terms = [c / 2 * parameters[name].square().sum() for name, c in self.prior_strengths().items()]
+        return torch.stack(terms).sum()
+
+    @property
+    def implicit(self) -> bool:
+        """Whether the prior acts after the steps of the optimizer, and not by way of the loss."""
+        return self.prior_step == "implicit" or (self.prior_step == "auto" and self._sgd)
+
+    def _shrink(self, optimizer: Optimizer, *_: Any) -> None:
+        """Take the implicit step; called after every step of the optimizer that was not skipped."""
+        strengths = {id(p): self.prior_strengths().get(name) for name, p in self.network.named_parameters()}
+        for group in optimizer.param_groups:
+            step = float(group["lr"])
+            if group["momentum"]:
+                step *= (1 - group["dampening"]) / (1 - group["momentum"])
+            for parameter in group["params"]:
+                if (strength := strengths.get(id(parameter))) is not None and parameter.grad is not None:
+                    parameter.data.div_(1 + step * strength)
+
+    # ---- training
+
+    def on_fit_start(self) -> None:
+        """Count the data.
+
+        Raises:
+            EmptyLoaderError: If there are none.
+            ValueError: If there is no datamodule that says which.
+        """
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if data is None or not hasattr(data, "curvature_dataloader"):
+            raise ValueError(
+                "EquivarianceTask needs a datamodule with curvature_dataloader(), which gives each training datum "
+                "once, as those of lightning_sym.datamodules; pass one to trainer.fit(task, datamodule)."
+            )
+        device = self.trainer.strategy.root_device
+        samples = torch.zeros(1, dtype=torch.int64, device=device)
+        largest = 0
+        labels = [batch[1] for batch in data.curvature_dataloader()]
+        samples += sum(len(part) for part in labels)
+        if self.likelihood == "classification" and labels and not labels[0].is_floating_point():
+            largest = int(max(int(part.max()) for part in labels if len(part)))
+        classes = int(getattr(data, "num_classes", largest + 1))
+        counts = torch.zeros(classes, dtype=torch.int64, device=device)
+        if self.likelihood == "classification":
+            for part in labels:
+                counts += torch.bincount(part.to(device), minlength=classes)[:classes]
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(samples)
+            torch.distributed.all_reduce(counts)
+        self.samples = int(samples)
+        if self.samples == 0:
+            raise EmptyLoaderError(
+                "There are no training data: curvature_dataloader() gives nothing; look at the data."
+            )
+        missing = (counts == 0).nonzero().flatten().tolist()
+        if self.likelihood == "classification" and missing and self.trainer.is_global_zero:
+            named = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            warnings.warn(
+                f"{len(missing)} of {classes} classes never occur in the training data ({named}); what is learned of "
+                "them comes from the prior alone.",
+                stacklevel=2,
+            )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return logits or means ``[B, K]``."""
+        outputs: Tensor = self.network(inputs)
+        return outputs
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch; inputs ``[B, ...]``, labels ``[B]`` or targets ``[B, K]``."""
+        loss = self._loss(batch, self.train_metrics)
+        return loss if self.implicit else loss + self.prior_term()
+
+    def _loss(self, batch: tuple[Tensor, Tensor], metrics: PopulationClassification) -> Tensor:
+        """Return the mean loss of a batch and add it to a split's sums."""
+        inputs, targets = batch[:2]
+        outputs = self(inputs)
+        if self.likelihood == "regression":
+            if targets.shape != outputs.shape:
+                raise ValueError(
+                    f"Regression targets must have the shape of the outputs, {list(outputs.shape)}, got "
+                    f"{list(targets.shape)}; reshape them in the datamodule."
+                )
+            loss: Tensor = (outputs - targets).square().sum() / len(outputs)
+            correct = torch.zeros(1, dtype=torch.int64, device=outputs.device)
+        else:
+            if targets.shape != outputs.shape[:1]:
+                raise ValueError(
+                    f"Labels must be class indices of shape [{len(outputs)}], got shape {list(targets.shape)}."
+                )
+            loss = F.cross_entropy(outputs, targets)
+            correct = (outputs.argmax(1) == targets).sum()[None]
+        metrics.add(torch.zeros(1, dtype=torch.int64, device=outputs.device), correct, loss.detach()[None], len(inputs))
+        return loss
+
+    def _log_split(self, split: str, metrics: PopulationClassification) -> None:
+        values = {name: float(value[0]) for name, value in metrics.values().items()}
+        metrics.reset()
+        for name in ("loss",) if self.likelihood == "regression" else ("accuracy", "loss"):
+            self.log(f"{split}/{name}", values[name], prog_bar=split == "val")  # the same on every rank already
+
+    def on_train_epoch_end(self) -> None:
+        """Log the epoch's training metrics."""
+        self._log_split("train", self.train_metrics)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Evaluate a batch of the validation split."""
+        self._loss(batch, self.val_metrics)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation metrics."""
+        if self.trainer.sanity_checking:
+            self.val_metrics.reset()
+        else:
+            self._log_split("val", self.val_metrics)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Evaluate a batch of the test split."""
+        self._loss(batch, self.test_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test metrics."""
+        self._log_split("test", self.test_metrics)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor] | Tensor, batch_idx: int) -> Tensor:
+        """Return class probabilities, or means. Shape ``[B, K]``."""
+        outputs: Tensor = self(batch if isinstance(batch, Tensor) else batch[0])
+        return outputs.softmax(1) if self.likelihood == "classification" else outputs
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """Evaluate the present weights; to be called on every rank, also after a fit.
+
+        Args:
+            batches: Inputs and labels or targets; this rank's share.
+
+        Returns:
+            ``loss`` and, for a classification, ``accuracy``; as logged, over all ranks.
+        """
+        strategy = self.trainer.strategy
+        self.to(strategy.root_device)  # after a fit Lightning has moved the module to the CPU
+        metrics = PopulationClassification(1).to(strategy.root_device)
+        mode = self.training
+        self.eval()
+        for inputs, targets in batches:
+            inputs = strategy.precision_plugin.convert_input(inputs.to(strategy.root_device))
+            with strategy.precision_plugin.forward_context():
+                self._loss((inputs, targets.to(strategy.root_device)), metrics)
+        self.train(mode)
+        values = {name: float(value[0]) for name, value in metrics.values().items()}
+        return {"loss": values["loss"]} if self.likelihood == "regression" else values
+
+    # ---- optimizer
+
+    def configure_optimizers(self) -> Any:
+        """Make optimizer and scheduler, and let the prior act after each step where it is implicit."""
+        optimizer = self._make_optimizer([p for p in self.network.parameters() if p.requires_grad])
+        if self.implicit:
+            optimizer.register_step_post_hook(self._shrink)
+        scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler else None
+        if scheduler is None:
+            return optimizer
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau waits for a metric, which changes with the prior; use a scheduler that depends on "
+                "the epoch or step only."
+            )
+        epochs, period = self.trainer.max_epochs, getattr(scheduler, "T_max", None)
+        per_epoch = self.lr_scheduler_interval == "epoch" and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        if period is not None and per_epoch and epochs not in (None, -1, period):
+            warnings.warn(
+                f"The learning rate comes to its lowest after {period} epochs (T_max) and training ends after {epochs} "
+                f"(max_epochs); to anneal over the whole run set lr_scheduler.T_max to {epochs}.",
+                stacklevel=2,
+            )
+        return OptimizerLRSchedulerConfig(
+            optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": self.lr_scheduler_interval}
+        )
+
+    def _make_optimizer(self, parameters: Any) -> Optimizer:
+        optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
+        self._sgd = type(optimizer) is torch.optim.SGD
+        if any(group.get("weight_decay") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__} decays weights, which the prior of EquivarianceTask does by itself; set "
+                "weight_decay to 0."
+            )
+        if self.prior_step == "implicit" and not self._sgd:
+            raise ValueError(
+                f"prior_step implicit is for torch.optim.SGD, got {type(optimizer).__name__}; use gradient or auto."
+            )
+        return optimizer
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the prior, and the training metrics of an epoch that is not over."""
+        device = self.trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
+        sums = {name: getattr(self.train_metrics, name).clone().to(device) for name in ("correct", "loss_sum", "count")}
+        if self.trainer.world_size > 1:
+            sums = {name: self.trainer.strategy.reduce(total, reduce_op="sum") for name, total in sums.items()}
+        checkpoint["prior"] = {
+            "log_precisions": self.log_precisions,
+            "log_noise": self.log_noise,
+            "train_sums": sums,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the prior back.
+
+        Raises:
+            ValueError: If the checkpoint holds none, or one of another network.
+        """
+        saved = checkpoint.get("prior")
+        if saved is None:
+            raise ValueError("The checkpoint holds no prior: it was not written by an EquivarianceTask.")
+        self.set_prior(saved["log_precisions"], saved["log_noise"])
+        if self._trainer is None or self.trainer.is_global_zero:
+            for name, value in saved["train_sums"].items():
+                setattr(self.train_metrics, name, value.to(self.device))
+        self.train_metrics._update_count = 1  # or it would warn at the end of an epoch that only had its end to go

@@ -1,0 +1,357 @@
+"""The schedule of the precisions, what the evidence decides, and what is left behind."""
+
+import csv
+import functools
+import json
+import math
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, Trainer
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+from lightning_sym._metrics_csv import MetricsCSV
+from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter_groups
+from lightning_sym.datamodules import DigitsDataModule, InputDataModule
+from lightning_sym.layers import ResidualPathways
+from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.tasks import EquivarianceTask, ZooTask
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+class Part(nn.Module):
+    """A linear map of some of the inputs."""
+
+    def __init__(self, first: int, last: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.linear = nn.Linear(last - first, outputs, bias=False)
+
+    def forward(self, x):
+        return self.linear(x[:, self.first : self.last])
+
+
+class TwoPaths(Network):
+    """The sum of a linear map of the first three inputs and one of the last three."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        paths = {"signal": Part(0, 3, num_classes), "noise": Part(3, 6, num_classes)}
+        self.layer = ResidualPathways(paths, scale=1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Given(LightningDataModule):
+    """Tensors as data."""
+
+    def __init__(self, x, y, classes=None):
+        super().__init__()
+        self.pairs = TensorDataset(x, y)
+        self.classes = classes
+        self.input_shape = tuple(x.shape[1:])
+        self.num_classes = classes or y.shape[-1]
+
+    def identity(self):
+        return {"class_path": "tests.Given"}
+
+    def train_dataloader(self):
+        return DataLoader(ConcatDataset([self.pairs] * 8), len(self.pairs))  # eight steps with all data
+
+    def curvature_dataloader(self):
+        return DataLoader(self.pairs, 64)
+
+    def test_dataloader(self):
+        return DataLoader(self.pairs, 50)
+
+
+class GivenData(Given, InputDataModule):
+    """The same as what the callback asks for."""
+
+
+def planted(likelihood, samples=100):
+    """Return data whose labels depend on the first three inputs alone.
+
+    Each comes twice, with the last three inputs negated, so that these do not fit the labels by chance either: about
+    half of all draws would, and the evidence would rightly keep some of the path.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 6, generator=generator)
+    clean = x[:, :3] @ torch.tensor([[1.0, -2.0], [0.5, 1.0], [-1.0, 0.3]])
+    noise = torch.randn(samples, 2, generator=generator)
+    both = torch.cat([x, torch.cat([x[:, :3], -x[:, 3:]], dim=1)])
+    if likelihood == "classification":
+        return GivenData(both, (clean + noise).argmax(1).repeat(2), 2)
+    return GivenData(both, (clean + 0.3 * noise).repeat(2, 1))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.2)
+
+
+def fit(folder, callback, data, likelihood="classification", epochs=40, network=None, task=None, **settings):
+    torch.manual_seed(0)
+    task = task or EquivarianceTask(network or TwoPaths(), likelihood, optimizer=sgd)
+    callbacks = [*settings.pop("before", []), callback]
+    trainer = Trainer(
+        **{
+            "accelerator": "cpu", "max_epochs": epochs, "logger": MetricsCSV(folder), "enable_checkpointing": False,
+            "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
+            "callbacks": callbacks, **settings,
+        }
+    )  # fmt: skip
+    trainer.fit(task, data)
+    return task, trainer
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("granularity", ["per_path", "per_tensor"])
+def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity):
+    callback = MarginalLikelihood(
+        burn_in=5, every_n_epochs=5, steps=50, lr=0.2, granularity=granularity, dirpath=str(tmp_path)
+    )
+    task, _ = fit(tmp_path, callback, planted(likelihood), likelihood, epochs=40)
+    paths = callback.records[-1]["paths"]
+    assert callback.layer_types() == {"layer": "signal"}
+    assert paths["layer.noise"]["relative"] < 0.05
+    assert paths["layer.noise"]["precision"] > 100 * paths["layer.signal"]["precision"]
+    assert paths["layer.noise"]["mean_square"] < 1e-2 * paths["layer.signal"]["mean_square"]
+    if likelihood == "regression":
+        assert callback.records[-1]["noise"] == pytest.approx(0.3, rel=0.15)
+        assert task.log_noise == pytest.approx(math.log(callback.records[-1]["noise"]))
+    first, last = callback.records[0], callback.records[-1]
+    assert last["log_marginal_likelihood"] > first["log_marginal_likelihood"]
+    # What the callback says is what the evidence at the final weights is.
+    data = planted(likelihood).curvature_dataloader()
+    groups = parameter_groups(task.network)
+    evidence = Evidence.of(task.network, factors(task.network, data, likelihood), groups)
+    precisions = torch.tensor([task.log_precisions[f"{name}.linear.weight"] for name in groups.names])
+    total = evidence.log_marginal_likelihood(precisions.double(), task.log_noise) / 200
+    assert last["log_marginal_likelihood"] == pytest.approx(total, rel=1e-6)
+    parts = last["log_likelihood"] - last["log_determinant"] - last["scatter"]
+    assert last["log_marginal_likelihood"] == pytest.approx(parts)
+
+
+@pytest.mark.parametrize(
+    ("burn_in", "every", "expected"),
+    [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (3, 2, [4, 6]), (4, 2, [4, 6]), (10, 5, []), (None, 1, [])],
+)
+def test_schedule(tmp_path, burn_in, every, expected):
+    callback = MarginalLikelihood(burn_in=burn_in, every_n_epochs=every, steps=3)
+    seen = []
+
+    class Spy(MarginalLikelihood):
+        def on_train_epoch_end(self, trainer, pl_module):
+            before = dict(pl_module.log_precisions)
+            super().on_train_epoch_end(trainer, pl_module)
+            if pl_module.log_precisions != before:
+                seen.append(trainer.current_epoch + 1)
+
+    callback = Spy(burn_in=burn_in, every_n_epochs=every, steps=3)
+    task, _ = fit(tmp_path, callback, planted("classification"), epochs=7)
+    assert seen == expected
+    assert [record["epoch"] for record in callback.records] == [*expected, *([] if 7 in expected else [7])]
+    assert (set(task.log_precisions.values()) == {0.0}) == (not expected)
+
+
+def test_an_update_takes_so_many_steps_of_adam(tmp_path):
+    """Weights are fixed meanwhile, so the optimizer alone finds the same."""
+    callback = MarginalLikelihood(burn_in=3, every_n_epochs=3, steps=7, lr=0.05)
+    task, _ = fit(tmp_path, callback, planted("classification"), epochs=3)
+    from lightning_sym.curvature import PrecisionOptimizer
+
+    groups = parameter_groups(task.network)
+    found = factors(task.network, planted("classification").curvature_dataloader(), "classification")
+    alone = PrecisionOptimizer(groups.names, lr=0.05)
+    alone.update(Evidence.of(task.network, found, groups), 7)
+    assert list(task.log_precisions.values()) == pytest.approx(alone.log_precisions.tolist(), rel=1e-9)
+
+
+def test_weights_and_gradients_stay_as_they_are(tmp_path):
+    class Watch(MarginalLikelihood):
+        def on_train_epoch_end(self, trainer, pl_module):
+            before = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
+            draw = torch.get_rng_state()
+            trainer.datamodule.curvature_dataloader = lambda: [trainer.datamodule.pairs.tensors]  # torch's would draw
+            super().on_train_epoch_end(trainer, pl_module)
+            assert all(torch.equal(value, before[name]) for name, value in pl_module.state_dict().items())
+            assert torch.equal(torch.get_rng_state(), draw)
+            assert pl_module.training
+
+    fit(tmp_path, Watch(burn_in=1, every_n_epochs=1, samples=3), planted("classification"), epochs=3)
+
+
+class Break(MarginalLikelihood):
+    """Has a weight that is not a number in some curvature passes."""
+
+    def __init__(self, epochs, **settings):
+        super().__init__(burn_in=1, every_n_epochs=1, **settings)
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        weight = next(pl_module.network.parameters())
+        kept = weight.detach().clone()
+        if trainer.current_epoch + 1 in self.epochs:
+            weight.data.fill_(math.nan)
+        super().on_train_epoch_end(trainer, pl_module)
+        weight.data.copy_(kept)
+
+
+def test_updates_that_are_not_finite_are_skipped_and_said_once(tmp_path):
+    callback = Break((2, 3, 5))
+    with pytest.warns(UserWarning, match="after epoch 2 was skipped, and training goes on: .*not finite") as seen:
+        fit(tmp_path, callback, planted("classification"), epochs=6)
+    assert len([warning for warning in seen if "skipped" in str(warning.message)]) == 1
+    assert [record["epoch"] for record in callback.records] == [1, 4, 6]
+
+
+def test_three_in_a_row_stop_the_run(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="was skipped"),
+        pytest.raises(
+            CurvatureError, match=r"3 updates of the precisions in a row failed, the last after epoch 4: .*not finite"
+        ),
+    ):
+        fit(tmp_path, Break((2, 3, 4, 5)), planted("classification"), epochs=6)
+
+
+def test_final_weights_that_are_not_finite_leave_a_report(tmp_path):
+    class Last(MarginalLikelihood):
+        def on_train_end(self, trainer, pl_module):
+            next(pl_module.network.parameters()).data.fill_(math.nan)
+            super().on_train_end(trainer, pl_module)
+
+    with pytest.warns(UserWarning, match="no evidence of the final weights"):
+        fit(tmp_path, Last(burn_in=None, dirpath=str(tmp_path)), planted("classification"), epochs=1)
+    assert json.loads((tmp_path / "layers.json").read_text())["evidence"] is None
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_half_precision_has_factors_in_single_precision(tmp_path, precision):
+    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1, dirpath=str(tmp_path))
+    task, _ = fit(tmp_path, callback, planted("classification"), epochs=2, precision=precision)
+    assert next(task.network.parameters()).dtype == (torch.bfloat16 if "true" in precision else torch.float32)
+    data = planted("classification").curvature_dataloader()
+    found = factors(task.network, data, "classification")
+    assert next(iter(found.blocks.values())).out_factor.dtype == torch.float32
+    assert callback.records[-1]["log_likelihood"] == pytest.approx(-found.loss_sum / 200, rel=1e-5)
+
+
+def test_what_is_left_behind(tmp_path, capsys):
+    callback = MarginalLikelihood(burn_in=2, every_n_epochs=2, samples=2)
+    task, trainer = fit(tmp_path, callback, planted("classification"), epochs=5)
+    results = tmp_path / "results"
+    for name in ("relative_effective_parameters.png", "evidence.png"):
+        assert (results / name).stat().st_size > 5000
+    with (results / "layers.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["layer"], row["path"], row["type"]) for row in rows] == [
+        ("layer", "signal", "signal"), ("layer", "noise", "signal"),
+    ]  # fmt: skip
+    for row in rows:
+        values = callback.records[-1]["paths"][f"{row['layer']}.{row['path']}"]
+        assert float(row["normalised"]) == pytest.approx(values["effective"] / 6)
+        assert float(row["precision"]) == pytest.approx(
+            math.exp(task.log_precisions[f"layer.{row['path']}.linear.weight"])
+        )
+        weight = task.network.get_submodule(f"layer.{row['path']}.linear").weight
+        assert float(row["mean_square"]) == pytest.approx(float(weight.detach().double().square().mean()))
+    assert sum(float(row["relative"]) for row in rows) == pytest.approx(1)
+    about = json.loads((results / "layers.json").read_text())
+    assert about["types"] == {"layer": "signal"}
+    assert about["settings"]["samples"] == 2
+    assert about["test"]["accuracy"] == pytest.approx(
+        task.evaluate(planted("classification").test_dataloader())["accuracy"]
+    )
+    epochs = [row["epoch"] for row in json.loads((results / "evidence.json").read_text())["rows"]]
+    assert epochs == [2, 4, 5]
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        logged = [row for row in csv.DictReader(file) if row["evidence/log_marginal_likelihood"]]
+    assert len(logged) == 2
+    for name in ("precision", "effective", "normalised", "relative", "mean_square"):
+        assert float(logged[1][f"{name}/layer.noise"]) == pytest.approx(callback.records[1]["paths"]["layer.noise"][
+            name
+        ])  # fmt: skip
+    assert float(logged[0]["evidence/seconds"]) > 0
+    assert "evidence/scatter" in trainer.callback_metrics
+    printed = capsys.readouterr().out
+    assert "SIGNAL" in printed
+    assert "test accuracy" in printed
+
+
+def test_an_ordinary_network_has_layers_without_types(tmp_path, capsys):
+    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1, dirpath=str(tmp_path))
+    data = DigitsDataModule(max_samples=60, batch_size=20)
+    fit(tmp_path, callback, data, epochs=2, network=MultiLayerPerceptron(widths=(4,), image_size=8))
+    assert callback.layer_types() == {}
+    assert not (tmp_path / "relative_effective_parameters.png").exists()
+    assert len((tmp_path / "layers.csv").read_text().splitlines()) == 3
+    assert "normalised" in capsys.readouterr().out
+
+
+def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
+    first = MarginalLikelihood(burn_in=1, every_n_epochs=1)
+    task, _ = fit(tmp_path / "1", first, planted("classification"), epochs=2)
+    before = dict(task.log_precisions)
+    again = MarginalLikelihood(burn_in=None)
+    fit(tmp_path / "2", again, planted("classification"), epochs=1, task=task)
+    assert task.log_precisions == before
+    shown = {path: values["precision"] for path, values in again.records[-1]["paths"].items()}
+    assert shown["layer.noise"] == pytest.approx(math.exp(before["layer.noise.linear.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"burn_in": 0}, "burn_in must be an integer >= 1 or null"),
+        ({"every_n_epochs": 0}, "every_n_epochs must be an integer >= 1, got 0"),
+        ({"steps": 1.5}, "steps must be an integer >= 1"),
+        ({"samples": 0}, "samples must be an integer >= 1 or null"),
+        ({"lr": 0.0}, "lr of the precisions must be positive"),
+        ({"engine": "jax"}, "engine"),
+        ({"granularity": "per_weight"}, "granularity"),
+        ({"ffc": "dense"}, "ffc"),
+        ({"bounds": (1.0, -1.0)}, "ascending"),
+    ],
+)
+def test_bad_settings_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        MarginalLikelihood(**settings)
+
+
+def test_other_tasks_are_refused(tmp_path):
+    task = ZooTask(MultiLayerPerceptron(widths=(4,), image_size=8), members=2)
+    with pytest.raises(TypeError, match=r"works with lightning_sym\.tasks\.EquivarianceTask, got ZooTask"):
+        fit(tmp_path, MarginalLikelihood(), DigitsDataModule(max_samples=60, batch_size=20), task=task)
+
+
+def test_a_state_of_another_division_is_refused(tmp_path):
+    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1)
+    task, trainer = fit(tmp_path, callback, planted("classification"), epochs=1)
+    state = callback.state_dict()
+    other = MarginalLikelihood(granularity="per_tensor")
+    other.setup(trainer, task, "fit")
+    with pytest.raises(ValueError, match="The checkpoint has precisions per_path and this run has them per_tensor"):
+        other.load_state_dict(state)
+
+
+def test_a_trial_run_does_everything_but_the_report(tmp_path):
+    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1)
+    fit(tmp_path, callback, planted("classification"), fast_dev_run=True)
+    assert [record["epoch"] for record in callback.records] == [1]
+    assert not (tmp_path / "results").exists()
+
+
+def test_adam_learns_them_too(tmp_path):
+    callback = MarginalLikelihood(burn_in=5, every_n_epochs=5, steps=50, lr=0.2, dirpath=str(tmp_path))
+    task = EquivarianceTask(TwoPaths(), optimizer=functools.partial(torch.optim.Adam, lr=0.01))
+    fit(tmp_path, callback, planted("classification"), epochs=40, task=task)
+    assert callback.records[-1]["paths"]["layer.noise"]["relative"] < 0.05
