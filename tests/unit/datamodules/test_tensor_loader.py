@@ -1,4 +1,3 @@
-import time
 
 import pytest
 import torch
@@ -214,26 +213,6 @@ def test_bad_settings_get_one_sentence(numbered, settings, message):
 def test_bad_tensors_get_one_sentence(images, labels, message):
     with pytest.raises(ValueError, match=message):
         TensorLoader(images, labels, batch_size=1, mean=[0.5], std=[0.5])
-
-
-def test_a_batch_costs_less_than_a_millisecond():
-    images = torch.randint(0, 256, (4000, 1, 28, 28), dtype=torch.uint8)
-    loader = TensorLoader(
-        images,
-        torch.zeros(4000).long(),
-        batch_size=32,
-        mean=[0.1],
-        std=[0.3],
-        seeds=range(4),
-        shift=2,
-        flip=True,
-    )
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        count = sum(1 for _ in loader)
-        seconds.append((time.perf_counter() - start) / count)
-    assert min(seconds) < 2e-3  # measured 0.4 ms; the slack is for busy machines
 
 
 @pytest.mark.gpu
