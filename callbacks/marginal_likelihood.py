@@ -3,34 +3,46 @@
 import math
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pytorch_lightning import LightningModule, Trainer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from torch.optim import Optimizer
 
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._checks import on_first_rank
+from lightning_sym.callbacks._learned_networks import LearnedNetworks, Members, Number, OneNetwork
 from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
 from lightning_sym.callbacks.run_report import RunReport
-from lightning_sym.curvature import CurvatureError, Evidence, Groups, PrecisionOptimizer, factors, parameter_groups
+from lightning_sym.curvature import (
+    CurvatureError,
+    Evidence,
+    Groups,
+    PrecisionOptimizer,
+    factors,
+    parameter_groups,
+)
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.figures import evidence_curves, relative_effective_parameters
-from lightning_sym.tasks import EquivarianceTask
+from lightning_sym.tasks import EquivarianceTask, ZooTask
 from lightning_sym.zoo import versions
 
 _TERMS = ("log_marginal_likelihood", "log_likelihood", "log_determinant", "scatter")
 _OF_PATHS = ("precision", "mean_square", "effective", "normalised", "relative")
 _MOST_SKIPPED = 3
+_MOST_ROWS = 40  # of the printed table of a zoo
 _UNITS = {
     "precision": "of the Gaussian prior; the geometric mean over tensors if they have several",
     "mean_square": "mean squared weight",
     "effective": "number of parameters that the data determine, 0 to parameters",
     "normalised": "effective / parameters",
     "relative": "normalised over the sum of those of all paths of the layer, 0 to 1",
+    "member": "number in the zoo",
     "type": "of a layer: the path with the largest relative number",
     "evidence": "nats per training datum: log marginal likelihood = log likelihood - log determinant - scatter",
     "loss": "of the test split: cross-entropy in nats, or squared error summed over outputs",
@@ -39,8 +51,8 @@ _UNITS = {
 }
 
 
-class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
-    """Learn the prior precisions of a network by its Laplace marginal likelihood, every few epochs of training.
+class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule]):
+    """Learn the prior precisions of a network, or of all members of a zoo, by evidence, every few epochs of training.
 
     After every ``every_n_epochs``-th epoch from epoch ``burn_in`` on, counted from 1: one pass over all training data,
     not augmented, in eval mode and in single precision at least, for the Kronecker factors of the curvature at the
@@ -50,17 +62,26 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
 
     Updates whose curvature, or loss, is not finite are skipped, with one warning; three in a row stop the run.
 
+    With a :class:`lightning_sym.tasks.ZooTask`, of any networks whose layers have curvature rules, every member has
+    precisions of its own, learned from its present weights (not those it keeps), and this callback makes the members
+    train under that prior: by implicit steps or gradients, as ``prior_step="auto"`` of
+    :class:`lightning_sym.tasks.EquivarianceTask`. Batch norms are in the prior, too: in eval mode scale and shift are
+    linear, so that their blocks are exact. Members that were stopped are passed over. With ``ddp_members`` the pass of
+    each member is shared out over all processes.
+
     Logged after every update, with the new precisions: ``evidence/log_marginal_likelihood`` and its parts
     ``evidence/log_likelihood``, ``evidence/log_determinant``, ``evidence/scatter`` (the last two are subtracted; nats
     per datum), ``evidence/seconds``, for a regression ``evidence/noise``, and for every path (every layer that has no
     paths) ``precision/<path>``, ``effective/<path>``, ``normalised/<path>``, ``relative/<path>``,
-    ``mean_square/<path>``.
+    ``mean_square/<path>``. Of a zoo the ``evidence/...`` are means over members (seconds: the sum), and those of a
+    member and of its paths are logged as ``.../member-0003``.
 
     At the end of the fit, on rank 0, in ``results``: ``layers.csv`` and ``.json``, the table of the paper's appendix D
     with a row for every layer and path; ``evidence.csv`` and ``.json``, a row for every update;
     ``relative_effective_parameters.png`` and ``evidence.png`` (in TensorBoard ``figures/MarginalLikelihood``). The last
     row of both is of the final weights. The layers and the test accuracy are printed, the latter logged as
-    ``hp_metric``.
+    ``hp_metric``. Of a zoo, the tables have a column ``member``, figures show the mean over members, and the test
+    accuracy is that of the weights that it keeps.
 
     With several processes factors are exact sums over all of them, and every one holds the same precisions to the last
     bit. A checkpoint holds precisions, their optimizer and the curves.
@@ -78,10 +99,12 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
         ffc: Of factored fully connected layers, see :func:`lightning_sym.curvature.factors`.
         bounds: Range of log precisions.
         learn_noise: Whether the noise of a regression is learned.
+        precision: Of all weights of a zoo's members at the start, > 0; default 1. An ``EquivarianceTask`` has its own.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range. When a fit starts: if the optimizer of a zoo decays weights, its
+            labels are smoothed, or a layer has no curvature rule.
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
@@ -103,6 +126,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
         ffc: Literal["shared", "per_channel"] = "shared",
         bounds: tuple[float, float] = (-20.0, 20.0),
         learn_noise: bool = True,
+        precision: float | None = None,
         dirpath: str | None = None,
     ) -> None:
         super().__init__(dirpath)
@@ -121,6 +145,8 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
         ):
             if choice not in accepted:
                 raise ValueError(unknown(name, choice, accepted))
+        if precision is not None and not (math.isfinite(precision) and precision > 0):
+            raise ValueError(f"precision must be a finite number > 0 or null, got {precision}.")
         PrecisionOptimizer(["trial"], lr=lr, bounds=(bounds[0], bounds[1]))  # refuses bad settings now
         self.burn_in = burn_in
         self.every_n_epochs = every_n_epochs
@@ -132,44 +158,96 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
         self.ffc = ffc
         self.bounds = bounds
         self.learn_noise = learn_noise
+        self.precision = precision
         self._groups: Groups | None = None
-        self._optimizer: PrecisionOptimizer | None = None
+        self._networks: LearnedNetworks | None = None
+        self._optimizers: dict[Number, PrecisionOptimizer] = {}
         self._begin()
 
     def _begin(self) -> None:
         self.records: list[dict[str, Any]] = []
-        self._skipped = 0  # in a row
+        self._skipped: dict[Number, int] = {}  # in a row
         self._warned = False
-        self._tested: dict[str, float] = {}
+        self._running: list[Number] = []
+        self._tested: dict[Number, dict[str, float]] = {}
+
+    def task(self, task: LightningModule) -> EquivarianceTask | ZooTask:
+        """Return the task as what it is.
+
+        Raises:
+            TypeError: If it is another one.
+        """
+        if not isinstance(task, EquivarianceTask | ZooTask):
+            raise TypeError(
+                f"MarginalLikelihood works with lightning_sym.tasks.EquivarianceTask and ZooTask, got "
+                f"{type(task).__name__}; remove the callback or use one of these."
+            )
+        return task
+
+    @property
+    def networks(self) -> LearnedNetworks:
+        """The networks whose precisions are learned; from ``setup`` on."""
+        assert self._networks is not None
+        return self._networks
 
     # ---- schedule
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the task and the data, and make the optimizer of the precisions.
+        """Check the task and the data, and make the optimizers of the precisions.
 
         Raises:
             TypeError: If the task is another one, or the data are not of ``lightning_sym.datamodules``.
+            ValueError: See the class.
         """
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         task = self.task(pl_module)
         self._begin()
-        groups = parameter_groups(task.network, self.granularity)
-        starts = set(task.log_precisions.values())
-        start = starts.pop() if len(starts) == 1 else 0.0
-        self._groups = groups
-        self._optimizer = PrecisionOptimizer(
-            groups.names,
+        if isinstance(task, ZooTask):
+            self._networks = Members(task, 1.0 if self.precision is None else self.precision)
+        elif self.precision is None:
+            self._networks = OneNetwork(task)
+        else:
+            raise ValueError(
+                "precision of MarginalLikelihood is that of a zoo's members at the start; for an EquivarianceTask set "
+                "the task's own precision."
+            )
+        self._groups = parameter_groups(self.networks.architecture, self.granularity)
+        self._running = self.networks.numbers
+        self._optimizers = {number: self._make_optimizer(number) for number in self.networks.numbers}
+
+    def _make_optimizer(self, number: Number) -> PrecisionOptimizer:
+        assert self._groups is not None
+        log_precisions, log_noise = self.networks.prior(number)
+        optimizer = PrecisionOptimizer(
+            self._groups.names,
             lr=self.lr,
-            log_precision=start,
-            log_noise=task.log_noise,
-            learn_noise=self.learn_noise and task.likelihood == "regression",
+            log_noise=log_noise,
+            learn_noise=self.learn_noise and self.networks.likelihood == "regression",
             bounds=(self.bounds[0], self.bounds[1]),
         )
-        for index, name in enumerate(groups.names):  # of a task that was trained before
-            members = [task.log_precisions[key] for key, group in groups.precisions.items() if group == name]
-            self._optimizer.log_precisions[index] = math.fsum(members) / len(members)
+        for index, name in enumerate(self._groups.names):  # they may differ in a task that was trained before
+            values = [log_precisions[key] for key, group in self._groups.precisions.items() if group == name]
+            optimizer.log_precisions[index] = math.fsum(values) / len(values)
+        optimizer.log_precisions.clamp_(*self.bounds)
+        return optimizer
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the members of a zoo train under their prior.
+
+        Raises:
+            ValueError: If their optimizer decays weights.
+        """
+        if isinstance(self.networks, Members):
+            self.networks.begin(trainer, self.data(trainer))
+            for number in self.networks.numbers:  # those of a checkpoint, maybe
+                self._apply(number)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Add the prior's part to the gradients of a zoo's members, where it does not act after the step."""
+        if isinstance(self.networks, Members):
+            self.networks.add_gradients()
 
     def updates_after(self, epoch: int) -> bool:
         """Return whether precisions are updated after an epoch, counted from 1."""
@@ -180,97 +258,106 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
         epoch = trainer.current_epoch + 1
         if not self.updates_after(epoch):
             return
-        task = self.task(pl_module)
-        assert self._optimizer is not None
-        start, before = time.perf_counter(), self._optimizer.state_dict()
-        try:
-            evidence = self._evidence(trainer, task, epoch)
-            self._optimizer.update(evidence, self.steps)
-            record = self._record(task, evidence, epoch)
-        except CurvatureError as error:
-            self._optimizer.load_state_dict(before)
-            self._skip(trainer, epoch, error)
-            return
-        self._skipped = 0
-        self._apply(task)
-        record["seconds"] = time.perf_counter() - start
-        self.records.append(record)
-        self._log(trainer, task, record)
+        found = [record for number in self.networks.running() if (record := self._update(trainer, number, epoch))]
+        self.records += found
+        self._log(trainer, self.task(pl_module), found)
 
-    def _evidence(self, trainer: Trainer, task: EquivarianceTask, epoch: int) -> Evidence:
-        """Return the evidence at the present weights; on every rank."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    def _update(self, trainer: Trainer, number: Number, epoch: int) -> dict[str, Any] | None:
+        """Update the precisions of one network, and return its record; None if the update was skipped."""
+        optimizer = self._optimizers[number]
+        start, before = time.perf_counter(), optimizer.state_dict()
+        try:
+            evidence = self._evidence(trainer, number, epoch)
+            optimizer.update(evidence, self.steps)
+            record = self._record(number, evidence, epoch)
+        except CurvatureError as error:
+            optimizer.load_state_dict(before)
+            self._skip(trainer, number, epoch, error)
+            return None
+        self._skipped[number] = 0
+        self._apply(number)
+        return {**record, "seconds": time.perf_counter() - start}
+
+    def _evidence(self, trainer: Trainer, number: Number, epoch: int) -> Evidence:
+        """Return the evidence of a network at its present weights; on every rank."""
         assert self._groups is not None
-        task.to(trainer.strategy.root_device)  # after a fit Lightning has moved the module to the CPU
-        draws = generator("marginal likelihood", epoch, trainer.global_rank) if self.samples else None
+        network = self.networks.network(number)
+        keys = (epoch, trainer.global_rank) if number is None else (epoch, trainer.global_rank, number)
         found = factors(
-            task.network,
-            data.curvature_dataloader(),
-            task.likelihood,
+            network,
+            self.networks.batches(self.data(trainer)),
+            self.networks.likelihood,
             engine=self.engine,
             samples=self.samples,
             ffc=self.ffc,
-            generator=draws,
+            generator=generator("marginal likelihood", *keys) if self.samples else None,
         )
-        return Evidence.of(task.network, found, self._groups, temperature=task.temperature)
+        return Evidence.of(network, found, self._groups, temperature=self.networks.temperature)
 
-    def _skip(self, trainer: Trainer, epoch: int, error: CurvatureError) -> None:
-        self._skipped += 1
-        if self._skipped >= _MOST_SKIPPED:
+    def _skip(self, trainer: Trainer, number: Number, epoch: int, error: CurvatureError) -> None:
+        self._skipped[number] = self._skipped.get(number, 0) + 1
+        whose = "" if number is None else f" of member {number}"
+        if self._skipped[number] >= _MOST_SKIPPED:
             raise CurvatureError(
-                f"{_MOST_SKIPPED} updates of the precisions in a row failed, the last after epoch {epoch}: {error}"
+                f"{_MOST_SKIPPED} updates of the precisions{whose} in a row failed, the last after epoch {epoch}: "
+                f"{error}"
             ) from error
         if not self._warned and trainer.is_global_zero:
             warnings.warn(
-                f"The update of the precisions after epoch {epoch} was skipped, and training goes on: {error} "
+                f"The update of the precisions{whose} after epoch {epoch} was skipped, and training goes on: {error} "
                 "Further ones that are skipped are not reported.",
                 stacklevel=2,
             )
         self._warned = True
 
-    def _apply(self, task: EquivarianceTask) -> None:
-        """Have the task train with the new precisions."""
+    def _apply(self, number: Number) -> None:
+        """Have a network train with its new precisions."""
         assert self._groups is not None
-        assert self._optimizer is not None
-        found = dict(zip(self._groups.names, self._optimizer.log_precisions.tolist(), strict=True))
-        noise = float(self._optimizer.log_noise)
-        task.set_prior({name: found[group] for name, group in self._groups.precisions.items()}, noise)
+        optimizer = self._optimizers[number]
+        found = dict(zip(self._groups.names, optimizer.log_precisions.tolist(), strict=True))
+        log_precisions = {name: found[group] for name, group in self._groups.precisions.items()}
+        self.networks.set_prior(number, log_precisions, float(optimizer.log_noise))
 
-    def _record(self, task: EquivarianceTask, evidence: Evidence, epoch: int) -> dict[str, Any]:
-        assert self._optimizer is not None
-        precisions = self._optimizer.log_precisions
-        noise = float(self._optimizer.log_noise)
+    def _record(self, number: Number, evidence: Evidence, epoch: int) -> dict[str, Any]:
+        precisions, noise = self._optimizers[number].log_precisions, float(self._optimizers[number].log_noise)
         terms = evidence.terms(precisions, noise)
         values = (terms.total, terms.log_likelihood, terms.log_determinant, terms.scatter)
-        record: dict[str, Any] = {
+        if not math.isfinite(terms.total):
+            raise CurvatureError("The log marginal likelihood is not finite; lower the learning rate.")
+        return {
             "epoch": epoch,
+            **({} if number is None else {"member": number}),
             **{name: value / evidence.samples for name, value in zip(_TERMS, values, strict=True)},
+            **({"noise": math.exp(noise)} if self.networks.likelihood == "regression" else {}),
             "samples": evidence.samples,
             "paths": {
                 path: {
-                    "layer": number.layer,
-                    "parameters": number.size,
-                    "precision": number.precision,
-                    "mean_square": number.mean_square,
-                    "effective": number.raw,
-                    "normalised": number.normalised,
-                    "relative": number.relative,
+                    "layer": found.layer,
+                    "parameters": found.size,
+                    "precision": found.precision,
+                    "mean_square": found.mean_square,
+                    "effective": found.raw,
+                    "normalised": found.normalised,
+                    "relative": found.relative,
                 }
-                for path, number in evidence.effective_parameters(precisions, noise).items()
+                for path, found in evidence.effective_parameters(precisions, noise).items()
             },
         }
-        if not math.isfinite(terms.total):
-            raise CurvatureError("The log marginal likelihood is not finite; lower the learning rate.")
-        if task.likelihood == "regression":
-            record["noise"] = math.exp(noise)
-        return record
 
-    def _log(self, trainer: Trainer, task: EquivarianceTask, record: dict[str, Any]) -> None:
-        for name in (*_TERMS, "seconds", "noise"):
-            if name in record:
-                task.log(f"evidence/{name}", record[name])  # the same on every rank already
+    def _log(self, trainer: Trainer, task: LightningModule, records: list[dict[str, Any]]) -> None:
+        """Log the records of one update; they are the same on every rank already."""
+        for name in (*_TERMS, "noise"):
+            if values := [record[name] for record in records if name in record]:
+                task.log(f"evidence/{name}", _mean(values))
+        if records:
+            task.log("evidence/seconds", math.fsum(record["seconds"] for record in records))
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            details = {f"{name}/{path}": values[name] for path, values in record["paths"].items() for name in _OF_PATHS}
+            details: dict[str, float] = {}
+            for record in records:
+                of = "" if "member" not in record else f"/{_member(record['member'])}"
+                details |= {f"{n}/{path}{of}": values[n] for path, values in record["paths"].items() for n in _OF_PATHS}
+                if of:
+                    details |= {f"evidence/{name}{of}": record[name] for name in _TERMS}
             for logger in trainer.loggers:
                 logger.log_metrics(details, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
 
@@ -279,10 +366,10 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
         return {
-            "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+            "optimizers": {_member(number): optimizer.state_dict() for number, optimizer in self._optimizers.items()},
             "settings": {"granularity": self.granularity},
             "records": self.records,
-            "skipped": self._skipped,
+            "skipped": {_member(number): count for number, count in self._skipped.items()},
             "warned": self._warned,
         }
 
@@ -290,9 +377,10 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
         """Take over a state; to be called after ``setup``.
 
         Raises:
-            ValueError: If it is of another network, or of precisions that are divided in another way.
+            ValueError: If it is of another network or of other members, or of precisions that are divided in another
+                way.
         """
-        if self._optimizer is None or state_dict["optimizer"] is None:
+        if not self._optimizers or not state_dict["optimizers"]:
             return
         granularity = state_dict["settings"]["granularity"]
         if granularity != self.granularity:
@@ -300,47 +388,57 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
                 f"The checkpoint has precisions {granularity} and this run has them {self.granularity}; use the "
                 "granularity that the run began with."
             )
-        self._optimizer.load_state_dict(state_dict["optimizer"])
+        names = {_member(number): number for number in self._optimizers}
+        if names.keys() != state_dict["optimizers"].keys():
+            raise ValueError("The checkpoint has precisions of other networks than this run; use its own recipe.")
+        for name, state in state_dict["optimizers"].items():
+            self._optimizers[names[name]].load_state_dict(state)
         self.records = list(state_dict["records"])
-        self._skipped, self._warned = state_dict["skipped"], state_dict["warned"]
+        self._skipped = {names[name]: count for name, count in state_dict["skipped"].items()}
+        self._warned = state_dict["warned"]
 
     # ---- report
 
-    def report(self, trainer: Trainer, task: EquivarianceTask, data: InputDataModule) -> None:
+    def report(self, trainer: Trainer, task: EquivarianceTask | ZooTask, data: InputDataModule) -> None:
         """Evaluate the final weights, and write tables and figures."""
         epoch = trainer.current_epoch
-        if not self.records or self.records[-1]["epoch"] != epoch:
+        self._running = self.networks.running()
+        done = {record.get("member") for record in self.records if record["epoch"] == epoch}
+        for number in self._running:
+            if number in done:
+                continue
             start = time.perf_counter()
             try:
-                record = self._record(task, self._evidence(trainer, task, epoch), epoch)
+                record = self._record(number, self._evidence(trainer, number, epoch), epoch)
             except CurvatureError as error:
                 if trainer.is_global_zero:
-                    warnings.warn(f"There is no evidence of the final weights: {error}", stacklevel=2)
+                    whose = "" if number is None else f" of member {number}"
+                    warnings.warn(f"There is no evidence of the final weights{whose}: {error}", stacklevel=2)
             else:
                 self.records = [*self.records, {**record, "seconds": time.perf_counter() - start}]
-        test: Any = data.test_dataloader() if hasattr(data, "test_dataloader") else None
-        self._tested = {} if test in (None, []) else task.evaluate(test)
+        self._tested = self.networks.test(data)
         on_first_rank(trainer, lambda: self._publish(trainer, task, data))
 
-    def _publish(self, trainer: Trainer, task: EquivarianceTask, data: InputDataModule) -> None:
+    def _publish(self, trainer: Trainer, task: EquivarianceTask | ZooTask, data: InputDataModule) -> None:
         terms = [{name: value for name, value in record.items() if name != "paths"} for record in self.records]
+        last = {number: {n: v for n, v in record.items() if n != "paths"} for number, record in self._last().items()}
         about = {
             "what": "a network trained under a prior learned by its Laplace marginal likelihood",
             "units": _UNITS,
             "architecture": task.network.architecture,
-            "test": self._tested,
-            "evidence": terms[-1] if terms else None,
-            "types": self.layer_types(),
+            "test": self._by_member(self._tested) or {},
+            "evidence": self._by_member(last),
+            "types": self._by_member({number: _types(record) for number, record in self._last().items()}) or {},
             "settings": {
                 **{name: getattr(self, name) for name in ("burn_in", "every_n_epochs", "steps", "lr", "engine")},
                 **{name: getattr(self, name) for name in ("samples", "granularity", "ffc")},
                 "bounds": list(self.bounds),
-                "likelihood": task.likelihood,
-                "temperature": task.temperature,
-                "prior_step": "implicit" if task.implicit else "gradient",
+                "likelihood": self.networks.likelihood,
+                "temperature": self.networks.temperature,
+                "prior_step": "implicit" if self.networks.implicit else "gradient",
             },
-            "log_precisions": task.log_precisions,
-            "log_noise": task.log_noise,
+            "log_precisions": self._by_member({n: self.networks.prior(n)[0] for n in self.networks.numbers}),
+            "log_noise": self._by_member({n: self.networks.prior(n)[1] for n in self.networks.numbers}),
             "epochs": trainer.current_epoch,
             "data": data.identity(),
             "versions": versions(),
@@ -348,117 +446,138 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
         publish_table(self._rows(), about, self.path / "layers")
         publish_table(terms, {**about, "what": "the log marginal likelihood during training"}, self.path / "evidence")
         if self.records:
-            epochs = [record["epoch"] for record in self.records]
-            tag = "figures/MarginalLikelihood"
-            if relative := self._relative():
-                publish_figure(
-                    trainer,
-                    relative_effective_parameters(epochs, relative, title=self._title(task)),
-                    f"{tag}/relative_effective_parameters",
-                    self.path / "relative_effective_parameters.png",
-                )
-            curves = {name: [record[name] for record in self.records] for name in _TERMS}
-            figure = evidence_curves(epochs, curves, title=self._title(task))
-            publish_figure(trainer, figure, f"{tag}/evidence", self.path / "evidence.png")
+            self._figures(trainer, self._title(task))
+        means = self._mean_test()
         log_summary(
             trainer,
-            {f"final/test_{name}": value for name, value in self._tested.items()},
-            self._tested.get("accuracy", self._tested.get("loss")),
+            {f"final/test_{name}": value for name, value in means.items()},
+            means.get("accuracy", means.get("loss")),
         )
 
-    def _title(self, task: EquivarianceTask) -> str:
-        name = type(task.network).__name__
-        return f"{name}, test accuracy {100 * self._tested['accuracy']:.1f} %" if "accuracy" in self._tested else name
-
-    def _relaxed(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return the final numbers of layers with several paths: by layer, then by the path's name within it."""
-        layers: dict[str, dict[str, dict[str, Any]]] = {}
-        for path, values in (self.records[-1]["paths"] if self.records else {}).items():
-            layers.setdefault(values["layer"], {})[_within(path, values["layer"])] = values
-        return {layer: paths for layer, paths in layers.items() if len(paths) > 1}
-
-    def layer_types(self) -> dict[str, str]:
-        """Return, of the last record, the path with the largest relative number for each layer with several."""
-        return {
-            layer: max(paths, key=lambda path: float(paths[path]["relative"]))
-            for layer, paths in self._relaxed().items()
-        }
-
-    def _relative(self) -> dict[str, dict[str, list[float]]]:
-        """Return relative effective numbers over the records, by layer and path."""
-        return {
-            layer: {
-                path: [record["paths"][f"{layer}.{path}" if layer else path]["relative"] for record in self.records]
-                for path in paths
+    def _figures(self, trainer: Trainer, title: str) -> None:
+        tag = "figures/MarginalLikelihood"
+        epochs = sorted({record["epoch"] for record in self.records})
+        groups = [[record for record in self.records if record["epoch"] == epoch] for epoch in epochs]
+        if layers := _relaxed(self.records[-1]):
+            relative = {
+                layer: {
+                    name: [_mean([_relaxed(record)[layer][name]["relative"] for record in group]) for group in groups]
+                    for name in paths
+                }
+                for layer, paths in layers.items()
             }
-            for layer, paths in self._relaxed().items()
-        }
+            publish_figure(
+                trainer,
+                relative_effective_parameters(epochs, relative, title=title),
+                f"{tag}/relative_effective_parameters",
+                self.path / "relative_effective_parameters.png",
+            )
+        curves = {name: [_mean([record[name] for record in group]) for group in groups] for name in _TERMS}
+        figure = evidence_curves(epochs, curves, title=title)
+        publish_figure(trainer, figure, f"{tag}/evidence", self.path / "evidence.png")
+
+    def _title(self, task: EquivarianceTask | ZooTask) -> str:
+        members = len(self.networks.numbers)
+        name = (
+            type(task.network).__name__
+            if None in self._optimizers
+            else (f"{members} {type(task.network).__name__}, mean over members")
+        )
+        tested = self._mean_test()
+        return f"{name}, test accuracy {100 * tested['accuracy']:.1f} %" if "accuracy" in tested else name
+
+    def _by_member(self, values: dict[Number, Any]) -> Any:
+        """Return values by the names of members; that of the network if it is the only one, None without it."""
+        if None in self._optimizers:
+            return values.get(None)
+        return {_member(number): value for number, value in values.items()}
+
+    def _last(self) -> dict[Number, dict[str, Any]]:
+        """Return the last record of each network that was not stopped, by its number."""
+        found = {record.get("member"): record for record in self.records}
+        return {number: found[number] for number in self._running if number in found}
+
+    def _mean_test(self) -> dict[str, float]:
+        """Return the mean over networks of what they have on the test split; empty without one."""
+        names = next(iter(self._tested.values()), {})
+        return {name: _mean([values[name] for values in self._tested.values()]) for name in names}
+
+    def layer_types(self, member: int | None = None) -> dict[str, str]:
+        """Return, of the last record, the path with the largest relative number for each layer with several.
+
+        Args:
+            member: Its number; of a zoo.
+        """
+        last = self._last()
+        return _types(last[member]) if member in last else {}
 
     def _rows(self) -> list[dict[str, Any]]:
-        types = self.layer_types()
         return [
             {
+                **({} if number is None else {"member": number}),
                 "layer": values["layer"],
                 "path": _within(path, values["layer"]),
                 **{name: values[name] for name in ("parameters", *_OF_PATHS)},
-                "type": types.get(values["layer"], ""),
+                "type": _types(record).get(values["layer"], ""),
             }
-            for path, values in (self.records[-1]["paths"] if self.records else {}).items()
+            for number, record in self._last().items()
+            for path, values in record["paths"].items()
         ]
 
     def table(self) -> Table:
         """Return precision, mean squared weight, normalised and relative numbers of the layers with several paths."""
-        layers = self._relaxed()
-        paths = list(dict.fromkeys(path for found in layers.values() for path in found))
+        last = self._last()
+        names = next((_names(record) for record in last.values()), [])
         table = Table(
             title="Layers by their effective parameters", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
         )
-        table.add_column("layer", no_wrap=True)
-        if not layers:  # an ordinary network
+        members = None not in self._optimizers
+        for column in ("member", "layer") if members else ("layer",):
+            table.add_column(column, no_wrap=True)
+        if names:
+            for name in ("precision", "mean_square", "normalised", "relative"):
+                for path in names:
+                    table.add_column(f"{_SHORT[name]} {path}", justify="right")
+            table.add_column("type")
+        else:  # ordinary networks
             for column in ("precision", "mean square", "normalised"):
                 table.add_column(column, justify="right")
-            for row in self._rows():
-                numbers = (row["precision"], row["mean_square"], row["normalised"])
-                table.add_row(row["layer"] or "network", *(f"{number:.3g}" for number in numbers))
-            return table
-        for name in ("precision", "mean_square", "normalised", "relative"):
-            for path in paths:
-                table.add_column(f"{_SHORT[name]} {path}", justify="right")
-        table.add_column("type")
-        types = self.layer_types()
-        for layer, found in layers.items():
-            cells = [
-                "-"
-                if path not in found
-                else (f"{found[path][name]:.3f}" if name == "relative" else _short(found[path][name]))
-                for name in ("precision", "mean_square", "normalised", "relative")
-                for path in paths
-            ]
-            table.add_row(layer or "network", *cells, types[layer].upper())
+        rows = [
+            ([str(number)] if members else []) + cells
+            for number, record in last.items()
+            for cells in (_relaxed_cells(record, names) if names else _ordinary_cells(record))
+        ]
+        for cells in rows[:_MOST_ROWS] if members else rows:
+            table.add_row(*cells)
+        if members and len(rows) > _MOST_ROWS:
+            table.caption = f"and {len(rows) - _MOST_ROWS} more in layers.csv"
         return table
 
     def notes(self) -> list[str]:
-        """Say how good the network is, what its evidence is, and what the pass costs."""
+        """Say how good the networks are, what their evidence is, and what a pass costs."""
         notes = []
-        if "accuracy" in self._tested:
-            notes.append(f"test accuracy {100 * self._tested['accuracy']:.2f} %, loss {self._tested['loss']:.4f}")
-        elif self._tested:
-            notes.append(f"test loss {self._tested['loss']:.4f}")
-        if self.records:
-            last = self.records[-1]
+        of = "" if None in self._optimizers else "mean over members: "
+        tested = self._mean_test()
+        if "accuracy" in tested:
+            notes.append(f"{of}test accuracy {100 * tested['accuracy']:.2f} %, loss {tested['loss']:.4f}")
+        elif tested:
+            notes.append(f"{of}test loss {tested['loss']:.4f}")
+        if last := list(self._last().values()):
+            means = {name: _mean([record[name] for record in last]) for name in _TERMS}
             parts = (
-                -last["log_marginal_likelihood"],
-                -last["log_likelihood"],
-                last["log_determinant"],
-                last["scatter"],
+                -means["log_marginal_likelihood"],
+                -means["log_likelihood"],
+                means["log_determinant"],
+                means["scatter"],
             )
             total, fit, determinant, scatter = (f"{part:.4f}" for part in parts)
             notes.append(
-                f"-log marginal likelihood / N: {total} = {fit} (fit) + {determinant} (log determinant) + {scatter} "
-                "(scatter)"
+                f"{of}-log marginal likelihood / N: {total} = {fit} (fit) + {determinant} (log determinant) + "
+                f"{scatter} (scatter)"
             )
-            seconds = [record["seconds"] for record in self.records]
-            notes.append(f"{len(seconds)} curvature passes of {sum(seconds) / len(seconds):.2f} s")
+            notes.append(
+                f"{len(self.records)} curvature passes of {_mean([record['seconds'] for record in self.records]):.2f} s"
+            )
         return notes
 
     def places(self, trainer: Trainer) -> dict[str, Path]:
@@ -471,14 +590,63 @@ class MarginalLikelihood(RunReport[EquivarianceTask, InputDataModule]):
 _SHORT = {"precision": "prec.", "mean_square": "w²", "normalised": "norm.", "relative": "rel."}
 
 
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _member(number: Number) -> str:
+    """Return the name of a member in tags and checkpoints; empty for the network of an EquivarianceTask."""
+    return "" if number is None else f"member-{number:04d}"
+
+
+def _relaxed(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the numbers of layers with several paths: by layer, then by the path's name within it."""
+    layers: dict[str, dict[str, dict[str, Any]]] = {}
+    for path, values in record["paths"].items():
+        layers.setdefault(values["layer"], {})[_within(path, values["layer"])] = values
+    return {layer: paths for layer, paths in layers.items() if len(paths) > 1}
+
+
+def _names(record: dict[str, Any]) -> list[str]:
+    """Return the names of paths within their layers; empty for an ordinary network."""
+    return list(dict.fromkeys(path for found in _relaxed(record).values() for path in found))
+
+
+def _types(record: dict[str, Any]) -> dict[str, str]:
+    """Return the path with the largest relative number for each layer with several."""
+    return {
+        layer: max(paths, key=lambda path: float(paths[path]["relative"])) for layer, paths in _relaxed(record).items()
+    }
+
+
+def _relaxed_cells(record: dict[str, Any], names: list[str]) -> Iterator[list[str]]:
+    """Yield the printed row of each layer with several paths."""
+    types = _types(record)
+    for layer, found in _relaxed(record).items():
+        cells = [
+            "-" if path not in found else _short(found[path][name])
+            for name in ("precision", "mean_square", "normalised")
+            for path in names
+        ]
+        relative = ["-" if path not in found else f"{found[path]['relative']:.3f}" for path in names]
+        yield [layer or "network", *cells, *relative, types[layer].upper()]
+
+
+def _ordinary_cells(record: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield the printed row of each layer."""
+    for values in record["paths"].values():
+        numbers = (values["precision"], values["mean_square"], values["normalised"])
+        yield [values["layer"] or "network", *map(_short, numbers)]
+
+
 def _within(path: str, layer: str) -> str:
     """Return the name of a path within its layer: empty where the layer is the path."""
     return "" if path == layer else path.removeprefix(f"{layer}.")
 
 
 def _short(value: float) -> str:
-    """Return two digits, in at most six characters: 0.079, 3.1, 280, 3e7."""
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
+    """Return one or two digits, in at most five characters, for a table of 80 columns: 8e-3, 0.079, 3.1, 280, 3e7."""
+    if value == 0 or 1e-2 <= abs(value) < 1e4:
         return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"

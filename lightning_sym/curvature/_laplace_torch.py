@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock
+from lightning_sym.curvature.laplace import dense_sides
 
 
 class RelaxedLaplace(KronLaplace):
@@ -76,9 +77,7 @@ class RelaxedLaplace(KronLaplace):
 
 def _matrices(block: KroneckerBlock) -> list[Tensor]:
     """Return a block as one or two dense matrices, in the order of the parameter's entries."""
-    out, inner = block.out_factor, block.in_factor
-    if not block.leading:
-        return [out] if inner is None else [out, inner]
-    if out.ndim == 2 and inner is not None and not block.blocks_first:
-        return [out, torch.block_diag(*inner.flatten(0, -3))]  # type: ignore[no-untyped-call]
-    return [block.dense()]
+    if block.in_factor is None or len(dense_sides(block)) == 1:
+        return [block.dense()]
+    inner = block.in_factor.flatten(0, -3) if block.leading else block.in_factor[None]
+    return [block.out_factor, torch.block_diag(*inner)]  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ def autograd_factors(
         network: Any module; parameters belong to layers with a rule.
         loader: Batches of inputs and labels or targets.
         likelihood: ``"classification"`` or ``"regression"``.
-        samples: None for all K columns of the square root; otherwise how many labels are drawn per sample.
+        samples: None for all K columns of the square root; otherwise how many random combinations of them.
         ffc: As for :class:`~lightning_sym.curvature.Rule`.
         generator: Of the draws.
         columns: How many columns go through one backward pass together, by ``vmap``; None for 1 on a CPU, where
@@ -174,7 +174,6 @@ def loss_and_columns(
         raise ValueError(f"Curvature needs outputs of shape [N, K], got shape {list(outputs.shape)}.")
     outputs = outputs.detach()
     count, width = outputs.shape
-    device = generator.device if generator is not None else outputs.device
     if likelihood == "regression":
         if targets.shape != outputs.shape:
             raise ValueError(
@@ -185,8 +184,7 @@ def loss_and_columns(
         if samples is None:
             eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
             return loss, eye[:, None].expand(width, count, width)
-        noise = torch.randn(samples, count, width, generator=generator, dtype=outputs.dtype, device=device)
-        return loss, noise.to(outputs.device) / samples**0.5
+        return loss, _signs(samples, outputs, generator) / samples**0.5
     if targets.shape != (count,) or targets.is_floating_point():
         raise ValueError(
             f"Labels must be class indices of shape [{count}], got {targets.dtype} of shape {list(targets.shape)}."
@@ -203,9 +201,19 @@ def loss_and_columns(
     if samples is None:
         eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
         return loss, probabilities.T.sqrt()[:, :, None] * (eye[:, None] - probabilities)
-    drawn = torch.multinomial(probabilities.to(device), samples, replacement=True, generator=generator)
-    labels = F.one_hot(drawn.to(outputs.device), width).to(outputs.dtype)  # [N, V, K]
-    return loss, (probabilities - labels.transpose(0, 1)) / samples**0.5
+    mixed = _signs(samples, outputs, generator) * probabilities.sqrt()
+    return loss, (mixed - probabilities * mixed.sum(2, keepdim=True)) / samples**0.5
+
+
+def _signs(samples: int, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return random signs that mix the columns of the exact square root, ``[V, N, K]``.
+
+    Every mixture is as long as the root itself, whereas with drawn labels a confident network's curvature would come
+    from rare labels, and one pass would most often see next to nothing of it.
+    """
+    device = generator.device if generator is not None else outputs.device
+    drawn = torch.randint(2, (samples, *outputs.shape), generator=generator, device=device)
+    return (2 * drawn - 1).to(outputs)
 
 
 class _Sums:
@@ -279,7 +287,7 @@ class _Sums:
         self._add_inner()
         nodes = [output for _, _, output in self.recorded.values()]
         for piece in torch.split(square_root, columns):
-            for gradients in _backward(outputs, nodes, piece):
+            for gradients in pull_back(outputs, nodes, piece):
                 self._add_out(gradients)
         self.recorded.clear()
         self.samples += len(x)
@@ -348,8 +356,18 @@ class _Sums:
         return Factors(blocks, self.samples, self.outputs, likelihood, self.loss, tuple(left_out))
 
 
-def _backward(outputs: Tensor, nodes: list[Tensor], columns: Tensor) -> Iterator[list[Tensor | None]]:
-    """Yield gradients ``[V, N, ...]`` of columns ``[V, N, K]``: all at once where ``vmap`` can, or one by one."""
+def pull_back(outputs: Tensor, nodes: list[Tensor], columns: Tensor) -> Iterator[list[Tensor | None]]:
+    """Yield gradients of columns at tensors that the outputs were computed from; the graph is kept.
+
+    Args:
+        outputs: Shape ``[N, ...]``.
+        nodes: Tensors with gradients.
+        columns: What is pulled back. Shape ``[V, N, ...]``, the rest as the outputs.
+
+    Yields:
+        One gradient for each node, shape ``[V, ...]``, the rest as the node; None where no gradient comes. All columns
+        together by ``vmap`` where the network's operations allow it and memory suffices, otherwise V times one.
+    """
     settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
     if len(columns) > 1:
         try:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -16,11 +17,11 @@ from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from torch import Tensor, fx, nn
 
 from lightning_sym.curvature.autograd import (
-    _backward,
     batches,
     check_weights,
     curved_layers,
     loss_and_columns,
+    pull_back,
     ready,
 )
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood, over_batches_and_ranks
@@ -58,8 +59,8 @@ def backpack_factors(
             their children one after the other, in any nesting; the parameters belong to layers with a rule.
         loader: Batches of inputs and labels or targets.
         likelihood: ``"classification"`` or ``"regression"``.
-        samples: None for all K columns of the square root (KFLR); otherwise how many labels are drawn per sample
-            (KFAC).
+        samples: None for all K columns of the square root (KFLR); otherwise how many random combinations of
+            them (as KFAC).
         ffc: As for :class:`~lightning_sym.curvature.Rule`.
         generator: Of the draws.
         columns: How many columns go through a layer together, by ``vmap``; None for 1 on a CPU, where more is not
@@ -79,20 +80,41 @@ def backpack_factors(
 
         def compute() -> Factors | None:
             check_weights(network)
-            twin, total = _Twin(network, layers), None
+            twin = _Twin(network, layers)
+            blocks: dict[str, KroneckerBlock] = {}  # sums of both factors
+            count, width, total_loss = 0, 0, 0.0
             with twin.recording():
                 for x, y in batches(network, loader):
                     extension = (RelaxedKFLR if samples is None else RelaxedKFAC)(ffc=ffc, columns=columns)
+                    # The network before its copy: what its layers refuse, they refuse in their own words.
+                    expected = None if count else twin.expected(x)
                     outputs = twin(x)
                     loss, square_root = loss_and_columns(outputs, y, likelihood, samples, generator)
-                    if total is None:
-                        twin.check(x, outputs)
-                    found = twin.blocks(outputs, square_root, extension)
-                    part = Factors(found, len(x), outputs.shape[1], likelihood, loss.item(), twin.left_out)
-                    total = part if total is None else total + part
-            return total
+                    if expected is not None:
+                        twin.check(outputs, expected)
+                    _add(blocks, twin.blocks(outputs, square_root, extension), len(x))
+                    count, width, total_loss = count + len(x), outputs.shape[1], total_loss + loss.item()
+            for block in blocks.values():
+                if block.in_factor is not None:
+                    block.in_factor.div_(count)
+            return Factors(blocks, count, width, likelihood, total_loss, twin.left_out) if count else None
 
         return over_batches_and_ranks(compute, device)
+
+
+def _add(sums: dict[str, KroneckerBlock], found: dict[str, KroneckerBlock], count: int) -> None:
+    """Add the blocks of a batch of so many samples to the sums of both factors, in place: they may be large."""
+    for name, block in found.items():
+        inner = block.in_factor
+        if name not in sums:
+            # In memory of its own: a weight and its bias may share a factor.
+            own = None if inner is None else inner * count
+            sums[name] = replace(block, out_factor=block.out_factor.clone(), in_factor=own)
+            continue
+        sums[name].out_factor.add_(block.out_factor)
+        total = sums[name].in_factor
+        if total is not None and inner is not None:
+            total.add_(inner, alpha=count)
 
 
 # ---- extensions of BackPACK, which work without the engine, too
@@ -114,7 +136,7 @@ class _Jacobian(BaseDerivatives):  # type: ignore[misc]
         """Return columns at the input, shape ``[V, N, ...]``, for those at the output."""
         found = []
         for piece in torch.split(mat, self.columns):
-            for (g,) in _backward(module.output, [module.input0], piece):
+            for (g,) in pull_back(module.output, [module.input0], piece):
                 found.append(module.input0.new_zeros(1, *module.input0.shape) if g is None else g)
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -342,10 +364,13 @@ class _Twin:
         outputs: Tensor = self.converted(x)
         return outputs
 
-    def check(self, x: Tensor, outputs: Tensor) -> None:
-        """Raise unless the copy gives what the network does: hooks may change what modules give."""
+    def expected(self, x: Tensor) -> Any:
+        """Return the outputs of the network itself."""
         with torch.no_grad():
-            expected = self.network(x.clone())  # it might change its input
+            return self.network(x.clone())  # it might change its input
+
+    def check(self, outputs: Tensor, expected: Tensor) -> None:
+        """Raise unless the copy gives what the network does: hooks may change what modules give."""
         if not torch.allclose(outputs, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()), equal_nan=True):
             raise ValueError(
                 f"The outputs of the network ({type(self.network).__name__}) are not those of its layers, for example "

@@ -39,8 +39,11 @@ def factors(
         engine: ``"autograd"``: any architecture, K backward passes. ``"backpack"``: the same numbers by BackPACK, for
             networks of ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and modules that call
             their children one after the other, which includes ours without skip connections.
-        samples: None for the exact matrix, in K backward passes; otherwise Monte Carlo with that many labels per
-            sample drawn from the network's own predictions, >= 1: unbiased, in as many backward passes.
+        samples: None for the exact matrix, in K backward passes; otherwise Monte Carlo with that many
+            combinations of the columns of the exact square root, with random signs, >= 1: unbiased, in as many
+            backward passes. (Labels drawn from the network's own predictions, as KFAC has them, are unbiased, too, but
+            a confident network then shows next to no curvature most of the time: its evidence came out as -0.02
+            nats per datum where it was -3.5.)
         ffc: Of factored fully connected layers: ``"shared"``, one B for all channels, or ``"per_channel"``, which is
             closer to the exact blocks and costs C times as many eigenvalue problems of B.
         generator: Of the draws; another one on each rank. By default every call draws the same.

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.curvature.blocks import Likelihood
+from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.groups import Groups, parameter_groups
 
 if TYPE_CHECKING:
     from lightning_sym.curvature._laplace_torch import RelaxedLaplace
+
+_MOST_BYTES = 4 * 2**30  # of all dense matrices together; laplace-torch holds two more copies, and their eigenvectors
 
 
 def to_laplace(
@@ -54,13 +56,14 @@ def to_laplace(
         lengthscales, which have no curvature, are constants.
 
     Raises:
-        ValueError: As :func:`factors`; if precisions do not fit the groups; if a classification is given noise.
+        ValueError: As :func:`factors`; if precisions do not fit the groups; if a classification is given noise; if
+            the dense matrices would be larger than 4 GiB together.
 
     Note:
         laplace-torch knows one or two dense matrices for a parameter. The block-diagonal A of factored layers is
         written out, ``[C S, C S]``, and blocks whose B has an axis of groups, as of depthwise filters, become one
-        matrix of all their parameters: use :class:`Evidence` where that does not fit into memory. Jacobians, for
-        ``pred_type="glm"``, are those of ``torch.func``; their memory grows with the square of the batch.
+        matrix of all their parameters; :class:`Evidence` needs neither. Jacobians, for ``pred_type="glm"``, are those
+        of ``torch.func``; their memory grows with the square of the batch.
 
     References:
         Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; our specification, 7.3 and 7.5.
@@ -84,6 +87,7 @@ def to_laplace(
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be positive, got {temperature}.")
     found = factors(network, loader, likelihood, engine=engine, samples=samples, generator=generator)
+    _check_sizes(found)
     with warnings.catch_warnings():
         # One of the libraries that laplace-torch imports uses torch.jit.script, which is deprecated.
         warnings.simplefilter("ignore")
@@ -94,3 +98,34 @@ def to_laplace(
         raise ValueError(f"Parameter {missing[0]!r} has a curvature block but no precision group.")
     precisions = {name: by_group[groups.precisions[name]] for name in found.blocks}
     return RelaxedLaplace(network, found, precisions, math.exp(log_noise), temperature)
+
+
+def dense_sides(block: KroneckerBlock) -> list[int]:
+    """Return the sides of the one or two dense matrices that laplace-torch needs for a block.
+
+    Args:
+        block: Of one parameter.
+
+    Returns:
+        Of B and A, the latter with its blocks side by side, or of the whole block where that is no Kronecker product.
+    """
+    out, inner = block.out_factor, block.in_factor
+    if inner is None:
+        return [block.size]
+    if not block.leading or (out.ndim == 2 and not block.blocks_first):
+        return [out.shape[-1], block.leading.numel() * inner.shape[-1]]
+    return [block.size]
+
+
+def _check_sizes(found: Factors) -> None:
+    """Raise unless the dense matrices are of a size that one can work with."""
+    sides = {name: dense_sides(block) for name, block in found.blocks.items()}
+    total = sum(found.blocks[name].out_factor.element_size() * side**2 for name in sides for side in sides[name])
+    if total > _MOST_BYTES:
+        name = max(sides, key=lambda name: max(sides[name]))
+        side = max(sides[name])
+        raise ValueError(
+            f"laplace-torch needs dense matrices of {total / 2**30:.1f} GiB for this network, of which that of "
+            f"{name!r} is {side} x {side}, and to_laplace makes {_MOST_BYTES / 2**30:g} GiB at most; use Evidence, "
+            "which keeps blocks apart, or freeze such layers with requires_grad_(False)."
+        )

@@ -13,6 +13,7 @@ from lightning_sym.curvature.blocks import KroneckerBlock
 FFC: TypeAlias = Literal["shared", "per_channel"]
 RuleT = TypeVar("RuleT", bound="type[Rule]")
 _RULES: dict[type[nn.Module], "type[Rule]"] = {}
+_NARROW = 16  # vectors of so few entries are summed per sample, which is not slower and more accurate
 
 
 class Rule:
@@ -152,8 +153,10 @@ def gram(vectors: Tensor, block_axes: int) -> Tensor:
         Shape ``[*blocks, F, F]``.
     """
     rows, features = vectors.shape[-2:]
-    if vectors.stride(-2) == 1 and rows >= features and vectors.stride(-1) != 1:
-        # Stored with the places last, as images are: a product per sample instead of a copy.
+    places_last = vectors.stride(-2) == 1 and vectors.stride(-1) != 1
+    if rows >= features and (places_last or features <= _NARROW):
+        # A product per sample: no copy of what is stored with the places last, as images are; and a product of few
+        # long rows is summed one by one in float32, which costs two digits and makes it depend on the batches.
         vectors = vectors.flatten(block_axes, -3).mT
         return (vectors @ vectors.mT).sum(-3)
     vectors = vectors.flatten(block_axes, -2)
@@ -371,12 +374,17 @@ def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
     """
     channels = x.shape[1]
     lags = range(1 - kernel, kernel)
-    rows = x.transpose(0, 1).reshape(channels, -1)
+    rows = x.flatten(2)
     grams: dict[tuple[int, int], Tensor] = {}
     for down in range(kernel):
         for right in lags if down else range(kernel):
-            moved = x.roll((-down, -right), (2, 3)).transpose(0, 1).reshape(channels, -1)
-            grams[down, right] = (rows * moved).sum(1) if depthwise else rows @ moved.T
+            moved = x.roll((-down, -right), (2, 3)).flatten(2)
+            if depthwise:
+                grams[down, right] = (rows * moved).sum((0, 2))
+            elif rows.shape[2] >= channels:  # per sample, as in gram
+                grams[down, right] = (rows @ moved.mT).sum(0)
+            else:
+                grams[down, right] = rows.transpose(0, 1).flatten(1) @ moved.transpose(0, 1).flatten(1).T
             grams[-down, -right] = grams[down, right].mT if not depthwise else grams[down, right]
     table = torch.stack([grams[down, right] for down in lags for right in lags])  # [(2 k - 1)^2, C, C]
     at = torch.arange(kernel, device=x.device)

@@ -36,7 +36,7 @@ def relative_effective_parameters(
                 raise ValueError(f"{layer} {path} has {len(values)} values for {len(epochs)} epochs.")
     names = list(dict.fromkeys(path for paths in relative.values() for path in paths))
     colors = _colors(names)
-    columns = min(4, len(relative))
+    columns = 3 if len(relative) in (5, 6, 9) else min(4, len(relative))  # few places stay empty
     rows = math.ceil(len(relative) / columns)
     figure = Figure(figsize=(2.5 * columns + 1.2, 2.0 * rows + 1.0), layout="constrained", dpi=120)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()

@@ -1,6 +1,7 @@
 """Networks whose layers hold several paths, from fully connected to group convolutional."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -83,6 +84,9 @@ class RelaxedNetwork(Network):
         num_classes: Number of outputs ``K``, >= 1.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
         scale: Of the sum of paths; default one over their number.
+        relaxed_gain: Factor, > 0, on the initial output weights (``weight``, ``theta2``, ``u2``) of fully connected
+            paths that stand beside others. Below 1 the network starts close to an equivariant one, and training
+            relaxes it where that helps; at 1, fully connected paths, which learn first, are hard to leave again.
         kernel_size: Of convolutional paths, odd.
         anchors: Of ``sconv`` paths; default half of the filter positions, rounded up. Those of ``sfc`` paths are
             always half of the grid's.
@@ -108,6 +112,7 @@ class RelaxedNetwork(Network):
         num_classes: int = 10,
         activation: str = "relu",
         scale: float | None = None,
+        relaxed_gain: float = 1.0,
         kernel_size: int = 3,
         anchors: int | None = None,
         learn_positions: bool = False,
@@ -117,6 +122,8 @@ class RelaxedNetwork(Network):
     ) -> None:
         super().__init__()
         check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
+        if not (math.isfinite(relaxed_gain) and relaxed_gain > 0):
+            raise ValueError(f"relaxed_gain of RelaxedNetwork must be a finite number > 0, got {relaxed_gain}.")
         names = _path_names(paths)
         sides = _grid(grid, image_size)
         lifted = 4 if "gconv" in _families(paths) else 1
@@ -143,6 +150,8 @@ class RelaxedNetwork(Network):
         for depth, (factor, halved) in enumerate(_scheme(min(sides)), 1):
             after = (sides[0] // 2, sides[1] // 2) if halved else sides
             members = {name: make(kind, (channels, factor * width), sides, after) for name, kind in names.items()}
+            if set(_families(paths)) != {"fc"}:
+                _shrink([path for name, path in members.items() if _FAMILIES[names[name]] == "fc"], relaxed_gain)
             weight = 1 / len(members) if scale is None else scale
             if halved:
                 members = _pooled(members, {name for name, kind in names.items() if _FAMILIES[kind] != "fc"}, pool_norm)
@@ -165,6 +174,14 @@ class RelaxedNetwork(Network):
         for module in self.children():
             x = module(x)
         return x
+
+
+def _shrink(paths: Iterable[nn.Module], gain: float) -> None:
+    """Multiply the weights by which fully connected paths write their outputs."""
+    for path in paths:
+        for name in ("weight", "theta2", "u2"):
+            if hasattr(path, name):
+                getattr(path, name).data.mul_(gain)
 
 
 def _scheme(side: int) -> list[tuple[int, bool]]:

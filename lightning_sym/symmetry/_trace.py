@@ -498,8 +498,9 @@ class Trace:
                     self.ledger.fix(label)
                     continue
                 keep_single = False
-            axes = tuple(axis + offset for axis in label.axes)
-            kept = tuple(axis for axis in axes if value.shape[axis - offset] == shape[axis])
+            # One unit on a longer axis, as of an expanded number, fills that axis.
+            own = zip(label.axes, label.atom.shape or (1,) * len(label.axes), strict=True)
+            kept = tuple(axis + offset for axis, size in own if size == shape[axis + offset])
             sizes = [shape[axis] for axis in kept]
             result.append(Label(kept, *(a.reshape(sizes) for a in (label.atom, label.tag, label.scale))))
         return result

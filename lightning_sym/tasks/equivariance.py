@@ -14,12 +14,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_sym._text import unknown
-from lightning_sym.curvature import EmptyLoaderError, parameter_groups
+from lightning_sym.curvature import parameter_groups
 from lightning_sym.networks import Network, build
+from lightning_sym.tasks._prior import (
+    count_data,
+    decays_weights,
+    has_implicit_step,
+    prior_strength,
+    shrink,
+    warn_of_missing_classes,
+)
 from lightning_sym.tasks.metrics import PopulationClassification
-
-# Precisions beyond these are not used: exp(40) is more than any float32 weight can feel.
-_LOG_BOUNDS = (-40.0, 40.0)
 
 
 class EquivarianceTask(LightningModule):
@@ -38,11 +43,13 @@ class EquivarianceTask(LightningModule):
     layers have no prior.
 
     With ``prior_step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of
-    SGD with learning rate :math:`\eta` and momentum :math:`\beta`, weights are divided by
-    :math:`1 + \eta c_l / (1 - \beta)`, where :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression).
-    This has the same stationary points, and is stable for every precision, where the gradient of the prior is so only
-    if :math:`\eta c_l < 2 (1 + \beta)`. Without the factor :math:`1 / (1 - \beta)`, by which momentum magnifies the
-    gradients of the loss, the prior would be too weak.
+    the optimizer with learning rate :math:`\eta`, weights are divided by :math:`1 + \eta c_l / d`, where
+    :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression): the proximal step in the metric d of the
+    optimizer, which is :math:`1 - \beta` for SGD with momentum :math:`\beta`, and elementwise
+    :math:`\sqrt{\hat v} + \epsilon` for Adam. It comes to rest at the same weights, where :math:`c_l \theta` is minus
+    the mean gradient of the fit, and is stable for every precision. With the gradient of the prior, SGD is so only if
+    :math:`\eta c_l < 2 (1 + \beta)`, and Adam makes the weights of a path that is switched off swing about 0 at the
+    scale of :math:`\eta`, so that they are noise to the other paths and their precision cannot rise.
 
     Args:
         network: From images ``[B, C, H, W]``, or other inputs, to logits or means ``[B, K]``. Trained in place; every
@@ -52,8 +59,9 @@ class EquivarianceTask(LightningModule):
         precision: Of all weights at the start, > 0.
         noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
         temperature: ``T`` > 0; 1 is Bayes.
-        prior_step: ``"gradient"``: the prior is part of the loss. ``"implicit"``: see above, for ``torch.optim.SGD``.
-            ``"auto"``: implicit for SGD, otherwise gradient, as steps of adaptive optimizers are bounded anyway.
+        prior_step: ``"gradient"``: the prior is part of the loss. ``"implicit"``: see above, for ``torch.optim.SGD``,
+            ``Adam`` and ``AdamW`` (with ``weight_decay=0``), not for subclasses. ``"auto"``: implicit for these, and
+            gradient for all other optimizers.
         optimizer: Makes the optimizer from parameters; default Adam with its defaults. Without weight decay.
         lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
         lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
@@ -150,11 +158,10 @@ class EquivarianceTask(LightningModule):
         """
         if self.samples < 1:
             raise ValueError("The prior is relative to the number of data, counted when a fit starts; set samples.")
-        factor = self.temperature / self.samples
+        factor = self.temperature
         if self.likelihood == "regression":
             factor *= 2 * math.exp(2 * self.log_noise)
-        low, high = _LOG_BOUNDS
-        return {name: factor * math.exp(min(max(value, low), high)) for name, value in self.log_precisions.items()}
+        return {name: factor * prior_strength(value, self.samples) for name, value in self.log_precisions.items()}
 
     def prior_term(self) -> Tensor:
         """Return the prior's part of the loss, a scalar."""
@@ -165,18 +172,12 @@ class EquivarianceTask(LightningModule):
     @property
     def implicit(self) -> bool:
         """Whether the prior acts after the steps of the optimizer, and not by way of the loss."""
-        return self.prior_step == "implicit" or (self.prior_step == "auto" and self._sgd)
+        return self.prior_step == "implicit" or (self.prior_step == "auto" and self._has_implicit_step)
 
     def _shrink(self, optimizer: Optimizer, *_: Any) -> None:
-        """Take the implicit step; called after every step of the optimizer that was not skipped."""
-        strengths = {id(p): self.prior_strengths().get(name) for name, p in self.network.named_parameters()}
-        for group in optimizer.param_groups:
-            step = float(group["lr"])
-            if group["momentum"]:
-                step *= (1 - group["dampening"]) / (1 - group["momentum"])
-            for parameter in group["params"]:
-                if (strength := strengths.get(id(parameter))) is not None and parameter.grad is not None:
-                    parameter.data.div_(1 + step * strength)
+        """Take the implicit step; called after every step of the optimizer."""
+        parameters = dict(self.network.named_parameters())
+        shrink(optimizer, {id(parameters[name]): c for name, c in self.prior_strengths().items()})
 
     # ---- training
 
@@ -193,34 +194,9 @@ class EquivarianceTask(LightningModule):
                 "EquivarianceTask needs a datamodule with curvature_dataloader(), which gives each training datum "
                 "once, as those of lightning_sym.datamodules; pass one to trainer.fit(task, datamodule)."
             )
-        device = self.trainer.strategy.root_device
-        samples = torch.zeros(1, dtype=torch.int64, device=device)
-        largest = 0
-        labels = [batch[1] for batch in data.curvature_dataloader()]
-        samples += sum(len(part) for part in labels)
-        if self.likelihood == "classification" and labels and not labels[0].is_floating_point():
-            largest = int(max(int(part.max()) for part in labels if len(part)))
-        classes = int(getattr(data, "num_classes", largest + 1))
-        counts = torch.zeros(classes, dtype=torch.int64, device=device)
-        if self.likelihood == "classification":
-            for part in labels:
-                counts += torch.bincount(part.to(device), minlength=classes)[:classes]
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(samples)
-            torch.distributed.all_reduce(counts)
-        self.samples = int(samples)
-        if self.samples == 0:
-            raise EmptyLoaderError(
-                "There are no training data: curvature_dataloader() gives nothing; look at the data."
-            )
-        missing = (counts == 0).nonzero().flatten().tolist()
-        if self.likelihood == "classification" and missing and self.trainer.is_global_zero:
-            named = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-            warnings.warn(
-                f"{len(missing)} of {classes} classes never occur in the training data ({named}); what is learned of "
-                "them comes from the prior alone.",
-                stacklevel=2,
-            )
+        self.samples, counts = count_data(data.curvature_dataloader())
+        if self.likelihood == "classification" and self.trainer.is_global_zero:
+            warn_of_missing_classes(counts, getattr(data, "num_classes", len(counts)))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits or means ``[B, K]``."""
@@ -245,9 +221,10 @@ class EquivarianceTask(LightningModule):
             loss: Tensor = (outputs - targets).square().sum() / len(outputs)
             correct = torch.zeros(1, dtype=torch.int64, device=outputs.device)
         else:
-            if targets.shape != outputs.shape[:1]:
+            if targets.shape != outputs.shape[:1] or targets.is_floating_point():
                 raise ValueError(
-                    f"Labels must be class indices of shape [{len(outputs)}], got shape {list(targets.shape)}."
+                    f"Labels must be class indices of shape [{len(outputs)}], got {targets.dtype} of shape "
+                    f"{list(targets.shape)}; for values choose likelihood regression."
                 )
             loss = F.cross_entropy(outputs, targets)
             correct = (outputs.argmax(1) == targets).sum()[None]
@@ -340,15 +317,16 @@ class EquivarianceTask(LightningModule):
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
-        self._sgd = type(optimizer) is torch.optim.SGD
-        if any(group.get("weight_decay") for group in optimizer.param_groups):
+        self._has_implicit_step = has_implicit_step(optimizer)
+        if decays_weights(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} decays weights, which the prior of EquivarianceTask does by itself; set "
                 "weight_decay to 0."
             )
-        if self.prior_step == "implicit" and not self._sgd:
+        if self.prior_step == "implicit" and not self._has_implicit_step:
             raise ValueError(
-                f"prior_step implicit is for torch.optim.SGD, got {type(optimizer).__name__}; use gradient or auto."
+                f"prior_step implicit is for torch.optim.SGD, Adam and AdamW, got {type(optimizer).__name__}; use "
+                "gradient or auto."
             )
         return optimizer
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, Trainer
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
@@ -17,7 +17,7 @@ from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter
 from lightning_sym.datamodules import DigitsDataModule, InputDataModule
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import MultiLayerPerceptron, Network
-from lightning_sym.tasks import EquivarianceTask, ZooTask
+from lightning_sym.tasks import EquivarianceTask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -320,6 +320,7 @@ def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
         ({"granularity": "per_weight"}, "granularity"),
         ({"ffc": "dense"}, "ffc"),
         ({"bounds": (1.0, -1.0)}, "ascending"),
+        ({"precision": 0.0}, "precision must be a finite number > 0 or null"),
     ],
 )
 def test_bad_settings_are_refused(settings, words):
@@ -327,10 +328,14 @@ def test_bad_settings_are_refused(settings, words):
         MarginalLikelihood(**settings)
 
 
-def test_other_tasks_are_refused(tmp_path):
-    task = ZooTask(MultiLayerPerceptron(widths=(4,), image_size=8), members=2)
-    with pytest.raises(TypeError, match=r"works with lightning_sym\.tasks\.EquivarianceTask, got ZooTask"):
-        fit(tmp_path, MarginalLikelihood(), DigitsDataModule(max_samples=60, batch_size=20), task=task)
+def test_other_tasks_and_data_are_refused(tmp_path):
+    class Other(LightningModule):
+        """Some task."""
+
+    with pytest.raises(TypeError, match=r"works with lightning_sym\.tasks\.EquivarianceTask and ZooTask, got Other"):
+        MarginalLikelihood().task(Other())
+    with pytest.raises(ValueError, match="for an EquivarianceTask set the task's own precision"):
+        fit(tmp_path, MarginalLikelihood(precision=2.0), planted("classification"))
 
 
 def test_a_state_of_another_division_is_refused(tmp_path):

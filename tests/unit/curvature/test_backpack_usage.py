@@ -288,8 +288,10 @@ def test_networks_that_cannot_be_treated(make, words):
 
 def test_a_path_that_does_not_fit_is_an_error_of_the_layer():
     network = nn.Sequential(ResidualPathways(CircularConv(1, 2), nn.Sequential(CircularConv(1, 2), PolyphasePool())))
-    with pytest.raises(AssertionError, match="Shapes don't match"):
+    before = state(network)
+    with pytest.raises(ValueError, match=r"paths of ResidualPathways must give the same shape, got \[2, 2, 4, 4\]"):
         found(network, [(torch.randn(2, 1, 4, 4), torch.arange(2))])
+    assert state(network) == before
 
 
 def test_data_and_weights_that_cannot_be_treated():

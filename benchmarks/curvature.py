@@ -1,0 +1,378 @@
+"""What relaxed layers, their curvature and the marginal likelihood cost, in units of what one would do without them.
+
+Variants take turns, so that a machine whose speed drifts does so for all. One thread on a CPU, as a rank would have.
+Run it alone on the machine::
+
+    python benchmarks/curvature.py                    # everything, about half an hour on a CPU core
+    python benchmarks/curvature.py --only layers sparse
+    python benchmarks/curvature.py --device cuda
+    python benchmarks/curvature.py --quick            # everything on tiny sizes, to see that it works; most of
+                                                      # its minute are six short fits of the recipe
+
+Prints tables; without ``--only`` and ``--quick`` it also writes them to ``benchmarks/results/curvature-<device>.json``
+and ``.md``.
+
+Plain references:
+    layers       the factored layer as linear maps of block-diagonal (one-hot) inputs; torch's circular ``Conv2d``
+    sparse       the layers without anchors: ``FactoredFullyConnected`` and ``CircularConv``
+    passes       one epoch of training on the same samples, batch 128
+    eigenvalues  ``eigvalsh`` of the block-diagonal factor written out as a dense matrix
+    recipe       ``equivariance/digits_digit`` without updates of the precisions
+"""
+
+import argparse
+import io
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _timing import Runs, result, timed, write
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_sym.cli import main as command
+from lightning_sym.curvature import Evidence, PrecisionOptimizer, factors, parameter_groups
+from lightning_sym.curvature.blocks import symmetric_eigenvalues
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
+from lightning_sym.networks import RelaxedNetwork
+
+Results = list[dict[str, Any]]
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is; the defaults are those of the figures."""
+
+    channels: tuple[tuple[int, int], ...] = ((3, 10), (10, 20), (20, 40))
+    grids: tuple[int, ...] = (16, 32)
+    batch: int = 128
+    width: int = 10
+    samples: int = 512
+    blocks: int = 10
+    sides: tuple[int, ...] = (256, 512)  # of blocks whose dense matrix is timed
+    largest: int = 1024
+    epochs: int = 20
+    every: int = 5
+
+
+QUICK = Sizes(((2, 3),), (8,), 4, 2, 8, 3, (16, 32), 64, 2, 1)
+
+
+# ---- a: the factored layer, and b: layers with anchors
+
+
+def one_hot_blocks(x: Tensor) -> Tensor:
+    """Return inputs of shape ``[N, C, F]`` as ``[N, C, C F]``, each channel in a block of its own, zeros elsewhere."""
+    count, channels, features = x.shape
+    blocks = x.new_zeros(count, channels, channels, features)
+    return blocks.diagonal_scatter(x.mT, 0, 1, 2).flatten(2)
+
+
+def block_diagonal(layer: FactoredFullyConnected, x: Tensor) -> Tensor:
+    """Apply a factored layer by two linear maps of block-diagonal inputs (specification, 1.3)."""
+    z = F.linear(one_hot_blocks(x.flatten(2)), layer.theta1.flatten(1), layer.b1)  # [N, C, C']
+    y = F.linear(one_hot_blocks(z.mT), layer.theta2, layer.b2)  # [N, C', S']
+    return y.view(len(x), layer.out_channels, *layer.out_grid)
+
+
+def forward_backward(layer: Layer, tensors: list[Tensor], gradient: Tensor) -> None:
+    """Compute outputs, and gradients of input and parameters."""
+    torch.autograd.grad(layer(tensors[0]), tensors, gradient)
+
+
+def steps(module: nn.Module, x: Tensor, layer: Layer | None = None) -> Callable[[], None]:
+    """Return a forward and backward pass of a module, or of another formulation of it."""
+    gradient = torch.ones_like(module(x))
+    return partial(forward_backward, module if layer is None else layer, [x, *module.parameters()], gradient)
+
+
+def peak_mib(run: Callable[[], Any], device: str) -> float:
+    """Return by how much the memory of tensors grows within a run."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak / 2**20
+
+
+def fits(size: float, device: str) -> bool:
+    """Return whether so many bytes are free."""
+    if device == "cuda":
+        return size < torch.cuda.mem_get_info()[0]
+    file = Path("/proc/meminfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
+    return not free or size < free[0]
+
+
+def features(sizes: Sizes, channels: int, grid: int, device: str) -> Tensor:
+    """Return random features."""
+    return torch.randn(sizes.batch, channels, grid, grid, device=device, requires_grad=True)
+
+
+def title_of(what: str, sizes: Sizes, channels: tuple[int, int], grid: int) -> str:
+    """Return a title."""
+    return f"{what}, {channels[0]} to {channels[1]} channels, grid {grid} x {grid}, batch {sizes.batch}"
+
+
+def measure_layers(sizes: Sizes, rounds: int, device: str) -> Results:
+    """Time the factored layer against its block-diagonal formulation, and against a convolution."""
+    found = []
+    for grid in sizes.grids:
+        for channels in sizes.channels:
+            x = features(sizes, channels[0], grid, device)
+            layer = FactoredFullyConnected(*channels, grid).to(device)
+            ours, blocks = steps(layer, x), steps(layer, x, partial(block_diagonal, layer))
+            title = title_of("F-FC, forward and backward", sizes, channels, grid)
+            # The block-diagonal inputs of both maps and their gradients.
+            needed = 2 * 4 * sizes.batch * (channels[0] ** 2 * grid**2 + channels[1] ** 2 * channels[0])
+            runs: Runs = {"plain": ours}
+            note = f"Plain: F-FC itself. The block-diagonal formulation needs {needed / 2**30:.1f} GiB: left out."
+            if fits(1.5 * needed, device):
+                torch.testing.assert_close(block_diagonal(layer, x), layer(x), rtol=1e-3, atol=1e-3)
+                runs = {"plain": blocks, "F-FC": ours}
+                note = "Plain: block-diagonal."
+            rows = timed(runs, 4 * rounds)
+            memory = {row["variant"]: peak_mib(runs[row["variant"]], device) for row in rows}
+            if len(rows) > 1:
+                note += f" F-FC is {1 / rows[1]['ratio_to_plain_median']:.1f} times faster."
+            note += " Peak memory of tensors: " + ", ".join(f"{name} {m:.1f} MiB" for name, m in memory.items()) + "."
+            target = 0.1 if channels == (20, 40) else None
+            found.append(result(title, rows, note=note, peak_mib=memory, target_ratio=target))
+            if grid == sizes.grids[0]:
+                conv = nn.Conv2d(*channels, 3, padding=1, padding_mode="circular").to(device)
+                rows = timed(
+                    {"plain": steps(conv, x), "F-FC": ours, "CircularConv": steps_of_conv(conv, x)}, 4 * rounds
+                )
+                title = title_of("F-FC and convolution", sizes, channels, grid)
+                found.append(result(title, rows, note="Plain: torch's circular Conv2d, 3 x 3.", target_ratio=1))
+    return found
+
+
+def steps_of_conv(conv: nn.Conv2d, x: Tensor) -> Callable[[], None]:
+    """Return a forward and backward pass of our convolution with torch's weights."""
+    ours = CircularConv(conv.in_channels, conv.out_channels).to(x.device)
+    with torch.no_grad():
+        ours.weight.copy_(conv.weight)
+        ours.bias.copy_(conv.bias)
+    torch.testing.assert_close(ours(x), conv(x), rtol=1e-3, atol=1e-3)
+    return steps(ours, x)
+
+
+def measure_sparse(sizes: Sizes, rounds: int, device: str) -> Results:
+    """Time layers with anchors against those without."""
+    found = []
+    for grid in sizes.grids:
+        for channels in sizes.channels:
+            x = features(sizes, channels[0], grid, device)
+            pairs: dict[str, tuple[nn.Module, nn.Module]] = {
+                "S-FC": (FactoredFullyConnected(*channels, grid), SparseFactoredFullyConnected(*channels, grid)),
+                "S-CONV": (CircularConv(*channels), SparseConv(*channels)),
+            }
+            for name, (plain, sparse) in pairs.items():
+                rows = timed({"plain": steps(plain.to(device), x), name: steps(sparse.to(device), x)}, 4 * rounds)
+                title = title_of(f"{name}, forward and backward", sizes, channels, grid)
+                note = f"Plain: {type(plain).__name__}."
+                found.append(result(title, rows, note=note, target_ratio=1.3))
+    return found
+
+
+# ---- c: passes
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> None:
+    """Train for one epoch."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+
+
+def measure_passes(sizes: Sizes, rounds: int, device: str) -> Results:
+    """Time curvature passes against epochs of training, and what comes after a pass."""
+    found = []
+    for grid in sizes.grids:
+        torch.manual_seed(0)
+        network = RelaxedNetwork(["ffc", "conv"], sizes.width, grid, 3, 10).to(device)
+        x = torch.randn(sizes.samples, 3, grid, grid, device=device)
+        y = torch.arange(sizes.samples, device=device) % 10
+        batches = list(zip(x.split(sizes.batch), y.split(sizes.batch), strict=True))
+        optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
+        groups = parameter_groups(network)
+        exact = factors(network, batches)
+
+        def evidence(network: nn.Module = network, groups: Any = groups, exact: Any = exact) -> None:
+            PrecisionOptimizer(groups.names).update(Evidence.of(network, exact, groups), 20)
+
+        runs: Runs = {"plain": partial(train, network, optimizer, batches)}
+        for kind, samples in (("exact", None), ("Monte Carlo", 1)):
+            for engine in ("autograd", "backpack"):
+                runs[f"{kind}, {engine}"] = partial(factors, network, batches, engine=engine, samples=samples)
+        last = "eigenvalues and 20 steps of the precisions"
+        runs[last] = evidence
+        rows = timed(runs, rounds)
+        seconds = {row["variant"]: row["seconds_median"] for row in rows}
+        shares = {name: seconds[last] / seconds[name] for name in runs if name not in ("plain", last)}
+        listed = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+        large = ", ".join(f"{name} {100 * share * sizes.samples / 50_000:.1f} %" for name, share in shares.items())
+        note = (
+            f"N = {sizes.samples} samples, K = 10, batches of {sizes.batch}. Plain: an epoch of training. "
+            "The time of eigenvalues and steps does not depend on N. In per cent of a pass: "
+            f"{listed}. By calculation, of a pass over 50,000 samples: {large}."
+        )
+        title = f"Curvature of RelaxedNetwork(ffc, conv), width {sizes.width}, grid {grid} x {grid}"
+        targets = {"exact": 10, "Monte Carlo": 2.5, "eigenvalues and steps of a pass": 0.2}
+        found.append(result(title, rows, note=note, target_ratio=targets, share_of_a_pass=shares))
+    return found
+
+
+# ---- d: eigenvalues
+
+
+def blocks_of(count: int, side: int, device: str) -> Tensor:
+    """Return factors A of random inputs. Shape ``[C, S, S]``."""
+    x = torch.randn(count, 2 * side, side, generator=torch.Generator().manual_seed(0)).to(device)
+    return x.mT @ x / (2 * side)
+
+
+def once(run: Callable[[], Any], device: str) -> float:
+    """Return the seconds of a single run."""
+    start = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure_eigenvalues(sizes: Sizes, rounds: int, device: str, dense: bool) -> Results:
+    """Time eigenvalues of a block-diagonal matrix against those of the same matrix written out."""
+    found = []
+    seconds: dict[int, float] = {}  # of dense matrices, by size
+    for side in (*sizes.sides, sizes.largest):
+        blocks, size = blocks_of(sizes.blocks, side, device), sizes.blocks * side
+        own = timed({"plain": partial(symmetric_eigenvalues, blocks, "A")}, rounds)[0]
+        if side in sizes.sides or dense:
+            whole = torch.block_diag(*blocks)
+            seconds[size] = once(partial(symmetric_eigenvalues, whole, "A"), device)
+            how = "timed once"
+        else:
+            (low, high) = sorted(seconds)[-2:]
+            order = math.log(seconds[high] / seconds[low]) / math.log(high / low)
+            seconds[size] = seconds[high] * (size / high) ** order
+            how = (
+                f"NOT TIMED but extrapolated from {low} and {high}, between which its time grows as the size to the "
+                f"power {order:.2f} (--dense times it)"
+            )
+        plain, parts = seconds[size], ("median", "min", "max")
+        rows = [
+            {
+                "variant": "plain",
+                **{f"seconds_{p}": plain for p in parts},
+                **{f"ratio_to_plain_{p}": 1.0 for p in parts},
+            },
+            {**own, "variant": "block-diagonal", **{f"ratio_to_plain_{p}": own[f"seconds_{p}"] / plain for p in parts}},
+        ]
+        faster = plain / own["seconds_median"]
+        note = f"Plain: a dense matrix of {size} x {size}, {how}. Block-diagonal is {faster:.0f} times faster."
+        found.append(result(f"Eigenvalues of a factor, C = {sizes.blocks}, S = {side}", rows, note=note))
+    return found
+
+
+# ---- e: a recipe
+
+
+def fit(epochs: int, options: list[str]) -> None:
+    """Run the recipe, from the command line to its figures."""
+    output = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(output), redirect_stderr(output):
+        options = [f"--run_dir={folder}/run", f"--trainer.max_epochs={epochs}", *options]
+        status = command(
+            ["fit", "--config", "equivariance/digits_digit", "--trainer.enable_progress_bar=false", *options]
+        )
+    if status:
+        raise RuntimeError(output.getvalue())
+
+
+def measure_recipe(sizes: Sizes, rounds: int, device: str) -> Results:
+    """Time the recipe with and without updates of the precisions."""
+    accelerator = f"--trainer.accelerator={'gpu' if device == 'cuda' else 'cpu'}"
+    callback = "--trainer.callbacks"
+    without = [accelerator, f"{callback}.burn_in=null"]
+    every = [
+        accelerator,
+        f"--trainer.callbacks.burn_in={sizes.every}",
+        f"--trainer.callbacks.every_n_epochs={sizes.every}",
+    ]
+    ends = "one epoch without updates"
+    rows = timed(
+        {
+            "plain": partial(fit, sizes.epochs, without),
+            f"an update every {sizes.every} epochs": partial(fit, sizes.epochs, every),
+            ends: partial(fit, 1, without),
+        },
+        rounds,
+    )
+    plain, updates, one = (row["seconds_median"] for row in rows)
+    note = (
+        f"{sizes.epochs} epochs with start, test and figures. Plain: burn_in=null. Line 3 is almost only start and "
+        f"end; without its {one:.1f} s the ratio of line 2 is {(updates - one) / (plain - one):.2f}, to which longer "
+        "runs tend."
+    )
+    return [result("The recipe equivariance/digits_digit with and without the callback's updates", rows, note=note)]
+
+
+MEASUREMENTS = ("layers", "sparse", "passes", "eigenvalues", "recipe")
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=None)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=5, help="times four for layers; after one that is not counted")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
+    parser.add_argument("--dense", action="store_true", help="time the largest dense matrix instead of extrapolating")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round, nothing is written")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    sizes, rounds, device = QUICK if arguments.quick else Sizes(), arguments.rounds, arguments.device
+    if arguments.quick:
+        rounds = 1
+    parts: dict[str, Callable[[], Results]] = {
+        "layers": partial(measure_layers, sizes, rounds, device),
+        "sparse": partial(measure_sparse, sizes, rounds, device),
+        "passes": partial(measure_passes, sizes, rounds, device),
+        "eigenvalues": partial(measure_eigenvalues, sizes, rounds, device, arguments.dense),
+        "recipe": partial(measure_recipe, sizes, rounds, device),
+    }
+    start = time.perf_counter()
+    results = [found for name in arguments.only or MEASUREMENTS for found in parts[name]()]
+    if not (arguments.quick or arguments.only):
+        write("curvature", results, device, rounds)
+    print(f"{math.ceil(time.perf_counter() - start)} s")
+
+
+if __name__ == "__main__":
+    main()

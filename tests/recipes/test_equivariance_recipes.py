@@ -1,0 +1,149 @@
+"""The recipes that learn equivariances: sizes, settings and data of the paper, and a short run of each."""
+
+import hashlib
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.datamodules import CIFAR10DataModule, MNISTDataModule
+from lightning_sym.recipes import recipe_names, recipe_path
+
+NAMES = [name for name in recipe_names() if name.startswith("equivariance/")]
+PAPERS = [name for name in NAMES if not name.startswith(("equivariance/digits_", "equivariance/mnist5k_"))]
+P4 = "equivariance/rotated_cifar10_p4"
+
+# Numbers of parameters: our specification, 8.1.
+COUNTS = {
+    "cifar10_fc": 133_635_690,
+    "cifar10_conv": 338_770,
+    "cifar10_fc_conv": 133_865_010,
+    "cifar10_ffc": 1_542_625,
+    "cifar10_ffc_conv": 1_771_945,
+    "cifar10_sfc": 831_820,
+    "cifar10_sconv": 237_050,
+    "cifar10_sfc_sconv": 959_420,
+    "mnist_digit": 1_730_805,
+    "mnist_quadrant": 1_750_035,
+    "mnist_multigroup": 1_105_843,
+    "translated_mnist_multigroup": 1_105_843,
+    "rotated_mnist_multigroup": 1_105_843,
+    "cifar10_multigroup": 1_237_527,
+    "rotated_cifar10_multigroup": 1_237_527,
+    "rotated_cifar10_p4": 1_025_380,
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Small CIFAR-10 and MNIST files of noise in ``tmp_path/data``; torchvision's sums are replaced by theirs."""
+    random = np.random.default_rng(0)
+    for cls in (CIFAR10DataModule, MNISTDataModule):
+        monkeypatch.setattr(cls, "source_sizes", None)
+    folder = tmp_path / "data" / CIFAR10DataModule.source.base_folder
+    folder.mkdir(parents=True)
+    for part in ("train_list", "test_list"):
+        sums = []
+        for name, _ in getattr(CIFAR10DataModule.source, part):
+            images = random.integers(0, 256, (10, 3072), dtype=np.uint8)
+            content = pickle.dumps({"data": images, "labels": list(range(10))})
+            (folder / name).write_bytes(content)
+            sums.append([name, hashlib.md5(content).hexdigest()])
+        monkeypatch.setattr(CIFAR10DataModule.source, part, sums)
+    folder = tmp_path / "data" / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for prefix, count in (("train", 60), ("t10k", 10)):
+        for kind, array in (
+            ("images-idx3", random.integers(0, 256, (count, 28, 28), dtype=np.uint8)),
+            ("labels-idx1", (np.arange(count) % 10).astype(np.uint8)),
+        ):
+            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+            (folder / f"{prefix}-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+
+
+def parameters(network):
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_schedule_and_data_fit_each_other_and_one_override_is_map(name, call, quiet, built):
+    with torch.device("meta"):  # sizes without memory
+        result = call("fit", "--config", name, "--trainer.callbacks.burn_in=null", *quiet)
+        assert result.status == 0, result.err
+        logits = built.model.network(torch.zeros(2, *built.data.input_shape))
+        scheduler = built.model.lr_scheduler(built.model.optimizer([torch.nn.Parameter(torch.zeros(1))]))
+    assert logits.shape == (2, built.data.num_classes)
+    images = round(built.data.source_sizes[0] * (1 - built.data.hparams.val_fraction))
+    steps = images // built.data.hparams.batch_size if built.model.lr_scheduler_interval == "step" else 1
+    assert scheduler.T_max == built.trainer.max_epochs * steps
+    (learner,) = (one for one in built.trainer.callbacks if isinstance(one, MarginalLikelihood))
+    assert learner.burn_in is None
+    assert ("--trainer.callbacks.burn_in=null" in recipe_path(name).read_text()) == (name != P4)  # which is MAP anyway
+    if name in PAPERS:
+        assert parameters(built.model.network) == COUNTS[name.removeprefix("equivariance/")]
+        assert images == 50_000
+        assert built.data.input_shape[1:] == (32, 32)
+        assert learner.samples is None  # exact
+        for transform in built.data.transforms:
+            seeds = [getattr(transform, f"{split}_seed", None) for split in ("train", "test")]
+            assert seeds == {"Quadrant": [1001, 1000], "Resized": [None, None]}.get(type(transform).__name__, [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "width", "count"),
+    [
+        (P4, "gconv_separable", 13, 358_463),
+        (P4, "gconv_depthwise_separable", 16, 346_215),
+        ("equivariance/mnist_quadrant", "fc", 10, 112_683_400),
+    ],
+)
+def test_other_rows_of_a_table_are_overrides(name, paths, width, count, call, quiet, built):
+    options = (f"--model.network.paths=[{paths}]", f"--model.network.width={width}")
+    with torch.device("meta"):
+        assert call("fit", "--config", name, *options, *quiet).status == 0
+    assert parameters(built.model.network) == count
+    assert paths in recipe_path(name).read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Total length of .list. across ranks is zero")  # a trial looks for validation data
+@pytest.mark.filterwarnings("ignore:.*never occur in the training data")
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_of_the_paper_run(name, call, quiet, files, monkeypatch):
+    learners = []
+    update = MarginalLikelihood.on_train_epoch_end
+
+    def updated(self, *args):
+        update(self, *args)
+        learners.append(self)
+
+    monkeypatch.setattr(MarginalLikelihood, "on_train_epoch_end", updated)
+    result = call(
+        *("fit", "--config", name, *quiet, "--trainer.fast_dev_run=true", "--model.network.width=1"),
+        *("--data.batch_size=10", "--data.transforms+=Resized", "--data.transforms.size=8"),
+        *("--trainer.callbacks.burn_in=1", "--trainer.callbacks.every_n_epochs=1"),
+    )
+    assert result.status == 0, result.err
+    (learner,) = learners
+    record = learner.records[0]  # of the one curvature pass
+    assert record["epoch"] == 1
+    assert record["samples"] == 50
+    assert math.isfinite(record["log_marginal_likelihood"])
+    assert len({path["precision"] for path in record["paths"].values()}) > 1  # all were 1
+    assert all(0 <= path["normalised"] <= 1 for path in record["paths"].values())
+
+
+def test_augmentation_is_for_training_only(call, quiet, files, built):
+    assert call("fit", "--config", "equivariance/cifar10_conv", "--data.batch_size=50", *quiet).status == 0
+    data = built.data
+    plain, labels = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
+    raw = data.split_tensors("train")
+    mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
+    assert torch.equal(labels, raw.labels)
+    assert torch.allclose(plain, (raw.images / 255 - mean) / std, atol=1e-5)
+    (augmented, _) = next(iter(data.train_dataloader()))
+    distances = (augmented[:, None] - plain).abs().amax((2, 3, 4)).amin(1)
+    assert len(augmented) == 50
+    assert (distances > 0.5).sum() > 40  # 1 of 162 is left as it is, on average
