@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Trainer
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_sym.curvature import parameter_groups
@@ -112,7 +113,7 @@ class OneNetwork(LearnedNetworks):
         return data.curvature_dataloader()
 
     def test(self, data: InputDataModule) -> dict[Number, dict[str, float]]:
-        loader: Any = data.test_dataloader() if hasattr(data, "test_dataloader") else None
+        loader: Any = data.test_dataloader() if is_overridden("test_dataloader", data) else None
         return {} if loader in (None, []) else {None: self.task.evaluate(loader)}
 
 

@@ -92,9 +92,11 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         every_n_epochs: Updates come after epochs that are multiples of it, >= 1.
         steps: Steps of Adam per update, >= 1.
         lr: Learning rate of the log precisions, > 0.
+        lr_schedule: ``"constant"``, as in the authors' code; ``"cosine"``, as in the paper's text: it falls over
+            ``trainer.max_epochs`` epochs from ``lr`` to 0, so that weights and precisions come to rest together.
         engine: Of the curvature, see :func:`lightning_sym.curvature.factors`.
         samples: None: exact factors, in as many backward passes as the network has outputs. Otherwise Monte Carlo with
-            so many labels per datum, >= 1; other ones in every update.
+            so many backward passes, >= 1; other random signs in every update.
         granularity: ``"per_path"``: a precision for every path of every layer. ``"per_tensor"``: for every tensor.
         ffc: Of factored fully connected layers, see :func:`lightning_sym.curvature.factors`.
         bounds: Range of log precisions.
@@ -120,6 +122,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         every_n_epochs: int = 5,
         steps: int = 20,
         lr: float = 0.1,
+        lr_schedule: Literal["constant", "cosine"] = "constant",
         engine: str = "autograd",
         samples: int | None = None,
         granularity: Literal["per_path", "per_tensor"] = "per_path",
@@ -139,6 +142,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             if not (optional and number is None) and (type(number) is not int or number < 1):
                 raise ValueError(f"{name} must be an integer >= 1{' or null' * optional}, got {number!r}.")
         for name, choice, accepted in (
+            ("lr_schedule", lr_schedule, ("constant", "cosine")),
             ("granularity", granularity, ("per_path", "per_tensor")),
             ("ffc", ffc, ("shared", "per_channel")),
             ("engine", engine, tuple(ENGINES)),
@@ -152,6 +156,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         self.every_n_epochs = every_n_epochs
         self.steps = steps
         self.lr = lr
+        self.lr_schedule = lr_schedule
         self.engine = engine
         self.samples = samples
         self.granularity = granularity
@@ -162,6 +167,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         self._groups: Groups | None = None
         self._networks: LearnedNetworks | None = None
         self._optimizers: dict[Number, PrecisionOptimizer] = {}
+        self._fitting = False
         self._begin()
 
     def _begin(self) -> None:
@@ -200,7 +206,8 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             ValueError: See the class.
         """
         super().setup(trainer, pl_module, stage)
-        if stage != "fit":
+        self._fitting = stage == "fit"
+        if not self._fitting:
             return
         task = self.task(pl_module)
         self._begin()
@@ -212,6 +219,11 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             raise ValueError(
                 "precision of MarginalLikelihood is that of a zoo's members at the start; for an EquivarianceTask set "
                 "the task's own precision."
+            )
+        if self.lr_schedule == "cosine" and self.burn_in is not None and (trainer.max_epochs or -1) < 1:
+            raise ValueError(
+                "lr_schedule cosine of MarginalLikelihood ends with trainer.max_epochs, which is not set; set it, or "
+                "use constant."
             )
         self._groups = parameter_groups(self.networks.architecture, self.granularity)
         self._running = self.networks.numbers
@@ -253,6 +265,12 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         """Return whether precisions are updated after an epoch, counted from 1."""
         return self.burn_in is not None and epoch >= self.burn_in and epoch % self.every_n_epochs == 0
 
+    def _lr_after(self, trainer: Trainer, epoch: int) -> float:
+        """Return the learning rate of the precisions after an epoch, counted from 1."""
+        if self.lr_schedule == "constant":
+            return self.lr
+        return self.lr * (1 + math.cos(math.pi * min(epoch / (trainer.max_epochs or epoch), 1))) / 2
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the precisions, if it is time."""
         epoch = trainer.current_epoch + 1
@@ -268,7 +286,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         start, before = time.perf_counter(), optimizer.state_dict()
         try:
             evidence = self._evidence(trainer, number, epoch)
-            optimizer.update(evidence, self.steps)
+            optimizer.update(evidence, self.steps, self._lr_after(trainer, epoch))
             record = self._record(number, evidence, epoch)
         except CurvatureError as error:
             optimizer.load_state_dict(before)
@@ -346,11 +364,12 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
 
     def _log(self, trainer: Trainer, task: LightningModule, records: list[dict[str, Any]]) -> None:
         """Log the records of one update; they are the same on every rank already."""
+        if not records:
+            return
         for name in (*_TERMS, "noise"):
             if values := [record[name] for record in records if name in record]:
                 task.log(f"evidence/{name}", _mean(values))
-        if records:
-            task.log("evidence/seconds", math.fsum(record["seconds"] for record in records))
+        task.log("evidence/seconds", math.fsum(record["seconds"] for record in records))
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             details: dict[str, float] = {}
             for record in records:
@@ -374,13 +393,13 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; to be called after ``setup``.
+        """Take over a state, in a fit; to be called after ``setup``.
 
         Raises:
             ValueError: If it is of another network or of other members, or of precisions that are divided in another
                 way.
         """
-        if not self._optimizers or not state_dict["optimizers"]:
+        if not self._fitting or not state_dict["optimizers"]:  # a test of a checkpoint leaves what a fit found
             return
         granularity = state_dict["settings"]["granularity"]
         if granularity != self.granularity:
@@ -430,8 +449,9 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             "evidence": self._by_member(last),
             "types": self._by_member({number: _types(record) for number, record in self._last().items()}) or {},
             "settings": {
-                **{name: getattr(self, name) for name in ("burn_in", "every_n_epochs", "steps", "lr", "engine")},
-                **{name: getattr(self, name) for name in ("samples", "granularity", "ffc")},
+                **{name: getattr(self, name) for name in ("burn_in", "every_n_epochs", "steps", "lr", "lr_schedule")},
+                **{name: getattr(self, name) for name in ("engine", "samples", "granularity", "ffc")},
+                **{name: getattr(self, name) for name in ("learn_noise", "precision")},
                 "bounds": list(self.bounds),
                 "likelihood": self.networks.likelihood,
                 "temperature": self.networks.temperature,
@@ -647,6 +667,6 @@ def _within(path: str, layer: str) -> str:
 def _short(value: float) -> str:
     """Return one or two digits, in at most five characters, for a table of 80 columns: 8e-3, 0.079, 3.1, 280, 3e7."""
     if value == 0 or 1e-2 <= abs(value) < 1e4:
-        return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
+        return f"{value:.2g}" if abs(value) < 99.5 else f"{value:.0f}"
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"

@@ -174,6 +174,9 @@ class Quadrant(ImageTransform):
         size: Height and width of the canvas in pixels, even, >= 2. None: twice those of the image.
         train_seed: Seed of the quadrants of the training images.
         test_seed: Seed of the quadrants of the test images.
+        jitter: Moves every pasted image by whole pixels, along each axis uniform from ``-jitter`` to ``jitter``, around
+            the edges of the canvas; >= 0 and smaller than a quarter of the canvas, so that its centre stays in its
+            quadrant. Without, there are but four places, and where a stroke is tells much about the digit.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -192,6 +195,7 @@ class Quadrant(ImageTransform):
         size: int | None = None,
         train_seed: int = 1001,
         test_seed: int = 1000,
+        jitter: int = 0,
     ) -> None:
         if target not in ("digit", "digit_and_quadrant"):
             raise ValueError(unknown("target", target, ("digit", "digit_and_quadrant")))
@@ -199,19 +203,32 @@ class Quadrant(ImageTransform):
             raise ValueError(f"num_classes must be >= 1, got {num_classes}.")
         if size is not None and (size < 2 or size % 2):
             raise ValueError(f"size must be an even number of pixels >= 2, or null, got {size}.")
+        if type(jitter) is not int or jitter < 0:
+            raise ValueError(f"jitter of Quadrant must be a number of pixels >= 0, got {jitter!r}.")
         self.target = target
         self.num_classes = num_classes
         self.size = size
         self.train_seed = train_seed
         self.test_seed = test_seed
+        self.jitter = jitter
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
         """Return the canvases and the labels that ``target`` asks for; see :class:`ImageTransform`."""
-        draw = _uniform(len(images), "quadrant", self.train_seed if split == "train" else self.test_seed)
+        seed = self.train_seed if split == "train" else self.test_seed
+        draw = _uniform(len(images), "quadrant", seed)
         quadrants = (4 * draw).long()
         if self.size is not None:
             images = resize(images, (self.size // 2, self.size // 2))
-        return paste(images, quadrants), self._label(labels, quadrants)
+        canvas = paste(images, quadrants)
+        if self.jitter:
+            if 4 * self.jitter >= min(canvas.shape[-2:]):
+                raise ValueError(
+                    f"jitter of Quadrant must be smaller than a quarter of the canvas, which is "
+                    f"{canvas.shape[-2]}x{canvas.shape[-1]}, got {self.jitter}."
+                )
+            shifts = (2 * self.jitter + 1) * _uniform(2 * len(images), "quadrant jitter", seed).view(-1, 2)
+            canvas = roll(canvas, shifts.long() - self.jitter)
+        return canvas, self._label(labels, quadrants)
 
     def _label(self, labels: Tensor, quadrants: Tensor) -> Tensor:
         return labels if self.target == "digit" else labels + self.num_classes * quadrants
@@ -333,6 +350,23 @@ def paste(images: Tensor, quadrants: Tensor) -> Tensor:
     # Indices apart from each other put the batch axis first: the left-hand side has shape [N, C, H, W].
     canvas[torch.arange(count), :, quadrants // 2, :, quadrants % 2, :] = images
     return canvas.view(count, channels, 2 * height, 2 * width)
+
+
+def roll(images: Tensor, shifts: Tensor) -> Tensor:
+    """Move each image by whole pixels; what leaves at one edge comes in at the other.
+
+    Args:
+        images: Shape ``[N, C, H, W]``.
+        shifts: Down and to the right. Shape ``[N, 2]``, int64.
+
+    Returns:
+        Shape and dtype of ``images``.
+    """
+    height, width = images.shape[-2:]
+    rows = (torch.arange(height) - shifts[:, :1]) % height
+    columns = (torch.arange(width) - shifts[:, 1:]) % width
+    moved = images.permute(0, 2, 3, 1)[torch.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None]]
+    return moved.permute(0, 3, 1, 2).contiguous()
 
 
 def _uniform(count: int, *keys: str | int) -> Tensor:

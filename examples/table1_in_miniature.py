@@ -12,6 +12,8 @@ that was interrupted goes on from its last epoch. ``table1.csv`` (a row for ever
 """
 
 import argparse
+import csv
+import io
 import json
 import os
 import statistics
@@ -24,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-
-from lightning_sym.callbacks import save_table
 
 TASKS = {"digit": "equivariance/digits_digit", "digit and quadrant": "equivariance/digits_quadrant"}
 MAP = "--trainer.callbacks.burn_in=null"
@@ -45,18 +45,18 @@ def run(task: str, model: str, seed: int, folder: Path, options: Sequence[str]) 
     if not results.is_file():
         going_on = (folder / "checkpoints" / "last.ckpt").is_file()
         command = [
-            *(sys.executable, "-m", "lightning_sym", "fit", "--config", TASKS[task]),
+            *(str(Path(sys.executable).with_name("lightning-sym")), "fit", "--config", TASKS[task]),
             *("--run_dir", str(folder), "--seed_everything", str(seed), "--trainer.enable_progress_bar=false"),
             *(("--ckpt_path", "last") if going_on else ("--overwrite", "true")),
-            *(*MODELS[model], *options),
+            *options,
+            *MODELS[model],
         ]
         start = time.perf_counter()
         # Runs side by side must not share out the same cores twice.
-        threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         done = subprocess.run(command, env={**os.environ, **threads}, capture_output=True, text=True)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise RuntimeError(f"{model} on {task}, seed {seed}, in {folder} failed: {last}")
+            raise RuntimeError(f"{model} on {task}, seed {seed}, in {folder} failed: {done.stderr.strip()}")
         print(f"{task}, {model}, seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
     found = json.loads(results.read_text())
     return {
@@ -98,11 +98,30 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def save(file: Path, content: bytes) -> None:
+    """Write a file so that it appears whole or not at all."""
+    temporary = file.with_name(f".{file.name}.part")
+    temporary.write_bytes(content)
+    temporary.replace(file)
+
+
+def save_all(rows: Sequence[Mapping[str, Any]], means: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write ``<file>.csv``, ``<file>.json`` and ``<file>.png``."""
+    text, image = io.StringIO(), io.BytesIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    save(file.with_suffix(".csv"), text.getvalue().encode())
+    save(file.with_suffix(".json"), json.dumps({"means": means, "rows": rows}, indent=1).encode())
+    picture(rows, means).savefig(image, format="png")
+    save(file.with_suffix(".png"), image.getvalue())
+
+
 def picture(rows: Sequence[Mapping[str, Any]], means: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the accuracies of all runs, and the share of convolutions in each layer of the learned networks."""
     figure = Figure(figsize=(11, 4.2), layout="constrained", dpi=120)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
-    colors = {model: color for model, color in zip(MODELS, ("#c8553d", "#2f6690") * 2 + ("#588b5a",), strict=True)}
+    colors = dict(zip(MODELS, ("#c8553d", "#2f6690") * 2 + ("#588b5a",), strict=True))
     for axes, task in zip((left, middle), TASKS, strict=True):
         for place, model in enumerate(MODELS):
             mean = [row for row in means if (row["task"], row["model"]) == (task, model)]
@@ -153,8 +172,7 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         rows = list(pool.map(make, wanted))
     means = summary(rows)
-    save_table(rows, {"what": __doc__.splitlines()[0], "means": means}, arguments.runs / "table1")
-    picture(rows, means).savefig(arguments.runs / "table1.png")
+    save_all(rows, means, arguments.runs / "table1")
     for row in means:
         print(
             f"{row['task']:20} {row['model']:20} {row['test_accuracy_percent']:6.2f} ± {row['deviation']:.2f} %   "

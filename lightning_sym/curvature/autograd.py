@@ -208,8 +208,8 @@ def loss_and_columns(
 def _signs(samples: int, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return random signs that mix the columns of the exact square root, ``[V, N, K]``.
 
-    Every mixture is as long as the root itself, whereas with drawn labels a confident network's curvature would come
-    from rare labels, and one pass would most often see next to nothing of it.
+    Of a confident network nearly every mixture is about as long as the root itself, whereas with drawn labels its
+    curvature would come from rare labels, and one pass would most often see next to nothing of it.
     """
     device = generator.device if generator is not None else outputs.device
     drawn = torch.randint(2, (samples, *outputs.shape), generator=generator, device=device)

@@ -347,18 +347,20 @@ class PrecisionOptimizer:
         if not groups:
             raise ValueError("There are no groups of precisions to learn.")
         self.groups = tuple(groups)
+        self.lr = lr
         self.learn_noise = learn_noise
         self.bounds, self.noise_bounds = bounds, noise_bounds
         self.log_precisions = torch.full((len(groups),), float(log_precision), dtype=torch.float64).clamp(*bounds)
         self.log_noise = torch.tensor(float(log_noise), dtype=torch.float64).clamp(*noise_bounds)
         self._adam = torch.optim.Adam([self.log_precisions, self.log_noise], lr=lr)
 
-    def update(self, evidence: Evidence, steps: int = 20) -> None:
+    def update(self, evidence: Evidence, steps: int = 20, lr: float | None = None) -> None:
         """Take steps of Adam uphill on the evidence per sample.
 
         Args:
             evidence: Of the same groups.
             steps: >= 1.
+            lr: Of these steps, >= 0; default that of the optimizer.
 
         Raises:
             ValueError: If the groups are others, or ``steps`` is not >= 1.
@@ -370,6 +372,11 @@ class PrecisionOptimizer:
             )
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be an integer >= 1, got {steps!r}.")
+        lr = self.lr if lr is None else lr
+        if not (lr >= 0 and math.isfinite(lr)):
+            raise ValueError(f"lr of the steps must be a finite number >= 0, got {lr}.")
+        for group in self._adam.param_groups:
+            group["lr"] = lr
         for _ in range(steps):
             gradient, noise = evidence.gradients(self.log_precisions, float(self.log_noise))
             if not (gradient.isfinite().all() and math.isfinite(noise)):

@@ -419,7 +419,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], object]) -> None:
-    """Do something on every rank; what fails on one is raised on all, so that none waits for the others."""
+    """Do something on every rank; the first rank's error is raised on all, so that all do the same then."""
     error: Exception | None = None
     try:
         work()
@@ -428,4 +428,4 @@ def together(work: Callable[[], object]) -> None:
             raise
         error = caught
     if (first := next(filter(None, gathered(error)), None)) is not None:
-        raise error or first
+        raise error if error is not None and repr(error) == repr(first) else first

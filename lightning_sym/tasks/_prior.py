@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_sym.curvature import EmptyLoaderError
-from lightning_sym.networks.batch_norm import gathered
+from lightning_sym.networks.batch_norm import gathered, together
 
 # Precisions beyond these are not used: exp(40) is more than any float32 weight can feel.
 _LOG_BOUNDS = (-40.0, 40.0)
@@ -87,8 +87,10 @@ def count_data(loader: Iterable[Sequence[Tensor]], *, shared: bool = True) -> tu
 
     Raises:
         EmptyLoaderError: If there are none.
+        ValueError: If a class index is negative.
     """
-    labels = [batch[1].cpu() for batch in loader]
+    labels: list[Tensor] = []
+    together(lambda: labels.extend(_labels(loader)))
     samples = sum(len(part) for part in labels)
     classes = [part for part in labels if part.ndim == 1 and not part.is_floating_point()]
     counts = torch.bincount(torch.cat(classes)) if classes else torch.zeros(0, dtype=torch.int64)
@@ -97,6 +99,14 @@ def count_data(loader: Iterable[Sequence[Tensor]], *, shared: bool = True) -> tu
         raise EmptyLoaderError("There are no training data: curvature_dataloader() gives nothing; look at the data.")
     width = max(len(counts) for _, counts in parts)
     return total, torch.stack([F.pad(counts, (0, width - len(counts))) for _, counts in parts]).sum(0)
+
+
+def _labels(loader: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
+    for batch in loader:
+        part = batch[1].cpu()
+        if part.ndim == 1 and len(part) and part.min() < 0 and not part.is_floating_point():
+            raise ValueError(f"Labels must be class indices >= 0, got {int(part.min())}; look at the training data.")
+        yield part
 
 
 def warn_of_missing_classes(counts: Tensor, classes: int) -> None:

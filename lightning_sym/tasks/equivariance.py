@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -182,11 +182,11 @@ class EquivarianceTask(LightningModule):
     # ---- training
 
     def on_fit_start(self) -> None:
-        """Count the data.
+        """Count the data, and let the prior act after each step where it is implicit.
 
         Raises:
             EmptyLoaderError: If there are none.
-            ValueError: If there is no datamodule that says which.
+            ValueError: If there is no datamodule that says which, or the prior does not go with an optimizer.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
         if data is None or not hasattr(data, "curvature_dataloader"):
@@ -197,6 +197,10 @@ class EquivarianceTask(LightningModule):
         self.samples, counts = count_data(data.curvature_dataloader())
         if self.likelihood == "classification" and self.trainer.is_global_zero:
             warn_of_missing_classes(counts, getattr(data, "num_classes", len(counts)))
+        self._check_optimizers(self.trainer.optimizers)  # a subclass may make others
+        if self.implicit:
+            for optimizer in self.trainer.optimizers:
+                optimizer.register_step_post_hook(self._shrink)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits or means ``[B, K]``."""
@@ -226,7 +230,7 @@ class EquivarianceTask(LightningModule):
                     f"Labels must be class indices of shape [{len(outputs)}], got {targets.dtype} of shape "
                     f"{list(targets.shape)}; for values choose likelihood regression."
                 )
-            loss = F.cross_entropy(outputs, targets)
+            loss = F.cross_entropy(outputs, targets.long())
             correct = (outputs.argmax(1) == targets).sum()[None]
         metrics.add(torch.zeros(1, dtype=torch.int64, device=outputs.device), correct, loss.detach()[None], len(inputs))
         return loss
@@ -278,23 +282,22 @@ class EquivarianceTask(LightningModule):
         strategy = self.trainer.strategy
         self.to(strategy.root_device)  # after a fit Lightning has moved the module to the CPU
         metrics = PopulationClassification(1).to(strategy.root_device)
-        mode = self.training
+        modes = [(module, module.training) for module in self.modules()]
         self.eval()
         for inputs, targets in batches:
             inputs = strategy.precision_plugin.convert_input(inputs.to(strategy.root_device))
             with strategy.precision_plugin.forward_context():
                 self._loss((inputs, targets.to(strategy.root_device)), metrics)
-        self.train(mode)
+        for module, training in modes:
+            module.training = training
         values = {name: float(value[0]) for name, value in metrics.values().items()}
         return {"loss": values["loss"]} if self.likelihood == "regression" else values
 
     # ---- optimizer
 
     def configure_optimizers(self) -> Any:
-        """Make optimizer and scheduler, and let the prior act after each step where it is implicit."""
+        """Make optimizer and scheduler."""
         optimizer = self._make_optimizer([p for p in self.network.parameters() if p.requires_grad])
-        if self.implicit:
-            optimizer.register_step_post_hook(self._shrink)
         scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler else None
         if scheduler is None:
             return optimizer
@@ -317,18 +320,23 @@ class EquivarianceTask(LightningModule):
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
-        self._has_implicit_step = has_implicit_step(optimizer)
-        if decays_weights(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} decays weights, which the prior of EquivarianceTask does by itself; set "
-                "weight_decay to 0."
-            )
-        if self.prior_step == "implicit" and not self._has_implicit_step:
-            raise ValueError(
-                f"prior_step implicit is for torch.optim.SGD, Adam and AdamW, got {type(optimizer).__name__}; use "
-                "gradient or auto."
-            )
+        self._check_optimizers([optimizer])
         return optimizer
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise unless the prior goes with optimizers, and keep whether it can act after their steps."""
+        for optimizer in optimizers:
+            if decays_weights(optimizer):
+                raise ValueError(
+                    f"{type(optimizer).__name__} decays weights, which the prior of EquivarianceTask does by itself; "
+                    "set weight_decay to 0."
+                )
+            if self.prior_step == "implicit" and not has_implicit_step(optimizer):
+                raise ValueError(
+                    f"prior_step implicit is for torch.optim.SGD, Adam and AdamW, got {type(optimizer).__name__}; use "
+                    "gradient or auto."
+                )
+        self._has_implicit_step = all(has_implicit_step(optimizer) for optimizer in optimizers)
 
     # ---- checkpoints
 
@@ -345,7 +353,7 @@ class EquivarianceTask(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the prior back.
+        """Take the prior back and, in a fit, the training metrics.
 
         Raises:
             ValueError: If the checkpoint holds none, or one of another network.
@@ -354,7 +362,9 @@ class EquivarianceTask(LightningModule):
         if saved is None:
             raise ValueError("The checkpoint holds no prior: it was not written by an EquivarianceTask.")
         self.set_prior(saved["log_precisions"], saved["log_noise"])
-        if self._trainer is None or self.trainer.is_global_zero:
+        if self._trainer is None or self.trainer.state.fn != "fit":
+            return  # what is trained later begins with an epoch of its own
+        if self.trainer.is_global_zero:
             for name, value in saved["train_sums"].items():
                 setattr(self.train_metrics, name, value.to(self.device))
         self.train_metrics._update_count = 1  # or it would warn at the end of an epoch that only had its end to go

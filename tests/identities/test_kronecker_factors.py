@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.curvature import autograd_factors, factors, find_rule
+from lightning_sym.curvature.autograd import loss_and_columns
 from lightning_sym.curvature.rules import gram
 from lightning_sym.layers import (
     CircularConv,
@@ -406,9 +407,21 @@ def test_monte_carlo_is_unbiased(likelihood):
     once = found_blocks(network, x, y, likelihood, samples=1, generator=generator)
     for name, block in exact.items():
         assert relative_error(drawn[name].out_factor, block.out_factor) < 0.05
-        assert relative_error(once[name].out_factor, block.out_factor) > 0.1, "one label is noise"
+        assert relative_error(once[name].out_factor, block.out_factor) > 0.1, "one draw is noise"
         if block.in_factor is not None:
             assert relative_error(drawn[name].in_factor, block.in_factor) < 1e-12
+
+
+def test_a_single_draw_shows_the_curvature_of_a_confident_network():
+    """Of 100 labels drawn from its predictions mostly all are the likeliest, which have next to no curvature."""
+    logits = torch.full((100, 10), -9.0, dtype=torch.float64)  # 1.1e-3 for all other labels of a datum together
+    logits[:, 3] = 0.0
+    labels = torch.full((100,), 3)
+    _, exact = loss_and_columns(logits, labels, "classification", None, None)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        _, drawn = loss_and_columns(logits, labels, "classification", 1, generator)
+        assert drawn.square().sum() == pytest.approx(exact.square().sum(), rel=0.5)
 
 
 def test_the_square_root_is_that_of_the_hessian():

@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.callbacks.marginal_likelihood import _short
 from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter_groups
 from lightning_sym.datamodules import DigitsDataModule, InputDataModule
 from lightning_sym.layers import ResidualPathways
@@ -173,6 +174,31 @@ def test_an_update_takes_so_many_steps_of_adam(tmp_path):
     alone = PrecisionOptimizer(groups.names, lr=0.05)
     alone.update(Evidence.of(task.network, found, groups), 7)
     assert list(task.log_precisions.values()) == pytest.approx(alone.log_precisions.tolist(), rel=1e-9)
+
+
+def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
+    class Watch(MarginalLikelihood):
+        """Writes down how far each update goes."""
+
+        moved = ()
+
+        def _update(self, trainer, number, epoch):
+            before = self._optimizers[number].log_precisions.clone()
+            found = super()._update(trainer, number, epoch)
+            self.moved += (float((self._optimizers[number].log_precisions - before).abs().max()),)
+            return found
+
+    constant, cosine = (
+        Watch(burn_in=1, every_n_epochs=1, steps=1, lr_schedule=schedule) for schedule in ("constant", "cosine")
+    )
+    for callback in (constant, cosine):
+        torch.manual_seed(0)
+        fit(tmp_path, callback, planted("classification"), epochs=4)
+    ratios = [b / a for a, b in zip(constant.moved, cosine.moved, strict=True)]
+    assert ratios[0] == pytest.approx((1 + math.cos(math.pi / 4)) / 2, rel=1e-6)  # the first step of Adam: of size lr
+    assert ratios[3] == 0
+    with pytest.raises(ValueError, match="max_epochs, which is not set"):
+        fit(tmp_path, MarginalLikelihood(lr_schedule="cosine"), planted("classification"), epochs=-1)
 
 
 def test_weights_and_gradients_stay_as_they_are(tmp_path):
@@ -346,6 +372,68 @@ def test_a_state_of_another_division_is_refused(tmp_path):
     other.setup(trainer, task, "fit")
     with pytest.raises(ValueError, match="The checkpoint has precisions per_path and this run has them per_tensor"):
         other.load_state_dict(state)
+
+
+def test_a_test_of_a_checkpoint_leaves_what_the_fit_found(tmp_path):
+    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1, dirpath=str(tmp_path))
+    data = planted("classification")
+
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer, task):
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "early.ckpt")
+
+    task, trainer = fit(tmp_path, callback, data, epochs=3, before=[Save()])
+    precisions = callback.state_dict()["optimizers"][""]["log_precisions"]
+    trainer.test(task, data, ckpt_path=tmp_path / "early.ckpt", verbose=False, weights_only=True)
+    assert [record["epoch"] for record in callback.records] == [1, 2, 3]
+    assert torch.equal(callback.state_dict()["optimizers"][""]["log_precisions"], precisions)
+
+
+def test_tests_alone_need_no_datamodule(tmp_path):
+    callback, task = MarginalLikelihood(), EquivarianceTask(TwoPaths())
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[callback], enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    pairs = DataLoader(planted("classification").pairs, 50)
+    assert trainer.test(task, pairs, verbose=False)[0].keys() == {"test/loss", "test/accuracy"}
+    assert trainer.validate(task, pairs, verbose=False)[0].keys() == {"val/loss", "val/accuracy"}
+    assert callback.records == []
+
+
+class WithoutTest(InputDataModule):
+    """Training data only."""
+
+    input_shape, num_classes = (6,), 2
+
+    def identity(self):
+        return {}
+
+    def train_dataloader(self):
+        return DataLoader(planted("classification").pairs, 50)
+
+    curvature_dataloader = train_dataloader
+
+
+def test_data_without_a_test_split_have_a_report_too(tmp_path):
+    fit(tmp_path, MarginalLikelihood(burn_in=1, every_n_epochs=1), WithoutTest(), epochs=1)
+    about = json.loads((tmp_path / "results" / "layers.json").read_text())
+    assert about["test"] == {}
+    assert about["evidence"]["samples"] == 200
+
+
+def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
+    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1)
+    fit(tmp_path, callback, planted("classification"), epochs=5, max_steps=11)  # of 8 in an epoch
+    assert [record["epoch"] for record in callback.records] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.0077, "8e-3"), (0.0791, "0.079"), (99.4, "99"), (99.7, "100"), (9999.7, "10000"), (2.9e7, "3e7")],
+)
+def test_numbers_of_the_printed_table_are_short(value, text):
+    assert _short(value) == text
 
 
 def test_a_trial_run_does_everything_but_the_report(tmp_path):

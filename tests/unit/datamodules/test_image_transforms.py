@@ -103,6 +103,25 @@ def test_a_change_of_quadrant_is_a_circular_shift_by_half_the_canvas(numbered, s
         assert torch.equal(canvas, upper_left.roll(shifts, dims=(-2, -1)))
 
 
+@pytest.mark.parametrize("shape", [(1, 8, 8), (2, 8, 12)])
+def test_jitter_moves_each_image_around_the_torus(numbered, shape):
+    source = numbered(300, shape)
+    still, labels = Quadrant()(*source, "train")
+    moved, same_labels = Quadrant(jitter=2)(*source, "train")
+    assert torch.equal(labels, same_labels)
+    found = set()
+    for one, other in zip(still, moved, strict=True):
+        places = [(i, j) for i in range(-2, 3) for j in range(-2, 3) if torch.equal(one.roll((i, j), (1, 2)), other)]
+        assert len(places) == 1
+        found.update(places)
+    assert len(found) == 25
+    fewer, _ = Quadrant(jitter=2)(source.images[:10], source.labels[:10], "train")
+    assert torch.equal(fewer, moved[:10])
+    assert not torch.equal(moved, Quadrant(jitter=2)(*source, "test")[0])
+    with pytest.raises(ValueError, match=r"smaller than a quarter of the canvas, which is 16x(16|24), got 4"):
+        Quadrant(jitter=4)(*source, "train")
+
+
 def test_quadrant_equals_resizing_the_canvas_as_in_the_paper(numbered):
     source = numbered(30, (1, 28, 28))
     small, labels = Quadrant(size=32)(*source, "test")
@@ -201,6 +220,7 @@ def test_config_is_plain_and_comes_back():
         (lambda: Quadrant(target="digits"), "Unknown target 'digits'.*Did you mean 'digit'"),
         (lambda: Quadrant(size=31), "size must be an even number of pixels >= 2, or null, got 31"),
         (lambda: Quadrant(size=0), "got 0"),
+        (lambda: Quadrant(jitter=-1), "jitter of Quadrant must be a number of pixels >= 0, got -1"),
         (lambda: Quadrant(num_classes=0), "num_classes must be >= 1, got 0"),
         (lambda: Resized(0), "size must be a number of pixels >= 1, got 0"),
         (

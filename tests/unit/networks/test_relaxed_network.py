@@ -262,3 +262,28 @@ def test_bad_arguments(arguments, text):
 def test_images_of_another_size():
     with pytest.raises(ValueError, match=r"expects features of shape \[N, 3, 8, 8\], got \[2, 3, 16, 16\]"):
         RelaxedNetwork(["ffc"], 1, 8)(torch.zeros(2, 3, 16, 16))
+
+
+@pytest.mark.parametrize(("kind", "written"), [("fc", "weight"), ("ffc", "theta2"), ("sfc", "u2")])
+def test_relaxed_gain_starts_near_an_equivariant_network(kind, written):
+    networks = []
+    for gain in (1.0, 0.1):
+        torch.manual_seed(0)
+        networks.append(RelaxedNetwork([kind, "conv"], 2, 8, 1, relaxed_gain=gain))
+    for (name, one), (_, other) in zip(*(network.named_parameters() for network in networks), strict=True):
+        factor = 0.1 if ".fc." in name and name.endswith(written) else 1
+        torch.testing.assert_close(other, factor * one)
+    x = torch.randn(8, 1, 8, 8)
+    errors = [(net.block0(x.roll(3, 3)) - net.block0(x).roll(3, 3)).abs().max().item() for net in networks]
+    assert errors[1] == pytest.approx(0.1 * errors[0], rel=1e-4)
+
+
+def test_relaxed_gain_is_for_paths_beside_others():
+    torch.manual_seed(0)
+    alone = RelaxedNetwork(["fc"], 1, 8, 1)
+    torch.manual_seed(0)
+    assert torch.equal(
+        RelaxedNetwork(["fc"], 1, 8, 1, relaxed_gain=0.1).block0.paths["fc"].weight, alone.block0.paths["fc"].weight
+    )
+    with pytest.raises(ValueError, match="relaxed_gain of RelaxedNetwork must be a finite number > 0, got 0"):
+        RelaxedNetwork(["ffc", "conv"], 1, 8, 1, relaxed_gain=0)

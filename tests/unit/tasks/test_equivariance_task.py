@@ -146,6 +146,7 @@ def test_adam_with_implicit_steps_solves_ridge_regression(name):
     assert task.implicit
     task.samples = len(x)
     optimizer = task.configure_optimizers()
+    optimizer.register_step_post_hook(task._shrink)  # as when a fit starts
     for step in range(2000):  # the learning rate goes to 0, without which Adam never rests
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0 + 0.02 * (1 - step / 2000) ** 2
@@ -200,6 +201,7 @@ def test_a_step_that_is_skipped_does_not_shrink(kind, fused):
     task = EquivarianceTask(Line(), precision=100.0, optimizer=functools.partial(kind, lr=0.1, fused=fused))
     task.samples = 10
     optimizer = task.configure_optimizers()
+    optimizer.register_step_post_hook(task._shrink)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     weight, bias = task.network.linear.weight, task.network.linear.bias
     for infinite in (True, False):
@@ -262,6 +264,68 @@ def test_auto_is_implicit_where_the_metric_is_known():
             EquivarianceTask(Line(), optimizer=kind, prior_step="implicit")
 
 
+class Own(EquivarianceTask):
+    """Makes its optimizer itself."""
+
+    def configure_optimizers(self):
+        return self.own(self.network.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_the_prior_acts_with_the_optimizer_of_a_subclass(tmp_path, kind):
+    x, y = problem("classification")
+    found = []
+    optimizer = functools.partial(kind, lr=0.1)
+    for task in (Own(Line(), precision=50.0), EquivarianceTask(Line(), precision=50.0, optimizer=optimizer)):
+        task.own = optimizer
+        task.network.linear.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+        trainer(tmp_path, 20).fit(task, Given(x, y, classes=2))
+        assert task.implicit == (kind is torch.optim.SGD)
+        found.append(task.network.linear.weight.detach())
+    assert torch.equal(*found)
+    assert found[0].abs().max() < 0.5
+    task = Own(Line())
+    task.own = functools.partial(kind, lr=0.1, weight_decay=0.1)
+    with pytest.raises(ValueError, match=f"{kind.__name__} decays weights"):
+        trainer(tmp_path).fit(task, Given(x, y, classes=2))
+
+
+def test_a_second_fit_takes_the_implicit_step_once(tmp_path):
+    x, y = problem("classification")
+    task = EquivarianceTask(Line(), precision=50.0, optimizer=sgd())
+    for _ in range(2):
+        task.network.linear.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+        trainer(tmp_path).fit(task, Given(x, y, classes=2))
+    weight = torch.ones(2, 3, requires_grad=True)
+    nn.functional.cross_entropy(x @ weight.T + 1, y).backward()
+    expected = (weight - 0.1 * weight.grad).detach() / (1 + 0.1 * 50 / 20)
+    torch.testing.assert_close(task.network.linear.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("step", ["implicit", "gradient"])
+@pytest.mark.parametrize("optimizer", [sgd(momentum=0.9), functools.partial(torch.optim.Adam, lr=0.01)])
+def test_the_prior_counts_once_where_gradients_accumulate(tmp_path, step, optimizer):
+    x, y = problem("classification", 40)
+    found = []
+    for size, batches in ((40, 1), (20, 2)):
+        torch.manual_seed(0)
+        task = EquivarianceTask(Line(), precision=20.0, prior_step=step, optimizer=optimizer)
+        trainer(tmp_path, 10, accumulate_grad_batches=batches).fit(task, Given(x, y, classes=2, size=size))
+        found.append(task.network.linear.weight.detach())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_leaves_the_mode_of_every_module(tmp_path):
+    x, y = problem("classification")
+    task = EquivarianceTask(Line())
+    trainer(tmp_path).fit(task, Given(x, y, classes=2))
+    task.train()
+    task.network.linear.eval()
+    task.evaluate(Given(x, y).test_dataloader())
+    assert task.network.training
+    assert not task.network.linear.training
+
+
 def test_accuracy_and_loss_are_those_of_the_split(tmp_path):
     data = DigitsDataModule(batch_size=20, max_samples=61, transforms=[Quadrant("digit")])
     task = EquivarianceTask(RelaxedNetwork(width=1, grid=16, in_channels=1))
@@ -303,6 +367,34 @@ def test_a_checkpoint_holds_the_prior(tmp_path):
     assert again.log_noise == 0.1
 
 
+def test_metrics_of_half_an_epoch_are_for_a_resumed_run_alone(tmp_path):
+    x, y = problem("classification")
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    first = Given(x, y, classes=2, size=10)
+    trainer(tmp_path, callbacks=[Save()]).fit(EquivarianceTask(Line()), first)
+    assert torch.load(tmp_path / "half.ckpt", weights_only=True)["prior"]["train_sums"]["count"] == 10
+    loaded = EquivarianceTask.load_from_checkpoint(tmp_path / "half.ckpt", network=Line(), weights_only=True)
+    tested = EquivarianceTask(Line())
+    trainer(tmp_path).test(tested, first, ckpt_path=tmp_path / "half.ckpt", verbose=False, weights_only=True)
+    resumed = EquivarianceTask(Line())
+    for task in (loaded, tested):
+        assert task.train_metrics.count == 0
+    seen = []
+
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer, task):
+            seen.append(int(task.train_metrics.count))
+
+    run = trainer(tmp_path, callbacks=[Count()])
+    run.fit(resumed, first, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert seen == [20]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -329,6 +421,11 @@ def test_what_the_data_must_be(tmp_path):
         trainer(tmp_path).fit(EquivarianceTask(Line(), "regression"), Given(x, torch.randn(20, 1)))
     with pytest.warns(UserWarning, match=r"1 of 3 classes never occur in the training data \(2\)"):
         trainer(tmp_path).fit(EquivarianceTask(Line(num_classes=3)), Given(x, y, classes=3))
+
+    with pytest.raises(ValueError, match="Labels must be class indices >= 0, got -1; look at the training data"):
+        trainer(tmp_path).fit(EquivarianceTask(Line()), Given(x, y - 1))
+    for kind in (torch.int32, torch.uint8):
+        trainer(tmp_path).fit(EquivarianceTask(Line()), Given(x, y.to(kind), classes=2))
 
     class Empty(Given):
         def curvature_dataloader(self):
