@@ -142,6 +142,8 @@ class RecipeCLI(LightningCLI):
         warnings.filterwarnings("ignore", category=PossibleUserWarning)
         # Lightning 2.6 on torch >= 2.13; nothing that a user could act on.
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+        # A validation split of nothing is what val_fraction 0 asks for.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
         # Going on with a run, or testing its checkpoint from another folder, is nothing to warn of.
         warnings.filterwarnings("ignore", message="(Checkpoint directory .* is not empty|The dirpath has changed from)")
         super().__init__(

@@ -93,6 +93,8 @@ def evidence_curves(epochs: Sequence[float], terms: Mapping[str, Sequence[float]
     axes.plot(places, total, color="#1b1b1b", lw=2, marker="o" if len(places) < 3 else None, label="sum: -L / N")
     axes.set_xlabel("epoch")
     axes.set_ylabel("nats per training datum")
+    if min(float(values.min()) for values in (total, *parts)) > 0:  # not of every regression
+        axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)

@@ -107,7 +107,13 @@ def test_model_and_data_are_built_and_fit_each_other(name, call, quiet, built):
             assert schedule["T_max"] == built.trainer.max_epochs
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+# They train the zoo that they need: a minute each. make demo runs the first of them in full.
+SLOW = ("stitching/mnist5k", "matching/mnist5k_cnn")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EMBEDDED]
+)
 def test_embedded_recipes_run(name, call, quiet):
     result = call("fit", "--config", name, "--trainer.fast_dev_run=true", *quiet)
     assert result.status == 0, result.err
