@@ -7,16 +7,19 @@ old ones back afterwards.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from lightning_sym._text import unknown
 
 Batches: TypeAlias = Iterable[Tensor | Sequence[Tensor]]
+T = TypeVar("T")
 
 
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
@@ -384,9 +387,16 @@ def _check_some(batches: float) -> None:
 
 def device_of(network: nn.Module) -> torch.device:
     """Return the device of a network's first parameter or buffer; the CPU if it has none."""
-    for tensor in (*network.parameters(), *network.buffers()):
+    for tensor in chain(network.parameters(), network.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def on_device_of(network: nn.Module, inputs: T) -> T:
+    """Return inputs, however nested in tuples, lists and dicts, with every tensor on the device of the network."""
+    device = device_of(network)
+    moved: T = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+    return moved
 
 
 def wide(device: torch.device) -> torch.dtype:
