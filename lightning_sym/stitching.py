@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_sym._random import seeded
 from lightning_sym.layers import FeatureMoments, Port, StitchingMap, stitching_map
 from lightning_sym.networks import Network
-from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.networks.batch_norm import batch_norms, on_device_of
 from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
 
 Family = str | Callable[[Port], StitchingMap]
@@ -71,7 +71,8 @@ class CutNetwork:
         network: The network. It is put in evaluation mode, and its parameters get ``requires_grad=False``; values stay
             as they are.
         sites: Where; default everywhere, see ``Network.sites``.
-        example: An input, shape ``[N, C, H, W]`` or whatever the network takes, N >= 1, of the weights' dtype.
+        example: An input, shape ``[N, C, H, W]`` or whatever the network takes, N >= 1, of the weights' dtype. Moved to
+            the network's device.
         before: Cut before the activations instead of after them.
         like: A cut network of the same architecture, sites and ``before``, whose symmetry is taken over, as tracing
             takes a second or so.
@@ -97,7 +98,7 @@ class CutNetwork:
         self.network = network
         self._cuts = network.cuts(sites, before=before)
         self.sites = list(self._cuts.sites)
-        self._example = example[:2]
+        self._example = on_device_of(network, example[:2])
         self._like = like
         self._symmetry: Symmetry | None = None
         self._crossings: dict[str, tuple[Crossing, ...]] | None = None
@@ -125,9 +126,9 @@ class CutNetwork:
         return self
 
     def values(self, images: Tensor) -> dict[str, tuple[Any, ...]]:
-        """Return what crosses each cut, for a batch of images; without gradients."""
+        """Return what crosses each cut, for a batch of images, on the network's device; without gradients."""
         with torch.no_grad():
-            return dict(zip(self.sites, self._cuts.lower(images), strict=True))
+            return dict(zip(self.sites, self._cuts.lower(on_device_of(self.network, images)), strict=True))
 
     def upper(self, site: str, *, own_parameters: bool = False) -> nn.Module:
         """Return the part after a cut.

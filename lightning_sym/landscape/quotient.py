@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.landscape.walks import NetworkOutputs
+from lightning_sym.networks.batch_norm import on_device_of
 from lightning_sym.symmetry.base import AxisGroup, Symmetry, double, outputs_of
 from lightning_sym.symmetry.canonical import canonicalize
 from lightning_sym.symmetry.matching import weight_matching
@@ -99,7 +100,7 @@ def canonical_vectors(
     vectors = _checked(vectors, len(weight_vector(exact))).to(weight_vector(exact))
     layers = _hidden_units(symmetry, exact) if merge else None
     if layers is not None and all(layer.scaled for layer in layers):
-        arguments = double(example_input if isinstance(example_input, tuple) else (example_input,))
+        arguments = on_device_of(exact, double(example_input if isinstance(example_input, tuple) else (example_input,)))
         vectors = torch.stack([_merged(vector, layers, exact, arguments) for vector in vectors])
     return torch.stack(
         [weight_vector(canonicalize(symmetry, _loaded(exact, vector), inplace=True).network) for vector in vectors]
@@ -204,8 +205,7 @@ def _prepared(network: nn.Module, example_input: Any, symmetry: Symmetry | None)
     """Return a copy in float64 on the CPU, and its symmetry."""
     exact = copy.deepcopy(network).to("cpu", torch.float64).eval()
     if symmetry is None:
-        inputs = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example_input)
-        symmetry = trace_symmetry(exact, double(inputs))
+        symmetry = trace_symmetry(exact, on_device_of(exact, double(example_input)))
     symmetry.require(exact)
     return exact, symmetry
 

@@ -12,6 +12,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from lightning_sym.networks.batch_norm import on_device_of
 from lightning_sym.symmetry._capture import plain, state_tensors
 from lightning_sym.symmetry.base import Symmetry, double
 
@@ -110,6 +111,7 @@ def local_dimension(
         symmetry: Of the network's architecture.
         network: Not changed; a copy in float64 is used.
         inputs: One batch: a tensor whose first axis is the samples, shape (N, ...), or a tuple of positional arguments.
+            Moved to the network's device.
             The rank grows with N and saturates; N times the number of outputs should exceed the parameters by far.
         tolerance: Singular values above ``tolerance`` times the largest count into the rank. Unitless, in (0, 1).
         log_softmax: Whether to take the logarithm of the softmax over the last axis of the output.
@@ -146,7 +148,7 @@ def local_dimension(
             f"{max_parameters}; take a narrower network of this kind, or raise max_parameters ({count}^2 numbers of "
             "8 bytes are held)."
         )
-    arguments = double(inputs if isinstance(inputs, tuple) else (inputs,))
+    arguments = on_device_of(network, double(inputs if isinstance(inputs, tuple) else (inputs,)))
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].ndim == 0 or len(tensors[0]) == 0:
         raise ValueError(
