@@ -107,7 +107,8 @@ def sample_sgld(
         kept: How many times the weights are kept, in ``1 .. steps``.
         chunk: Most chains whose gradients are computed at once; by default all.
         dtype: Of weights and arithmetic.
-        seed: Of the noise; the caller's generators are not touched.
+        seed: Of the noise, which is drawn on the CPU: the same seed is the same chain on every device, up to rounding.
+            The caller's generators are not touched.
         progress: Called with (steps done, burn_in + steps) after every step.
 
     Returns:
@@ -147,7 +148,8 @@ def sample_sgld(
     def loss(vector: Tensor) -> Tensor:
         return (function(vector) - targets).square().sum() / len(targets)
 
-    source = torch.Generator(beginning.device).manual_seed(seed)
+    # On the CPU, wherever the network is: each device has its own random numbers, and a seed names one chain.
+    source = torch.Generator().manual_seed(seed)
     curvature = _largest_curvature(loss, beginning, source)
     if step is None:
         if not curvature > 0:
@@ -178,7 +180,7 @@ def sample_sgld(
         if index in keep:
             snapshots.append(vectors)
         drift = inverse_temperature * slope + localisation * (vectors - beginning)
-        noise = torch.randn(vectors.shape, generator=source, dtype=dtype, device=vectors.device)
+        noise = torch.randn(vectors.shape, generator=source, dtype=dtype).to(vectors)
         vectors = vectors - step / 2 * drift + math.sqrt(step) * noise
         if progress is not None:
             progress(index + burn_in + 1, burn_in + steps)
@@ -198,7 +200,7 @@ def sample_sgld(
 def _largest_curvature(loss: Callable[[Tensor], Tensor], vector: Tensor, source: torch.Generator) -> float:
     """Return the eigenvalue of the Hessian of largest magnitude, by power iteration."""
     products = vjp(grad(loss), vector)[1]
-    ahead = torch.randn(vector.shape, generator=source, dtype=vector.dtype, device=vector.device)
+    ahead = torch.randn(vector.shape, generator=source, dtype=vector.dtype).to(vector)
     value = 0.0
     for _ in range(_POWER_ITERATIONS):
         ahead = ahead / ahead.norm()
