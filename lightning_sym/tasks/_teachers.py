@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.utils import vector_to_parameters
 
 from lightning_sym.networks import Network
 from lightning_sym.zoo import ModelZoo
@@ -117,7 +116,10 @@ def _fill(network: Network, weights: Sequence[float]) -> None:
             f"teacher has {len(weights)} weights, and {type(network).__name__} has {count} parameters "
             f"({', '.join(name for name, _ in network.named_parameters())}); give as many, in this order."
         )
-    vector_to_parameters(torch.tensor(weights, dtype=parameters[0].dtype), parameters)
+    parts = torch.tensor(weights, dtype=torch.float64).split([parameter.numel() for parameter in parameters])
+    with torch.no_grad():
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))  # stays on its device, beside the buffers
 
 
 def _load(network: Network, file: Path) -> None:
