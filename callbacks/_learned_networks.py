@@ -187,7 +187,7 @@ class Members(LearnedNetworks):
         Returns:
             Numbers, or for stacked tensors, of shape ``[M, 1, ...]``; 0 for members that were stopped.
         """
-        population, stopped = self.task.population, frozenset(self.task.stopped)
+        population, stopped = self.task.population, self.task.skipped
         if self._strengths is None or self._strengths[0] != stopped:
             found: dict[int, float | Tensor] = {}
             for (name, parameter), owner in zip(population.named_trainable(), population.owners(), strict=True):

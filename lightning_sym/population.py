@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from torch.nn import functional as F
 
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
+
+# Integers of so many bytes, which hold the bits of a floating number.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -130,6 +134,15 @@ class Population(nn.Module, ABC):
     @abstractmethod
     def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:
         """Give one member other parameters and buffers, under the network's own names; they are copied."""
+
+    @abstractmethod
+    def without(self, gradients: Sequence[Tensor], alive: Tensor) -> list[Tensor]:
+        """Return gradients that are 0 for members that do not go on, whatever they were; nothing waits for the device.
+
+        Args:
+            gradients: One per entry of :meth:`trainable`.
+            alive: Which members go on. Shape ``[M]``, bool, on the gradients' device.
+        """
 
     @abstractmethod
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:
@@ -268,6 +281,14 @@ class LoopPopulation(Population):
 
     def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:  # noqa: D102
         self._member(number).load_state_dict(state)
+
+    def without(self, gradients: Sequence[Tensor], alive: Tensor) -> list[Tensor]:  # noqa: D102
+        given = iter(gradients)
+        return [
+            gradient
+            for number, flag in zip(self.numbers, alive.unbind(), strict=True)
+            for gradient in zero_unless(flag, list(islice(given, len(self.member_parameters(number)))))
+        ]
 
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
         for member in self.members.values():
@@ -429,6 +450,9 @@ class VmapPopulation(Population):
         if strict:
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in expected]
 
+    def without(self, gradients: Sequence[Tensor], alive: Tensor) -> list[Tensor]:  # noqa: D102
+        return [torch.where(alive.view(-1, *[1] * (gradient.dim() - 1)), gradient, 0.0) for gradient in gradients]
+
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
         gradients = [parameter.grad for parameter in self.trainable() if parameter.grad is not None]
         if not by_norm:
@@ -480,6 +504,21 @@ def carry_gradients(value: Tensor, gradients: Sequence[Tensor], parameters: Sequ
     """
     result: Tensor = _GradientCarrier.apply(value, *gradients, *parameters)
     return result
+
+
+def zero_unless(flag: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as they are, or zeros, whatever they held; nothing waits for the device.
+
+    Args:
+        flag: Whether they stay. Scalar, bool, on the tensors' device.
+        tensors: Real floating tensors; not changed.
+    """
+    if not tensors:
+        return []
+    # As integers, since NaN times 0 is NaN: one kernel for all tensors, where torch.where needs one for each.
+    bits = [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in tensors]
+    kept = torch._foreach_mul(bits, flag.to(bits[0].dtype))
+    return [part.view(tensor.dtype) for part, tensor in zip(kept, tensors, strict=True)]
 
 
 def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

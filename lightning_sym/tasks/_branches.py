@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
 from lightning_sym.population import _generator_state as generator_state
-from lightning_sym.population import carry_gradients
+from lightning_sym.population import carry_gradients, zero_unless
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
+from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._members import check_data
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.strategy import most_validation_batches
@@ -53,7 +54,6 @@ class BranchTask(LightningModule):
         members: Whole networks, by key, which are evaluated as they are, beside the branches.
         kept: By index of the branch: the epoch, metrics and state of the weights with the best validation accuracy (the
             lower loss among equals).
-        stopped: By index, why and when a branch was stopped.
     """
 
     trained: nn.ModuleList
@@ -78,7 +78,8 @@ class BranchTask(LightningModule):
         self.lower_of: list[str] = []
         self.members: dict[str, Network] = {}
         self.kept: dict[int, dict[str, Any]] = {}
-        self.stopped: dict[int, dict[str, Any]] = {}
+        self._stopped: dict[int, dict[str, Any]] = {}
+        self._divergence = Divergence()
         self._statistics: list[dict[str, Tensor]] | None = None  # as they were before a recalibration
         self._current: list[dict[str, Tensor]] | None = None  # the current weights, while the kept ones are tested
         self._draws: dict[int, bool] = {}  # by index, whether training draws random numbers
@@ -210,7 +211,7 @@ class BranchTask(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Take gradients away from what must not change: stopped branches, and what is held."""
-        for index in self.stopped:
+        for index in self._stopped:
             for parameter in self.parameters_of(index):
                 parameter.grad = None
         for parameter in self.held():
@@ -221,7 +222,7 @@ class BranchTask(LightningModule):
         super().optimizer_step(*args, **kwargs)
         with torch.no_grad():
             for index, branch in enumerate(self.branches):
-                if index in self.stopped:
+                if index in self._stopped:
                     continue
                 try:
                     branch.project()
@@ -277,7 +278,7 @@ class BranchTask(LightningModule):
             if not owned[index]:
                 gradients.append([])
                 continue
-            if index in self.stopped:
+            if index in self._stopped:
                 gradients.append([torch.zeros_like(parameter) for parameter in owned[index]])
                 continue
             with self._drawing(index):
@@ -287,12 +288,11 @@ class BranchTask(LightningModule):
             with torch.autocast(images.device.type, enabled=False):
                 found = torch.autograd.grad(loss, owned[index], allow_unused=True, materialize_grads=True)
             gradients.append(list(found))
-        self._stop_diverged(losses, gradients)
+        losses, gradients, alive = self._without_diverged(losses, gradients)
         self._loss_sums += losses * len(labels)
         self._loss_count += len(labels)
-        trained = [index for index in range(len(owned)) if owned[index] and index not in self.stopped]
         return carry_gradients(
-            losses[trained].mean().float() if trained else losses.sum().float(),
+            (losses.sum() / alive.sum().clamp(min=1)).float(),
             [gradient for own in gradients for gradient in own],
             [parameter for own in owned for parameter in own],
         )
@@ -311,25 +311,39 @@ class BranchTask(LightningModule):
             if index not in self._draws:
                 self._draws[index] = not torch.equal(before, generator_state(self.device))
 
-    def _stop_diverged(self, losses: Tensor, gradients: Sequence[Sequence[Tensor]]) -> None:
+    def _without_diverged(
+        self, losses: Tensor, gradients: list[list[Tensor]]
+    ) -> tuple[Tensor, list[list[Tensor]], Tensor]:
+        """Return losses and gradients, 0 for branches that do not go on, and which branches do, shape ``[S]``, bool."""
         finite = torch.isfinite(losses)
         if self.trainer.world_size > 1:
             # All ranks hold all branches: what one rank cannot use, none may, or their weights would part.
             finite = self.trainer.strategy.reduce(finite.float(), reduce_op="sum") == self.trainer.world_size
-        if bool(finite.all()):
-            return
-        for index in (~finite).nonzero().flatten().tolist():
-            self._stop(index, "its training loss is not finite")
-            for gradient in gradients[index]:
-                gradient.zero_()
-        losses.masked_fill_(~finite, 0.0)
+        out = [index for index, own in enumerate(gradients) if not own or index in self._stopped]
+        alive = self._divergence.note(finite, out, self.current_epoch, self.global_step)
+        if self._divergence.due and not self._stop_diverged():
+            return losses, gradients, alive
+        flagged = zip(alive.unbind(), gradients, strict=True)
+        return losses.masked_fill(~alive, 0.0), [zero_unless(flag, own) for flag, own in flagged], alive
 
-    def _stop(self, index: int, reason: str) -> None:
-        self.stopped[index] = {"epoch": self.current_epoch, "step": self.global_step, "reason": reason}
-        rank_zero_warn(
-            f"{self.names[index]} was stopped in epoch {self.current_epoch}, step {self.global_step}: {reason}. The "
-            "others go on."
-        )
+    def _stop_diverged(self) -> bool:
+        """Stop the branches that have diverged since the last look; return whether there are any."""
+        found = self._divergence.look()
+        for index, (epoch, step) in found.items():
+            self._stop(index, "its training loss is not finite", epoch, step)
+        return bool(found)
+
+    def _stop(self, index: int, reason: str, epoch: int | None = None, step: int | None = None) -> None:
+        epoch = self.current_epoch if epoch is None else epoch
+        step = self.global_step if step is None else step
+        self._stopped[index] = {"epoch": epoch, "step": step, "reason": reason}
+        rank_zero_warn(f"{self.names[index]} was stopped in epoch {epoch}, step {step}: {reason}. The others go on.")
+
+    @property
+    def stopped(self) -> dict[int, dict[str, Any]]:
+        """Why and when branches were stopped, by index; waits until the device has caught up."""
+        self._stop_diverged()
+        return self._stopped
 
     def _stop_unless_finite(self, index: int) -> bool:
         """Stop a branch whose weights are not finite, which are the same on all ranks; return whether it was.
@@ -632,7 +646,8 @@ class BranchTask(LightningModule):
                 module, _, part = name.rpartition(".")
                 getattr(norms[module], part).copy_(value)
         self.kept = {index: dict(record) for index, record in saved["kept"].items()}
-        self.stopped = {index: dict(record) for index, record in saved["stopped"].items()}
+        self._divergence.forget()
+        self._stopped = {index: dict(record) for index, record in saved["stopped"].items()}
         if self._trainer is None or self.trainer.is_global_zero:  # what was added up over ranks is one rank's now
             self._loss_sums = saved["losses"].to(self._loss_sums)
             self._loss_count = saved["count"]

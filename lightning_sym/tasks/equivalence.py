@@ -27,6 +27,7 @@ from lightning_sym.landscape import (
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather
@@ -208,6 +209,7 @@ class EquivalenceTask(LightningModule):
         self.round_start = 0
         self.about_teacher: dict[str, Any] = {}
         self._stopped: dict[int, str] = {}  # by slot, in this round
+        self._divergence = Divergence()
         self._first_steps = torch.zeros(0)
         self._held_out_sums: list[Tensor] = []
 
@@ -283,6 +285,7 @@ class EquivalenceTask(LightningModule):
         """Give every candidate of this rank new initial weights."""
         for slot in self.slots:
             self.population.set_member_state(slot, self.initial_state(self.number(slot)))
+        self._divergence.forget()
         self._stopped = {}
         self._first_steps = torch.full((len(self.milestones), len(self.slots)), -1, dtype=torch.int64)
 
@@ -383,36 +386,33 @@ class EquivalenceTask(LightningModule):
         losses, gradients = self.population.distance_step(
             inputs, self.target(inputs), skip=frozenset(self._stopped), draw=0
         )
-        finite = torch.isfinite(losses)
-        if not bool(finite.all()):
-            for index in (~finite).nonzero().flatten().tolist():
-                self._stop(self.slots[index], "its loss is not finite")
-            losses = losses.masked_fill(~finite, 0.0)
-            for gradient, owner in zip(gradients, self.population.owners(), strict=True):
-                if owner is None:
-                    gradient[~finite] = 0.0
-                elif owner in self._stopped:
-                    gradient.zero_()
-        self._count_steps(losses)
+        out = [index for index, slot in enumerate(self.slots) if slot in self._stopped]
+        alive = self._divergence.note(torch.isfinite(losses), out, self.round, self.global_step - self.round_start)
+        if not self._divergence.due or self._stop_diverged():
+            losses, gradients = losses.masked_fill(~alive, 0.0), self.population.without(gradients, alive)
+        self._count_steps(losses, alive)
         return carry_gradients(losses.sum() / len(losses), gradients, self.population.trainable())
 
-    def _stop(self, slot: int, reason: str) -> None:
-        self._stopped[slot] = reason
-        warnings.warn(
-            f"Candidate {self.number(slot)} was stopped in step {self.global_step - self.round_start} of round "
-            f"{self.round}: {reason}. The others go on.",
-            stacklevel=2,
-        )
+    def _stop_diverged(self) -> bool:
+        """Stop the candidates that have diverged since the last look; return whether there are any."""
+        found = self._divergence.look()
+        for index, (round_, step) in found.items():
+            slot, reason = self.slots[index], "its loss is not finite"
+            self._stopped[slot] = reason
+            warnings.warn(
+                f"Candidate {self.number(slot)} was stopped in step {step} of round {round_}: {reason}. The others go "
+                "on.",
+                stacklevel=2,
+            )
+        return bool(found)
 
-    def _count_steps(self, losses: Tensor) -> None:
+    def _count_steps(self, losses: Tensor, alive: Tensor) -> None:
         """Note which candidates have come below which milestones with this batch."""
         if "sample" not in self.scales or not self.milestones:
             return
         levels = torch.tensor(self.milestones, dtype=torch.float64) * self.scales["sample"].zero
         self._first_steps = self._first_steps.to(losses.device)
-        below = losses < levels.to(losses)[:, None]
-        if self._stopped:
-            below[:, [self.slots.index(slot) for slot in self._stopped]] = False
+        below = (losses < levels.to(losses)[:, None]) & alive
         step = self.global_step - self.round_start
         self._first_steps = torch.where(below & (self._first_steps < 0), step, self._first_steps)
 
@@ -489,6 +489,7 @@ class EquivalenceTask(LightningModule):
 
     def _check(self, held_out: Tensor) -> None:
         """Measure J, keep what is found, and note what every candidate is at; the same on every rank."""
+        self._stop_diverged()
         losses = held_out if self.fresh_inputs else self.measure(self._inputs(self._sample()))
         names = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
         small = sum(self.teacher.get_parameter(name).numel() for name in names) <= _SMALL
@@ -500,7 +501,7 @@ class EquivalenceTask(LightningModule):
                 "steps": self.global_step - self.round_start,
                 "loss": math.nan if stopped else float(losses[index]),
                 "held_out": math.nan if stopped else float(held_out[index]),
-                "milestones": [int(step) for step in self._first_steps[:, index]],
+                "milestones": self._first_steps[:, index].tolist(),
                 "stopped": stopped,
             }
             if small or self._improved(number, entry):
@@ -726,6 +727,7 @@ class EquivalenceTask(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what has been found and where the rounds are, of all ranks' candidates."""
+        self._stop_diverged()
         mine = {
             slot: {"first": self._first_steps[:, index].cpu(), "stopped": self._stopped.get(slot, "")}
             for index, slot in enumerate(self.slots)
@@ -765,6 +767,7 @@ class EquivalenceTask(LightningModule):
             setattr(self, name, saved[name])
         own = [saved["slots"][slot] for slot in self.slots]
         self._first_steps = torch.stack([entry["first"] for entry in own], dim=1)
+        self._divergence.forget()
         self._stopped = {
             slot: entry["stopped"] for slot, entry in zip(self.slots, own, strict=True) if entry["stopped"]
         }

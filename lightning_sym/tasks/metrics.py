@@ -55,14 +55,14 @@ class PopulationClassification(Metric):
             cells = (repeated * classes + predicted).flatten()
             self.confusion += torch.bincount(cells, minlength=classes * classes).view(classes, classes)
 
-    def add(self, rows: Tensor, correct: Tensor, losses: Tensor, size: int) -> None:
+    def add(self, rows: Tensor, correct: Tensor, losses: Tensor, size: int | Tensor) -> None:
         """Add sums that are known already, without the checks of :meth:`update`.
 
         Args:
             rows: Which members. Shape ``[m]``, int64.
             correct: Correctly classified images. Shape ``[m]``.
             losses: Mean loss of each member's batch. Shape ``[m]``.
-            size: Images per member.
+            size: Images per member; a number, or shape ``[m]``, int64.
         """
         self._update_count += 1
         self._computed = None

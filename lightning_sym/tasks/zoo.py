@@ -17,6 +17,7 @@ from lightning_sym._random import derive_seed
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
+from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
@@ -45,7 +46,10 @@ class ZooTask(LightningModule):
     Member ``n`` has the initial weights of ``network.fresh(n)`` and its own order of the training data, both from
     its number alone. Losses add and gradients do not mix: with ``execution="loop"`` on a CPU a member is bitwise
     the one that would have been trained alone. A member whose loss is no longer finite is stopped and reported;
-    the others go on.
+    the others go on. So that no step waits for an accelerator, losses are looked at every 50 steps there, and wherever
+    it matters (validation, the epoch's end, checkpoints): what is kept, logged and reported is the same, but for so
+    long the optimizer still moves a stopped member's current weights by its momentum and weight decay, as under
+    ``"vmap"``.
 
     Place the members with the trainer: ``strategy="ddp"`` shares out the data (every process holds all members),
     ``strategy="ddp_members"`` shares out the members (every process sees all the data, no gradient traffic).
@@ -147,7 +151,8 @@ class ZooTask(LightningModule):
         self.train_metrics = PopulationClassification(members)
         self.val_metrics = PopulationClassification(members)
         self.kept: dict[int, dict[str, Any]] = {}
-        self.stopped: dict[int, dict[str, Any]] = {}
+        self._stopped: dict[int, dict[str, Any]] = {}
+        self._divergence = Divergence()
         self.history: dict[str, list[list[float]]] = {}
         self.history_epochs: dict[str, list[float]] = {}
         self._evaluated: dict[int, dict[str, Tensor]] | None = None
@@ -308,54 +313,56 @@ class ZooTask(LightningModule):
         step = self.population.step(
             images,
             labels,
-            skip=frozenset(self.stopped),
+            skip=self.skipped,
             label_smoothing=self.label_smoothing,
             # Not the global step, which stands still while gradients accumulate. Ranks that share out the data
             # draw different masks.
             draw=derive_seed(self.current_epoch, batch_idx, 0 if self.member_parallel else self.global_rank),
         )
-        self._stop_diverged(step.losses, [*step.gradients])
-        running = [index for index, number in enumerate(self.population.numbers) if number not in self.stopped]
-        if len(running) == len(self.population):
-            self.train_metrics.add(self.rows(images.device), step.correct, step.losses, labels.shape[1])
-        else:
-            keep = torch.tensor(running, dtype=torch.int64, device=images.device)
-            self.train_metrics.add(
-                self.rows(images.device)[keep], step.correct[keep], step.losses[keep], labels.shape[1]
-            )
-        loss = step.losses[running].mean() if running else step.losses.sum()
-        return carry_gradients(loss, step.gradients, self.population.trainable())
+        losses, gradients, alive = self._without_diverged(step.losses, step.gradients)
+        self.train_metrics.add(self.rows(images.device), step.correct * alive, losses, labels.shape[1] * alive)
+        return carry_gradients(losses.sum() / alive.sum().clamp(min=1), gradients, self.population.trainable())
 
-    def _stop_diverged(self, losses: Tensor, gradients: list[Tensor]) -> None:
+    def _without_diverged(self, losses: Tensor, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return losses and gradients, 0 for members that do not go on, and which members do, shape ``[m]``, bool."""
         finite = torch.isfinite(losses)
         if self.trainer.world_size > 1 and not self.member_parallel:
             # All ranks hold all members: what one rank cannot use, none may, or their weights would part.
             finite = self.trainer.strategy.reduce(finite.float(), reduce_op="sum") == self.trainer.world_size
-        if bool(finite.all()):
-            return
-        diverged = [self.population.numbers[index] for index in (~finite).nonzero().flatten().tolist()]
-        for number in diverged:
-            self._stop(number, "its training loss is not finite")
-        losses.masked_fill_(~finite, 0.0)
-        owners = self.population.owners()
-        for gradient, owner in zip(gradients, owners, strict=True):
-            if owner is None:
-                gradient[~finite] = 0.0
-            elif owner in diverged:
-                gradient.zero_()
+        out = [index for index, number in enumerate(self.population.numbers) if number in self._stopped]
+        alive = self._divergence.note(finite, out, self.current_epoch, self.global_step)
+        if self._divergence.due and not self._stop_diverged():
+            return losses, gradients, alive  # zeros already where members were skipped
+        return losses.masked_fill(~alive, 0.0), self.population.without(gradients, alive), alive
 
-    def _stop(self, number: int, reason: str) -> None:
-        self.stopped[number] = {"epoch": self.current_epoch, "step": self.global_step, "reason": reason}
+    def _stop_diverged(self) -> bool:
+        """Stop the members that have diverged since the last look; return whether there are any."""
+        found = self._divergence.look()
+        for index, (epoch, step) in found.items():
+            self._stop(self.population.numbers[index], "its training loss is not finite", epoch, step)
+        return bool(found)
+
+    def _stop(self, number: int, reason: str, epoch: int, step: int) -> None:
+        self._stopped[number] = {"epoch": epoch, "step": step, "reason": reason}
         if self.member_parallel or self.trainer.is_global_zero:  # said by a rank that holds the member, once
             warnings.warn(
-                f"Member {number} was stopped in epoch {self.current_epoch}, step {self.global_step}: {reason}. The "
-                "others go on.",
-                stacklevel=2,
+                f"Member {number} was stopped in epoch {epoch}, step {step}: {reason}. The others go on.", stacklevel=2
             )
+
+    @property
+    def stopped(self) -> dict[int, dict[str, Any]]:
+        """Why and when this rank's members were stopped, by number; waits until the device has caught up."""
+        self._stop_diverged()
+        return self._stopped
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """This rank's members that are known to be stopped, and so are not run; asking waits for nothing."""
+        return frozenset(self._stopped)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Keep what is not finite away from the optimizer; in a loop, stopped members stay as they are."""
-        for number in self.stopped:
+        for number in self.skipped:
             if number in self.population.numbers:
                 self.population.drop_gradients(number)
 
@@ -400,7 +407,7 @@ class ZooTask(LightningModule):
             return
         for number in self.population.numbers:
             if number not in self.stopped and not math.isfinite(values["loss"][number - self.seed]):
-                self._stop(number, "its validation loss is not finite")
+                self._stop(number, "its validation loss is not finite", self.current_epoch, self.global_step)
         if self.keep == "best":
             self._keep_current(values)
 
@@ -620,7 +627,8 @@ class ZooTask(LightningModule):
             )
         own = set(self.population.numbers) if hasattr(self, "population") else set(self.numbers)
         self.kept = {number: record for number, record in saved["kept"].items() if number in own}
-        self.stopped = {number: record for number, record in saved["stopped"].items() if number in own}
+        self._divergence.forget()
+        self._stopped = {number: record for number, record in saved["stopped"].items() if number in own}
         self.history = saved["history"]
         self.history_epochs = saved["history_epochs"]
         if self._trainer is None or self.trainer.is_global_zero:

@@ -428,3 +428,17 @@ def test_a_state_of_tied_weights_can_be_given_back(kind):
     population.set_member_state(0, population.member_state(1))
     one, two = population.member_state(0), population.member_state(1)
     assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_members_that_do_not_go_on_are_zero_and_the_others_keep_their_bits(kind, dtype):
+    population = kind(MultiLayerPerceptron(widths=(3,), image_size=2, num_classes=2), [0, 1, 2]).to(dtype)
+    alive = torch.tensor([True, False, True])
+    gradients = [torch.randn(parameter.shape).to(dtype) for parameter in population.trainable()]
+    expected = [gradient.clone() for gradient in gradients]
+    for gradient, zeros, number in zip(gradients, expected, population.owners(), strict=True):
+        for bad, tensor in ((torch.nan, gradient), (0.0, zeros)):
+            (tensor[1] if number is None else tensor)[...] = bad if number in (None, 1) else tensor
+    found = population.without(gradients, alive)
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

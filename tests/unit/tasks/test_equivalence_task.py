@@ -12,6 +12,7 @@ from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
 from lightning_sym.landscape import Moments, distance
 from lightning_sym.networks import LeNet5, MultiLayerPerceptron
 from lightning_sym.tasks import EquivalenceTask
+from lightning_sym.tasks._divergence import Divergence
 
 MIXED = [0.8, -0.6, 0.7, 0.5]
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -227,10 +228,38 @@ def test_no_held_out_inputs():
 class Poison(Callback):
     """Makes one candidate's weights NaN before a step."""
 
+    def __init__(self, step=2):
+        self.step = step
+
     def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        if trainer.global_step == 2:
+        if trainer.global_step == self.step:
             state = {name: torch.full_like(value, math.nan) for name, value in task.population.member_state(1).items()}
             task.population.set_member_state(1, state)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_losses_that_are_looked_at_late_stop_the_same_candidate_at_the_same_step(execution, monkeypatch):
+    """On an accelerator; here as if the CPU were one, with a look where something asks only."""
+
+    def run():
+        settings = {"members": 3, "teacher": MIXED, "optimizer": SGD, "stop_when_found": False, "milestones": [1e9]}
+        task = EquivalenceTask(two_unit(), execution=execution, **settings)
+        with pytest.warns(UserWarning, match="Candidate 1 was stopped in step 2 of round 0: its loss is not finite"):
+            fit(task, max_epochs=3, callbacks=[Poison()])
+        outcomes = task.all_outcomes()
+        return {n: {k: v for k, v in entry.items() if n != 1 or k != "weights"} for n, entry in outcomes.items()}
+
+    at_once = run()
+    monkeypatch.setattr(Divergence, "due", False)
+    assert repr(run()) == repr(at_once)
+
+
+def test_a_late_look_counts_no_milestone_of_a_candidate_that_diverged_before(monkeypatch):
+    monkeypatch.setattr(Divergence, "due", False)
+    task = EquivalenceTask(two_unit(), members=3, teacher=MIXED, stop_when_found=False, milestones=[1e9, 1e-30])
+    with pytest.warns(UserWarning, match="Candidate 1 was stopped in step 0 of round 0"):
+        fit(task, max_epochs=1, callbacks=[Poison(0)])
+    assert [entry["milestones"] for entry in task.all_outcomes().values()] == [[0, -1], [-1, -1], [0, -1]]
 
 
 @pytest.mark.parametrize("execution", ["loop", "vmap"])

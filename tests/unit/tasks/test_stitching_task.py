@@ -19,6 +19,7 @@ from lightning_sym.layers import FullMap, GroupMap, Port, StitchingMap
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
 from lightning_sym.tasks import StitchingTask
+from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
 pytestmark = [
@@ -271,6 +272,28 @@ def test_one_that_diverges_stops_and_the_others_go_on(norm_zoo, bad, val_fractio
             assert torch.equal(found[name][key], value), (name, key)
     assert tested["test_penalty/full"] == tested_alone["test_penalty/full"]
     assert not any("Jumps" in name or "Explodes" in name for name in tested)
+
+
+@pytest.mark.filterwarnings("ignore:pair-.* was stopped")
+def test_losses_that_are_looked_at_late_stop_the_same_branch_at_the_same_step(norm_zoo, monkeypatch):
+    """On an accelerator; here as if the CPU were one, with a look where something asks only."""
+
+    def run():
+        maps = ["full", Explodes, "group"]
+        task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=maps, optimizer=sgd())
+        log = fit(task).logged_metrics
+        return task, log
+
+    at_once, log = run()
+    monkeypatch.setattr(Divergence, "due", False)
+    late, late_log = run()
+    assert late.stopped == at_once.stopped
+    assert late.stopped[1]["step"] == 2
+    assert {name: value.tolist() for name, value in late_log.items()} == {n: v.tolist() for n, v in log.items()}
+    assert late.kept.keys() == at_once.kept.keys() == {0, 2}
+    for index, record in at_once.kept.items():
+        assert late.kept[index]["metrics"] == record["metrics"]
+        assert all(torch.equal(late.kept[index]["state"][name], value) for name, value in record["state"].items())
 
 
 @pytest.mark.filterwarnings("ignore:pair-.* was stopped")

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, Trainer
+from pytorch_lightning import Callback, LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +15,7 @@ from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation
 from lightning_sym.tasks import ZooTask
+from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks.metrics import PopulationClassification
 
 BATCH = 16
@@ -457,6 +458,54 @@ def test_member_that_diverges_later_is_stopped_with_its_last_weights(tmp_path):
     assert task.stopped[1]["epoch"] == 1
     assert task.kept[1]["epoch"] == 0  # not exported, but still there for whoever wants to look
     assert same_kept(task.kept[0], fit(tmp_path, ZooTask(perceptron(), members=1, optimizer=hot)).kept[0])
+
+
+class Poison(Callback):
+    """Makes a member's weights NaN before the eighth step, the third of the second epoch."""
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == 7:
+            state = {name: torch.full_like(value, math.nan) for name, value in task.population.member_state(1).items()}
+            task.population.set_member_state(1, state)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("keep", ["best", "last"])
+@pytest.mark.parametrize("interval", [None, 3])
+def test_losses_that_are_looked_at_late_stop_the_same_member_at_the_same_step(
+    tmp_path, monkeypatch, execution, keep, interval
+):
+    """On an accelerator; here as if the CPU were one, with a look every third step, or where something asks only."""
+
+    def run():
+        task = ZooTask(perceptron(), members=3, optimizer=hot, execution=execution, keep=keep)
+        with pytest.warns(UserWarning, match="Member 1 was stopped in epoch 1, step 7: its training loss"):
+            fit(tmp_path, task, callbacks=[Poison()])
+        return task
+
+    at_once = run()
+    monkeypatch.setattr(Divergence, "due", property(lambda self: len(self._notes) == interval))
+    late = run()
+    assert late.stopped == at_once.stopped
+    assert repr(late.history) == repr(at_once.history)  # with NaN for the member that was stopped
+    assert late.kept.keys() == at_once.kept.keys()
+    assert all(same_kept(late.kept[number], at_once.kept[number]) for number in late.kept)
+    for number in (0, 2):
+        assert same_state(late.population.member_state(number), at_once.population.member_state(number))
+
+
+def test_a_checkpoint_within_an_epoch_knows_who_has_diverged(tmp_path, monkeypatch):
+    monkeypatch.setattr(Divergence, "due", False)
+    saving = RunCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    task = ZooTask(perceptron(), members=2, optimizer=hot)
+    with pytest.warns(UserWarning, match="Member 1 was stopped"):
+        fit(tmp_path, task, callbacks=[Poison(), saving], enable_checkpointing=True, max_steps=9)
+    stopped = {
+        int(path.stem.removeprefix("step=")): torch.load(path, weights_only=True)["population"]["stopped"]
+        for path in tmp_path.glob("*.ckpt")
+    }
+    assert stopped[7] == {}
+    assert stopped[8] == stopped[9] == task.stopped
 
 
 def test_validation_loss_that_is_not_finite_stops_the_member(tmp_path):
