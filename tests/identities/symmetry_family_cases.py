@@ -1,0 +1,1410 @@
+"""Small networks for the families of things that went wrong in tracing, each with its whole group, derived by hand.
+
+A case states the group as numbers: how many units change places, how many magnitudes, signs and shifts are free. The
+derivations use the table of spec 2.2 and nothing of the tracer. Each family is a principle, not a list of examples:
+
+- tables: a piece of the state that an example does not reach (position tables, masks, filters cut to a length);
+- constants: tensors that a state dict does not hold cannot move;
+- writes: a program that writes into tensors has the group of the same program without writing;
+- shared: what is used twice is subject to the demands of both uses.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EXACT = 1e-9
+L, C = nn.Linear, nn.Conv2d
+relu, tanh = torch.relu, torch.tanh
+
+
+class Fixed:
+    """Marks a part that becomes a buffer which is not saved."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make = make
+
+
+class Program(nn.Module):
+    """A network written as one function of itself and its inputs; tensors become buffers."""
+
+    def __init__(self, function: Callable[..., Any], parts: dict[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        for name, make in parts.items():
+            part = make.make() if isinstance(make, Fixed) else make()
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part, persistent=not isinstance(make, Fixed))
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def randomise(network: nn.Module) -> nn.Module:
+    """Replace the values at which initialisation leaves gains, biases and statistics: they could hide a mistake."""
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+        for name, buffer in network.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.normal_()
+            elif name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
+    return network.eval()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The size of a group: the logarithm of the number of permutations, and what is free."""
+
+    log10: float
+    scales: int
+    signs: int
+    shifts: int
+    dimension: int
+
+    def __add__(self, other: "Group") -> "Group":
+        return Group(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def within(self, least: "Group", most: "Group") -> bool:
+        return all(
+            getattr(least, name) - 1e-6 <= getattr(self, name) <= getattr(most, name) + 1e-6
+            for name in self.__dataclass_fields__
+        )
+
+
+def group(
+    units: Sequence[int] = (),
+    scales: int = 0,
+    signs: int = 0,
+    *,
+    blocks: Sequence[int] = (),
+    dense: Sequence[int] = (),
+    shifts: int = 0,
+) -> Group:
+    """Return the size of a group.
+
+    Args:
+        units: How many units change places freely, cell by cell.
+        scales: Free magnitudes, those inside dense cells included.
+        signs: The same for signs.
+        blocks: Further factors of the number of permutations.
+        dense: Sizes of the cells on which any invertible matrix acts.
+        shifts: Free shifts in front of batch norms.
+    """
+    log10 = sum(math.lgamma(size + 1) / math.log(10) for size in units) + sum(math.log10(order) for order in blocks)
+    return Group(log10, scales, signs, shifts, scales + shifts + sum(size * size - size for size in dense))
+
+
+Inputs = Callable[[int], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its inputs and its group.
+
+    Attributes:
+        family: Which family it belongs to.
+        make: Makes the network, with random weights and the same structure every time.
+        example: What it is traced on, from the batch size.
+        more: Further examples, where the program branches on the shape.
+        fresh: Inputs that no example shows: other lengths, other image sizes.
+        batches: Batch sizes on which elements are tried.
+        whole: The whole group.
+        spare: Units that nothing feeds or that nothing reads: they may move or stay, each of these groups by itself.
+        least: A smaller group that is right as well, where the whole one needs more than labels to be seen.
+        slack: Whether weights exist that no input reads, whose scales mean nothing.
+        tolerance: Largest relative change of an output.
+    """
+
+    family: str
+    make: Callable[[], nn.Module]
+    example: Inputs
+    whole: Group
+    more: Sequence[Inputs] = ()
+    fresh: Sequence[Inputs] = ()
+    batches: Sequence[int] = (1, 5)
+    spare: Sequence[Group] = ()
+    least: Group | None = None
+    slack: bool = False
+    tolerance: float = EXACT
+
+    def accepts(self, found: Group) -> bool:
+        """Return whether a group is the whole one, with or without the spare units, or one that is named as enough."""
+        for count in range(len(self.spare) + 1):
+            for chosen in combinations(self.spare, count):
+                whole = sum(chosen, self.whole)
+                if found.within(self.least or whole, whole):
+                    return True
+        return False
+
+    def all_inputs(self, *batches: int) -> list[tuple[Any, ...]]:
+        """Return inputs of these batch sizes (by default the case's), and of all the sizes that the network takes."""
+        made = [self.example(n) for n in batches or self.batches]
+        return made + [make(3) for make in (*self.more, *self.fresh)]
+
+
+CASES: dict[str, Case] = {}
+
+
+def normal(*shape: int) -> Inputs:
+    """Return a maker of one normal input, from the batch size."""
+    return lambda n: (torch.randn(n, *shape, dtype=torch.float64),)
+
+
+def tokens(length: int, vocabulary: int = 10) -> Inputs:
+    return lambda n: (torch.randint(vocabulary, (n, length)),)
+
+
+def family(name: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Return the decorator that makes a program a case of this family; keywords are the network's parts."""
+
+    def add(
+        example: Inputs,
+        whole: Group,
+        *,
+        more: Sequence[Inputs] = (),
+        fresh: Sequence[Inputs] = (),
+        batches: Sequence[int] = (1, 5),
+        spare: Sequence[Group] = (),
+        least: Group | None = None,
+        slack: bool = False,
+        tolerance: float = EXACT,
+        **parts: Any,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            key = f"{name}: {function.__name__}"
+            assert key not in CASES, key
+            CASES[key] = Case(
+                name, lambda: randomise(Program(function, parts)), example, whole, more, fresh, batches, spare, least,
+                slack, tolerance,
+            )  # fmt: skip
+            return function
+
+        return decorate
+
+    return add
+
+
+def of(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    return lambda: kind(*args, **kwargs)
+
+
+def parameter(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+def buffer(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape)
+
+
+def zeros(x: Tensor, width: int) -> Tensor:
+    return x.new_zeros(len(x), width)
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Return a table of sines and cosines, whose columns all differ. Shape (length, width)."""
+    angles = torch.arange(length)[:, None] * torch.exp(-torch.arange(0, width, 2) / width * math.log(100.0))
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
+
+
+# Tables of which an example reaches a part.
+
+tables = family("tables")
+SEQUENCE, LENGTHS = normal(5, 5), [normal(1, 5), normal(7, 5), normal(12, 5)]
+A, B = of(L, 5, 8), of(L, 8, 2)
+UNITS = group([8], 8)
+EMPTY = group()
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def parameter_cut_to_length(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[: x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, wpe=of(nn.Embedding, 12, 8))
+def embedding_weight_cut_to_length(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.wpe.weight[: x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, wpe=of(nn.Embedding, 12, 8))
+def embedding_of_arange(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.wpe(torch.arange(x.shape[1]))))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=buffer(12, 8))
+def functional_embedding_of_arange(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + F.embedding(torch.arange(x.shape[1]), s.pos)))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, wpe=of(nn.Embedding, 12, 8), ids=lambda: torch.arange(12)[None])
+def embedding_of_a_buffer_of_positions(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.wpe(s.ids[:, : x.shape[1]])))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=buffer(12, 8))
+def buffer_cut_to_length(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[: x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def narrow(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos.narrow(0, 0, x.shape[1])))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def index_select_of_arange(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos.index_select(0, torch.arange(x.shape[1]))))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def advanced_index(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[torch.arange(x.shape[1])]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def gathered(s: Any, x: Tensor) -> Any:
+    index = torch.arange(x.shape[1])[:, None].expand(-1, 8)
+    return s.b(relu(s.a(x) + s.pos.gather(0, index)))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(1, 12, 8))
+def second_axis_cut(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[:, : x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(8, 12))
+def transposed_table(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[:, : x.shape[1]].t()))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def cut_from_the_end(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[-x.shape[1] :]))
+
+
+@tables(SEQUENCE, UNITS, fresh=[normal(1, 5), normal(7, 5)], a=A, b=B, pos=parameter(14, 8))
+def every_second_row(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[::2][: x.shape[1]] - s.pos[1::2][: x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=[normal(1, 5), normal(10, 5)], slack=True, a=A, b=B, pos=parameter(12, 8))
+def cut_with_an_offset(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[2 : x.shape[1] + 2]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def stack_of_unbound_rows(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + torch.stack(s.pos.unbind(0)[: x.shape[1]])))
+
+
+@tables(SEQUENCE, UNITS, fresh=[normal(1, 5)], slack=True, a=A, b=B, pos=parameter(12, 8))
+def rows_that_nothing_reads(s: Any, x: Tensor) -> Any:
+    first, _ = s.pos.chunk(2)
+    return s.b(relu(s.a(x) + first.mean(0) + s.pos[9] - s.pos.split(3)[2].select(0, 1)))
+
+
+@tables(
+    SEQUENCE, group([8], 16, 8), fresh=LENGTHS, a=A, b=B, gate=parameter(12, 8)
+)  # The gate has a scale and a sign of its own, against b.
+def multiplied_table(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) * s.gate[: x.shape[1]])
+
+
+@tables(SEQUENCE, group([8], 14, 6, dense=[6]), fresh=LENGTHS, a=A, b=B, pos=parameter(12, 6), mix=of(L, 6, 8))
+def table_behind_a_linear_layer(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.mix(s.pos[: x.shape[1]])))
+
+
+@tables(SEQUENCE, group([8, 6], 18, 4, dense=[4]), fresh=LENGTHS, a=A, b=B, pos=parameter(12, 4), m=of(L, 4, 6),
+        n=of(L, 6, 8))  # fmt: skip
+def table_behind_a_perceptron(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.n(relu(s.m(s.pos[: x.shape[1]])))))
+
+
+@tables(SEQUENCE, group([8], 8), fresh=[normal(1, 5), normal(7, 5), normal(11, 5)], a=A, b=B, pos=parameter(12, 8),
+        cls=parameter(1, 1, 8))  # fmt: skip
+def table_with_a_class_token(s: Any, x: Tensor) -> Any:
+    h = torch.cat([s.cls.expand(len(x), -1, -1), s.a(x)], 1)
+    return s.b(relu(h + s.pos[: h.shape[1]]))
+
+
+@tables(SEQUENCE, group([8], 8), fresh=[normal(1, 5), normal(11, 5)], a=A, b=B, pos=parameter(12, 8))
+def class_row_by_itself(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[1 : x.shape[1] + 1] - s.pos.select(0, 0)))
+
+
+# The scale of the whole mixing weight is free against b; it is a symmetry, but not one of units.
+@tables(SEQUENCE, group([8], 9), fresh=LENGTHS, least=UNITS, a=A, b=B, w=parameter(12, 12))
+def mixing_of_time_cut_to_length(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.w[: x.shape[1], : x.shape[1]] @ relu(s.a(x))))
+
+
+@tables(normal(5), UNITS, fresh=[normal(3), normal(9)], w=parameter(8, 9), c=parameter(8), b=B)
+def weight_cut_to_the_features(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.linear(x, s.w[:, : x.shape[1]], s.c)))
+
+
+@tables(normal(3, 10), UNITS, fresh=[normal(3, 4), normal(3, 20)], w=parameter(8, 3, 6), b=of(nn.Conv1d, 8, 2, 1))
+def filter_cut_to_the_length(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.conv1d(x, s.w[..., : x.shape[2] // 2])))
+
+
+# Hidden units are cut to the length: 0 to 2 are there in both examples, 3 and 4 in one.
+@tables(SEQUENCE, group([3, 2], 5), more=[normal(3, 5)], slack=True, w=parameter(9, 5), v=parameter(2, 9))
+def width_cut_to_the_length(s: Any, x: Tensor) -> Any:
+    t = x.shape[1]
+    return F.linear(relu(F.linear(x.mean(1), s.w[:t])), s.v[:, :t])
+
+
+IMAGE, SIZES = normal(3, 6, 6), [normal(3, 9, 12), normal(3, 12, 4), normal(3, 12, 12)]
+CA, CB = of(C, 3, 8, 3, padding=1), of(C, 8, 2, 1)
+
+
+@tables(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, pos=parameter(1, 8, 12, 12))
+def image_table_cut_to_size(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[..., : x.shape[2], : x.shape[3]]))
+
+
+@tables(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, pos=parameter(1, 8, 5, 5))
+def interpolated_table(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + F.interpolate(s.pos, size=x.shape[-2:], mode="bilinear")))
+
+
+@tables(IMAGE, UNITS, fresh=SIZES, more=[normal(3, 8, 8)], a=CA, b=CB, pos=parameter(1, 8, 6, 6))
+def interpolated_if_the_size_differs(s: Any, x: Tensor) -> Any:
+    fits = s.pos.shape[-2:] == x.shape[-2:]
+    return s.b(relu(s.a(x) + (s.pos if fits else F.interpolate(s.pos, size=x.shape[-2:], mode="bicubic"))))
+
+
+@tables(IMAGE, group([4, 4], 8), fresh=SIZES, a=CA, b=CB, rows=parameter(12, 4), columns=parameter(12, 4))
+def rows_and_columns(s: Any, x: Tensor) -> Any:
+    height, width = x.shape[2:]
+    columns = s.columns[:width].unsqueeze(0).expand(height, -1, -1)
+    rows = s.rows[:height].unsqueeze(1).expand(-1, width, -1)
+    return s.b(relu(s.a(x) + torch.cat([columns, rows], -1).permute(2, 0, 1)))
+
+
+def attend(s: Any, x: Tensor, bias: Tensor | float) -> Tensor:
+    """One head of width 4: any matrix between queries and keys, and between values and output."""
+    scores = s.q(x) @ s.k(x).mT / 2 + bias
+    return s.o(scores.softmax(-1) @ s.v(x))
+
+
+# A bias of the keys would drop out of the softmax.
+ATTENTION = {"q": of(L, 5, 4), "k": of(L, 5, 4, bias=False), "v": of(L, 5, 4), "o": of(L, 4, 2)}
+HEAD = group([], 8, 8, dense=[4, 4])
+
+
+def distances(length: int, largest: int) -> Tensor:
+    places = torch.arange(length)
+    return places[:, None] - places + largest
+
+
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=parameter(23), **ATTENTION)
+def relative_table(s: Any, x: Tensor) -> Any:
+    return attend(s, x, s.table[distances(x.shape[1], 11)])
+
+
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=of(nn.Embedding, 23, 1), **ATTENTION)
+def relative_embedding(s: Any, x: Tensor) -> Any:
+    return attend(s, x, s.table(distances(x.shape[1], 11)).squeeze(-1))
+
+
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=parameter(23), index=lambda: distances(12, 11), **ATTENTION)
+def relative_table_by_a_buffer_of_indices(s: Any, x: Tensor) -> Any:
+    t = x.shape[1]
+    return attend(s, x, s.table[s.index[:t, :t].reshape(-1)].reshape(t, t))
+
+
+@tables(SEQUENCE, group([], 8, 8, blocks=[2], dense=[2] * 4), fresh=LENGTHS, table=parameter(23, 2), **ATTENTION)
+def relative_table_of_two_heads(s: Any, x: Tensor) -> Any:
+    q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))
+    bias = s.table[distances(x.shape[1], 11)].permute(2, 0, 1)
+    return s.o(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+# Queries meet keys and the table of relative keys: one matrix on all three.
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=parameter(23, 4), **ATTENTION)
+def relative_keys(s: Any, x: Tensor) -> Any:
+    relative = s.table[distances(x.shape[1], 11)]
+    return attend(s, x, torch.einsum("ntd,tsd->nts", s.q(x), relative))
+
+
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, slack=True, mask=lambda: torch.tril(torch.ones(12, 12)), **ATTENTION)
+def mask_of_zeros_and_ones(s: Any, x: Tensor) -> Any:
+    t = x.shape[1]
+    scores = (s.q(x) @ s.k(x).mT).masked_fill(s.mask[:t, :t] == 0, -math.inf)
+    return s.o(scores.softmax(-1) @ s.v(x))
+
+
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, mask=lambda: torch.tril(torch.ones(12, 12, dtype=torch.bool)), **ATTENTION)
+def mask_of_truth_values(s: Any, x: Tensor) -> Any:
+    t = x.shape[1]
+    return attend(s, x, torch.zeros(t, t).masked_fill(~s.mask[:t, :t], -math.inf))
+
+
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, slack=True, mask=lambda: torch.full((12, 12), -math.inf).triu(1), **ATTENTION)
+def mask_of_minus_infinity(s: Any, x: Tensor) -> Any:
+    return attend(s, x, s.mask[: x.shape[1], : x.shape[1]])
+
+
+# Programs that branch on the shape: the group is what all branches allow.
+
+
+@tables(SEQUENCE, UNITS, more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], a=A, b=B, c=B)
+def other_head_for_long_inputs(s: Any, x: Tensor) -> Any:
+    return (s.b if x.shape[1] < 6 else s.c)(relu(s.a(x)))
+
+
+@tables(SEQUENCE, group([8]), more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], a=A, b=B)
+def other_activation_for_long_inputs(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) if x.shape[1] < 6 else torch.sigmoid(s.a(x)))
+
+
+@tables(SEQUENCE, group([3, 5], 8), more=[normal(7, 5)], fresh=[normal(1, 5)], a=A, b=B, c=of(L, 3, 2))
+def fewer_units_for_long_inputs(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    return s.b(h) if x.shape[1] < 6 else s.c(h[..., :3])
+
+
+@tables(SEQUENCE, group([8], 8), more=[normal(1, 5)], fresh=[normal(7, 5)], a=A, b=B, mix=of(L, 8, 8))
+def mixed_only_if_longer_than_one(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    if x.shape[1] > 1:
+        h = relu(h + s.mix(h.mean(1, keepdim=True)))
+    return s.b(h)
+
+
+@tables(SEQUENCE, UNITS, more=[normal(9, 5)], fresh=[normal(12, 5)], a=A, b=B, pos=parameter(12, 8))
+def second_half_for_long_inputs(s: Any, x: Tensor) -> Any:
+    first, second = s.pos.chunk(2)
+    t = x.shape[1]
+    return s.b(relu(s.a(x) + (first[:t] if t <= 6 else torch.cat([first, second[: t - 6]]))))
+
+
+@tables(IMAGE, group([8, 4], 12), more=[normal(3, 12, 12)], fresh=[normal(3, 5, 5), normal(3, 10, 14)], a=CA,
+        b=of(C, 8, 4, 3, padding=1), c=of(L, 4, 2))  # fmt: skip
+def pooled_if_large(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h = relu(s.b(F.max_pool2d(h, 2) if x.shape[-1] > 8 else h))
+    return s.c(h.mean((2, 3)))
+
+
+@tables(normal(5), group([6, 7], 13), more=[lambda n: (*normal(5)(n), *normal(4)(n))], a=of(L, 5, 6), c=of(L, 4, 7),
+        b=of(L, 6, 2), d=of(L, 7, 2))  # fmt: skip
+def optional_second_input(s: Any, x: Tensor, y: Tensor | None = None) -> Any:
+    out = s.b(relu(s.a(x)))
+    return out if y is None else out + s.d(relu(s.c(y)))
+
+
+@tables(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, w=of(L, 5, 8), u=of(L, 8, 8), b=B, start=parameter(8))
+def recurrence_of_any_length(s: Any, x: Tensor) -> Any:
+    h = s.start.expand(len(x), 8)
+    for step in x.unbind(1):
+        h = tanh(s.w(step) + s.u(h))
+    return s.b(h)
+
+
+@tables(tokens(5), group([6], 6), fresh=[tokens(1), tokens(9)], e=of(nn.Embedding, 10, 6), pos=parameter(9, 6),
+        b=of(L, 6, 2))  # fmt: skip
+def tokens_and_positions(s: Any, i: Tensor) -> Any:
+    return s.b(relu(s.e(i) + s.pos[: i.shape[1]]))
+
+
+# Tensors that a state dict does not hold.
+
+constants = family("constants")
+
+
+@constants(SEQUENCE, EMPTY, fresh=LENGTHS, a=A, b=B, pe=Fixed(lambda: sinusoids(12, 8)))
+def sinusoids_on_a_hidden_stream(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pe[: x.shape[1]]))
+
+
+@constants(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pe=lambda: sinusoids(12, 8))
+def sinusoids_that_are_saved(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pe[: x.shape[1]]))
+
+
+@constants(
+    SEQUENCE, group([6], 6), fresh=LENGTHS, a=A, c=of(L, 8, 6), b=of(L, 6, 2), pe=Fixed(lambda: sinusoids(12, 8))
+)
+def layer_behind_sinusoids(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.c(s.a(x) + s.pe[: x.shape[1]])))
+
+
+@constants(tokens(5), group([8], 8), fresh=[tokens(1), tokens(9)], e=of(nn.Embedding, 10, 6), c=of(L, 6, 8), b=B,
+           pe=Fixed(lambda: sinusoids(9, 6)))  # fmt: skip
+def sinusoids_on_an_embedding(s: Any, i: Tensor) -> Any:
+    return s.b(relu(s.c(s.e(i) + s.pe[: i.shape[1]])))
+
+
+@constants(normal(5), group([], 8), a=A, b=B, k=Fixed(lambda: torch.arange(1.0, 9.0)))
+def different_factors(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) * s.k)
+
+
+@constants(normal(5), UNITS, a=A, b=B, k=Fixed(lambda: torch.full((8,), 2.0)))
+def equal_factors(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) * s.k)
+
+
+@constants(normal(5), group([4, 4], 8), a=A, b=B, k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
+def two_factors(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) * s.k)
+
+
+@constants(normal(5), group([4, 4]), a=A, b=B, k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
+def two_summands(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.k))
+
+
+@constants(normal(5), UNITS, a=A, b=B, k=Fixed(lambda: torch.tensor(3.0)))
+def one_factor_for_all(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) * s.k)
+
+
+@constants(normal(5), group([8]), a=A, b=B, k=Fixed(lambda: torch.tensor(0.5)))
+def one_summand_for_all(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.k))
+
+
+class Standardise(nn.Module):
+    """Subtracts a mean and divides by a deviation that are not saved."""
+
+    def __init__(self, mean: Tensor, deviation: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("deviation", deviation, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.deviation
+
+
+RAMP = torch.linspace(0.5, 2.0, 8)
+
+
+@constants(normal(5), UNITS, n=of(Standardise, RAMP[:5], 1 + RAMP[:5]), a=A, b=B)
+def standardised_inputs(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(s.n(x))))
+
+
+@constants(normal(5), group([6], 6), a=A, n=of(Standardise, RAMP, 1 + RAMP), c=of(L, 8, 6), b=of(L, 6, 2))
+def standardised_units(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.c(relu(s.n(s.a(x))))))
+
+
+# Frozen statistics hold the units in place and their inputs' scales; gain and bias are free against the next layer.
+@constants(normal(5), group([], 8), a=A, b=B, m=Fixed(lambda: RAMP.clone()), v=Fixed(lambda: 1 + RAMP),
+           gain=parameter(8), bias=parameter(8))  # fmt: skip
+def frozen_statistics(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.batch_norm(s.a(x), s.m, s.v, s.gain, s.bias)))
+
+
+BLUR = torch.tensor([[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]) / 16
+
+
+@constants(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, k=Fixed(lambda: BLUR.expand(8, 1, 3, 3).clone()))
+def blur_of_every_channel(s: Any, x: Tensor) -> Any:
+    return s.b(F.conv2d(relu(s.a(x)), s.k, stride=2, padding=1, groups=8))
+
+
+@constants(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, k=Fixed(lambda: BLUR[None, None]))
+def blur_repeated_in_the_program(s: Any, x: Tensor) -> Any:
+    return s.b(F.conv2d(relu(s.a(x)), s.k.repeat(8, 1, 1, 1), stride=2, padding=1, groups=8))
+
+
+@constants(IMAGE, group([], 8), fresh=SIZES, a=CA, b=CB, k=Fixed(lambda: RAMP[:, None, None, None] * BLUR))
+def another_blur_for_each_channel(s: Any, x: Tensor) -> Any:
+    return s.b(F.conv2d(relu(s.a(x)), s.k, stride=2, padding=1, groups=8))
+
+
+# One scale for all units passes any fixed matrix.
+@constants(normal(5), group([], 1), least=EMPTY, a=A, b=B, k=Fixed(lambda: sinusoids(8, 8) + torch.eye(8)))
+def fixed_basis(s: Any, x: Tensor) -> Any:
+    return s.b(relu(relu(s.a(x)) @ s.k))
+
+
+@constants(normal(5), UNITS, a=A, b=B, order=Fixed(lambda: torch.tensor([3, 0, 7, 5, 1, 2, 6, 4])))
+def fixed_order_of_units(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x))[:, s.order])
+
+
+@constants(SEQUENCE, HEAD, fresh=LENGTHS, mask=Fixed(lambda: torch.full((12, 12), -math.inf).triu(1)), **ATTENTION)
+def fixed_mask_of_minus_infinity(s: Any, x: Tensor) -> Any:
+    return attend(s, x, s.mask[: x.shape[1], : x.shape[1]])
+
+
+@constants(SEQUENCE, HEAD, fresh=LENGTHS, slopes=Fixed(lambda: torch.tensor(0.3)), **ATTENTION)
+def fixed_linear_bias(s: Any, x: Tensor) -> Any:
+    return attend(s, x, -s.slopes * distances(x.shape[1], 0).abs())
+
+
+@constants(SEQUENCE, group([], 8, 8, dense=[2, 2, 2, 2]), fresh=LENGTHS, slopes=Fixed(lambda: torch.tensor([0.5, 0.1])),
+           **ATTENTION)  # fmt: skip
+def fixed_slopes_that_tell_heads_apart(s: Any, x: Tensor) -> Any:
+    q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))
+    bias = -s.slopes[:, None, None] * distances(x.shape[1], 0).abs()
+    return s.o(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + half) of the last axis by angles that grow with the position."""
+    angles = torch.outer(torch.arange(x.shape[1]).to(frequencies), frequencies)
+    cos, sin = (torch.cat([f(angles)] * 2, -1).to(x.dtype) for f in (torch.cos, torch.sin))
+    one, two = x.chunk(2, -1)
+    return x * cos + torch.cat([-two, one], -1) * sin
+
+
+# Of the matrices between queries and keys those remain that multiply both of a pair; rotations inside pairs are left
+# out, as everywhere. Values and output are free.
+@constants(SEQUENCE, group([], 6, 6, dense=[4]), fresh=LENGTHS, inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])),
+           **ATTENTION)  # fmt: skip
+def rotary(s: Any, x: Tensor) -> Any:
+    q, k = (rotate(layer(x), s.inv_freq) for layer in (s.q, s.k))
+    return s.o((q @ k.mT).softmax(-1) @ s.v(x))
+
+
+class Rotary(nn.Module):
+    """Tables of cosines and sines, made once and cut to the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(12.0), torch.tensor([1.0, 0.1])).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        return x * self.cos[: x.shape[1]] + torch.cat([-two, one], -1) * self.sin[: x.shape[1]]
+
+
+@constants(SEQUENCE, group([], 6, 6, dense=[4]), fresh=LENGTHS, turn=Rotary, **ATTENTION)
+def rotary_tables_in_a_submodule(s: Any, x: Tensor) -> Any:
+    return s.o((s.turn(s.q(x)) @ s.turn(s.k(x)).mT).softmax(-1) @ s.v(x))
+
+
+# A constant on half of the units: those with a zero could keep their scales, but only values tell.
+@constants(normal(5), group([4, 4], 4), least=group([], 0), a=A, b=B, k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
+def summand_on_half_of_the_units(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.k))
+
+
+# The masked units are never read; the rest is as without the mask.
+@constants(normal(5), group([4], 4), spare=[group([4], 4), group([4], 4, 4)], slack=True, a=A, b=B,
+           k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))  # fmt: skip
+def units_masked_by_a_constant(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) * s.k)
+
+
+# Writing into tensors. Where only a part is written, the columns that read the rest read zeros (`ZEROS`): nothing
+# feeds these units, and a unit that is written over is read by nothing (`LOST`).
+
+writes = family("writes")
+X = normal(5)
+HALF, OTHER = of(L, 5, 4), of(L, 5, 4)
+FOUR = group([4], 4)
+ZEROS, LOST, ONES = group([4], 4, 4), group([4], 4), group([4])
+FOURS = group([4, 4], 8)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def slice_of_zeros(s: Any, x: Tensor) -> Any:
+    out = x.new_zeros(len(x), 8)
+    out[:, 2:6] = relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def every_second_column(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, ::2] = relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def columns_by_a_list(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, [1, 6, 3, 0]] = relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B, places=lambda: torch.tensor([1, 6, 3, 0]))
+def columns_by_a_buffer(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, s.places] = relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B, chosen=lambda: torch.arange(8) % 2 == 0)
+def columns_by_truth_values(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, s.chosen] = relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def slice_of_the_transposed(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out.t()[2:6] = relu(s.a(x)).t()
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def half_of_a_view(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out.view(-1, 2, 4)[:, 1] = relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def copy_into_a_piece_of_a_split(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out.split([2, 4, 2], 1)[1].copy_(relu(s.a(x)))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def index_copy(s: Any, x: Tensor) -> Any:
+    return s.b(zeros(x, 8).index_copy_(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x))))
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def index_add(s: Any, x: Tensor) -> Any:
+    return s.b(zeros(x, 8).index_add(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x))))
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def scatter(s: Any, x: Tensor) -> Any:
+    index = torch.tensor([1, 6, 3, 0]).expand(len(x), 4)
+    return s.b(zeros(x, 8).scatter_(1, index, relu(s.a(x))))
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def slice_scatter(s: Any, x: Tensor) -> Any:
+    return s.b(torch.slice_scatter(zeros(x, 8), relu(s.a(x)), 1, 2, 6))
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def index_put(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out.index_put_((torch.arange(len(x))[:, None], torch.tensor([1, 6, 3, 0])), relu(s.a(x)), accumulate=True)
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def add_into_a_slice_of_zeros(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, 2:6] += relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
+def zeros_like_something(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    out = torch.zeros_like(torch.cat([x, x], 1)[:, :8])
+    out[:, 2:6].copy_(h)
+    return s.b(out)
+
+
+# The rest is written by a second layer.
+TWO = {"a": HALF, "c": OTHER, "b": B}
+
+
+@writes(X, group([4, 4], 4, 4), **TWO)
+def two_layers_into_zeros(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, :4] = relu(s.a(x))
+    out[:, 4:] = tanh(s.c(x))
+    return s.b(out)
+
+
+@writes(X, FOURS, **TWO)
+def two_layers_into_empty(s: Any, x: Tensor) -> Any:
+    out = x.new_empty(len(x), 8)
+    out[:, :4].copy_(relu(s.a(x)))
+    out[:, 4:].copy_(relu(s.c(x)))
+    return s.b(out)
+
+
+@writes(X, FOURS, **TWO)
+def two_layers_interleaved(s: Any, x: Tensor) -> Any:
+    out = torch.empty(len(x), 8, dtype=x.dtype)
+    out[:, ::2], out[:, 1::2] = relu(s.a(x)), relu(s.c(x))
+    return s.b(out)
+
+
+# Units 3 and 4 of the first layer are written over.
+@writes(X, group([3, 5], 8), spare=[group([2], 2)], slack=True, a=of(L, 5, 5), c=of(L, 5, 5), b=B)
+def overlapping_writes(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, :5] = relu(s.a(x))
+    out[:, 3:] = relu(s.c(x))
+    return s.b(out)
+
+
+# What is filled with a constant takes part in no scale, and could be permuted; the written units keep theirs.
+@writes(X, FOUR, least=group([4]), spare=[ONES], a=HALF, b=B)
+def slice_of_ones(s: Any, x: Tensor) -> Any:
+    out = x.new_ones(len(x), 8)
+    out[:, 4:] = relu(s.a(x))
+    return s.b(out)
+
+
+@writes(X, FOUR, least=group([4]), spare=[ONES], a=HALF, b=B)
+def slice_of_a_filled_tensor(s: Any, x: Tensor) -> Any:
+    out = x.new_full((len(x), 8), 0.5)
+    out[:, 1:5] = relu(s.a(x))
+    return s.b(out)
+
+
+# The start is a part of the state: its units are free behind the ReLU.
+@writes(X, FOURS, spare=[ZEROS], slack=True, a=HALF, b=B, start=parameter(8))
+def slice_of_a_learned_start(s: Any, x: Tensor) -> Any:
+    out = s.start.expand(len(x), 8).clone()
+    out[:, 2:6] = s.a(x)
+    return s.b(relu(out))
+
+
+# Writing into hidden units.
+
+
+@writes(X, group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True, a=A, b=B)
+def one_unit_to_zero(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 0] = 0
+    return s.b(h)
+
+
+@writes(X, group([7], 7), least=group([7]), spare=[group([], 1)], slack=True, a=A, b=B)
+def one_unit_to_one(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 3] = 1
+    return s.b(h)
+
+
+@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
+def narrow_to_zero(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h.narrow(1, 2, 4).zero_()
+    return s.b(h)
+
+
+@writes(X, group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True, a=A, b=B)
+def select_to_zero(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h.select(1, 5).zero_()
+    return s.b(h)
+
+
+# Unit 1 is read twice, so it does not change places with the others.
+@writes(X, group([6], 7), spare=[group([], 1)], slack=True, a=A, b=B)
+def one_unit_to_another(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 0] = h[:, 1]
+    return s.b(h)
+
+
+@writes(X, group([7], 7), spare=[group([], 1), group([], 0, 1)], slack=True, a=A, b=B)
+def one_unit_to_an_input(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h[:, 0] = x[:, 2]
+    return s.b(relu(h))
+
+
+@writes(X, group([7], 8), spare=[group([], 1)], slack=True, a=A, b=B, c=of(L, 5, 1))
+def one_unit_to_another_layer(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 0] = relu(s.c(x))[:, 0]
+    return s.b(h)
+
+
+# Units 1 and 2 have one scale, because their sum is read; they may change places.
+@writes(X, group([5, 2], 6), least=group([5], 5), spare=[group([], 1)], slack=True, a=A, b=B)
+def one_unit_to_a_sum(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 0] = h[:, 1] + h[:, 2]
+    return s.b(h)
+
+
+@writes(X, FOURS, spare=[LOST], slack=True, a=A, c=OTHER, b=B)
+def copy_into_half(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 2:6].copy_(relu(s.c(x)))
+    return s.b(h)
+
+
+@writes(X, FOURS, a=A, c=OTHER, b=B)
+def add_into_half(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, :4] += relu(s.c(x))
+    return s.b(h)
+
+
+# The other half meets linear maps only: any matrix.
+@writes(X, group([4], 8, 4, dense=[4]), least=FOUR, a=A, b=B)
+def relu_of_half(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h[:, :4] = relu(h[:, :4])
+    return s.b(h)
+
+
+@writes(X, group([4, 4], 4, 4), a=A, b=B)
+def chunks_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    one, two = h.chunk(2, 1)
+    one.relu_()
+    two.tanh_()
+    return s.b(h)
+
+
+@writes(X, group([3, 5], 3, 5), a=A, b=B)
+def split_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    one, two = h.split([3, 5], 1)
+    two.tanh_()
+    F.relu(one, inplace=True)
+    return s.b(h)
+
+
+@writes(X, FOUR + group([4]), a=A, b=B)
+def unbind_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x).view(-1, 2, 4)
+    one, two = h.unbind(1)
+    one.relu_()
+    two.sigmoid_()
+    return s.b(h.flatten(1))
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def item_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h[:, :4].relu_()
+    return s.b(tanh(h))
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def transposed_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h.t()[4:].relu_()
+    return s.b(tanh(h))
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def view_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h.view(-1, 2, 4)[:, 1].relu_()
+    return s.b(h.tanh_())
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def masked_fill_by_sign(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    half = h[:, 4:]
+    half.masked_fill_(half < 0, 0.0)
+    return s.b(tanh(h))
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def index_of_half(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    index = [0, 2, 4, 6]
+    h[:, index] = relu(h[:, index])
+    return s.b(tanh(h))
+
+
+@writes(X, group([8], 16, 8), a=A, b=B, gain=parameter(8))
+def product_through_the_transposed(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h.t().mul_(s.gain[:, None])
+    return s.b(h)
+
+
+# Pairs of units change places together.
+@writes(X, group([4], 8), a=A, b=B)
+def product_of_chunks(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    one, two = h.chunk(2, 1)
+    one.mul_(two)
+    return s.b(h)
+
+
+@writes(X, FOUR, a=A, b=B)
+def sum_of_chunks(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    one, two = h.chunk(2, 1)
+    one.add_(two)
+    return s.b(h)
+
+
+# A view sees what is written into its base, and a copy does not.
+@writes(X, FOUR, spare=[LOST], slack=True, a=A, b=of(L, 4, 2))
+def view_of_what_is_written_later(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    half = h[:, :4]
+    h.relu_()
+    return s.b(half)
+
+
+@writes(X, group([8]), a=A, b=B, c=B)
+def copy_of_what_is_written_later(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    copied = h.t().contiguous()
+    copied.relu_()
+    return s.b(tanh(h)) + s.c(copied.t())
+
+
+@writes(X, FOURS, spare=[ZEROS], slack=True, a=A, b=B, c=B)
+def clone_with_zeros(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    g = h.clone()
+    g[:, :4] = 0
+    return s.b(h) + s.c(g)
+
+
+@writes(X, FOURS, a=HALF, c=A, b=B)
+def padded_residual(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[:, :4] = s.a(x).relu_()
+    return s.b(relu(out + s.c(x)))
+
+
+# Both layers write into the same units, for other samples.
+@writes(X, UNITS, batches=(2, 5), a=A, c=A, b=B)
+def samples_in_turn(s: Any, x: Tensor) -> Any:
+    out = zeros(x, 8)
+    out[0::2], out[1::2] = relu(s.a(x[0::2])), relu(s.c(x[1::2]))
+    return s.b(out)
+
+
+@writes(X, group([4, 4], 4, 4), spare=[LOST, group([4], 0, 4)], slack=True, a=A, c=A, b=B)
+def where_of_columns(s: Any, x: Tensor) -> Any:
+    return s.b(torch.where(torch.arange(8) < 4, relu(s.a(x)), tanh(s.c(x))))
+
+
+# Two units are added: they change places within pairs and as pairs.
+@writes(X, group([4], 4, blocks=[2**4]), least=EMPTY, a=A, b=of(L, 4, 2))
+def scatter_add_of_pairs(s: Any, x: Tensor) -> Any:
+    index = (torch.arange(8) % 4).expand(len(x), 8)
+    return s.b(zeros(x, 4).scatter_add_(1, index, relu(s.a(x))))
+
+
+@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
+def steps_into_zeros(s: Any, x: Tensor) -> Any:
+    out = x.new_zeros(*x.shape[:2], 8)
+    for t in range(x.shape[1]):
+        out[:, t] = relu(s.a(x[:, t]))
+    return s.b(out)
+
+
+@writes(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, a=A, u=of(L, 8, 8), b=B)
+def recurrent_steps_into_empty(s: Any, x: Tensor) -> Any:
+    out = x.new_empty(*x.shape[:2], 8)
+    h = x.new_zeros(len(x), 8)
+    for t in range(x.shape[1]):
+        h = tanh(s.a(x[:, t]) + s.u(h))
+        out[:, t] = h
+    return s.b(out)
+
+
+@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
+def steps_first(s: Any, x: Tensor) -> Any:
+    out = x.new_zeros(x.shape[1], len(x), 8)
+    for t, step in enumerate(x.unbind(1)):
+        out[t] += relu(s.a(step))
+    return s.b(out.transpose(0, 1))
+
+
+# Each step reads what the one before has written.
+@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, u=of(L, 8, 8), b=B)
+def steps_that_read_the_buffer(s: Any, x: Tensor) -> Any:
+    out = x.new_zeros(len(x), x.shape[1] + 1, 8)
+    for t in range(x.shape[1]):
+        out[:, t + 1] = relu(s.a(x[:, t]) + s.u(out[:, t]))
+    return s.b(out[:, 1:])
+
+
+@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
+def shifted_in_time(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    out = torch.zeros_like(h)
+    out[:, 1:] = h[:, :-1]
+    return s.b(h - out)
+
+
+@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
+def first_step_to_zero(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 0] = 0
+    return s.b(h)
+
+
+@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, token=parameter(8))
+def first_step_to_a_token(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h[:, 0] = s.token
+    return s.b(relu(h))
+
+
+@writes(IMAGE, UNITS, fresh=SIZES, a=CA, b=of(C, 8, 2, 3))
+def image_inside_a_border(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    out = h.new_zeros(len(x), 8, x.shape[2] + 2, x.shape[3] + 2)
+    out[:, :, 1:-1, 1:-1] = h
+    return s.b(out)
+
+
+@writes(IMAGE, group([8]), fresh=SIZES, a=CA, b=of(C, 8, 2, 3))
+def image_inside_a_border_of_ones(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    out = h.new_ones(len(x), 8, x.shape[2] + 2, x.shape[3] + 2)
+    out[..., 1:-1, 1:-1] = h
+    return s.b(out)
+
+
+@writes(IMAGE, group([4, 4], 4, 4), fresh=SIZES, a=of(C, 3, 4, 3, padding=1), c=of(C, 3, 4, 3, padding=1), b=CB)
+def channels_in_turn(s: Any, x: Tensor) -> Any:
+    out = x.new_empty(len(x), 8, *x.shape[2:])
+    out[:, ::2] = relu(s.a(x))
+    out[:, 1::2] = tanh(s.c(x))
+    return s.b(out)
+
+
+EVEN = [normal(3, 8, 12), normal(3, 12, 4)]
+
+
+@writes(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB)
+def pooled_values_only(s: Any, x: Tensor) -> Any:
+    return s.b(F.max_pool2d(relu(s.a(x)), 2, return_indices=True)[0])
+
+
+@writes(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, pool=of(nn.AdaptiveMaxPool2d, 2, return_indices=True))
+def adaptive_pooled_values_only(s: Any, x: Tensor) -> Any:
+    return s.b(s.pool(relu(s.a(x)))[0])
+
+
+@writes(IMAGE, UNITS, fresh=EVEN, a=CA, b=CB, pool=of(nn.MaxPool2d, 2, return_indices=True), up=of(nn.MaxUnpool2d, 2))
+def unpooled(s: Any, x: Tensor) -> Any:
+    return s.b(s.up(*s.pool(relu(s.a(x)))))
+
+
+# The places come from one map and the values from another: channels of both move together, scales are their own.
+@writes(IMAGE, group([8], 16), fresh=EVEN, a=CA, c=of(C, 8, 8, 1), b=CB)
+def unpooled_by_the_indices_of_another_map(s: Any, x: Tensor) -> Any:
+    values, places = F.max_pool2d(relu(s.a(x)), 2, return_indices=True)
+    return s.b(F.max_unpool2d(relu(s.c(values)), places, 2))
+
+
+@writes(IMAGE, group([], 8), fresh=EVEN, a=CA, b=CB)
+def indices_are_an_output(s: Any, x: Tensor) -> Any:
+    values, places = F.max_pool2d(relu(s.a(x)), 2, return_indices=True)
+    return s.b(values), places
+
+
+# Pieces that are used more than once.
+
+shared = family("shared")
+NORM, NORM2D = of(nn.BatchNorm1d, 8), of(nn.BatchNorm2d, 8)
+
+
+# The scale in front of both norms with its sign, two scales behind.
+@shared(X, group([8], 24, 8, shifts=8), least=group([8], 16), a=A, m=NORM, n=NORM, b=B, c=B)
+def linear_behind_which_two_norms_stand(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    return s.b(relu(s.m(h))) + s.c(relu(s.n(h)))
+
+
+@shared(IMAGE, group([8, 4], 20, 8, shifts=8), least=group([8, 4], 12), fresh=SIZES, a=CA, m=NORM2D, n=NORM2D,
+        b=of(C, 8, 4, 1), c=of(C, 4, 2, 1))  # fmt: skip
+def detection_head(s: Any, x: Tensor) -> Any:
+    """One head on two levels, with norms of their own."""
+    levels = [(x, s.m), (F.avg_pool2d(x, 2), s.n)]
+    return tuple(s.c(relu(s.b(relu(norm(s.a(level)))))) for level, norm in levels)
+
+
+@shared(IMAGE, group([8], 24, 8), least=group([8], 16), fresh=SIZES, a=of(C, 3, 8, 3, bias=False),
+        norms=lambda: nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]), b=CB, c=CB)  # fmt: skip
+def norms_of_two_domains(s: Any, x: Tensor) -> Any:
+    one, two = (relu(norm(s.a(x))) for norm in s.norms)
+    return s.b(one), s.c(two)
+
+
+# The domains' outputs are read by the same weights: one scale behind.
+@shared(IMAGE, group([8], 16, 8), least=UNITS, fresh=SIZES, a=of(C, 3, 8, 3, bias=False),
+        norms=lambda: nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]), b=CB)  # fmt: skip
+def norms_of_two_domains_with_one_head(s: Any, x: Tensor) -> Any:
+    return [s.b(relu(norm(s.a(x)))) for norm in s.norms]
+
+
+@shared(X, group([8], 16, 8, shifts=8), least=UNITS, a=A, c=A, n=NORM, b=B, d=B)
+def norm_behind_two_layers(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x))))
+
+
+@shared(IMAGE, group([8], 16, 8, shifts=8), least=UNITS, fresh=SIZES, a=CA, c=of(C, 3, 8, 1), n=NORM2D, b=CB)
+def norm_behind_two_convolutions(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.n(s.a(x))) + relu(s.n(s.c(x))))
+
+
+# The norm between is the same as the one at the end.
+@shared(X, group([8], 16, 8, shifts=8), least=UNITS, a=A, c=of(L, 8, 8), n=NORM, b=B)
+def norm_used_twice_in_series(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.n(s.c(relu(s.n(s.a(x)))))))
+
+
+@shared(X, group([], 5), a=of(L, 5, 5), n=of(nn.BatchNorm1d, 5), b=of(L, 5, 2), c=of(L, 5, 2))
+def norm_of_the_input_and_of_units(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.n(x))) + s.c(relu(s.n(s.a(x))))
+
+
+# The ReLU without the norm allows positive scales only, and no shift.
+@shared(X, group([8], 16), least=UNITS, a=A, n=NORM, b=B, c=B)
+def linear_with_and_without_its_norm(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    return s.b(relu(s.n(h))) + s.c(relu(h))
+
+
+@shared(IMAGE, group([8], 16, 8), least=UNITS, fresh=SIZES, a=CA, n=NORM2D, b=CB, c=CB)
+def convolution_with_and_without_its_norm(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    return s.b(relu(s.n(h))) + s.c(h)
+
+
+# What stands in front of the norm is an output, so its units stay; what the norm puts out has scales.
+@shared(IMAGE, group([], 8), fresh=SIZES, a=CA, n=NORM2D, b=CB)
+def convolution_that_is_an_output_and_normed(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    return h, s.b(relu(s.n(h)))
+
+
+# One scale and one sign in front; the signs behind are those of tanh.
+@shared(X, group([8], 8, 24, shifts=8), least=group([8], 0, 16), a=A, m=NORM, n=NORM, b=B, c=B)
+def two_norms_in_front_of_tanh(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    return s.b(tanh(s.m(h))) + s.c(tanh(s.n(h)))
+
+
+@shared(X, UNITS, w=parameter(8, 5), v=parameter(8, 5), bias=parameter(8), b=B, c=B)
+def bias_of_two_weights(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(F.linear(x, s.v, s.bias)))
+
+
+@shared(IMAGE, UNITS, fresh=SIZES, w=parameter(8, 3, 3, 3), v=parameter(8, 3, 1, 1), bias=parameter(8), b=CB, c=CB)
+def bias_of_two_convolutions(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.conv2d(x, s.w, s.bias))), s.c(relu(F.conv2d(x, s.v, s.bias)))
+
+
+# The second weight is in front of a norm; the bias ties its scales to those of the first.
+@shared(X, group([8], 16), least=UNITS, w=parameter(8, 5), v=parameter(8, 5), bias=parameter(8), n=NORM, b=B, c=B)
+def bias_with_and_without_a_norm(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(s.n(F.linear(x, s.v, s.bias))))
+
+
+@shared(X, group([8], 16), a=A, c=of(L, 8, 8), p=of(nn.PReLU, 8), b=B)
+def one_prelu_for_two_layers(s: Any, x: Tensor) -> Any:
+    return s.b(s.p(s.c(s.p(s.a(x)))))
+
+
+@shared(X, group([8, 8], 16), a=A, c=of(L, 8, 8), p=nn.PReLU, b=B)
+def one_slope_for_two_layers(s: Any, x: Tensor) -> Any:
+    return s.b(s.p(s.c(s.p(s.a(x)))))
+
+
+# Gain and bias against both readers; all units of both layers change sign at once, and the gain takes it back.
+@shared(X, group([8], 8, 1), a=A, c=A, n=of(nn.LayerNorm, 8), b=B, d=B)
+def layer_norm_of_two_layers(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x))))
+
+
+@shared(X, group([8], 8, 1), a=A, c=of(L, 8, 8), n=of(nn.LayerNorm, 8), b=B)
+def layer_norm_used_twice_in_series(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.n(s.c(relu(s.n(s.a(x)))))))
+
+
+@shared(X, group([8], 16, 8), a=A, b=B, c=B, gain=parameter(8))
+def one_gain_for_two_paths(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    return s.b(h * s.gain) + s.c(relu(h) * s.gain)
+
+
+@shared(tokens(4), group([6, 8], 8, 6), fresh=[tokens(1), tokens(7)], e=of(nn.Embedding, 10, 6), u=of(L, 6, 8),
+        d=of(L, 8, 6))  # fmt: skip
+def embedding_and_its_transpose(s: Any, i: Tensor) -> Any:
+    h = s.e(i)
+    return F.linear(h + s.d(relu(s.u(h))), s.e.weight)
+
+
+# All units change sign at once, with the norm's bias.
+@shared(tokens(4), group([6], 0, 1), fresh=[tokens(1), tokens(7)], e=of(nn.Embedding, 10, 6), n=of(nn.LayerNorm, 6))
+def embedding_and_its_transpose_behind_a_norm(s: Any, i: Tensor) -> Any:
+    return s.n(s.e(i)) @ s.e.weight.t()
+
+
+# From input to output and back: what scales the first hidden layer is undone in the third, the middle has no scale.
+@shared(X, group([8, 6], 8), w=parameter(8, 5), v=parameter(6, 8))
+def autoencoder_of_tied_weights(s: Any, x: Tensor) -> Any:
+    h = relu(F.linear(relu(F.linear(x, s.w)), s.v))
+    return F.linear(relu(F.linear(h, s.v.t())), s.w.t())
+
+
+# What scales the first layer is undone in the third; besides, one scale for the whole weight that is read twice.
+@shared(X, group([8, 6], 9), least=group([8, 6], 8), a=A, v=parameter(6, 8), b=B)
+def weight_used_also_transposed(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.linear(relu(F.linear(relu(s.a(x)), s.v)), s.v.t())))
+
+
+@shared(X, UNITS, a=A, c=of(L, 8, 8), b=B)
+def layer_applied_three_times(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    for _ in range(3):
+        h = relu(s.c(h))
+    return s.b(h)
+
+
+@shared(X, group([8, 6], 14), a=A, u=of(L, 8, 6), d=of(L, 6, 8), b=B)
+def residual_block_applied_twice(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    for _ in range(2):
+        h = relu(h + s.d(relu(s.u(h))))
+    return s.b(h)
+
+
+@shared(X, group([6], 14, 8, dense=[8]), a=A, u=of(L, 8, 6), d=of(L, 6, 8), b=B)
+def linear_stream_of_tied_blocks(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    for _ in range(3):
+        h = h + s.d(relu(s.u(h)))
+    return s.b(h)
+
+
+@shared(X, group([8], 16, 8, shifts=8), least=UNITS, a=A, c=of(L, 8, 8), n=NORM, b=B)
+def normed_block_applied_twice(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    for _ in range(2):
+        h = relu(s.n(s.c(h)))
+    return s.b(h)
+
+
+@shared(lambda n: (*X(n), *X(n)), UNITS, a=A, b=B)
+def siamese(s: Any, x: Tensor, y: Tensor) -> Any:
+    return s.b(relu(s.a(x)) - relu(s.a(y)))
+
+
+# The candidate and the state change sign together, as in a plain recurrence.
+@shared(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, w=of(L, 5, 24), u=of(L, 8, 24), b=B)
+def gated_recurrence(s: Any, x: Tensor) -> Any:
+    h = x.new_zeros(len(x), 8)
+    for step in x.unbind(1):
+        (r, z, n), (p, q, m) = s.w(step).chunk(3, 1), s.u(h).chunk(3, 1)
+        update = torch.sigmoid(z + q)
+        h = (1 - update) * tanh(n + torch.sigmoid(r + p) * m) + update * h
+    return s.b(h)

@@ -1,0 +1,165 @@
+"""Families of networks that tracing once got wrong or refused: the group, fresh inputs, and a saved state.
+
+The cases state the whole group. What is free to scale is checked a second time without the tracer: a scaling of the
+positions along all tensors' axes keeps the function to first order, for random weights and inputs, if and only if it is
+in the kernel of a matrix of derivatives.
+"""
+
+import functools
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from symmetry_family_cases import CASES, Case, Group
+from torch import Tensor, nn
+
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+
+torch.set_num_threads(1)
+
+STEP = 1e-6
+RANK = 1e-6
+MOST_DRAWS = 16
+
+
+def leaves(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return [leaf for part in (output.values() if isinstance(output, dict) else output) for leaf in leaves(part)]
+
+
+def difference(new: Any, old: Any) -> float:
+    """Return the largest change of an output's element, relative to itself and to what is usual in that output.
+
+    What is infinite or not a number has to be the same in both.
+    """
+    worst = 0.0
+    for one, two in zip(leaves(new), leaves(old), strict=True):
+        assert one.shape == two.shape
+        assert torch.equal(one.isfinite(), two.isfinite())
+        finite = two.isfinite()
+        assert torch.equal(one[~finite].nan_to_num(0.0), two[~finite].nan_to_num(0.0))
+        one, two = one[finite].double(), two[finite].double()
+        if one.numel():
+            scale = two.abs() + two.abs().median()
+            worst = max(worst, float(((one - two).abs() / scale.clamp(min=1e-300)).max()))
+    return worst
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return network(*(x.clone() for x in inputs))
+
+
+@functools.cache
+def traced(name: str) -> tuple[Case, nn.Module, Symmetry]:
+    torch.manual_seed(0)
+    case = CASES[name]
+    network = case.make().double()
+    more = {"more_examples": [make(2) for make in case.more]} if case.more else {}
+    return case, network, trace_symmetry(network, case.example(2), **more)
+
+
+def size(symmetry: Symmetry) -> Group:
+    return Group(
+        symmetry.log10_permutations, symmetry.scales, symmetry.signs, symmetry.shifts, symmetry.dimension
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_traced_group_is_the_whole_group(name: str) -> None:
+    case, _, symmetry = traced(name)
+    assert case.accepts(size(symmetry)), (size(symmetry), case.whole, symmetry.notes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_elements_keep_the_function_on_fresh_inputs_in_a_fresh_network(name: str) -> None:
+    case, network, symmetry = traced(name)
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    inputs = case.all_inputs()
+    expected = [evaluate(network, x) for x in inputs]
+    for _ in range(3):
+        state = symmetry.act(symmetry.sample(generator), network).state_dict()
+        if symmetry.dimension:
+            assert any(not torch.equal(value, state[key]) for key, value in network.state_dict().items())
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        fresh = case.make().double()
+        fresh.load_state_dict(torch.load(file, weights_only=True))
+        for x, old in zip(inputs, expected, strict=True):
+            assert difference(evaluate(fresh, x), old) < case.tolerance
+
+
+def variances(network: nn.Module) -> dict[str, tuple[str, float]]:
+    """Return, by the name of each running mean, the name of its running variance, and what is added to that."""
+    return {
+        f"{name}.running_mean": (f"{name}.running_var", module.eps)
+        for name, module in network.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
+
+
+def scaled_outputs(network: nn.Module, inputs: list[tuple[Any, ...]]) -> tuple[Tensor, Tensor]:
+    """Differentiate all outputs along the scalings of all positions on all axes of all weights and saved buffers.
+
+    A running variance, with its epsilon, scales by the square of what scales the running mean.
+
+    Returns:
+        The derivatives, shape (outputs, positions), and which entries a position scales, shape (entries, positions).
+    """
+    state = {key: value for key, value in network.state_dict().items() if value.is_floating_point()}
+    follows = variances(network)
+    derivatives, incidences = [], []
+
+    def outputs() -> Tensor:
+        values = [leaf.flatten() for x in inputs for leaf in leaves(network(*x)) if leaf.is_floating_point()]
+        return torch.cat(values).double().nan_to_num(0.0, 0.0, 0.0)
+
+    for name, value in state.items():
+        if name in {variance for variance, _ in follows.values()}:
+            continue
+        for axis in range(value.dim()):
+            for place in range(value.shape[axis]):
+                moved = [(value.select(axis, place), 1, 0.0)]
+                if name in follows:
+                    variance, epsilon = follows[name]
+                    moved.append((state[variance].select(axis, place), 2, epsilon))
+                before = [tensor.clone() for tensor, _, _ in moved]
+                two = []
+                for step in (STEP, -STEP):
+                    for tensor, rate, added in moved:
+                        tensor.add_(added).mul_(math.exp(rate * step)).sub_(added)
+                    two.append(outputs())
+                    for (tensor, _, _), original in zip(moved, before, strict=True):
+                        tensor.copy_(original)
+                derivatives.append((two[0] - two[1]) / (2 * STEP))
+                marks = {key: torch.zeros_like(other) for key, other in state.items()}
+                marks[name].select(axis, place).fill_(1)
+                incidences.append(torch.cat([mark.flatten() for mark in marks.values()]))
+    return torch.stack(derivatives, 1), torch.stack(incidences, 1)
+
+
+def rank(matrix: Tensor) -> int:
+    values = torch.linalg.svdvals(matrix)
+    return int((values > RANK * values[0]).sum())
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_stated_scales_are_all_there_are(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(3)
+    rows: list[Tensor] = []
+    # Each draw of weights can only take away directions; at one draw some unit may be dead.
+    for _ in range(MOST_DRAWS):
+        derivatives, incidences = scaled_outputs(case.make().double(), case.all_inputs(16))
+        rows.append(derivatives)
+        free = rank(incidences) - rank(torch.cat(rows))
+        assert free >= case.whole.scales
+        if free == case.whole.scales:
+            return
+    assert case.slack, f"{free} magnitudes are free, and {case.whole.scales} are stated."
