@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.landscape.walks import NetworkOutputs
 from lightning_sym.networks.batch_norm import on_device_of
-from lightning_sym.symmetry.base import AxisGroup, Symmetry, double, outputs_of
+from lightning_sym.symmetry._proof import double, outputs_of
+from lightning_sym.symmetry.base import AxisGroup, Symmetry
 from lightning_sym.symmetry.canonical import canonicalize
 from lightning_sym.symmetry.matching import weight_matching
 from lightning_sym.symmetry.tracing import trace_symmetry

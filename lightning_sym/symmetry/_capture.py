@@ -55,6 +55,16 @@ def state_tensors(network: nn.Module) -> dict[str, Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
+def constant_names(network: nn.Module) -> set[str]:
+    """Return the buffers, by their first names, that a state dict does not hold: they come with the architecture."""
+    return {
+        name
+        for name in dict(network.named_buffers())
+        for prefix, _, own in [name.rpartition(".")]
+        if own in network.get_submodule(prefix)._non_persistent_buffers_set
+    }
+
+
 def first_line_of_user(error: BaseException) -> str:
     """Return "file:line: code" of the innermost frame that is neither torch's nor ours."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))

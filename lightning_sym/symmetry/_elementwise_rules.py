@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry._ledger import Label
+from lightning_sym.symmetry._memory import choose
 from lightning_sym.symmetry._trace import Rule, Trace, Value
 from lightning_sym.symmetry.rules import out_of_place, pointwise, register_rule, unknown, values_in
 
@@ -47,7 +48,12 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
 @register_rule("aten::alias", "aten::detach", "aten::to", "aten::_to_copy", "aten::positive", "aten::neg")
 @register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::type_as", "aten::float", "aten::double")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    return Value(value.shape, value.labels, value.concrete)
+    return trace.carry(value, Value(value.shape, value.labels, value.concrete))
+
+
+def _number(number: Any, shape: Sequence[int]) -> Value:
+    """Return a constant that is one number everywhere."""
+    return Value(tuple(shape), concrete=torch.full(tuple(shape), number))
 
 
 def _binary(product: bool, divide: bool = False) -> Rule:
@@ -55,6 +61,8 @@ def _binary(product: bool, divide: bool = False) -> Rule:
         if kwargs.get("rounding_mode"):
             return trace.permutations_only(rule(trace, one, two))
         if isinstance(one, Value) and isinstance(two, Value):
+            if product and not divide and (one.is_zero or two.is_zero):
+                return _number(0.0, trace.output_shape())
             return trace.join(one, two, product=product, divide=divide)
         value = one if isinstance(one, Value) else two
         if not isinstance(one, Value) and divide:
@@ -74,6 +82,11 @@ register_rule("aten::div", "aten::true_divide", "aten::divide")(_binary(product=
 
 @register_rule("aten::masked_fill")
 def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
+    if mask.concrete is not None:
+        shape = trace.output_shape()
+        filled = trace.move(fill, lambda t: t.expand(shape)) if isinstance(fill, Value) else _number(fill, shape)
+        value = trace.move(value, lambda t: t.expand(shape))
+        return choose(trace, mask.concrete.bool().expand(shape), filled, lambda t: t, value)
     value = trace.permutations_only(value)
     mask = trace.permutations_only(mask)
     return trace.join(value, mask, product=True)
@@ -109,6 +122,13 @@ def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
     values = [part for part in (one, two) if isinstance(part, Value)]
     if not values:
         return unknown(trace, condition)
+    if condition.concrete is not None:  # a constant choice: this one here, that one there
+        shape = trace.output_shape()
+        one, two = (
+            trace.move(part, lambda t: t.expand(shape)) if isinstance(part, Value) else _number(float(part), shape)
+            for part in (one, two)
+        )
+        return choose(trace, condition.concrete.bool().expand(shape), one, lambda t: t, two)
     if len(values) == 2:
         value = trace.join(values[0], values[1], product=False)
     else:
@@ -125,11 +145,17 @@ def _compare(trace: Trace, one: Value, two: Any) -> Value:
         return trace.permutations_only(trace.join(one, two, product=False))
     if two != 0:
         return trace.permutations_only(one)
-    one = trace.elementwise(one, positive_scales=True)
-    zero = [trace.ledger.scales_like(label.scale) for label in one.labels]
-    for scale in zero:
+    return _unscaled(trace, trace.elementwise(one, positive_scales=True))
+
+
+def _unscaled(trace: Trace, value: Value) -> Value:
+    """Return what moves with the units of a value, but does not see their positive scales (comparisons, indices)."""
+    labels = []
+    for label in value.labels:
+        scale = trace.ledger.scales_like(label.scale)
         trace.ledger.fix_scales(scale)
-    return one.with_labels(*(label.scaled_by(scale) for label, scale in zip(one.labels, zero, strict=True)))
+        labels.append(label.scaled_by(scale))
+    return value.with_labels(*labels)
 
 
 @register_rule("aten::maximum", "aten::minimum")
@@ -151,7 +177,7 @@ def _glu(trace: Trace, value: Value, axis: int = -1) -> Value:
 _MOVEMENTS = (
     *("view", "reshape", "_unsafe_view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("permute", "transpose", "t", "numpy_T", "mT", "adjoint", "movedim", "swapaxes", "swapdims"),
-    *("slice", "select", "narrow", "index", "index_select", "diagonal", "unfold", "im2col"),
+    *("slice", "select", "narrow", "index", "index_select", "gather", "take", "diagonal", "unfold", "im2col"),
     *("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"),
     *("hsplit", "vsplit", "dsplit", "expand", "expand_as", "repeat", "tile", "repeat_interleave"),
     *("roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
@@ -174,8 +200,21 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     if target._schema.name in ("aten::view", "aten::_unsafe_view"):
         if not isinstance(args[0], (list, tuple)):
             return unknown(trace, value, *args)
-        return trace.move(value, lambda t: t.reshape(args[0]))
-    return trace.move(value, lambda t: target(t, *args, **kwargs))
+
+        def move(t: Tensor) -> Any:
+            return t.reshape(args[0])
+    else:
+
+        def move(t: Tensor) -> Any:
+            return target(t, *args, **kwargs)
+
+    moved = trace.move(value, move)
+    if isinstance(moved, Value):
+        return trace.carry(value, moved, move)
+    return [
+        trace.carry(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
+        for index, part in enumerate(moved)
+    ]
 
 
 register_rule(*(f"aten::{name}" for name in _MOVEMENTS))(_movement)
@@ -267,7 +306,8 @@ def _spatial(trace: Trace) -> int:
     return next(count for count in (1, 2, 3) if f"{count}d" in name)
 
 
-@register_rule("aten::max_pool1d", "aten::max_pool2d", "aten::max_pool3d", "aten::max_pool2d_with_indices")
+@register_rule("aten::max_pool1d", "aten::max_pool2d", "aten::max_pool3d")
+@register_rule("aten::max_pool1d_with_indices", "aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices")
 @register_rule("aten::adaptive_max_pool1d", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool3d")
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     count = _spatial(trace)
@@ -275,7 +315,7 @@ def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     shape = tuple((meta if isinstance(meta, Tensor) else meta[0]).shape)
     value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
     value = trace.elementwise(Value(shape, value.labels), positive_scales=True)
-    return value if isinstance(meta, Tensor) else [value, Value(shape)]
+    return value if isinstance(meta, Tensor) else [value, _unscaled(trace, value)]
 
 
 @register_rule("aten::mean", "aten::sum")

@@ -66,10 +66,15 @@ class Occurrence:
 
 @dataclass
 class Shift:
-    """A vector that may be added to one bias, and is taken off again by the running mean after it (spec 2.3, c)."""
+    """A vector that may be added to biases, as running means behind them take it off again (spec 2.3, c).
 
-    bias: str
-    mean: str
+    Attributes:
+        states: The biases, then the running means: usually one of each; more where layers share a norm, or norms one
+            layer.
+        label: The units on their axis.
+    """
+
+    states: tuple[str, ...]
     label: Label
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sym.symmetry._ledger import Label, Shift
+from lightning_sym.symmetry._ledger import Label
 from lightning_sym.symmetry._trace import Rule, Trace, Value
 from lightning_sym.symmetry.rules import register_rule, unknown
 
@@ -31,6 +31,8 @@ def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value
     result = trace.join(result, on_axis, product=False)
     if trace.label(result, axis) is not None:
         del trace.ledger.restricted[restricted:]  # a bias is mixed along with its units
+    if bias.state is not None and trace.node is not None:
+        trace.shifts.add(bias.state, trace.node)
     return Value(result.shape, result.labels, producer=bias.state)
 
 
@@ -121,11 +123,16 @@ def _grouped(
     rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
     name = weight.state
     outer, inner = (trace.label(weight, axis) for axis in ((1, 0) if transposed else (0, 1)))
-    if name is not None and name in trace.grouped:
-        trace.ledger.fix(trace.grouped.pop(name))
-        trace.used_twice.add(name)
-    if label is None or name is None or name in trace.used_twice or outer is None or inner is None:
-        trace.fix(value, "grouped convolution of what nothing acts on, or with a weight used twice")
+    if weight.concrete is not None and weight.shape[1] == 1 and shape[channel] == value.shape[channel]:
+        # One filter for each channel, as for blurring: channels with the same filter may change places.
+        filters = weight.concrete.reshape(*[1] * channel, groups, -1)
+        return Value(
+            shape, (*rest, trace.beside_constant(ledger.resolve(label), filters)) if label is not None else rest
+        )
+    if label is None or name is None or outer is None or inner is None:
+        trace.fix(value, "grouped convolution of what nothing acts on")
+        if name is not None and name in trace.grouped:
+            trace.ledger.fix(trace.grouped.pop(name))
         trace.fix(weight)
         return Value(shape)
     label = ledger.resolve(label)
@@ -139,14 +146,17 @@ def _grouped(
         ledger.fix(outer)
         index = (np.arange(groups * ins) // ins * rows)[:, None] + np.arange(rows)
         joint = out.take(index)
-        trace.grouped[name] = joint
     else:
         out = ledger.resolve(Label((channel,), outer.atom, outer.tag, outer.scale))
         ledger.fix(inner)
         index = (np.arange(groups * rows) // rows * ins)[:, None] + np.arange(ins)
         inverse = ledger.fresh_scales(label.scale.shape)
         ledger.equate([(inverse, 1.0), (label.scale, 1.0)])
-        trace.grouped[name] = label.scaled_by(inverse).take(index)
+        joint = label.scaled_by(inverse).take(index)
+    if name in trace.grouped:  # used before: by the same units
+        ledger.same_units(trace.grouped[name], joint)
+        ledger.equate([(trace.grouped[name].scale, 1.0), (joint.scale, -1.0)])
+    trace.grouped[name] = joint
     if ins == 1 and rows == 1:
         scale = out.scale
         out = ledger.same_units(out, Label((channel,), label.atom, label.tag, label.scale)).scaled_by(scale)
@@ -224,9 +234,18 @@ def _batch_norm(
     if training or mean is None or variance is None:
         value = _signs_only(trace, value, epsilon)
         return _affine(trace, value, weight, bias, [1])
+    if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
+        rank = [1, -1, *[1] * (value.ndim - 2)]
+        for constant, product in ((-mean.concrete, False), ((variance.concrete + epsilon).rsqrt(), True)):
+            value = trace.join(
+                value, Value((1, len(constant), *rank[2:]), concrete=constant.reshape(rank)), product=product
+            )
+        return _affine(trace, value, weight, bias, [1])
     for state in (mean, variance):
-        if label is None:
+        if label is None or not state.labels:
             trace.fix(state)
+            if label is not None:
+                trace.fix(value.with_labels(label), "normalises by statistics of which only some are saved")
             continue
         (own,) = state.labels
         trace.ledger.same_units(own, label)
@@ -237,11 +256,8 @@ def _batch_norm(
         known = trace.kinds.setdefault(variance.state, ("variance", epsilon))
         if known != ("variance", epsilon):
             trace.fix(variance, "one running variance is used with different eps")
-    if label is not None and producer is not None and mean.state is not None:
-        source = node.args[0]  # type: ignore[union-attr]
-        if len(source.users) == 1 and mean.state not in trace.shifted and producer not in trace.shifted:  # type: ignore[union-attr]
-            trace.shifted |= {mean.state, producer}
-            trace.ledger.shifts.append(Shift(producer, mean.state, label))
+    if label is not None and mean.state is not None and node is not None:
+        trace.shifts.take(producer, mean.state, node)
     if label is None:
         normal = value
     else:

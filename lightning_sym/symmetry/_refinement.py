@@ -153,16 +153,21 @@ def _scale_plans(symmetry: Symmetry, columns: list[Ints], tensors: Mapping[str, 
 
 
 def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -> Element:
-    """Shift the biases in front of batch norms to those of the reference: they are free."""
+    """Shift the biases in front of batch norms to those of the reference: they are free.
+
+    Where several biases share a shift, their mean difference is the nearest.
+    """
     if not symmetry.structure.shifts:
         return element
     sites = symmetry.structure.sites
     ours = state_tensors(symmetry.act(element, b))
     theirs = state_tensors(a)
     shift = []
-    for bias, _, _ in symmetry.structure.shifts:
-        name = sites[bias].tensor
-        shift.append(theirs[name].detach().double().cpu() - ours[name].detach().double().cpu())
+    for places, _ in symmetry.structure.shifts:
+        names = [name for name in (sites[place].tensor for place in places) if name in symmetry.parameter_names]
+        shift.append(
+            torch.stack([theirs[n].detach().double().cpu() - ours[n].detach().double().cpu() for n in names]).mean(0)
+        )
     return symmetry.compose(replace(symmetry.identity(), shift=tuple(shift)), element)
 
 

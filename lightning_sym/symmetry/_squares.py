@@ -46,7 +46,7 @@ class Plan:
         for index, site in enumerate(structure.sites):
             self.site_of[site.offset : site.offset + site.size] = index
             self.unit_at[site.offset : site.offset + site.size] = site.unit.ravel()
-        shifted = {structure.sites[bias].tensor for bias, _, _ in structure.shifts}
+        shifted = {structure.sites[place].tensor for places, _ in structure.shifts for place in places}
         self.parameter = np.zeros(total, bool)
         by_name: dict[str, list[Site]] = {}
         for site in structure.sites:

@@ -62,7 +62,7 @@ class Structure:
         scale_table: For each type (units, m), its units' generators of scales, in one order for all units.
         sign_table: The same for signs.
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
-        shifts: For each pair of bias and running mean: their sites, and the positions on them.
+        shifts: For each free shift: the sites to which it is added (biases first, then running means), and its size.
         taps: For each type, for each node that shows all its units on one axis: node, axis, positions.
         absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
     """
@@ -79,7 +79,7 @@ class Structure:
     scale_table: tuple[Ints, ...]
     sign_table: tuple[Ints, ...]
     dense: tuple[Ints, ...]
-    shifts: tuple[tuple[int, int, int], ...]
+    shifts: tuple[tuple[tuple[int, ...], int], ...]
     taps: tuple[tuple[tuple[str, int, Ints], ...], ...]
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
 
@@ -266,7 +266,7 @@ def build_structure(
 
     site_of = {(site.tensor, site.axes): i for i, site in enumerate(sites)}
     shifts = tuple(
-        (site_of[(shift.bias, (0,))], site_of[(shift.mean, (0,))], int(shift.label.size)) for shift in ledger.shifts
+        (tuple(site_of[(state, (0,))] for state in shift.states), int(shift.label.size)) for shift in ledger.shifts
     )
     taps = _taps(unit_types, places[parameters:], offset[parameters:], atom, unit_of)
     return Structure(

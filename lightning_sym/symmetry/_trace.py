@@ -1,6 +1,6 @@
 """Walk through a captured network and write down what each operation demands: the vocabulary in which rules speak."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry._capture import Capture
-from lightning_sym.symmetry._ledger import UNSET, Label, Ledger, Occurrence
+from lightning_sym.symmetry._ledger import UNSET, Label, Ledger, Occurrence, Shift
+from lightning_sym.symmetry._memory import Memory, replaces, written_by
+from lightning_sym.symmetry._shifts import Shifts
 
 Ints = NDArray[np.int64]
+Path = tuple[Callable[[Tensor], Tensor], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +31,8 @@ class Value:
         producer: The bias that was added last, if this value comes right out of a linear operation with one.
         offset: What a unit's change of sign adds to it (spec 1.3: sigmoid(-x) = 1 - sigmoid(x)). Only a linear
             operation with a bias can take it up.
+        source: The value whose elements were only moved to get here, and
+        path: how they were moved, step by step.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +41,8 @@ class Value:
     state: str | None = None
     producer: str | None = None
     offset: float = 0.0
+    source: "Value | None" = None
+    path: Path = ()
 
     @property
     def ndim(self) -> int:
@@ -53,6 +60,11 @@ class Value:
 
 
 Rule = Callable[..., Any]
+_MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
+
+
+def _is_device(item: Any) -> bool:
+    return isinstance(item, torch.device)
 
 
 def rank_within(keys: Ints) -> Ints:
@@ -72,23 +84,29 @@ class Trace:
     and returns the `Value` (or list of them) that comes out. Every method here takes values, writes down a demand and
     returns the value that comes out of it, so most rules are one line.
 
+    It may walk through several captures of one network (inputs of several lengths): the demands of all of them hold.
+
     Attributes:
         node: The operation at hand.
     """
 
-    def __init__(self, capture: Capture, states: dict[str, Tensor], *, affine: bool = False) -> None:
-        self.capture = capture
+    def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
         self.ledger = Ledger()
         self.tensors = states
+        self.constants = constants
+        self.capture: Capture
         self.node: fx.Node | None = None
         self.axis_labels: dict[str, tuple[Label, ...]] = {}
         self.kinds: dict[str, tuple[str, float]] = {}
         self.grouped: dict[str, Label] = {}
-        self.used_twice: set[str] = set()
-        self.shifted: set[str] = set()
+        self.shifts = Shifts()
         self.leaf: dict[str, Value] = {}
         self.affine = affine
         self.absorbed: list[tuple[str, str, int, float]] = []
+        self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
+        self.walks = 0
+        self.made_of_states: dict[int, Any] = {}
+        self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
 
     # What something is called, for notes and errors.
 
@@ -111,8 +129,8 @@ class Trace:
     def state_value(self, name: str) -> Value:
         """Return the value of a parameter or buffer."""
         tensor = self.tensors[name]
-        if not tensor.is_floating_point():
-            return Value(tuple(tensor.shape), concrete=tensor.detach())
+        if name in self.constants or not tensor.is_floating_point():
+            return Value(tuple(tensor.shape), concrete=tensor.detach().to("cpu", copy=True))
         if name not in self.axis_labels:
             shape = tuple(tensor.shape)
             self.axis_labels[name] = tuple(
@@ -247,6 +265,9 @@ class Trace:
             function: What moves the elements of a tensor of the value's shape; may return several tensors.
             filled_by_zero: Whether elements that appear from nowhere are zeros, which accept any scale.
         """
+        if value.concrete is not None and filled_by_zero:
+            moved = function(value.concrete)
+            return torch.utils._pytree.tree_map(lambda t: Value(tuple(t.shape), concrete=t), moved)
         labels: list[list[Label]] | None = None
         shapes: list[tuple[int, ...]] = []
         for label in value.labels or (None,):
@@ -381,7 +402,7 @@ class Trace:
             new = self.ledger.fresh((), (int(filler.sum()),))
             atom, tag, scale = atom.copy(), tag.copy(), scale.copy()
             atom[filler], tag[filler], scale[filler] = new.atom, new.tag, new.scale
-            self.ledger.restrict(Label((), atom, tag, scale))
+            self.ledger.restrict(new)
             if not filled_by_zero:
                 self.ledger.fix_scales(new.scale)
         if not filled_by_zero and bool(self._core(part).min() == 0):
@@ -510,12 +531,10 @@ class Trace:
         label = self.ledger.resolve(label)
         if other.is_zero and not product:
             return label
-        offset = len(shape) - other.ndim
-        axes = [axis - offset for axis in label.axes if axis >= offset and other.shape[axis - offset] > 1]
         if other.concrete is not None:
-            constant = other.concrete
-            axes = [axis for axis in axes if bool((constant != constant.narrow(axis, 0, 1)).any())]
-        varies = bool(axes)
+            return self.beside_constant(label, other.concrete.expand(shape), added=not product)
+        offset = len(shape) - other.ndim
+        varies = any(axis >= offset and other.shape[axis - offset] > 1 for axis in label.axes)
         if varies:
             self.ledger.fix_units(label.atom.ravel())
             self.ledger.restrict(label)
@@ -523,6 +542,34 @@ class Trace:
             self.ledger.restrict(label)
             self.ledger.fix_scales(label.scale)
         return None if varies and not product else label
+
+    def beside_constant(self, label: Label, constant: Tensor, *, added: bool = False) -> Label:
+        """A label meets a constant: units that meet the same numbers may change places.
+
+        Args:
+            label: On some axes of the constant.
+            constant: A factor, a filter for each unit, or a summand.
+            added: Whether it is a summand: then the units that meet anything but zeros keep their scale.
+        """
+        others = [axis for axis in range(constant.ndim) if axis not in label.axes]
+        # Along axes of stride 0 a constant repeats itself.
+        others = [axis for axis in others if constant.stride(axis)]
+        once = constant.permute(
+            *label.axes, *others, *(a for a in range(constant.ndim) if a not in (*label.axes, *others))
+        )
+        rows = once[(...,) + (0,) * (constant.ndim - len(label.axes) - len(others))].reshape(label.size, -1).numpy()
+        _, kind, count = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+        kind = kind.ravel()
+        if len(count) > 1:
+            self.ledger.restrict(label)
+            alone = (count[kind] == 1).reshape(label.atom.shape)
+            self.ledger.fix_units(label.atom[alone])
+            tag = self.ledger.derive_tags(label.tag, kind.reshape(label.atom.shape))
+            self.see(Label(label.axes, label.atom, tag, label.scale))
+        if added:
+            self.ledger.restrict(label)
+            self.ledger.fix_scales(label.scale[rows.any(1).reshape(label.atom.shape)])
+        return label
 
     def contract(
         self,
@@ -643,33 +690,41 @@ class Trace:
     def see(self, label: Label) -> None:
         """Write down where units are seen: two units may change places only if they are seen at the same places."""
         assert self.node is not None
-        self.ledger.occurrences.append(Occurrence(self.ledger.resolve(label), node=self.node.name))
+        name = self.node.name if self.walks == 1 else f"{self.node.name}, walk {self.walks}"
+        self.ledger.occurrences.append(Occurrence(self.ledger.resolve(label), node=name))
 
     # The walk.
 
-    def run(self) -> list[Value]:
-        """Walk through the network; return its outputs."""
-        from lightning_sym.symmetry.rules import find_rule, passes_offset
+    def run(self, capture: Capture) -> list[Value]:
+        """Walk through a capture of the network; return its outputs."""
+        from lightning_sym.symmetry.rules import find_rule, passes_offset, unknown
 
+        self.capture = capture
+        self.walks += 1
+        self.made_of_states = {}
+        varying: set[fx.Node] = set(capture.inputs)
+        self.absorbed_before = tuple(self.absorbed)
         environment: dict[fx.Node, Any] = {}
-        order = {node: index for index, node in enumerate(self.capture.graph.nodes)}
-        bases: dict[fx.Node, fx.Node] = {}
+        memory = Memory(capture.graph)
         outputs: list[Value] = []
-        for node in self.capture.graph.nodes:
+        for node in capture.graph.nodes:
             self.node = node
             if node.op == "placeholder":
-                if node in self.capture.states:
-                    environment[node] = self.state_value(self.capture.states[node]) if node.users else None
+                if node in capture.states:
+                    environment[node] = self.state_value(capture.states[node]) if node.users else None
                 else:
                     meta = node.meta["val"]
                     environment[node] = Value(tuple(meta.shape)) if isinstance(meta, Tensor) else meta
+                memory.hold(node)
             elif node.op == "get_attr":
-                tensor = getattr(node.graph.owning_module, str(node.target))
+                tensor = getattr(node.graph.owning_module, str(node.target)).detach().to("cpu", copy=True)
                 environment[node] = Value(tuple(tensor.shape), concrete=tensor)
+                memory.hold(node)
             elif node.op == "output":
                 arguments = fx.map_arg(node.args[0], lambda n: environment[n])
                 outputs = [value for value in arguments if isinstance(value, Value)]
                 for value in outputs:
+                    self.read(value)
                     self.fix(value)
             else:
                 arguments = fx.map_arg(node.args, lambda n: environment[n])
@@ -678,16 +733,81 @@ class Trace:
                 if result is None:
                     if self.affine:
                         self._only_where_absorbed(node, arguments, keywords)
-                    result = find_rule(node.target)(self, *arguments, **keywords)
+                    rule = find_rule(node.target) if "out" not in node.kwargs else unknown
+                    result = rule(self, *arguments, **keywords)
                     if self.affine and isinstance(result, Value) and passes_offset(node.target):
                         result = replace(result, offset=arguments[0].offset)
+                    self._read_by(result, (arguments[1:] if replaces(node) else arguments, keywords))
                 environment[node] = result
-                self._written_in_place(node, environment, bases, order, result)
+                if any(argument in varying for argument in node.all_input_nodes):
+                    varying.add(node)
+                else:
+                    self.made_of_states |= {id(v): v for v in torch.utils._pytree.tree_leaves(result)}
+                memory.hold(node)
+                for target in written_by(node):
+                    if isinstance(result, Value):
+                        memory.write(self, environment, target, result)
                 for value in result if isinstance(result, (list, tuple)) else [result]:
                     if isinstance(value, Value):
                         for label in value.labels:
                             self.see(label)
+        self._fix_unread()
+        self.shifts.check(capture)
         return outputs
+
+    def finish(self) -> None:
+        """Put down what only all walks together tell: what of the weights none of them reached, and the free shifts."""
+        self._fix_unread(states=True)
+        self.ledger.shifts += [
+            Shift(names, self.axis_labels[names[0]][0]) for names in self.shifts.free() if names[0] in self.axis_labels
+        ]
+
+    # What is read of a value that is only moved about: the rest would be read by a longer input.
+
+    def carry(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
+        """Say that a result only holds elements of a value, moved by a step: reading it reads these alone."""
+        path = value.path if step is None else (*value.path, step)
+        return replace(result, source=value.source or value, path=path)
+
+    def _read_by(self, result: Any, arguments: Any) -> None:
+        """Note what an operation reads: all of its arguments, unless it only moves them."""
+        leaves = torch.utils._pytree.tree_leaves
+        carried = {id(part.source) for part in leaves(result) if isinstance(part, Value)}
+        for value in leaves(arguments):
+            if isinstance(value, Value) and id(value.source or value) not in carried:
+                self.read(value)
+
+    def read(self, value: Value) -> None:
+        """Note that all elements of a value are read."""
+        root = value.source or value
+        if root.labels and (root.state is not None or id(root) in self.made_of_states):
+            # One entry for all walks, where it is a parameter.
+            key = root.state if root.state is not None else id(root)
+            self.reads.setdefault(key, (root, []))[1].append(value.path)
+
+    def _fix_unread(self, states: bool = False) -> None:
+        """Fix what slices left out of a weight, or of what is made of weights only: longer inputs may reach it."""
+        for key, (root, paths) in list(self.reads.items()):
+            if (root.state is not None) != states:
+                continue
+            del self.reads[key]
+            if () in paths:
+                continue
+            for label in root.labels:
+                reached = np.zeros(label.size + 1, bool)
+                for path in paths:
+                    part = self._coordinates(root.shape, label)
+                    for step in path:
+                        part = step(part)
+                    reached[self._core(part).long().reshape(-1).numpy()] = True
+                missed = ~reached[1:]
+                if missed.any():
+                    parts = (array.reshape(-1)[missed] for array in (label.atom, label.tag, label.scale))
+                    self.ledger.fix(Label((), *parts))
+                    where = f" of {root.state}" if root.state is not None else ""
+                    self.ledger.notes[
+                        f"{int(missed.sum())} positions{where} that no example reaches are fixed: another input may"
+                    ] = None
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
         """Fix the signs of units whose change of sign adds a constant that the operation at hand cannot take up."""
@@ -702,44 +822,23 @@ class Trace:
         """Run operations on constants for real: their results may say which elements another operation takes."""
         values = [v for v in torch.utils._pytree.tree_leaves((arguments, keywords)) if isinstance(v, Value)]
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
-            if str(node.target).startswith(("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like")):
-                meta = node.meta["val"]
-                real = [torch.empty(v.shape, device="meta") if isinstance(v, Value) else v for v in arguments]
-                function: Any = node.target
-                made = function(*real, **{**keywords, "device": "cpu", "pin_memory": None})
-                return Value(tuple(meta.shape), concrete=made)
-            return None
-        if not values and not isinstance(node.meta.get("val"), Tensor):
+            if not str(node.target).startswith(_MAKE_ANOTHER):
+                return None
+            # Of the tensor whose size is taken nothing else is needed.
+            arguments = [
+                Value(v.shape, concrete=torch.empty(v.shape, device="meta")) if isinstance(v, Value) else v
+                for v in arguments
+            ]
+            keywords = {**keywords, "device": "cpu", "pin_memory": None}
+        elif not values and not isinstance(node.meta.get("val"), Tensor):
             return None
 
         def unwrap(item: Any) -> Any:
-            return item.concrete if isinstance(item, Value) else item
+            return item.concrete if isinstance(item, Value) else torch.device("cpu") if _is_device(item) else item
 
         arguments, keywords = torch.utils._pytree.tree_map(unwrap, (arguments, keywords))
-        result = node.target(*arguments, **keywords)
+        function: Any = node.target
+        result = function(*arguments, **keywords)
+        if "empty" in str(node.target):
+            result = torch.zeros_like(result)  # what was there before nobody may read
         return torch.utils._pytree.tree_map_only(Tensor, lambda t: Value(tuple(t.shape), concrete=t), result)
-
-    def _written_in_place(
-        self, node: fx.Node, environment: dict[fx.Node, Any], bases: dict[fx.Node, fx.Node], order: Any, result: Any
-    ) -> None:
-        """Let later readers of a tensor see what an in-place operation left in it."""
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not node.args or not isinstance(node.args[0], fx.Node):
-            return
-        alias = schema.arguments[0].alias_info if schema.arguments else None
-        if alias is None:
-            return
-        target = node.args[0]
-        if not alias.is_write:
-            bases[node] = target
-            return
-        if isinstance(result, Value):
-            environment[target] = result
-        while target in bases:
-            target = bases[target]
-            if any(order[user] > order[node] for user in target.users) and isinstance(environment[target], Value):
-                value = environment[target]
-                if value.concrete is None:
-                    self.note("writes into a part of a tensor that is read again")
-                    environment[target] = self.fix(value)
-                    self.fix(result)

@@ -1,9 +1,9 @@
 """The symmetry of a network: its group, its elements, and how they act on weights."""
 
+import contextlib
 import copy
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lightning_sym.networks.batch_norm import on_device_of
+from lightning_sym.symmetry._architecture import Architecture, digest
 from lightning_sym.symmetry._capture import evaluating, state_tensors
+from lightning_sym.symmetry._proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry._structure import Site, Structure
 
 Ints = NDArray[np.int64]
@@ -109,7 +112,7 @@ class Element:
         log_scale: Logarithms of the magnitudes. Shape (scales,), float64.
         sign: +1 or -1. Shape (signs,), float64.
         dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
-        shift: For each bias before a batch norm, the vector that is added to it. Each of shape (channels,), float64.
+        shift: For each free shift, the vector that is added to its biases. Each of shape (channels,), float64.
     """
 
     group: str
@@ -169,21 +172,35 @@ class Symmetry:
     Attributes:
         groups: The axis groups, in the order of the forward pass.
         notes: What limits the group: unknown operations, parameters never used, and the like.
-        worst_error: Largest relative change of the output that the self-test saw.
+        worst_error: Largest relative change of an output that the self-test saw; NaN without a test.
+        tolerance: The change that was accepted: 1e-10, or more for networks that round to a lower precision inside.
+        precision: The lowest precision to which the network rounds when it is run in float64.
+        elements_tried: How many random elements the self-test tried.
+        examples: The inputs that were traced, as tuples of positional arguments.
     """
 
-    def __init__(self, structure: Structure, network: nn.Module, notes: Sequence[str], modules: dict[str, str]) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        network: nn.Module,
+        notes: Sequence[str],
+        modules: dict[str, str],
+        *,
+        constants: Collection[str] = (),
+        examples: Sequence[tuple[Any, ...]] = (),
+    ) -> None:
         self.structure = structure
         self.notes: tuple[str, ...] = tuple(notes)
         self.worst_error = math.nan
-        states = state_tensors(network)
-        self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            name: (tuple(t.shape), t.dtype) for name, t in states.items()
-        }
-        self.leaves: dict[str, str] = _leaf_classes(network)
+        self.precision = torch.float64
+        self.tolerance = tolerance_of(torch.float64)
+        self.elements_tried = 0
+        self.examples = tuple(examples)
+        self.architecture = Architecture(network, constants)
+        self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
-        text = repr(([(name, shape) for name, (shape, _) in self.layout.items()], self.leaves))
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.fingerprint = digest(self.architecture.text, structure)
+        self._proven: dict[str, float] = {}
         self._sites_of: dict[str, list[int]] = {}
         for index, site in enumerate(structure.sites):
             self._sites_of.setdefault(site.tensor, []).append(index)
@@ -262,7 +279,7 @@ class Symmetry:
     @cached_property
     def shifts(self) -> int:
         """The number of free shifts: biases before batch norms (spec 2.3, c)."""
-        return sum(size for _, _, size in self.structure.shifts)
+        return sum(size for _, size in self.structure.shifts)
 
     @cached_property
     def dimension(self) -> int:
@@ -335,7 +352,15 @@ class Symmetry:
             f"{self.signs} signs, dimension {self.dimension}"
         )
         blocks = [f"blocks that change places as wholes: {len(b)} of {b.shape[1]} units" for b in self.structure.coarse]
-        checked = [] if math.isnan(self.worst_error) else [f"checked with a random element: {self.worst_error:.1e}"]
+        lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
+        checked = (
+            []
+            if math.isnan(self.worst_error)
+            else [
+                f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
+                f"{self.tolerance:.1e}{lower})"
+            ]
+        )
         return "\n".join([*lines, summary, *blocks, *checked, *(f"note: {note}" for note in self.notes)])
 
     def __repr__(self) -> str:
@@ -351,7 +376,7 @@ class Symmetry:
             torch.zeros(self.scales, dtype=torch.float64),
             torch.ones(self.signs, dtype=torch.float64),
             tuple(torch.eye(len(cell), dtype=torch.float64) for cell in self.structure.dense),
-            tuple(torch.zeros(size, dtype=torch.float64) for _, _, size in self.structure.shifts),
+            tuple(torch.zeros(size, dtype=torch.float64) for _, size in self.structure.shifts),
         )
 
     def sample(
@@ -421,7 +446,7 @@ class Symmetry:
                     numbers[torch.from_numpy(own.ravel())] = neutral
         shift = tuple(
             torch.randn(size, dtype=torch.float64, generator=generator) * (scale if shifts else 0.0)
-            for _, _, size in structure.shifts
+            for _, size in structure.shifts
         )
         return Element(self.fingerprint, torch.from_numpy(permutation), log_scale, sign, tuple(dense), shift)
 
@@ -472,8 +497,8 @@ class Symmetry:
         shift = []
         action = self._action(second)
         source = self._action(first).source
-        for index, (_, mean, size) in enumerate(self.structure.shifts):
-            site = self.structure.sites[mean]
+        for index, (places, size) in enumerate(self.structure.shifts):
+            site = self.structure.sites[places[-1]]
             at = slice(site.offset, site.offset + size)
             old = torch.from_numpy(source[at] - site.offset)
             later = torch.zeros(size, dtype=torch.float64)
@@ -503,8 +528,8 @@ class Symmetry:
             dense[self._cell_after(cell, element.permutation.numpy())] = torch.linalg.inv(element.dense[index])
         action = self._action(element)
         shift = []
-        for index, (_, mean, size) in enumerate(self.structure.shifts):
-            site = self.structure.sites[mean]
+        for index, (places, size) in enumerate(self.structure.shifts):
+            site = self.structure.sites[places[-1]]
             at = slice(site.offset, site.offset + size)
             old = torch.from_numpy(action.source[at] - site.offset)
             shift.append((-element.shift[index] / torch.from_numpy(action.scale[at]))[old])
@@ -607,28 +632,33 @@ class Symmetry:
         }
 
     def require(self, network: nn.Module) -> None:
-        """Check that a network has the traced architecture's tensors and modules.
+        """Check that a network's function differs from the traced one's by its weights only, as far as can be seen.
 
-        What a `forward` does beside its modules (a functional activation) cannot be compared.
+        Compared are the names and shapes of tensors, the classes of modules and what they say of themselves
+        (`extra_repr`), and by value the buffers that evaluation reads and no element moves: integers, masks, and
+        buffers that are in no state dict. If other plain attributes of modules differ (a number of heads, a name),
+        random elements decide, as in `check`. What is nowhere to be seen (a number or a function written into
+        `forward`) is not compared: `check(network)` tells.
 
         Raises:
-            ValueError: If names or shapes, or the classes of modules differ.
+            TypeError: If it is no network.
+            ValueError: If something differs.
         """
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"expected a network of the traced architecture, got {type(network).__name__}")
-        states = state_tensors(network)
-        shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
-        for name, (shape, _) in self.layout.items():
-            if shapes.get(name) != shape:
-                found = f"has shape {list(shapes[name])} there" if name in shapes else "has no such tensor"
-                raise ValueError(f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network")
-        if extra := next((name for name in shapes if name not in self.layout), None):
-            raise ValueError(f"the network holds {extra}, which the traced network does not")
-        leaves = _leaf_classes(network)
-        for name in (*self.leaves, *leaves):
-            if leaves.get(name) != self.leaves.get(name):
-                found, expected = leaves.get(name, "missing"), self.leaves.get(name, "no module")
-                raise ValueError(f"module {name} is {found} there; expected {expected}, as in the traced network")
+        self.architecture.require(network)
+        other = self.architecture.other_settings(network)
+        if not other or not self.examples:
+            return
+        key = repr(sorted(other.items(), key=lambda item: item[0]))
+        if key not in self._proven:
+            self._proven[key] = math.inf  # until it is proven
+            with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # it may not even run
+                self._proven[key] = self.check(network, samples=2, perturb=0.3)
+        if not self._proven[key] <= self.tolerance:
+            name, value = next(iter(other.items()))
+            raise ValueError(
+                f"{name.lstrip('.')} is {value!r} there; expected {self.architecture.settings.get(name)!r}, as in the "
+                "traced network, whose elements change the function of this one: trace the symmetry of each by itself"
+            )
 
     def _moved(
         self,
@@ -679,7 +709,8 @@ class Symmetry:
                 result.mul_(self._on_axis(torch.from_numpy(_powered(scale, power)), site, result))
         if shifted and self.structure.shifts:
             for index in self._shifts_of.get(name, ()):
-                site = self.structure.sites[self.structure.shifts[index][0 if name in self._biases else 1]]
+                places = self.structure.shifts[index][0]
+                site = next(s for s in map(self.structure.sites.__getitem__, places) if s.tensor == name)
                 source = action.source[site.offset : site.offset + site.size] - site.offset
                 result.add_(element.shift[index][torch.from_numpy(source)].to(result))
         return result
@@ -702,14 +733,10 @@ class Symmetry:
     def _shifts_of(self) -> dict[str, list[int]]:
         """By tensor: which shifts are added to it."""
         found: dict[str, list[int]] = {}
-        for index, (bias, mean, _) in enumerate(self.structure.shifts):
-            for site in (bias, mean):
+        for index, (places, _) in enumerate(self.structure.shifts):
+            for site in places:
                 found.setdefault(self.structure.sites[site].tensor, []).append(index)
         return found
-
-    @cached_property
-    def _biases(self) -> set[str]:
-        return {self.structure.sites[bias].tensor for bias, _, _ in self.structure.shifts}
 
     @staticmethod
     def _on_axis(vector: Tensor, site: Site, tensor: Tensor) -> Tensor:
@@ -822,7 +849,7 @@ class Symmetry:
     def check(
         self,
         network: nn.Module,
-        inputs: Any,
+        inputs: Any = None,
         *,
         samples: int = 1,
         scale: float = 0.5,
@@ -831,78 +858,39 @@ class Symmetry:
     ) -> float:
         """Let random elements act on a copy of a network, in float64 and evaluation mode, and compare the outputs.
 
+        The changed weights go through a state dict into another copy. This is the way to see whether an element is a
+        symmetry of a network whose difference from the traced one cannot be seen from outside (a number written into
+        `forward`): the result is then far above `tolerance`.
+
         Args:
             network: A network of the traced architecture.
-            inputs: Its input, or a tuple of its positional arguments.
+            inputs: Its input, or a tuple of its positional arguments, on any device; by default the traced examples and
+                inputs with noise around them.
             samples: How many elements are tried.
             scale: Standard deviation of the logarithms of their magnitudes.
             generator: Where randomness comes from; by default the same elements every time.
-            perturb: How much noise is added to the copy's weights and statistics first, relative to their root mean
-                square. The self-test of `trace_symmetry` adds some, so that weights that happen to be zero, or
-                statistics that have not been trained, cannot hide a mistake.
+            perturb: How much noise is added to the copy's weights and statistics before each element, relative to
+                their root mean square. The self-test of `trace_symmetry` adds some, so that weights that happen to be
+                zero, or statistics that have not been trained, cannot hide a mistake.
 
         Returns:
-            The largest change of an output's element, relative to the largest magnitude in that output.
+            The largest change of an output's element, relative to its own magnitude and the median one of that output.
+
+        Raises:
+            ValueError: If the network is of another architecture, or puts out no finite number.
         """
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
-        arguments = double(inputs if isinstance(inputs, tuple) else (inputs,))
-        exact = _double_copy(network)
-        worst = 0.0
+        exact = double_copy(network)
+        if inputs is not None:
+            given = inputs if isinstance(inputs, tuple) else (inputs,)
+            examples: tuple[tuple[Any, ...], ...] = (given,)
+        else:
+            examples = self.examples
+        examples = on_device_of(exact, double(examples))
         with torch.no_grad(), evaluating(exact):
-            if perturb:
-                self._perturb(exact, perturb, generator)
-            before = outputs_of(exact, arguments)
-            for _ in range(samples):
-                # One element after another: the product is as random as each.
-                self.act(self.sample(generator, scale=scale), exact, inplace=True)
-                after = outputs_of(exact, arguments)
-                for old, new in zip(before, after, strict=True):
-                    size = float(old.abs().max()) if old.numel() else 0.0
-                    change = float((new - old).abs().max()) if old.numel() else 0.0
-                    worst = max(worst, change / size if size > 0 else change)
-                    if not math.isfinite(change):
-                        return math.inf
-        return worst
-
-    def _perturb(self, network: nn.Module, amount: float, generator: torch.Generator) -> None:
-        variances = {site.tensor for site in self.structure.sites if site.kind == "variance"}
-        for name, tensor in state_tensors(network).items():
-            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-                continue  # integers, and masks of -inf
-            # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
-            drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
-            noise = drawn.repeat(-(-tensor.numel() // max(len(drawn), 1)))[: tensor.numel()]
-            noise = noise.reshape(tensor.shape).to(tensor.device)
-            if name in variances:
-                tensor.mul_((amount * noise).exp())
-            else:
-                size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
-                tensor.add_(noise, alpha=amount * (size or 0.1))
-
-
-def _double_copy(network: nn.Module) -> nn.Module:
-    """Return a copy in float64, without a copy in between."""
-    made: dict[int, Any] = {}
-    for tensor in state_tensors(network).values():
-        if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
-            exact = tensor.detach().to(torch.float64, copy=True)
-            made[id(tensor)] = nn.Parameter(exact, tensor.requires_grad) if type(tensor) is nn.Parameter else exact
-    return copy.deepcopy(network, made).double()
-
-
-def _leaf_classes(network: nn.Module) -> dict[str, str]:
-    """Return the class of every module without children."""
-    return {name: type(module).__name__ for name, module in network.named_modules() if not any(module.children())}
-
-
-def double(inputs: Any) -> Any:
-    """Return floating tensors in float64."""
-    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
-
-
-def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Return every floating tensor that a network puts out."""
-    from lightning_sym.symmetry._capture import plain
-
-    found = torch.utils._pytree.tree_leaves(plain(network(*arguments)))
-    return [t.detach() for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+            batches = list(examples)
+            if inputs is None:
+                batches = [batch for example in examples for batch in batches_of(exact, example, generator)]
+            return largest_change(
+                self, exact, batches, samples=samples, scale=scale, generator=generator, noise=(perturb,)
+            )

@@ -233,17 +233,15 @@ def _pass(
     sign = find_signs(symmetry, plan, gauged) if signs and symmetry.signs else identity.sign.numpy()
     shift = list(identity.shift)
     if scales is not None:
-        for index, (bias, _, _) in enumerate(structure.shifts):
-            shift[index] = torch.from_numpy(-gauged.weight(structure.sites[bias].tensor).ravel())
+        for index, (places, _) in enumerate(structure.shifts):
+            shift[index] = torch.from_numpy(-gauged.weight(structure.sites[places[0]].tensor).ravel())
     permutation = identity.permutation.numpy()
     if order:
         # Biases before batch norms are zero by now, and the running means have moved with them.
-        for (bias, mean, _), by in zip(structure.shifts, shift, strict=True) if scales is not None else ():
-            gauged.tensors = {
-                **gauged.tensors,
-                structure.sites[bias].tensor: torch.zeros_like(by),
-                structure.sites[mean].tensor: _moved_mean(gauged, structure.sites[mean], by),
-            }
+        for (places, _), by in zip(structure.shifts, shift, strict=True) if scales is not None else ():
+            first, *others = (structure.sites[place] for place in places)
+            moved = {site.tensor: _shifted(gauged, site, by) for site in others}
+            gauged.tensors = {**gauged.tensors, first.tensor: torch.zeros_like(by), **moved}
         permutation = find_order(symmetry, plan, slices, gauged, notes)
     if structure.dense:
         notes.append(
@@ -262,11 +260,11 @@ def _pass(
     return CanonicalForm(result, element, dead, sweeps, residual, converged, tuple(dict.fromkeys(notes)))
 
 
-def _moved_mean(gauged: Gauged, mean: Site, by: Tensor) -> Tensor:
-    """Return a running mean that, under the gauge's scale and sign, equals the scaled one plus the shift."""
-    at = gauged.plan.at(mean)
+def _shifted(gauged: Gauged, site: Site, by: Tensor) -> Tensor:
+    """Return a running mean (or bias) that, under the gauge's scale and sign, equals the scaled one plus the shift."""
+    at = gauged.plan.at(site)
     factor = torch.from_numpy(gauged.scale[at] * gauged.sign[at])
-    return gauged.tensors[mean.tensor].detach().to("cpu", torch.float64) + by / factor
+    return gauged.tensors[site.tensor].detach().to("cpu", torch.float64) + by / factor
 
 
 def _dead_units(symmetry: Symmetry, plan: Plan, slices: Floats, dead_scales: Bools) -> dict[str, Tensor]:

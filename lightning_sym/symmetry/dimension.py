@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.batch_norm import on_device_of
 from lightning_sym.symmetry._capture import plain, state_tensors
-from lightning_sym.symmetry.base import Symmetry, double
+from lightning_sym.symmetry._proof import double
+from lightning_sym.symmetry.base import Symmetry
 
 # Units whose incoming weights and biases have a larger cosine are duplicates (spec 4.5).
 DUPLICATE = 1 - 1e-6

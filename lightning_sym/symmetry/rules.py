@@ -163,9 +163,12 @@ def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> b
         return False
     if rest and (any(np.atleast_1d(rest[1] if len(rest) > 1 else 0)) or (len(rest) > 3 and rest[3] != 1)):
         return False
+    absorbed = (bias.state, weight.state, 1, value.offset)
+    if absorbed in trace.absorbed_before:  # in the walk before this one
+        return True
     if any(bias.state == known for known, *_ in trace.absorbed):
         return False
-    trace.absorbed.append((bias.state, weight.state, 1, value.offset))
+    trace.absorbed.append(absorbed)
     return True
 
 

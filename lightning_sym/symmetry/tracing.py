@@ -1,6 +1,8 @@
 """From a network to its symmetry."""
 
+import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,40 +10,60 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
-from lightning_sym.symmetry import _elementwise_rules, _linear_rules  # noqa: F401 (imported for the rules they register)
-from lightning_sym.symmetry._capture import capture, evaluating, state_tensors
+from lightning_sym.networks.batch_norm import on_device_of
+from lightning_sym.symmetry import _elementwise_rules, _linear_rules, _write_rules  # noqa: F401 (they register rules)
+from lightning_sym.symmetry._capture import capture, constant_names, evaluating, state_tensors
+from lightning_sym.symmetry._proof import (
+    LowestPrecision,
+    batches_of,
+    double,
+    double_copy,
+    largest_change,
+    outputs_of,
+    tolerance_of,
+)
 from lightning_sym.symmetry._structure import build_structure
 from lightning_sym.symmetry._trace import Trace
-from lightning_sym.symmetry.base import Symmetry, outputs_of
+from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.rules import leaf_types
-
-TOLERANCE = 1e-10
 
 
 def trace_symmetry(
-    network: nn.Module, example_input: Any, *, affine: bool = False, check: bool = True, tolerance: float = TOLERANCE
+    network: nn.Module,
+    example_input: Any,
+    *,
+    more_examples: Sequence[Any] = (),
+    affine: bool = False,
+    check: bool = True,
+    tolerance: float | None = None,
 ) -> Symmetry:
-    """Find the weight-space symmetry of a network, and prove it on a random element.
+    """Find the weight-space symmetry of a network, and prove it on random elements.
 
     The network is run once on tensors without data; what each operation demands is written down, position by position,
-    and solved. The result holds for every network of this architecture, in evaluation mode, for any weights and inputs.
+    and solved. The result holds for every network of this architecture, in evaluation mode, for any weights, and for
+    inputs of any values and size: what a slice or an index leaves out at the example's size is fixed, as a longer input
+    may reach it. Only a function that branches on the size needs an example for each branch.
 
     Args:
         network: Any network whose operations do not depend on values. Not changed.
-        example_input: An input (a tensor of any batch size), or a tuple of positional arguments.
+        example_input: An input (a tensor of any batch size, on any device), or a tuple of positional arguments.
+        more_examples: Further inputs, as `example_input`, of other lengths or image sizes: the group is what all of
+            them allow. A part of a weight that one of them reaches need not be fixed.
         affine: Whether to count changes of sign that add a constant, where the next bias can take it up: the units of
             sigmoid networks then have signs, as those of tanh networks do (spec 1.3).
-        tolerance: Largest relative change of the output that the self-test accepts. The default suits networks that
-            compute in the precision of their input; one that casts to float32 inside needs about 1e-5.
-        check: Whether to run the self-test (recommended; two forward passes of one sample in float64).
+        check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
+            with weights near its own and one with random weights, on samples of every example and on noise around
+            them, each through a round trip of the state dict.
+        tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
+            lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
 
     Returns:
         The symmetry.
 
     Raises:
-        TypeError: If a parameter is complex or not floating, or the example holds no tensor.
+        TypeError: If a parameter is complex or not floating, or an example holds no tensor.
         ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, a weight
-            that is not finite).
+            that is not finite), or puts out no finite number.
         RuntimeError: If the self-test fails, because the rule of some operation allows too much.
 
     Example:
@@ -53,20 +75,19 @@ def trace_symmetry(
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
-    inputs = example_input if isinstance(example_input, tuple) else (example_input,)
-    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-    if not tensors:
-        raise TypeError(
-            f"the example input must be a tensor or a tuple with tensors, got {type(example_input).__name__}"
-        )
-    if any(t.numel() == 0 for t in tensors):
-        raise ValueError("the example input is empty; expected at least one sample")
+    if not isinstance(more_examples, (list, tuple)):
+        raise TypeError(f"more_examples must be a list of inputs, got {type(more_examples).__name__}")
+    examples = [_arguments(example) for example in (example_input, *more_examples)]
     _check_network(network)
-    states = state_tensors(network)
-    captured = capture(network, inputs, leaf_types())
-    trace = Trace(captured, states, affine=affine)
-    trace.run()
-    unused = [name for name in dict(network.named_parameters()) if name not in trace.axis_labels]
+    examples = on_device_of(network, examples)
+    captures = [capture(network, inputs, leaf_types()) for inputs in examples]
+    states, unsaved = state_tensors(network), constant_names(network)
+    trace = Trace(states, constants=unsaved, affine=affine)
+    for captured in captures:
+        trace.run(captured)
+    trace.finish()
+    read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
+    unused = [name for name in dict(network.named_parameters()) if name not in read]
     structure = build_structure(trace.ledger, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
     notes = list(trace.ledger.notes)
     if unused:
@@ -74,31 +95,57 @@ def trace_symmetry(
         note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {shown}"
         notes.insert(0, note)
         warnings.warn(note, stacklevel=2)
-    modules = {node.name: name for node, name in captured.results.items()}
-    symmetry = Symmetry(structure, network, notes, modules)
+    symmetry = Symmetry(
+        structure,
+        network,
+        notes,
+        {node.name: name for node, name in captures[0].results.items()},
+        constants=[name for name in read if name in unsaved or not states[name].is_floating_point()],
+        examples=examples,
+    )
     if check:
-        symmetry.worst_error = _self_test(symmetry, network, inputs)
-        if not symmetry.worst_error <= tolerance:
-            _check_repeatable(network, inputs)
-            raise RuntimeError(
-                f"the self-test changed the output by {symmetry.worst_error:.1e} (relative; at most {tolerance:g} was "
-                "expected): either the rule of some operation allows too much (check your own rules, or report the "
-                "network), or the network casts to a lower precision inside (then pass tolerance=1e-5)"
-            )
+        _prove(symmetry, network, tolerance)
     return symmetry
 
 
-def _self_test(symmetry: Symmetry, network: nn.Module, inputs: tuple[Any, ...]) -> float:
-    """Return the largest relative change of the output; one sample is enough, where the network takes one alone."""
-    tensors = [t for t in torch.utils._pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-    sizes = {t.shape[0] for t in tensors if t.ndim}
-    if len(sizes) == 1 and all(t.ndim for t in tensors) and sizes != {1}:
-        one = torch.utils._pytree.tree_map_only(Tensor, lambda t: t[:1], inputs)
-        try:
-            return symmetry.check(network, one, perturb=0.3)
-        except (RuntimeError, ValueError, IndexError):
-            pass  # written for this batch size
-    return symmetry.check(network, inputs, perturb=0.3)
+def _arguments(example: Any) -> tuple[Any, ...]:
+    """Return an example as a tuple of positional arguments.
+
+    Raises:
+        TypeError: If it holds no tensor.
+        ValueError: If one is empty.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    tensors = [t for t in torch.utils._pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+    if not tensors:
+        raise TypeError(f"the example input must be a tensor or a tuple with tensors, got {type(example).__name__}")
+    if any(t.numel() == 0 for t in tensors):
+        raise ValueError("the example input is empty; expected at least one sample")
+    return arguments
+
+
+def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None) -> None:
+    """Try random elements, and raise an error if one of them changes the outputs."""
+    generator = torch.Generator().manual_seed(0)
+    exact = double_copy(network)
+    examples = double(symmetry.examples)
+    with torch.no_grad(), evaluating(exact):
+        batches = [batch for example in examples for batch in batches_of(exact, example, generator)]
+        with LowestPrecision() as lowest:
+            outputs_of(exact, batches[0])
+        symmetry.precision = lowest.dtype
+        symmetry.tolerance = tolerance if tolerance is not None else tolerance_of(lowest.dtype)
+        symmetry.elements_tried = 2
+        symmetry.worst_error = largest_change(
+            symmetry, exact, batches, samples=2, scale=0.5, generator=generator, noise=(0.3, math.inf)
+        )
+    if not symmetry.worst_error <= symmetry.tolerance:
+        _check_repeatable(network, symmetry.examples[0])
+        raise RuntimeError(
+            f"the self-test changed the output by {symmetry.worst_error:.1e} (relative; at most "
+            f"{symmetry.tolerance:.1g} was expected): the rule of some operation allows too much; check your own "
+            "rules, or report the network"
+        )
 
 
 def _check_repeatable(network: nn.Module, inputs: tuple[Any, ...]) -> None:

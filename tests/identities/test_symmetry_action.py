@@ -435,10 +435,9 @@ def masked_attention(s: Any, x: Tensor) -> Any:
 
 MOVEMENT_CASES |= {
     "add_in_place": functional(add_in_place, VECTOR, [8], 8, 0)(a=of(L, 5, 8), b=of(L, 8, 8), c=of(L, 8, 2)),
-    # The full group would permute four units and mix the other four.
-    "write_into_slice": functional(
-        write_into_slice, VECTOR, [], 0, 0, note="writes into a part of a tensor that is read again"
-    )(a=of(L, 5, 8), c=of(L, 8, 2)),
+    "write_into_slice": functional(write_into_slice, VECTOR, [4, 4], 8, 4, [f(4)], dense=[4])(
+        a=of(L, 5, 8), c=of(L, 8, 2)
+    ),
 }
 
 CONSTANT_CASES = {

@@ -1,0 +1,225 @@
+"""The proof that a group is a network's symmetry: random elements act on it, and its outputs must not change."""
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sym.symmetry._capture import constant_names, plain, state_tensors
+
+if TYPE_CHECKING:
+    from lightning_sym.symmetry.base import Symmetry
+
+# The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
+_EXACT = 1e-10
+
+
+def tolerance_of(precision: torch.dtype) -> float:
+    """Return the change of the output that rounding may cause in a network that computes in some precision.
+
+    1e-10 in double precision; in lower ones a thousand roundings (1.2e-4 in single precision), at most a tenth.
+    """
+    return min(max(_EXACT, 1000 * torch.finfo(precision).eps), 0.1) if precision != torch.float64 else _EXACT
+
+
+class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the lowest floating-point precision to which an operation rounds.
+
+    Attributes:
+        dtype: That precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = torch.float64
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        came = [_real(leaf.dtype) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.float64 in came:  # what is only made of constants is the same before and after
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and (dtype := _real(leaf.dtype)).is_floating_point:
+                    self.dtype = max(self.dtype, dtype, key=lambda d: torch.finfo(d).eps)
+        return result
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def double(inputs: Any) -> Any:
+    """Return floating tensors in float64."""
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
+
+
+def double_copy(network: nn.Module) -> nn.Module:
+    """Return a copy in float64, without a copy in between."""
+    made: dict[int, Any] = {}
+    for tensor in state_tensors(network).values():
+        if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
+            exact = tensor.detach().to(torch.float64, copy=True)
+            made[id(tensor)] = nn.Parameter(exact, tensor.requires_grad) if type(tensor) is nn.Parameter else exact
+    return copy.deepcopy(network, made).double()
+
+
+def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Return every tensor that a network puts out."""
+    found = pytree.tree_leaves(plain(network(*arguments)))
+    return [t.detach() for t in found if isinstance(t, Tensor)]
+
+
+def batches_of(network: nn.Module, inputs: tuple[Any, ...], generator: torch.Generator) -> list[tuple[Any, ...]]:
+    """Return inputs to test a network on: the example's first samples, and others with noise around the first.
+
+    One sample may be a special point: zeros, padding, dead units. Integers (tokens) and masks are taken as they are.
+
+    Args:
+        network: Decides, by an error, whether a batch of another size than the example's can be had.
+        inputs: The positional arguments, in float64.
+        generator: Where the noise comes from.
+    """
+
+    def noisy(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        finite = tensor[torch.isfinite(tensor)]
+        size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+        drawn = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+        return tensor + (size or 1.0) * drawn.to(tensor.device)
+
+    tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    if all(t.ndim for t in tensors) and len({len(t) for t in tensors}) == 1:
+        both = pytree.tree_map_only(Tensor, lambda t: torch.cat([t[:2], noisy(t[:1])]), inputs)
+        try:
+            outputs_of(network, both)
+        except Exception:
+            pass
+        else:
+            return [both]
+    return [inputs, pytree.tree_map_only(Tensor, noisy, inputs)]
+
+
+def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """Return the largest change of an element of some outputs, relative to its own and to a typical magnitude.
+
+    Of each output by itself. Typical is the median over the elements that are not bitwise the same: a mask of the
+    smallest number there is, or of infinities, does not count. Where there is no finite number before, nothing is
+    compared, but what was finite must stay so.
+    """
+    worst = 0.0
+    for old, new in zip(before, after, strict=True):
+        if old.shape != new.shape:
+            return math.inf
+        if not old.is_floating_point():
+            worst = worst if torch.equal(old, new) else math.inf
+            continue
+        finite = torch.isfinite(old)
+        if not bool(torch.isfinite(new[finite]).all()) or bool(torch.isfinite(new[torch.isinf(old)]).any()):
+            return math.inf
+        changed = finite & (old != new)
+        if not bool(changed.any()):
+            continue
+        sizes, apart = old[changed].double().abs(), (new[changed].double() - old[changed].double()).abs()
+        positive = sizes[sizes > 0]
+        typical = 1.0
+        if positive.numel():
+            median = float(positive.median())
+            # Results of cancellation may be the majority: they are rounded as their larger neighbours are.
+            typical = max(median, 1e-4 * float(positive[positive <= 1e12 * median].max()))
+        worst = max(worst, float((apart / (sizes + typical)).max()))
+    return worst
+
+
+def _informative(outputs: Iterable[Tensor]) -> bool:
+    return any(bool(torch.isfinite(o).any()) if o.is_floating_point() else o.numel() > 0 for o in outputs)
+
+
+def largest_change(
+    symmetry: "Symmetry",
+    network: nn.Module,
+    batches: Sequence[tuple[Any, ...]],
+    *,
+    samples: int,
+    scale: float,
+    generator: torch.Generator,
+    noise: Sequence[float] = (0.0,),
+) -> float:
+    """Let random elements act on a network, and return the largest change of an output.
+
+    Each time the changed weights go through a state dict into a network that has not been changed: what a state dict
+    does not hold cannot have moved.
+
+    Args:
+        symmetry: The group.
+        network: In float64 and evaluation mode; its weights are replaced.
+        batches: What it is run on.
+        samples: How many elements are tried.
+        scale: Standard deviation of the logarithms of their magnitudes.
+        generator: Where randomness comes from.
+        noise: For the first, second, ... element (then again from the first) how much noise is added to the weights
+            before, relative to their root mean square; infinity for weights that are nothing but noise.
+
+    Raises:
+        ValueError: If no output is finite.
+    """
+    worst, seen = 0.0, False
+    before: list[list[Tensor]] | None = None
+    for sample in range(samples):
+        amount = noise[sample % len(noise)]
+        kept = {name: tensor.clone() for name, tensor in network.state_dict().items()} if amount > 1 else {}
+        if amount:
+            perturb(symmetry, network, amount, generator)
+            before = None
+        if before is None:
+            before = [outputs_of(network, batch) for batch in batches]
+        if kept and not all(bool(torch.isfinite(o).all()) for batch in before for o in batch if o.is_floating_point()):
+            # Some networks need weights that are like their own (a positive one under a logarithm).
+            network.load_state_dict(kept)
+            perturb(symmetry, network, min(noise), generator)
+            before = [outputs_of(network, batch) for batch in batches]
+        acted = symmetry.act(symmetry.sample(generator, scale=scale), network)
+        network.load_state_dict(acted.state_dict())
+        after = [outputs_of(network, batch) for batch in batches]
+        for old, new in zip(before, after, strict=True):
+            worst = max(worst, change(old, new))
+            seen = seen or _informative(old)
+        before = after
+    if not seen:
+        raise ValueError(
+            "no output of the network is finite on the example, so nothing can be tested; expected an example input on "
+            "which it puts out finite numbers"
+        )
+    return worst
+
+
+def perturb(symmetry: "Symmetry", network: nn.Module, amount: float, generator: torch.Generator) -> None:
+    """Add noise to weights and statistics, relative to their root mean square: values that happen to be special go.
+
+    Args:
+        symmetry: Says which buffers are running variances: these are multiplied.
+        network: Changed.
+        amount: How much; if infinite, what was there is replaced, and units that were dead come to life.
+        generator: Where the noise comes from.
+    """
+    variances = {site.tensor for site in symmetry.structure.sites if site.kind == "variance"}
+    constants = constant_names(network)
+    for name, tensor in state_tensors(network).items():
+        if name in constants or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            continue  # what comes with the architecture, integers, and masks of -inf
+        # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
+        drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
+        noise = drawn.repeat(-(-tensor.numel() // max(len(drawn), 1)))[: tensor.numel()]
+        noise = noise.reshape(tensor.shape).to(tensor.device)
+        size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+        with torch.no_grad():
+            if name in variances:
+                tensor.mul_((min(amount, 0.3) * noise).exp())
+            elif math.isinf(amount):
+                tensor.copy_(noise * (size or 0.1))
+            else:
+                tensor.add_(noise, alpha=amount * (size or 0.1))
