@@ -458,7 +458,70 @@ def mask_of_minus_infinity(s: Any, x: Tensor) -> Any:
     return attend(s, x, s.mask[: x.shape[1], : x.shape[1]])
 
 
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def reversed_table(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos.flip(0)[: x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def sums_of_rows(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos.cumsum(0)[: x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
+def row_of_the_last_step(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[x.shape[1] - 1]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(3, 4, 8))
+def table_of_two_indices(s: Any, x: Tensor) -> Any:
+    places = torch.arange(x.shape[1])
+    return s.b(relu(s.a(x) + s.pos[places // 4, places % 4]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def split_at_the_length(s: Any, x: Tensor) -> Any:
+    now, _ = s.pos.split([x.shape[1], 12 - x.shape[1]])
+    return s.b(relu(s.a(x) + now))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, weights=parameter(12))
+def softmax_of_weights_of_steps(s: Any, x: Tensor) -> Any:
+    return s.b((s.weights[: x.shape[1], None].softmax(0) * relu(s.a(x))).sum(1))
+
+
+# The scale and the sign of all weights of the steps are free against b; a symmetry, but not one of units.
+@tables(SEQUENCE, group([8], 9, 1), fresh=LENGTHS, least=UNITS, a=A, b=B, weights=parameter(12))
+def weights_of_steps(s: Any, x: Tensor) -> Any:
+    return s.b((s.weights[: x.shape[1], None] * relu(s.a(x))).sum(1))
+
+
+# Slices that between them read all of a weight discard nothing.
+@tables(SEQUENCE, HEAD, fresh=LENGTHS, w=parameter(12, 5), o=of(L, 4, 2))
+def packed_queries_keys_values(s: Any, x: Tensor) -> Any:
+    q, k, v = F.linear(x, s.w[:4]), F.linear(x, s.w[4:8]), F.linear(x, s.w[8:])
+    return s.o((q @ k.mT).softmax(-1) @ v)
+
+
+@tables(normal(5), group([4, 4], 8), w=parameter(8, 5), b=of(L, 4, 2), c=B)
+def half_of_a_weight_and_all_of_it(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.linear(x, s.w[:4]))) + s.c(relu(F.linear(x, s.w)))
+
+
 # Programs that branch on the shape: the group is what all branches allow.
+
+
+@tables(SEQUENCE, UNITS, more=[normal(9, 5)], fresh=[normal(1, 5), normal(7, 5)], a=A,
+        heads=lambda: nn.ModuleList([L(8, 2) for _ in range(9)]))  # fmt: skip
+def a_head_for_each_step(s: Any, x: Tensor) -> Any:
+    return torch.stack([head(step) for head, step in zip(s.heads, relu(s.a(x)).unbind(1), strict=False)], 1)
+
+
+# One sign for all units passes the norm.
+@tables(SEQUENCE, group([8], 0, 1), more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], a=A, b=B)
+def normed_if_long(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    return s.b(tanh(h if x.shape[1] < 6 else F.layer_norm(h, (8,))))
 
 
 @tables(SEQUENCE, UNITS, more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], a=A, b=B, c=B)
@@ -692,6 +755,29 @@ class Rotary(nn.Module):
 @constants(SEQUENCE, group([], 6, 6, dense=[4]), fresh=LENGTHS, turn=Rotary, **ATTENTION)
 def rotary_tables_in_a_submodule(s: Any, x: Tensor) -> Any:
     return s.o((s.turn(s.q(x)) @ s.turn(s.k(x)).mT).softmax(-1) @ s.v(x))
+
+
+@constants(normal(5), EMPTY, b=B, w=Fixed(lambda: sinusoids(8, 8)[:, :5] + torch.eye(8, 5)))
+def random_features(s: Any, x: Tensor) -> Any:
+    return s.b(tanh(F.linear(x, s.w)))
+
+
+@constants(SEQUENCE, EMPTY, fresh=LENGTHS, a=A, b=B, u=Fixed(lambda: sinusoids(8, 8) / 3))
+def reservoir(s: Any, x: Tensor) -> Any:
+    h = x.new_zeros(len(x), 8)
+    for step in x.unbind(1):
+        h = torch.sigmoid(s.a(step) + h @ s.u)
+    return s.b(h)
+
+
+@constants(tokens(5), group([8], 8), fresh=[tokens(9)], a=of(L, 6, 8), b=B, e=Fixed(lambda: sinusoids(10, 6)))
+def fixed_embedding(s: Any, i: Tensor) -> Any:
+    return s.b(relu(s.a(F.embedding(i, s.e))))
+
+
+@constants(IMAGE, UNITS, fresh=SIZES, a=of(C, 3, 8, 1), b=CB, k=Fixed(lambda: BLUR[None, None]))
+def filtered_image(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(F.conv2d(x.flatten(0, 1)[:, None], s.k, padding=1).unflatten(0, x.shape[:2]).squeeze(2))))
 
 
 # A constant on half of the units: those with a zero could keep their scales, but only values tell.
@@ -1211,6 +1297,105 @@ def indices_are_an_output(s: Any, x: Tensor) -> Any:
     return s.b(values), places
 
 
+@writes(X, FOUR, a=HALF, b=of(L, 5, 2))
+def into_a_copy_of_the_input(s: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[:, :4] = relu(s.a(x))
+    return s.b(y)
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def detached_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h[:, :4].detach().relu_()
+    return s.b(tanh(h))
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def module_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    nn.ReLU(inplace=True)(h[:, 4:])
+    return s.b(tanh(h))
+
+
+@writes(X, group([4, 4], 12, 4), a=A, b=B, gain=parameter(4))
+def gain_on_half(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, :4] *= s.gain
+    return s.b(h)
+
+
+@writes(X, group([4, 4], 0, 4), a=A, b=B)
+def unsqueezed_in_place(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    h.unsqueeze(1)[:, 0, :4].clamp_(min=0)
+    return s.b(tanh(h))
+
+
+@writes(X, UNITS, a=A, b=B)
+def two_units_swapped(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, [0, 1]] = h[:, [1, 0]]
+    return s.b(h)
+
+
+@writes(X, group([], 1), least=EMPTY, a=A, b=B)
+def sums_of_units_step_by_step(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    for i in range(1, 8):
+        h[:, i] += h[:, i - 1]
+    return s.b(h)
+
+
+@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
+def index_fill(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)).index_fill_(1, torch.tensor([0, 2, 4, 6]), 0.0))
+
+
+@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
+def masked_fill_of_columns(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h.masked_fill_(torch.arange(8) < 4, 0.0)
+    return s.b(h)
+
+
+@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
+def scatter_of_zeros(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)).scatter(1, torch.tensor([1, 3, 5, 7]).expand(len(x), 4), 0.0))
+
+
+@writes(X, group([8], 0, 8), least=EMPTY, a=A, b=B)
+def result_into_empty(s: Any, x: Tensor) -> Any:
+    out = x.new_empty(len(x), 8)
+    torch.tanh(s.a(x), out=out)
+    return s.b(out)
+
+
+@writes(X, FOURS, a=A, b=B)
+def buffer_written_twice(s: Any, x: Tensor) -> Any:
+    out = x.new_zeros(len(x), 4)
+    h = relu(s.a(x))
+    out.copy_(h[:, :4])
+    first = out * 2
+    out.copy_(h[:, 4:])
+    return s.b(torch.cat([first, out], 1))
+
+
+@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
+def last_step_wins(s: Any, x: Tensor) -> Any:
+    out = x.new_zeros(len(x), 8)
+    for step in x.unbind(1):
+        out.mul_(0.5).add_(relu(s.a(step)))
+    return s.b(out)
+
+
+@writes(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, a=A, b=B)
+def masked_steps(s: Any, x: Tensor) -> Any:
+    h = tanh(s.a(x))
+    h[:, 1::2] = 0.0
+    return s.b(h).masked_fill_((torch.arange(x.shape[1]) % 3 == 0)[:, None], -math.inf)
+
+
 # Pieces that are used more than once.
 
 shared = family("shared")
@@ -1409,3 +1594,25 @@ def gated_recurrence(s: Any, x: Tensor) -> Any:
         update = torch.sigmoid(z + q)
         h = (1 - update) * tanh(n + torch.sigmoid(r + p) * m) + update * h
     return s.b(h)
+
+
+# Written both ways round, so that its scales would have to be their own inverses.
+@shared(IMAGE, group([8]), fresh=SIZES, w=parameter(8, 3, 3, 3))
+def convolution_and_its_transpose(s: Any, x: Tensor) -> Any:
+    return F.conv_transpose2d(relu(F.conv2d(x, s.w, padding=1)), s.w, padding=1)
+
+
+@shared(X, UNITS, w=parameter(8, 5), b=B, c=B)
+def weight_of_a_linear_layer_and_of_a_convolution(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.linear(x, s.w))) + s.c(relu(F.conv1d(x[..., None], s.w[..., None])[..., 0]))
+
+
+@shared(X, group([4], 4), w=parameter(4, 5), b=B)
+def weight_stacked_twice(s: Any, x: Tensor) -> Any:
+    return s.b(relu(F.linear(x, torch.cat([s.w, 2 * s.w]))))
+
+
+@shared(X, group([6], 12, 6), a=of(L, 5, 6), gain=parameter(6), b=of(L, 6, 2), c=of(L, 6, 2))
+def gain_and_its_square(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    return s.b(h * s.gain) + s.c(h * s.gain.square())

@@ -1,0 +1,415 @@
+"""Networks with the same names and shapes that compute something else: an element is refused, or right for them.
+
+For each pair it is shown first whether the elements of the one are symmetries of the other, without asking: what an
+element makes of the tensors is loaded into the twin. Where they are not, the twin has to be refused.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from symmetry_family_cases import L, Program, of
+from test_symmetry_family import difference, evaluate
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+from lightning_sym.symmetry import trace_symmetry
+
+torch.set_num_threads(1)
+
+KEPT, BROKEN = 1e-9, 1e-6
+VECTOR, SEQUENCE, IMAGE = (4, 5), (4, 3, 8), (4, 3, 6, 6)
+
+
+def between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a maker of a network with these modules between two linear layers."""
+    return lambda: nn.Sequential(L(5, 8), *(layer() for layer in layers), L(8, 2))
+
+
+def image(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Conv2d(3, 8, 3), *(layer() for layer in layers), nn.Conv2d(8, 2, 1))
+
+
+class Masked(nn.Module):
+    """A linear layer of which some weights are cut."""
+
+    def __init__(self, mask: Tensor, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.linear = L(8, 8)
+        self.register_buffer("mask", mask, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(F.linear(x, self.linear.weight * self.mask, self.linear.bias))
+
+
+class Routed(nn.Module):
+    """Half of the units, chosen by a buffer, pass one activation and half another one."""
+
+    def __init__(self, order: list[int], *, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.tensor(order), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, self.order[:4]].relu(), x[:, self.order[4:]].sigmoid()], 1)
+
+
+class Power(nn.Module):
+    """A power of what is positive; its repr tells which one."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() ** self.power
+
+    def extra_repr(self) -> str:
+        return f"power={self.power}"
+
+
+class Silent(nn.Module):
+    """An activation chosen by a plain attribute, of which no repr tells."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(torch, self.activation)(x) if isinstance(self.activation, str) else self.activation(x)
+
+
+class Heads(nn.Module):
+    """Attention whose number of heads is a plain attribute."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = L(8, 8), L(8, 8), L(8, 8), L(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Factors(nn.Module):
+    def __init__(self, factors: list[float], *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("factors", torch.tensor(factors), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x) * self.factors
+
+
+class Counting(nn.Module):
+    """Counts the steps of training, in an integer that evaluation does not read."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(steps))
+        self.register_buffer("seen", torch.tensor(steps > 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return torch.relu(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, heads, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def tied(tie: bool) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        network = nn.Sequential(L(5, 8), nn.ReLU(), L(8, 8), nn.ReLU(), L(8, 8), nn.ReLU(), L(8, 2))
+        if tie:
+            network[4].weight = network[2].weight
+        return network
+
+    return make
+
+
+def encoder(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.TransformerEncoderLayer(8, options.pop("nhead", 2), 6, batch_first=True, **options)
+
+
+def pruned() -> nn.Module:
+    network = between(nn.ReLU)()
+    prune.random_unstructured(network[0], "weight", 0.5)
+    return network
+
+
+def normed() -> nn.Module:
+    network = between(nn.ReLU)()
+    parametrizations.weight_norm(network[0])
+    return network
+
+
+def cut() -> Tensor:
+    return torch.arange(64).reshape(8, 8) % 3 > 0
+
+
+FULL = torch.ones(8, 8, dtype=torch.bool)
+STRAIGHT, CROSSED = [0, 1, 2, 3, 4, 5, 6, 7], [4, 1, 2, 7, 0, 5, 6, 3]
+ALIKE, APART = [2.0] * 8, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+N = nn.BatchNorm1d
+
+# The network, its twin, the shape of the inputs.
+Pair = tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]
+REFUSED: dict[str, Pair] = {
+    "pruned": (between(of(Masked, FULL), nn.ReLU), between(of(Masked, cut()), nn.ReLU), VECTOR),
+    "dense, of a pruned one": (
+        between(of(Masked, torch.arange(64).reshape(8, 8) % 8 < 4)), between(of(Masked, cut())), VECTOR,
+    ),
+    "pruned, mask not saved": (
+        between(of(Masked, FULL, persistent=False)), between(of(Masked, cut(), persistent=False)), VECTOR,
+    ),
+    "heads of torch's attention": (of(Attention, 1), of(Attention, 4), SEQUENCE),
+    "heads in a plain attribute": (of(Heads, 1), of(Heads, 4), SEQUENCE),
+    "more heads": (of(Heads, 4), of(Heads, 2), SEQUENCE),
+    "heads of an encoder": (encoder(nhead=1), encoder(nhead=4), SEQUENCE),
+    "norm first": (encoder(), encoder(norm_first=True), SEQUENCE),
+    "activation of an encoder": (encoder(), encoder(activation="gelu"), SEQUENCE),
+    "slope 1": (between(of(nn.LeakyReLU, 1.0)), between(of(nn.LeakyReLU, 0.1)), VECTOR),
+    "slope -1": (between(of(nn.LeakyReLU, -1.0)), between(of(nn.LeakyReLU, 0.1)), VECTOR),
+    "groups of a norm": (between(of(nn.GroupNorm, 1, 8)), between(of(nn.GroupNorm, 4, 8)), VECTOR),
+    "eps of a group norm": (
+        between(of(nn.GroupNorm, 2, 8, eps=0)), between(of(nn.GroupNorm, 2, 8, eps=0.1)), VECTOR,
+    ),
+    "eps of a layer norm": (between(of(nn.LayerNorm, 8, eps=0)), between(of(nn.LayerNorm, 8, eps=0.1)), VECTOR),
+    "eps of a batch norm": (between(of(N, 8)), between(of(N, 8, eps=0.1)), VECTOR),
+    "eps of an instance norm": (
+        image(of(nn.InstanceNorm2d, 8, eps=0, affine=True)), image(of(nn.InstanceNorm2d, 8, eps=0.1, affine=True)),
+        IMAGE,
+    ),
+    "order of routing": (between(of(Routed, STRAIGHT)), between(of(Routed, CROSSED)), VECTOR),
+    "order of routing, not saved": (
+        between(of(Routed, STRAIGHT, persistent=False)), between(of(Routed, CROSSED, persistent=False)), VECTOR,
+    ),
+    "range of hardtanh": (between(of(nn.Hardtanh, -1, 1)), between(of(nn.Hardtanh, -1, 3)), VECTOR),
+    "threshold": (between(of(nn.Threshold, 0.0, 0.0)), between(of(nn.Threshold, 0.5, 0.0)), VECTOR),
+    "value of a threshold": (between(of(nn.Threshold, 0.0, 0.0)), between(of(nn.Threshold, 0.0, 1.0)), VECTOR),
+    "groups of a shuffle": (
+        image(of(nn.ChannelShuffle, 1), of(nn.GroupNorm, 2, 8)),
+        image(of(nn.ChannelShuffle, 4), of(nn.GroupNorm, 2, 8)), IMAGE,
+    ),
+    "padding by a constant": (
+        image(nn.ReLU, of(nn.ConstantPad2d, 1, 0.0)), image(nn.ReLU, of(nn.ConstantPad2d, 1, 1.0)), IMAGE,
+    ),
+    "constant in the repr": (between(of(Power, 1.0)), between(of(Power, 2.0)), VECTOR),
+    "name of an activation": (between(of(Silent, "relu")), between(of(Silent, "tanh")), VECTOR),
+    "activation that is a function": (between(of(Silent, F.relu)), between(of(Silent, F.gelu)), VECTOR),
+    "buffer that is not saved": (
+        between(of(Factors, ALIKE, persistent=False)), between(of(Factors, APART, persistent=False)), VECTOR,
+    ),
+    "shared weights": (tied(False), tied(True), VECTOR),
+}  # fmt: skip
+
+# The state has other names, so that nothing of the one could be loaded into the other.
+OTHER_TENSORS: dict[str, Pair] = {
+    "no running statistics": (between(of(N, 8)), between(of(N, 8, track_running_stats=False)), VECTOR),
+    "no gain": (between(of(N, 8)), between(of(N, 8, affine=False)), VECTOR),
+    "wider": (between(nn.ReLU), lambda: nn.Sequential(L(5, 9), nn.ReLU(), L(9, 2)), VECTOR),
+    "torch's pruning": (between(nn.ReLU), pruned, VECTOR),
+    "weight norm": (between(nn.ReLU), normed, VECTOR),
+    "no bias": (between(nn.ReLU), lambda: nn.Sequential(L(5, 8, bias=False), nn.ReLU(), L(8, 2)), VECTOR),
+    "buffer that is saved": (
+        between(of(Factors, ALIKE, persistent=False)), between(of(Factors, ALIKE, persistent=True)), VECTOR,
+    ),
+}  # fmt: skip
+
+# Refusing is allowed, being wrong is not: other architectures, most of them with the same symmetry.
+SIMILAR: dict[str, Pair] = {
+    "eps of an RMS norm": (between(of(nn.RMSNorm, 8, eps=0)), between(of(nn.RMSNorm, 8, eps=0.1)), VECTOR),
+    "blocks of a softmax": (
+        between(of(nn.Unflatten, 1, (2, 4)), of(nn.Softmax, -1), nn.Flatten),
+        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, -1), nn.Flatten),
+        VECTOR,
+    ),
+    "axis of a softmax": (
+        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, 1), nn.Flatten),
+        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, 2), nn.Flatten),
+        VECTOR,
+    ),
+    "alpha of ELU": (between(nn.ELU), between(of(nn.ELU, 2.0)), VECTOR),
+    "beta of softplus": (between(nn.Softplus), between(of(nn.Softplus, 3.0)), VECTOR),
+    "form of GELU": (between(nn.GELU), between(of(nn.GELU, approximate="tanh")), VECTOR),
+    "mode of an upsampling": (
+        image(nn.ReLU, of(nn.Upsample, scale_factor=2)),
+        image(nn.ReLU, of(nn.Upsample, scale_factor=2, mode="bilinear")), IMAGE,
+    ),
+    "stride": (image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 2, 1)), IMAGE),
+    "padding": (
+        image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)), IMAGE,
+    ),
+    "dilation": (
+        image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dilation=2), nn.ReLU(), nn.Conv2d(8, 2, 1)), IMAGE,
+    ),
+    "weights no longer shared": (tied(True), tied(False), VECTOR),
+    "slopes below 1": (between(of(nn.LeakyReLU, 0.2)), between(of(nn.LeakyReLU, 0.1)), VECTOR),
+    "size of a pooling": (image(nn.ReLU, of(nn.MaxPool2d, 2)), image(nn.ReLU, of(nn.MaxPool2d, 3)), IMAGE),
+}  # fmt: skip
+
+ACCEPTED: dict[str, Pair] = {
+    "equal mask": (between(of(Masked, cut())), between(of(Masked, cut())), VECTOR),
+    "mask that is a state": (
+        between(of(Masked, FULL.float())), between(of(Masked, torch.rand(8, 8))), VECTOR,
+    ),
+    "equal order": (between(of(Routed, CROSSED)), between(of(Routed, CROSSED)), VECTOR),
+    "equal factors": (
+        between(of(Factors, APART, persistent=False)), between(of(Factors, APART, persistent=False)), VECTOR,
+    ),
+    "factors that are a state": (
+        between(of(Factors, APART, persistent=True)), between(of(Factors, ALIKE, persistent=True)), VECTOR,
+    ),
+    "rate of dropout": (between(nn.ReLU, of(nn.Dropout, 0.1)), between(nn.ReLU, of(nn.Dropout, 0.7)), VECTOR),
+    "momentum of a batch norm": (between(of(N, 8)), between(of(N, 8, momentum=None)), VECTOR),
+    "integers that evaluation does not read": (
+        between(of(Counting, 0)), between(of(Counting, 1000)), VECTOR,
+    ),
+    "slope that is a weight": (between(nn.PReLU), between(of(nn.PReLU, init=0.7)), VECTOR),
+}  # fmt: skip
+
+
+def made(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return a network with random weights and statistics, in evaluation mode."""
+    torch.manual_seed(seed)
+    network = make().double().eval()
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+        for module in network.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 1.5)
+    return network
+
+
+def worst_change(network: nn.Module, twin: nn.Module, inputs: Tensor) -> float:
+    """Return how far elements of the one change the function of the other, if they are put in by force."""
+    symmetry = trace_symmetry(network, inputs)
+    tensors = {key: value for key, value in twin.state_dict().items() if value.is_floating_point()}
+    worst = 0.0
+    for seed in range(4):
+        element = symmetry.sample(torch.Generator().manual_seed(seed))
+        other = copy.deepcopy(twin)
+        other.load_state_dict(symmetry.act_on(element, tensors), strict=False)
+        worst = max(worst, difference(evaluate(other, (inputs,)), evaluate(twin, (inputs,))))
+    return worst
+
+
+def is_one_sentence(message: str) -> bool:
+    return "\n" not in message and 20 < len(message) < 600
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_twin_of_another_function_is_refused(name: str) -> None:
+    make, other, shape = REFUSED[name]
+    network, twin = made(make, 0), made(other, 1)
+    inputs = torch.randn(shape, dtype=torch.float64)
+    assert worst_change(network, twin, inputs) > BROKEN
+    symmetry = trace_symmetry(network, inputs)
+    for refused in (lambda: symmetry.require(twin), lambda: symmetry.act(symmetry.sample(), twin)):
+        with pytest.raises(ValueError, match=None if name == "shared weights" else "check") as error:
+            refused()
+        assert is_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_twin_with_other_tensors_is_refused(name: str) -> None:
+    make, other, shape = OTHER_TENSORS[name]
+    symmetry = trace_symmetry(made(make, 0), torch.randn(shape, dtype=torch.float64))
+    for refused in (symmetry.require, lambda twin: symmetry.act(symmetry.sample(), twin)):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            refused(made(other, 1))
+        assert is_one_sentence(str(error.value))
+
+
+def refusal(act: Callable[[], Any]) -> str | None:
+    """Return what a ValueError says, or None."""
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", SIMILAR)
+def test_similar_architecture_is_refused_or_its_function_kept(name: str) -> None:
+    make, other, shape = SIMILAR[name]
+    network, twin = made(make, 0), made(other, 1)
+    inputs = torch.randn(shape, dtype=torch.float64)
+    symmetry = trace_symmetry(network, inputs)
+    message = refusal(lambda: symmetry.require(twin))
+    if message is not None:
+        assert is_one_sentence(message)
+        return
+    for seed in range(3):
+        moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), twin)
+        assert difference(evaluate(moved, (inputs,)), evaluate(twin, (inputs,))) < KEPT
+
+
+def assert_kept(network: nn.Module, twin: nn.Module, inputs: Tensor, limit: float = KEPT) -> None:
+    symmetry = trace_symmetry(network, inputs.double())
+    symmetry.require(twin)
+    moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(2)), twin)
+    before, after = (evaluate(copy.deepcopy(net).eval(), (inputs,)) for net in (twin, moved))
+    assert difference(after, before) < limit
+    assert symmetry.dimension == 0 or any(
+        not torch.equal(new, old)
+        for new, old in zip(moved.state_dict().values(), twin.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_twin_of_the_same_architecture_is_accepted(name: str) -> None:
+    make, other, shape = ACCEPTED[name]
+    assert_kept(made(make, 0), made(other, 1), torch.randn(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_same_architecture_with_other_weights_is_accepted(name: str) -> None:
+    for make in REFUSED[name][:2]:
+        assert_kept(made(make, 0), made(make, 1), torch.randn(REFUSED[name][2], dtype=torch.float64))
+
+
+def test_trained_twin_is_accepted() -> None:
+    """Training changes weights, running statistics and the count of batches, and leaves gradients behind."""
+    network = made(between(of(N, 8), nn.ReLU, nn.Dropout), 0)
+    twin = made(between(of(N, 8), nn.ReLU, nn.Dropout), 1).train()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        twin(torch.randn(6, 5, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    assert int(twin[1].num_batches_tracked) == 3
+    assert_kept(network, twin, torch.randn(VECTOR, dtype=torch.float64))
+
+
+def test_frozen_float32_twin_is_accepted() -> None:
+    network, twin = made(between(of(N, 8), nn.ReLU), 0), made(between(of(N, 8), nn.ReLU), 1).float()
+    twin.requires_grad_(False)
+    assert_kept(network, twin, torch.randn(VECTOR), limit=1e-4)
+
+
+def test_what_a_fingerprint_cannot_see_is_found_by_check() -> None:
+    """A constant inside a function is no attribute of a module: `check` on the twin tells."""
+    parts = {"a": of(L, 5, 8), "b": of(L, 8, 2)}
+    one = made(lambda: Program(lambda s, x: s.b(F.leaky_relu(s.a(x), 1.0)), parts), 0)
+    inputs = torch.randn(VECTOR, dtype=torch.float64)
+    symmetry = trace_symmetry(one, inputs)
+    assert symmetry.check(one, inputs, samples=3) < 1e-10
+
+    def other(s: Any, x: Tensor) -> Any:
+        return s.b(F.leaky_relu(s.a(x), 0.1))
+
+    twin = made(lambda: Program(other, parts), 1)
+    if refusal(lambda: symmetry.require(twin)) is None:
+        assert symmetry.check(twin, inputs, samples=3) > 1e-3
