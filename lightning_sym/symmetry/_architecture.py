@@ -12,10 +12,12 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from lightning_sym.symmetry._capture import state_tensors
+from lightning_sym.symmetry._capture import constant_names, state_tensors
 
 # What a module's description says that evaluation does not see.
 _TRAINING_ONLY = re.compile(r"(^|, )(inplace(=\w+)?|momentum=[^,]+|drop\w*=[^,]+)")
+# What to do where two networks cannot share a symmetry, or may not.
+ADVICE = "trace the symmetry of each by itself; symmetry.check(network) tells what an element would change there"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -34,7 +36,35 @@ class Architecture:
         self.leaves = _leaf_classes(network)
         self.descriptions = _descriptions(network)
         self.settings = _settings(network)
+        self.unsaved = constant_names(network)
         self.constants = {name: states[name].detach().to("cpu", copy=True) for name in constants}
+
+    def require_tensors(self, network: nn.Module) -> None:
+        """Check that a network has the same tensors, and modules of the same classes.
+
+        Raises:
+            TypeError: If it is no network.
+            ValueError: If something differs.
+        """
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"expected a network of the traced architecture, got {type(network).__name__}")
+        shapes = {name: tuple(tensor.shape) for name, tensor in state_tensors(network).items()}
+        for name, (shape, _) in self.layout.items():
+            if shapes.get(name) != shape:
+                found = f"has shape {list(shapes[name])} there" if name in shapes else "has no such tensor"
+                raise ValueError(f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network")
+        if extra := next((name for name in shapes if name not in self.layout), None):
+            raise ValueError(f"the network holds {extra}, which the traced network does not")
+        for name in sorted(self.unsaved ^ constant_names(network)):
+            found = "out of" if name in self.layout and name not in self.unsaved else "in"
+            raise ValueError(
+                f"buffer {name} is kept {found} the state dict there; expected a buffer as in the traced network"
+            )
+        leaves = _leaf_classes(network)
+        for name in (*self.leaves, *leaves):
+            if leaves.get(name) != self.leaves.get(name):
+                found, expected = leaves.get(name, "missing"), self.leaves.get(name, "no module")
+                raise ValueError(f"module {name} is {found} there; expected {expected}, as in the traced network")
 
     def require(self, network: nn.Module) -> None:
         """Check that a network has the same tensors, modules, descriptions of modules and constants.
@@ -43,33 +73,20 @@ class Architecture:
             TypeError: If it is no network.
             ValueError: If something differs.
         """
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"expected a network of the traced architecture, got {type(network).__name__}")
-        states = state_tensors(network)
-        shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
-        for name, (shape, _) in self.layout.items():
-            if shapes.get(name) != shape:
-                found = f"has shape {list(shapes[name])} there" if name in shapes else "has no such tensor"
-                raise ValueError(f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network")
-        if extra := next((name for name in shapes if name not in self.layout), None):
-            raise ValueError(f"the network holds {extra}, which the traced network does not")
-        leaves = _leaf_classes(network)
-        for name in (*self.leaves, *leaves):
-            if leaves.get(name) != self.leaves.get(name):
-                found, expected = leaves.get(name, "missing"), self.leaves.get(name, "no module")
-                raise ValueError(f"module {name} is {found} there; expected {expected}, as in the traced network")
+        self.require_tensors(network)
         for name, found in _descriptions(network).items():
             if found != self.descriptions.get(name):
                 raise ValueError(
                     f"module {name} is ({found}) there; expected ({self.descriptions.get(name)}), as in the traced "
-                    "network: trace the symmetry of each by itself"
+                    f"network: {ADVICE}"
                 )
+        states = state_tensors(network)
         for name, constant in self.constants.items():
             other = states[name].detach().to("cpu", torch.promote_types(constant.dtype, states[name].dtype))
             if not torch.equal(other, constant.to(other.dtype)):
                 raise ValueError(
-                    f"the constant buffer {name} holds other values there; expected those of the traced network: trace "
-                    "the symmetry of each by itself"
+                    f"the constant buffer {name} holds other values there; expected those of the traced network: "
+                    f"{ADVICE}"
                 )
 
     def other_settings(self, network: nn.Module) -> dict[str, Any]:

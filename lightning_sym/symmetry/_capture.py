@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
@@ -70,6 +71,18 @@ def first_line_of_user(error: BaseException) -> str:
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"
+
+
+@contextlib.contextmanager
+def attributes_kept(network: nn.Module) -> Iterator[None]:
+    """Put back, afterwards, what modules keep in their attributes from one call to the next."""
+    kept = {module: dict(vars(module)) for module in network.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in kept.items():
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextlib.contextmanager
@@ -198,6 +211,7 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
     """
     states = state_tensors(network)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(attributes_kept(network))
         stack.enter_context(evaluating(network))
         leaves = stack.enter_context(_as_leaves(network, leaf_types, inputs)) if leaf_types else {}
         recorder = _Recorder(network, leaf_types)
@@ -243,6 +257,15 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
                 "or register a rule for the module that holds it (lightning_sym.symmetry.register_rule)"
             ) from error
     nodes = list(module.graph.nodes)
+    for node in nodes:
+        values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+        if any(is_functorch_wrapped_tensor(value) for value in values):
+            where = next((name for start, end, name, _ in recorder.spans if node in nodes[start:end]), "") or "forward"
+            raise ValueError(
+                f"the network cannot be traced, because {where} uses torch.vmap or another transform of functions; "
+                "expected plain operations: write them with a batch axis, or register a rule for the module that holds "
+                "them (lightning_sym.symmetry.register_rule)"
+            )
     placeholders = [node for node in nodes if node.op == "placeholder"]
     result = Capture(
         graph=module.graph,

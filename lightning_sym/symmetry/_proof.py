@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sym.symmetry._capture import constant_names, plain, state_tensors
 
 if TYPE_CHECKING:
-    from lightning_sym.symmetry.base import Symmetry
+    from lightning_sym.symmetry.base import Element, Symmetry
 
 # The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
 _EXACT = 1e-10
@@ -33,6 +34,8 @@ class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         dtype: That precision.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,8 +61,9 @@ def double(inputs: Any) -> Any:
 
 
 def double_copy(network: nn.Module) -> nn.Module:
-    """Return a copy in float64, without a copy in between."""
-    made: dict[int, Any] = {}
+    """Return a copy in float64, without a copy in between; tensors that are plain attributes of modules, too."""
+    kept = [value for module in network.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    made: dict[int, Any] = {id(tensor): tensor.detach().double() for tensor in kept if tensor.is_floating_point()}
     for tensor in state_tensors(network).values():
         if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
             exact = tensor.detach().to(torch.float64, copy=True)
@@ -104,15 +108,22 @@ def batches_of(network: nn.Module, inputs: tuple[Any, ...], generator: torch.Gen
     return [inputs, pytree.tree_map_only(Tensor, noisy, inputs)]
 
 
-def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+def change(before: Sequence[Tensor], after: Sequence[Tensor], rounded: Sequence[Tensor], rounding: float) -> float:
     """Return the largest change of an element of some outputs, relative to its own and to a typical magnitude.
 
-    Of each output by itself. Typical is the median over the elements that are not bitwise the same: a mask of the
-    smallest number there is, or of infinities, does not count. Where there is no finite number before, nothing is
-    compared, but what was finite must stay so.
+    Of each output by itself. Typical is the larger one of the median over the elements that are not bitwise the same (a
+    mask of the smallest number there is, or of infinities, does not count), and of what rounding the weights says: what
+    is left of a difference of equal numbers is known only as well as these. Where there is no finite number before,
+    nothing is compared, but what was finite must stay so.
+
+    Args:
+        before: The outputs.
+        after: With the weights that an element changed.
+        rounded: With weights that are rounded otherwise.
+        rounding: By how much.
     """
     worst = 0.0
-    for old, new in zip(before, after, strict=True):
+    for old, new, other in zip(before, after, rounded, strict=True):
         if old.shape != new.shape:
             return math.inf
         if not old.is_floating_point():
@@ -124,15 +135,33 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
         changed = finite & (old != new)
         if not bool(changed.any()):
             continue
-        sizes, apart = old[changed].double().abs(), (new[changed].double() - old[changed].double()).abs()
-        positive = sizes[sizes > 0]
-        typical = 1.0
-        if positive.numel():
-            median = float(positive.median())
-            # Results of cancellation may be the majority: they are rounded as their larger neighbours are.
-            typical = max(median, 1e-4 * float(positive[positive <= 1e12 * median].max()))
-        worst = max(worst, float((apart / (sizes + typical)).max()))
+        sizes, apart, loose = (t[changed].double().abs() for t in (old, new - old, (other - old) / rounding))
+        medians = [float(t[t > 0].median()) for t in (sizes, loose.nan_to_num(0.0, 0.0, 0.0)) if bool((t > 0).any())]
+        worst = max(worst, float((apart / (sizes + max(medians, default=1.0))).max()))
     return worst
+
+
+def moving_element(symmetry: "Symmetry", generator: torch.Generator, scale: float, flip: Tensor | None) -> "Element":
+    """Draw an element that moves every unit that can move.
+
+    Args:
+        symmetry: The group.
+        generator: Where randomness comes from.
+        scale: Standard deviation of the logarithms of the magnitudes.
+        flip: Signs that it shall not have, so that each sign is changed by this element or the one before it.
+    """
+    element = symmetry.sample(generator, scale=scale)
+    permutation = torch.from_numpy(symmetry._random_permutation(generator, cycles=True))
+    return replace(element, permutation=permutation, sign=element.sign if flip is None else -flip)
+
+
+def _check_repeatable(once: list[list[Tensor]], again: list[list[Tensor]]) -> None:
+    pairs = [pair for one, two in zip(once, again, strict=True) for pair in zip(one, two, strict=True)]
+    if not all(bool(((one == two) | (one != one) & (two != two)).all()) for one, two in pairs):
+        raise ValueError(
+            "the network puts out something else every time, in evaluation mode too, so nothing can be tested; "
+            "expected a network that draws no random numbers then (check F.dropout without training=self.training)"
+        )
 
 
 def _informative(outputs: Iterable[Tensor]) -> bool:
@@ -148,11 +177,12 @@ def largest_change(
     scale: float,
     generator: torch.Generator,
     noise: Sequence[float] = (0.0,),
+    precision: torch.dtype = torch.float64,
 ) -> float:
     """Let random elements act on a network, and return the largest change of an output.
 
-    Each time the changed weights go through a state dict into a network that has not been changed: what a state dict
-    does not hold cannot have moved.
+    Every element moves all units that can move, and two have no sign in common. Each time the changed weights go
+    through a state dict into a network that has not been changed: what a state dict does not hold cannot have moved.
 
     Args:
         symmetry: The group.
@@ -163,32 +193,43 @@ def largest_change(
         generator: Where randomness comes from.
         noise: For the first, second, ... element (then again from the first) how much noise is added to the weights
             before, relative to their root mean square; infinity for weights that are nothing but noise.
+        precision: The lowest to which the network rounds.
 
     Raises:
-        ValueError: If no output is finite.
+        ValueError: If no output is finite, or the network puts out something else every time.
     """
     worst, seen = 0.0, False
-    before: list[list[Tensor]] | None = None
+    rounding = max(torch.finfo(precision).eps, 1e-14)
+    signs: Tensor | None = None
+
+    def outputs() -> list[list[Tensor]]:
+        return [outputs_of(network, batch) for batch in batches]
+
     for sample in range(samples):
         amount = noise[sample % len(noise)]
-        kept = {name: tensor.clone() for name, tensor in network.state_dict().items()} if amount > 1 else {}
+        kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
         if amount:
             perturb(symmetry, network, amount, generator)
-            before = None
-        if before is None:
-            before = [outputs_of(network, batch) for batch in batches]
-        if kept and not all(bool(torch.isfinite(o).all()) for batch in before for o in batch if o.is_floating_point()):
+        before = outputs()
+        if math.isinf(amount) and not all(bool(t.isfinite().all()) for batch in before for t in batch):
             # Some networks need weights that are like their own (a positive one under a logarithm).
             network.load_state_dict(kept)
             perturb(symmetry, network, min(noise), generator)
-            before = [outputs_of(network, batch) for batch in batches]
-        acted = symmetry.act(symmetry.sample(generator, scale=scale), network)
-        network.load_state_dict(acted.state_dict())
-        after = [outputs_of(network, batch) for batch in batches]
-        for old, new in zip(before, after, strict=True):
-            worst = max(worst, change(old, new))
+            before = outputs()
+        if not sample:
+            _check_repeatable(before, outputs())
+        element = moving_element(symmetry, generator, scale, signs)
+        signs = element.sign
+        acted = symmetry._act(element, network).state_dict()
+        for tensor in network.state_dict().values():
+            if tensor.is_floating_point():
+                drawn = torch.randn(tensor.shape[-1:], dtype=tensor.dtype, generator=generator).to(tensor.device)
+                tensor.mul_(1 + rounding * drawn)
+        rounded = outputs()
+        network.load_state_dict(acted)
+        for old, new, other in zip(before, outputs(), rounded, strict=True):
+            worst = max(worst, change(old, new, other, rounding))
             seen = seen or _informative(old)
-        before = after
     if not seen:
         raise ValueError(
             "no output of the network is finite on the example, so nothing can be tested; expected an example input on "

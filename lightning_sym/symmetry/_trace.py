@@ -717,8 +717,10 @@ class Trace:
                     environment[node] = Value(tuple(meta.shape)) if isinstance(meta, Tensor) else meta
                 memory.hold(node)
             elif node.op == "get_attr":
-                tensor = getattr(node.graph.owning_module, str(node.target)).detach().to("cpu", copy=True)
-                environment[node] = Value(tuple(tensor.shape), concrete=tensor)
+                held = getattr(node.graph.owning_module, str(node.target))
+                if isinstance(held, Tensor):
+                    held = Value(tuple(held.shape), concrete=held.detach().to("cpu", copy=True))
+                environment[node] = held
                 memory.hold(node)
             elif node.op == "output":
                 arguments = fx.map_arg(node.args[0], lambda n: environment[n])
@@ -824,10 +826,12 @@ class Trace:
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
             if not str(node.target).startswith(_MAKE_ANOTHER):
                 return None
-            # Of the tensor whose size is taken nothing else is needed.
+            # Of the tensor whose size and type are taken nothing else is needed.
             arguments = [
-                Value(v.shape, concrete=torch.empty(v.shape, device="meta")) if isinstance(v, Value) else v
-                for v in arguments
+                Value(v.shape, concrete=torch.empty(v.shape, dtype=argument.meta["val"].dtype, device="meta"))
+                if isinstance(v, Value) and isinstance(argument, fx.Node)
+                else v
+                for argument, v in zip(node.args, arguments, strict=True)
             ]
             keywords = {**keywords, "device": "cpu", "pin_memory": None}
         elif not values and not isinstance(node.meta.get("val"), Tensor):

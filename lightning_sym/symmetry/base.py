@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_sym.networks.batch_norm import on_device_of
-from lightning_sym.symmetry._architecture import Architecture, digest
+from lightning_sym.symmetry._architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry._capture import evaluating, state_tensors
 from lightning_sym.symmetry._proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry._structure import Site, Structure
@@ -409,22 +409,10 @@ class Symmetry:
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}")
         structure = self.structure
-        permutation = np.arange(self.units)
         inside = np.zeros(self.units, bool)
         for cell in structure.dense:
             inside[cell] = True
-        if permutations:
-            for units, cells, movable in zip(structure.types, structure.fine, structure.movable, strict=True):
-                if not movable or inside[units[0]]:
-                    continue
-                draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
-                # Sorting by (cell, random) permutes within cells.
-                start = np.lexsort((np.arange(len(units)), cells))
-                permutation[units[start]] = units[np.lexsort((draw, cells))]
-            for blocks in structure.coarse:
-                order = torch.randperm(len(blocks), generator=generator).numpy()
-                within = permutation.copy()
-                permutation[blocks] = within[blocks[order]]
+        permutation = self._random_permutation(generator) if permutations else np.arange(self.units)
         log_scale = torch.randn(self.scales, dtype=torch.float64, generator=generator) * scale
         sign = torch.ones(self.signs, dtype=torch.float64)
         if signs:
@@ -449,6 +437,33 @@ class Symmetry:
             for _, size in structure.shifts
         )
         return Element(self.fingerprint, torch.from_numpy(permutation), log_scale, sign, tuple(dense), shift)
+
+    def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Ints:
+        """Draw a permutation of all units, uniform; or one that moves all units that can move: a cycle of each cell."""
+        structure = self.structure
+        permutation = np.arange(self.units)
+        dense = {int(cell[0]) for cell in structure.dense}
+        for units, cells, movable in zip(structure.types, structure.fine, structure.movable, strict=True):
+            if not movable or int(units[0]) in dense:
+                continue
+            draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
+            # Sorting by (cell, random) permutes within cells.
+            shuffled = units[np.lexsort((draw, cells))]
+            if cycles:
+                after = np.r_[1 : len(units), 0]
+                begins = np.flatnonzero(np.r_[True, np.diff(np.sort(cells)) != 0])
+                after[np.r_[begins[1:] - 1, len(units) - 1]] = begins
+                permutation[shuffled] = shuffled[after]
+            else:
+                permutation[units[np.lexsort((np.arange(len(units)), cells))]] = shuffled
+        for blocks in structure.coarse:
+            order = torch.randperm(len(blocks), generator=generator).numpy()
+            within = permutation.copy()
+            if cycles:
+                permutation[blocks[order]] = within[blocks[np.roll(order, 1)]]
+            else:
+                permutation[blocks] = within[blocks[order]]
+        return permutation
 
     def _own(self, *elements: Element) -> None:
         for element in elements:
@@ -590,6 +605,17 @@ class Symmetry:
         """
         self._own(element)
         self.require(network)
+        return self._act(element, network, inplace=inplace, optimizer=optimizer)
+
+    def _act(
+        self,
+        element: Element,
+        network: nn.Module,
+        *,
+        inplace: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> nn.Module:
+        """Change a network's weights and buffers, whatever its function."""
         if optimizer is not None and not inplace:
             raise ValueError("an optimiser's state can be carried along only with inplace=True")
         action = self._action(element)
@@ -657,7 +683,7 @@ class Symmetry:
             name, value = next(iter(other.items()))
             raise ValueError(
                 f"{name.lstrip('.')} is {value!r} there; expected {self.architecture.settings.get(name)!r}, as in the "
-                "traced network, whose elements change the function of this one: trace the symmetry of each by itself"
+                f"traced network, whose elements change the function of this one: {ADVICE}"
             )
 
     def _moved(
@@ -877,9 +903,11 @@ class Symmetry:
             The largest change of an output's element, relative to its own magnitude and the median one of that output.
 
         Raises:
-            ValueError: If the network is of another architecture, or puts out no finite number.
+            TypeError: If it is no network.
+            ValueError: If it has other tensors or modules, or puts out no finite number.
         """
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        self.architecture.require_tensors(network)
         exact = double_copy(network)
         if inputs is not None:
             given = inputs if isinstance(inputs, tuple) else (inputs,)

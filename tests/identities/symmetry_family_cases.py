@@ -1332,7 +1332,7 @@ def unsqueezed_in_place(s: Any, x: Tensor) -> Any:
     return s.b(tanh(h))
 
 
-@writes(X, UNITS, a=A, b=B)
+@writes(X, UNITS, least=group([6, 2], 8), a=A, b=B)
 def two_units_swapped(s: Any, x: Tensor) -> Any:
     h = relu(s.a(x))
     h[:, [0, 1]] = h[:, [1, 0]]
