@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import CASES, Case, Group
+from symmetry_family_cases import CASES, Case, Group, difference, evaluate, leaves
 from torch import Tensor, nn
 
 from lightning_sym.symmetry import Symmetry, trace_symmetry
@@ -22,35 +22,6 @@ torch.set_num_threads(1)
 STEP = 1e-6
 RANK = 1e-6
 MOST_DRAWS = 16
-
-
-def leaves(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    return [leaf for part in (output.values() if isinstance(output, dict) else output) for leaf in leaves(part)]
-
-
-def difference(new: Any, old: Any) -> float:
-    """Return the largest change of an output's element, relative to itself and to what is usual in that output.
-
-    What is infinite or not a number has to be the same in both.
-    """
-    worst = 0.0
-    for one, two in zip(leaves(new), leaves(old), strict=True):
-        assert one.shape == two.shape
-        assert torch.equal(one.isfinite(), two.isfinite())
-        finite = two.isfinite()
-        assert torch.equal(one[~finite].nan_to_num(0.0), two[~finite].nan_to_num(0.0))
-        one, two = one[finite].double(), two[finite].double()
-        if one.numel():
-            scale = two.abs() + two.abs().median()
-            worst = max(worst, float(((one - two).abs() / scale.clamp(min=1e-300)).max()))
-    return worst
-
-
-@torch.no_grad()
-def evaluate(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    return network(*(x.clone() for x in inputs))
 
 
 @functools.cache
