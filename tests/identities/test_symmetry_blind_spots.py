@@ -242,6 +242,26 @@ def test_right_rule_raises_no_alarm(name: str) -> None:
     assert symmetry.worst_error <= symmetry.tolerance
 
 
+def branching(s: Any, x: Tensor) -> Any:
+    """Bend what is longer than three steps."""
+    h = torch.relu(s.a(x))
+    return s.b(s.bend(h) if x.shape[1] > 3 else h)
+
+
+@pytest.mark.usefixtures("own_rules")
+@pytest.mark.parametrize("order", [(2, 5), (5, 2), (3, 4)])
+def test_self_test_runs_on_every_example(order: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    network = Program(branching, PARTS)
+    one, two = (torch.randn(2, length, 5) for length in order)
+    register(wrong=True)
+    with pytest.raises(RuntimeError, match="self-test"):
+        trace_symmetry(network, one, more_examples=[two])
+    register(wrong=False)
+    symmetry = trace_symmetry(network, one, more_examples=[two])
+    assert (symmetry.dimension, symmetry.groups[0].size) == (0, 8)
+
+
 E1 = {"a": A, "b": B}
 VALID: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int]] = {
     "logarithm of zeros": (program(lambda s, x: s.b(torch.relu(s.a(x))).relu().log(), **E1), X, 8),

@@ -134,3 +134,30 @@ def test_stated_scales_are_all_there_are(name: str) -> None:
         if free == case.whole.scales:
             return
     assert case.slack, f"{free} magnitudes are free, and {case.whole.scales} are stated."
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.more])
+def test_order_of_the_examples_does_not_matter(name: str) -> None:
+    case, network, symmetry = traced(name)
+    (other,) = case.more
+    swapped = trace_symmetry(network, other(3), more_examples=[case.example(1), other(2)])
+    assert size(swapped) == size(symmetry)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.more])
+def test_one_example_for_two_branches_is_never_more_than_its_branch(name: str) -> None:
+    """Each example alone gives a group that is right for inputs of its own size."""
+    case, network, _ = traced(name)
+    for make in (case.example, *case.more):
+        symmetry = trace_symmetry(network, make(2))
+        inputs = make(3)
+        moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0)), network)
+        assert difference(evaluate(moved, inputs), evaluate(network, inputs)) < case.tolerance
+
+
+@pytest.mark.parametrize("more", [torch.randn(2, 5, 5), [3], ["x"], 7])
+def test_more_examples_are_a_list_of_inputs(more: Any) -> None:
+    """A tensor in place of a list would be taken for one example per sample."""
+    _, network, _ = traced("tables: parameter_cut_to_length")
+    with pytest.raises(TypeError, match="example"):
+        trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64), more_examples=more)
