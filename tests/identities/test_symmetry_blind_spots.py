@@ -22,6 +22,8 @@ torch.set_num_threads(1)
 
 SINGLE = (1e-9, 1e-3)
 BRAIN = (1e-4, 0.3)
+# In single precision; what is wrong is off by a tenth.
+SINGLE_LIMIT = 1e-3
 
 
 class Bend(nn.Module):
@@ -441,7 +443,9 @@ STRANGE: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def assert_right(make: Callable[[], nn.Module], network: nn.Module, symmetry: Any, inputs: list[Any]) -> None:
+def assert_right(
+    make: Callable[[], nn.Module], network: nn.Module, symmetry: Any, inputs: list[Any], limit: float
+) -> None:
     """Check elements in memory, and in a fresh network after a round trip."""
     for seed in range(2):
         moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), network)
@@ -449,7 +453,7 @@ def assert_right(make: Callable[[], nn.Module], network: nn.Module, symmetry: An
         fresh.load_state_dict(copy.deepcopy(moved.state_dict()))
         for other in (moved, fresh):
             for x in inputs:
-                assert difference(evaluate(other, (x,)), evaluate(network, (x,))) < EXACT
+                assert difference(evaluate(other, (x,)), evaluate(network, (x,))) < limit
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated", "ignore:parameters that evaluation never uses")
@@ -461,15 +465,15 @@ def test_strange_network_is_right_or_refused_in_one_sentence(name: str) -> None:
         torch.manual_seed(0)
         return STRANGE[name]()
 
-    network = make().double().eval()
+    network = make().eval()
     problem = None
     try:
-        symmetry = trace_symmetry(network, torch.randn(4, 5, dtype=torch.float64))
+        symmetry = trace_symmetry(network, torch.randn(4, 5))
         symmetry.act(symmetry.sample(), network)
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
     if problem is None:
-        assert_right(make, network, symmetry, [torch.randn(n, 5, dtype=torch.float64) for n in (4, 7)])
+        assert_right(make, network, symmetry, [torch.randn(n, 5) for n in (4, 7)], SINGLE_LIMIT)
     else:
         message = str(problem)
         assert isinstance(problem, ValueError | TypeError) or "self-test" in message
@@ -479,8 +483,8 @@ def test_strange_network_is_right_or_refused_in_one_sentence(name: str) -> None:
         assert not re.search(r"Traceback|FakeTensor|torch\._|functorch|<locals>|0x[0-9a-f]{6}|internal assert", message)
     # Whatever was found, the network computes what it did before.
     if name not in ("noise", "dropout that stays on"):
-        inputs = (torch.randn(4, 5, dtype=torch.float64),)
-        assert difference(evaluate(network, inputs), evaluate(make().double().eval(), inputs)) < EXACT
+        inputs = (torch.randn(4, 5),)
+        assert difference(evaluate(network, inputs), evaluate(make().eval(), inputs)) < SINGLE_LIMIT
 
 
 def test_subsequent_mask_is_no_data() -> None:
@@ -490,4 +494,4 @@ def test_subsequent_mask_is_no_data() -> None:
     network = make().double().eval()
     symmetry = trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64))
     assert symmetry.dimension == 32
-    assert_right(make, network, symmetry, [torch.randn(3, t, 5, dtype=torch.float64) for t in (1, 5, 8)])
+    assert_right(make, network, symmetry, [torch.randn(3, t, 5, dtype=torch.float64) for t in (1, 5, 8)], EXACT)
