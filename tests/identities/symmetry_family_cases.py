@@ -61,6 +61,35 @@ def randomise(network: nn.Module) -> nn.Module:
     return network.eval()
 
 
+def leaves(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return [leaf for part in (output.values() if isinstance(output, dict) else output) for leaf in leaves(part)]
+
+
+def difference(new: Any, old: Any) -> float:
+    """Return the largest change of an output's element, relative to itself and to what is usual in that output.
+
+    What is infinite or not a number has to be the same in both.
+    """
+    worst = 0.0
+    for one, two in zip(leaves(new), leaves(old), strict=True):
+        assert one.shape == two.shape
+        assert torch.equal(one.isfinite(), two.isfinite())
+        finite = two.isfinite()
+        assert torch.equal(one[~finite].nan_to_num(0.0), two[~finite].nan_to_num(0.0))
+        one, two = one[finite].double(), two[finite].double()
+        if one.numel():
+            scale = two.abs() + two.abs().median()
+            worst = max(worst, float(((one - two).abs() / scale.clamp(min=1e-300)).max()))
+    return worst
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return network(*(x.clone() for x in inputs))
+
+
 @dataclass(frozen=True)
 class Group:
     """The size of a group: the logarithm of the number of permutations, and what is free."""

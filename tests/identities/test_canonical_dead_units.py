@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_symmetry_family import difference, evaluate
+from symmetry_family_cases import difference, evaluate
 from torch import nn
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import CASES, Case, Group
+from symmetry_family_cases import CASES, Case, Group, difference, evaluate, leaves
 from torch import Tensor, nn
 
 from lightning_sym.symmetry import Symmetry, trace_symmetry
@@ -22,35 +22,6 @@ torch.set_num_threads(1)
 STEP = 1e-6
 RANK = 1e-6
 MOST_DRAWS = 16
-
-
-def leaves(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    return [leaf for part in (output.values() if isinstance(output, dict) else output) for leaf in leaves(part)]
-
-
-def difference(new: Any, old: Any) -> float:
-    """Return the largest change of an output's element, relative to itself and to what is usual in that output.
-
-    What is infinite or not a number has to be the same in both.
-    """
-    worst = 0.0
-    for one, two in zip(leaves(new), leaves(old), strict=True):
-        assert one.shape == two.shape
-        assert torch.equal(one.isfinite(), two.isfinite())
-        finite = two.isfinite()
-        assert torch.equal(one[~finite].nan_to_num(0.0), two[~finite].nan_to_num(0.0))
-        one, two = one[finite].double(), two[finite].double()
-        if one.numel():
-            scale = two.abs() + two.abs().median()
-            worst = max(worst, float(((one - two).abs() / scale.clamp(min=1e-300)).max()))
-    return worst
-
-
-@torch.no_grad()
-def evaluate(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    return network(*(x.clone() for x in inputs))
 
 
 @functools.cache
@@ -163,3 +134,33 @@ def test_stated_scales_are_all_there_are(name: str) -> None:
         if free == case.whole.scales:
             return
     assert case.slack, f"{free} magnitudes are free, and {case.whole.scales} are stated."
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.more])
+def test_order_of_the_examples_does_not_matter(name: str) -> None:
+    case, network, symmetry = traced(name)
+    (other,) = case.more
+    swapped = trace_symmetry(network, other(3), more_examples=[case.example(1), other(2)])
+    assert size(swapped) == size(symmetry)
+
+
+@pytest.mark.filterwarnings("ignore:parameters that evaluation never uses")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.more])
+def test_one_example_for_two_branches_is_never_more_than_its_branch(name: str) -> None:
+    """Each example alone gives a group that is right for inputs of its own size."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    network = case.make().double()
+    for make in (case.example, *case.more):
+        symmetry = trace_symmetry(network, make(2))
+        inputs = make(3)
+        moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0)), network)
+        assert difference(evaluate(moved, inputs), evaluate(network, inputs)) < case.tolerance
+
+
+@pytest.mark.parametrize("more", [torch.randn(2, 5, 5), [3], ["x"], 7])
+def test_more_examples_are_a_list_of_inputs(more: Any) -> None:
+    """A tensor in place of a list would be taken for one example per sample."""
+    _, network, _ = traced("tables: parameter_cut_to_length")
+    with pytest.raises(TypeError, match="example"):
+        trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64), more_examples=more)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import L, Program, of
-from test_symmetry_family import difference, evaluate
+from symmetry_family_cases import L, Program, difference, evaluate, of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
