@@ -82,6 +82,7 @@ class CutNetwork:
         sites: Where it is cut, in the given order.
 
     Raises:
+        TypeError: If the network is a module of another kind; ``Network.wrap`` makes one of it.
         ValueError: If there is no such site, or a half does not compute what the network does.
     """
 
@@ -94,6 +95,11 @@ class CutNetwork:
         before: bool = False,
         like: "CutNetwork | None" = None,
     ) -> None:
+        if not isinstance(network, Network):
+            name = type(network).__name__
+            raise TypeError(
+                f"network must be a Network, whose sites are known, got {name}; pass Network.wrap(network)."
+            )
         network.eval().requires_grad_(False)
         self.network = network
         self._cuts = network.cuts(sites, before=before)

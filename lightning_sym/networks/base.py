@@ -98,7 +98,16 @@ class Network(nn.Module, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__init__" in cls.__dict__:
+        order = cls.__mro__[: cls.__mro__.index(nn.Module)]
+        hidden = [base for base in order[order.index(Network) :] if base is not Network and "forward" in vars(base)]
+        if cls.forward is Network.forward and hidden:
+            other = hidden[0].__name__
+            raise TypeError(
+                f"the forward of {other} is hidden in class {cls.__name__}, as Network comes before it; expected "
+                f"class {cls.__name__}({other}, Network), or Network.wrap({other}(...)) without a new class"
+            )
+        made_by = next((base for base in order if "__init__" in vars(base)), None)
+        if made_by is not None and (made_by is cls or not issubclass(made_by, Network)):
             cls.__init__ = _recording(cls.__init__)  # type: ignore[method-assign]
 
     @abstractmethod

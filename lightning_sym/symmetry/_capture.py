@@ -1,6 +1,7 @@
 """A network as a flat list of ATen operations, with the names of the parameters, buffers and modules behind them."""
 
 import contextlib
+import copy
 import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,11 +67,42 @@ def constant_names(network: nn.Module) -> set[str]:
     }
 
 
+def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy of a network.
+
+    Args:
+        network: Not changed.
+        made: What to put in the place of things, by their `id`.
+
+    Raises:
+        TypeError: If it holds something that cannot be copied.
+    """
+    try:
+        return copy.deepcopy(network, made)
+    except TypeError as error:
+        raise TypeError(
+            f"the network cannot be copied ({error}); expected modules without locks, files or other things that "
+            "copy.deepcopy refuses"
+        ) from error
+
+
 def first_line_of_user(error: BaseException) -> str:
     """Return "file:line: code" of the innermost frame that is neither torch's nor ours."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "an unknown line"
+
+
+@contextlib.contextmanager
+def _masks_as_given() -> Iterator[None]:
+    """Let transformer layers of torch apply a mask as it is, without a look at its values: it may be the causal one."""
+    module: Any = torch.nn.modules.transformer
+    looked = module._detect_is_causal_mask
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = looked
 
 
 @contextlib.contextmanager
@@ -212,6 +244,7 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
     states = state_tensors(network)
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(network))
+        stack.enter_context(_masks_as_given())
         stack.enter_context(evaluating(network))
         leaves = stack.enter_context(_as_leaves(network, leaf_types, inputs)) if leaf_types else {}
         recorder = _Recorder(network, leaf_types)

@@ -22,6 +22,7 @@ class Gauged:
         self.symmetry, self.plan, self.tensors = symmetry, plan, tensors
         self.scale = np.exp(plan.forms @ log_scale)
         self.sign = np.ones(plan.total)
+        self.shown = np.ones(plan.total, bool)  # at which positions weights are seen: what has no scale is not
         self.sites: dict[str, list[Site]] = {}
         for site in plan.sites:
             self.sites.setdefault(site.tensor, []).append(site)
@@ -42,6 +43,8 @@ class Gauged:
                 value = scale**2 * (value + site.epsilon) - site.epsilon
             elif not (scale == 1).all() or not (self.sign[self.plan.at(site)] == 1).all():
                 value = value * (scale * self.spread(self.sign, site, value.ndim))
+            if not self.shown[self.plan.at(site)].all():
+                value = value * self.spread(self.shown, site, value.ndim)
         return value
 
 
@@ -186,7 +189,14 @@ def _colour(kind: int, number: NDArray[np.int64]) -> Floats:
     return result
 
 
-def find_order(symmetry: Symmetry, plan: Plan, slices: Floats, gauged: Gauged, notes: list[str]) -> Ints:
+def find_order(
+    symmetry: Symmetry,
+    plan: Plan,
+    slices: Floats,
+    gauged: Gauged,
+    last: Sequence[NDArray[np.bool_]],
+    notes: list[str],
+) -> Ints:
     """Sort units within cells, and blocks, by keys that no other permutation changes.
 
     Args:
@@ -194,6 +204,7 @@ def find_order(symmetry: Symmetry, plan: Plan, slices: Floats, gauged: Gauged, n
         plan: The symmetry's.
         slices: Sums of squares at each position, under the scales.
         gauged: The weights under scales and signs.
+        last: For each type, which units come after all others.
         notes: What could not be sorted is added.
 
     Returns:
@@ -218,6 +229,7 @@ def find_order(symmetry: Symmetry, plan: Plan, slices: Floats, gauged: Gauged, n
         columns, units = structure.columns[index], structure.types[index]
         own = slices[columns] * plan.parameter[columns]
         first = plan.first[index]
+        ranks[index] = _refine(ranks[index], -last[index].astype(np.float64))
         ranks[index] = _refine(ranks[index], own[:, first].sum(1))
         ranks[index] = _refine(ranks[index], own[:, ~first].sum(1) + joint[units])
         for column in range(columns.shape[1]):

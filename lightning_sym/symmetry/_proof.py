@@ -1,6 +1,5 @@
 """The proof that a group is a network's symmetry: random elements act on it, and its outputs must not change."""
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sym.symmetry._capture import constant_names, plain, state_tensors
+from lightning_sym.symmetry._capture import constant_names, copied, plain, state_tensors
 
 if TYPE_CHECKING:
     from lightning_sym.symmetry.base import Element, Symmetry
@@ -68,7 +67,7 @@ def double_copy(network: nn.Module) -> nn.Module:
         if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
             exact = tensor.detach().to(torch.float64, copy=True)
             made[id(tensor)] = nn.Parameter(exact, tensor.requires_grad) if type(tensor) is nn.Parameter else exact
-    return copy.deepcopy(network, made).double()
+    return copied(network, made).double()
 
 
 def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:

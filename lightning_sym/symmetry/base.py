@@ -1,7 +1,6 @@
 """The symmetry of a network: its group, its elements, and how they act on weights."""
 
 import contextlib
-import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sym.networks.batch_norm import on_device_of
 from lightning_sym.symmetry._architecture import ADVICE, Architecture, digest
-from lightning_sym.symmetry._capture import evaluating, state_tensors
+from lightning_sym.symmetry._capture import copied, evaluating, state_tensors
 from lightning_sym.symmetry._proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry._structure import Site, Structure
 
@@ -638,7 +637,7 @@ class Symmetry:
                 if type(old[name]) is nn.Parameter:
                     tensor = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
                 made[id(old[name])] = tensor
-        return copy.deepcopy(network, made)
+        return copied(network, made)
 
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
         """Return what becomes of some parameters or buffers, by name; nothing is checked and nothing is changed.

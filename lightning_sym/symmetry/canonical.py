@@ -144,9 +144,10 @@ def canonicalize(
     **Signs.** The gain of a norm layer is positive. Otherwise the entry of largest magnitude among the incoming weights
     and bias is positive; if the largest ones tie and disagree, the sum of the cubes is, then the plain sum.
 
-    **Order** (spec 4.3). Within its cell, by falling norm of the incoming weights; ties by the norm of all other
-    weights, then by each tensor's norm, sums of cubes and sums of entries, and sums weighted by the place of the units
-    on the other side. Units that are alike in all of these (copies, dead units) keep their order, with a note.
+    **Order** (spec 4.3). Within its cell, dead units last; then by falling norm of the incoming weights; ties by the
+    norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and sums weighted by the
+    place of the units on the other side. Units that are alike in all of these (copies, dead units) keep their order,
+    with a note.
 
     Args:
         symmetry: Of the network's architecture.
@@ -164,8 +165,9 @@ def canonicalize(
             finite.
 
     Note:
-        Units whose incoming or outgoing weights are all zero are dead: their scale stays, other scales are found as if
-        they were absent, and `CanonicalForm.dead` reports them. For them alone the form depends on the orbit's member.
+        Units whose incoming or outgoing weights are all zero are dead: their scale stays, everything else is found as
+        if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
+        the orbit's member.
         Cells on which any invertible matrix acts (`AxisGroup.dense`) stay as they are, with a note. Sorting is not
         continuous: near networks may have far canonical forms (spec 4.4).
 
@@ -228,9 +230,13 @@ def _pass(
         notes += found.notes
         sweeps, residual, converged = found.sweeps, found.residual, found.converged
     gauged = Gauged(symmetry, plan, tensors, log_scale)
-    slices = squares.slices(gauged.scale**2)
+    # What has no scale of its own says nothing of the living units that it touches: it counts as absent.
+    determined = abs(plan.forms) @ dead_scales.astype(np.float64) == 0
+    slices = squares.slices(gauged.scale**2 * determined)
     dead = _dead_units(symmetry, plan, slices, dead_scales)
+    gauged.shown = determined
     sign = find_signs(symmetry, plan, gauged) if signs and symmetry.signs else identity.sign.numpy()
+    gauged.shown = np.ones_like(determined)
     shift = list(identity.shift)
     if scales is not None:
         for index, (places, _) in enumerate(structure.shifts):
@@ -242,7 +248,9 @@ def _pass(
             first, *others = (structure.sites[place] for place in places)
             moved = {site.tensor: _shifted(gauged, site, by) for site in others}
             gauged.tensors = {**gauged.tensors, first.tensor: torch.zeros_like(by), **moved}
-        permutation = find_order(symmetry, plan, slices, gauged, notes)
+        gauged.shown = determined
+        last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
+        permutation = find_order(symmetry, plan, slices, gauged, last, notes)
     if structure.dense:
         notes.append(
             f"{len(structure.dense)} cells on which invertible matrices act stay as they are: the form is canonical up "

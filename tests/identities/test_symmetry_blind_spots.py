@@ -503,3 +503,23 @@ def test_subsequent_mask_is_no_data() -> None:
     symmetry = trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64))
     assert symmetry.dimension == 32
     assert_right(make, network, symmetry, [torch.randn(3, t, 5, dtype=torch.float64) for t in (1, 5, 8)], EXACT)
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+def test_causal_mask_of_a_transformer_of_torch_is_no_data(is_causal: bool | None) -> None:
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        parts = {"e": lambda: nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "i": A, "o": B}
+
+        def function(s: Any, x: Tensor) -> Any:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+            return s.o(s.e(s.i(x), mask=mask, is_causal=is_causal))
+
+        return Program(function, parts)
+
+    torch.manual_seed(0)
+    network = make().double().eval()
+    symmetry = trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64))
+    assert symmetry.dimension == 88
+    if is_causal is not False:
+        assert_right(make, network, symmetry, [torch.randn(3, t, 5, dtype=torch.float64) for t in (1, 5, 8)], EXACT)

@@ -333,3 +333,10 @@ def test_maps_of_the_same_seed_are_the_same_whoever_asks_first():
         return StitchedNetwork(a, b, "activation1", family=FullMap).maps[0].weight
 
     assert torch.equal(first_map(True), first_map(False))
+
+
+def test_plain_module_is_not_cut_but_told_to_be_wrapped() -> None:
+    plain = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(TypeError, match=r"must be a Network.*Network\.wrap"):
+        CutNetwork(plain, example=torch.randn(2, 5))
+    assert CutNetwork(Network.wrap(plain), example=torch.randn(2, 5)).sites

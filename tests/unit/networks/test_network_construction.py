@@ -179,3 +179,27 @@ def test_other_packages_must_be_named() -> None:
         build(entry("no_such_package.Net"), allow=["no_such_package"])
     with pytest.raises(ValueError, match="allow must be a list of package names, got the string"):
         build(entry(path, size=2), allow=__name__)
+
+
+class Unnamed(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_network_before_a_plain_module_hides_its_forward() -> None:
+    with pytest.raises(TypeError, match=r"forward of Unnamed is hidden .* expected class Hidden\(Unnamed, Network\)"):
+
+        class Hidden(Network, Unnamed):
+            pass
+
+
+def test_plain_module_before_network_is_a_network_that_remembers_its_arguments() -> None:
+    class Both(Unnamed, Network):
+        pass
+
+    assert Both(5)(torch.ones(2, 5)).shape == (2, 3)
+    assert Both(5).architecture["init_args"] == {"width": 5}
