@@ -1,5 +1,7 @@
 """The proof that a group is a network's symmetry: random elements act on it, and its outputs must not change."""
 
+import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -76,18 +78,10 @@ def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
     return [t.detach() for t in found if isinstance(t, Tensor)]
 
 
-def batches_of(network: nn.Module, inputs: tuple[Any, ...], generator: torch.Generator) -> list[tuple[Any, ...]]:
-    """Return inputs to test a network on: the example's first samples, and others with noise around the first.
+def noisy(inputs: Any, generator: torch.Generator) -> Any:
+    """Return floating inputs with noise as large as they are; integers (tokens) and masks stay as they are."""
 
-    One sample may be a special point: zeros, padding, dead units. Integers (tokens) and masks are taken as they are.
-
-    Args:
-        network: Decides, by an error, whether a batch of another size than the example's can be had.
-        inputs: The positional arguments, in float64.
-        generator: Where the noise comes from.
-    """
-
-    def noisy(tensor: Tensor) -> Tensor:
+    def add(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         finite = tensor[torch.isfinite(tensor)]
@@ -95,34 +89,59 @@ def batches_of(network: nn.Module, inputs: tuple[Any, ...], generator: torch.Gen
         drawn = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
         return tensor + (size or 1.0) * drawn.to(tensor.device)
 
+    return pytree.tree_map_only(Tensor, add, inputs)
+
+
+def batches_of(
+    network: nn.Module, inputs: tuple[Any, ...], generator: torch.Generator, *, thrifty: bool = False
+) -> list[tuple[Any, ...]]:
+    """Return inputs to test a network on: the example's first samples, and others with noise around the first.
+
+    One sample may be a special point: zeros, padding, dead units.
+
+    Args:
+        network: Decides, by an error, whether a batch of another size than the example's can be had.
+        inputs: The positional arguments, in float64.
+        generator: Where the noise comes from.
+        thrifty: Whether to take as few samples as can be: one, and another one with noise around it.
+    """
     tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     if all(t.ndim for t in tensors) and len({len(t) for t in tensors}) == 1:
-        both = pytree.tree_map_only(Tensor, lambda t: torch.cat([t[:2], noisy(t[:1])]), inputs)
+        few = pytree.tree_map_only(Tensor, lambda t: t[:1] if thrifty else t[:2], inputs)
+        around = noisy(pytree.tree_map_only(Tensor, lambda t: t[:1], inputs), generator)
+        leaves, structure = pytree.tree_flatten(few)
+        both = [
+            torch.cat([one, two]) if isinstance(one, Tensor) else one
+            for one, two in zip(leaves, pytree.tree_leaves(around), strict=True)
+        ]
+        batches = [few, around] if thrifty else [pytree.tree_unflatten(both, structure)]
         try:
-            outputs_of(network, both)
+            outputs_of(network, batches[0])
         except Exception:
             pass
         else:
-            return [both]
-    return [inputs, pytree.tree_map_only(Tensor, noisy, inputs)]
+            return batches
+    return [inputs, noisy(inputs, generator)]
 
 
-def change(before: Sequence[Tensor], after: Sequence[Tensor], rounded: Sequence[Tensor], rounding: float) -> float:
+def change(
+    before: Sequence[Tensor], after: Sequence[Tensor], rounded: Sequence[Tensor] | None = None, rounding: float = 1.0
+) -> float:
     """Return the largest change of an element of some outputs, relative to its own and to a typical magnitude.
 
-    Of each output by itself. Typical is the larger one of the median over the elements that are not bitwise the same (a
-    mask of the smallest number there is, or of infinities, does not count), and of what rounding the weights says: what
-    is left of a difference of equal numbers is known only as well as these. Where there is no finite number before,
-    nothing is compared, but what was finite must stay so.
+    Of each output by itself. Typical is the median over the elements that are not bitwise the same (a mask of the
+    smallest number there is, or of infinities, does not count), or more if rounding the weights says so: what is left
+    of a difference of equal numbers is known only as well as these. Where there is no finite number before, nothing is
+    compared, but what was finite must stay so.
 
     Args:
         before: The outputs.
         after: With the weights that an element changed.
-        rounded: With weights that are rounded otherwise.
+        rounded: With these rounded otherwise.
         rounding: By how much.
     """
     worst = 0.0
-    for old, new, other in zip(before, after, rounded, strict=True):
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old.shape != new.shape:
             return math.inf
         if not old.is_floating_point():
@@ -134,8 +153,11 @@ def change(before: Sequence[Tensor], after: Sequence[Tensor], rounded: Sequence[
         changed = finite & (old != new)
         if not bool(changed.any()):
             continue
-        sizes, apart, loose = (t[changed].double().abs() for t in (old, new - old, (other - old) / rounding))
-        medians = [float(t[t > 0].median()) for t in (sizes, loose.nan_to_num(0.0, 0.0, 0.0)) if bool((t > 0).any())]
+        sizes, apart = old[changed].double().abs(), (new - old)[changed].double().abs()
+        medians = [float(sizes[sizes > 0].median())] if bool((sizes > 0).any()) else []
+        if rounded is not None:
+            loose = ((rounded[index] - new)[changed].double() / rounding).abs().nan_to_num(0.0, 0.0, 0.0)
+            medians += [float(loose[loose > 0].median())] if bool((loose > 0).any()) else []
         worst = max(worst, float((apart / (sizes + max(medians, default=1.0))).max()))
     return worst
 
@@ -154,15 +176,6 @@ def moving_element(symmetry: "Symmetry", generator: torch.Generator, scale: floa
     return replace(element, permutation=permutation, sign=element.sign if flip is None else -flip)
 
 
-def _check_repeatable(once: list[list[Tensor]], again: list[list[Tensor]]) -> None:
-    pairs = [pair for one, two in zip(once, again, strict=True) for pair in zip(one, two, strict=True)]
-    if not all(bool(((one == two) | (one != one) & (two != two)).all()) for one, two in pairs):
-        raise ValueError(
-            "the network puts out something else every time, in evaluation mode too, so nothing can be tested; "
-            "expected a network that draws no random numbers then (check F.dropout without training=self.training)"
-        )
-
-
 def _informative(outputs: Iterable[Tensor]) -> bool:
     return any(bool(torch.isfinite(o).any()) if o.is_floating_point() else o.numel() > 0 for o in outputs)
 
@@ -170,14 +183,14 @@ def _informative(outputs: Iterable[Tensor]) -> bool:
 def largest_change(
     symmetry: "Symmetry",
     network: nn.Module,
-    batches: Sequence[tuple[Any, ...]],
+    batches: Sequence[Sequence[tuple[Any, ...]]],
     *,
     samples: int,
     scale: float,
     generator: torch.Generator,
     noise: Sequence[float] = (0.0,),
-    precision: torch.dtype = torch.float64,
-) -> float:
+    tolerance: float | None = None,
+) -> tuple[float, torch.dtype]:
     """Let random elements act on a network, and return the largest change of an output.
 
     Every element moves all units that can move, and two have no sign in common. Each time the changed weights go
@@ -186,55 +199,78 @@ def largest_change(
     Args:
         symmetry: The group.
         network: In float64 and evaluation mode; its weights are replaced.
-        batches: What it is run on.
+        batches: What it is run on: for the first, second, ... element, then again from the first.
         samples: How many elements are tried.
         scale: Standard deviation of the logarithms of their magnitudes.
         generator: Where randomness comes from.
-        noise: For the first, second, ... element (then again from the first) how much noise is added to the weights
-            before, relative to their root mean square; infinity for weights that are nothing but noise.
-        precision: The lowest to which the network rounds.
+        noise: For each element in the same way: how much noise is added to the weights before, relative to their root
+            mean square; infinity for weights that are nothing but noise.
+        tolerance: Above which a change is looked at more closely; by default what the network's precision asks for.
+
+    Returns:
+        The change, and the lowest precision to which the network rounds.
 
     Raises:
         ValueError: If no output is finite, or the network puts out something else every time.
     """
-    worst, seen = 0.0, False
-    rounding = max(torch.finfo(precision).eps, 1e-14)
+    worst, seen, precision = 0.0, False, torch.float64
     signs: Tensor | None = None
-
-    def outputs() -> list[list[Tensor]]:
-        return [outputs_of(network, batch) for batch in batches]
-
     for sample in range(samples):
-        amount = noise[sample % len(noise)]
-        kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        own, amount = batches[sample % len(batches)], noise[sample % len(noise)]
+        kept = {n: t.clone() for n, t in network.state_dict().items()} if math.isinf(amount) else {}
         if amount:
             perturb(symmetry, network, amount, generator)
-        before = outputs()
-        if math.isinf(amount) and not all(bool(t.isfinite().all()) for batch in before for t in batch):
+        with LowestPrecision() if not sample else contextlib.nullcontext() as lowest:
+            before = [outputs_of(network, batch) for batch in own]
+        if lowest is not None:
+            precision = lowest.dtype
+        if kept and not all(bool(t.isfinite().all()) for outputs in before for t in outputs):
             # Some networks need weights that are like their own (a positive one under a logarithm).
             network.load_state_dict(kept)
             perturb(symmetry, network, min(noise), generator)
-            before = outputs()
-        if not sample:
-            _check_repeatable(before, outputs())
+            before = [outputs_of(network, batch) for batch in own]
+        seen = seen or any(_informative(outputs) for outputs in before)
         element = moving_element(symmetry, generator, scale, signs)
         signs = element.sign
-        acted = symmetry._act(element, network).state_dict()
-        for tensor in network.state_dict().values():
-            if tensor.is_floating_point():
-                drawn = torch.randn(tensor.shape[-1:], dtype=tensor.dtype, generator=generator).to(tensor.device)
-                tensor.mul_(1 + rounding * drawn)
-        rounded = outputs()
-        network.load_state_dict(acted)
-        for old, new, other in zip(before, outputs(), rounded, strict=True):
-            worst = max(worst, change(old, new, other, rounding))
-            seen = seen or _informative(old)
+        network.load_state_dict(symmetry._act(element, network).state_dict())
+        after = [outputs_of(network, batch) for batch in own]
+        found = max(change(old, new) for old, new in zip(before, after, strict=True))
+        if found > (tolerance if tolerance is not None else tolerance_of(precision)):
+            found = _looked_at_closely(network, own, before, after, precision, generator)
+        worst = max(worst, found)
     if not seen:
         raise ValueError(
             "no output of the network is finite on the example, so nothing can be tested; expected an example input on "
             "which it puts out finite numbers"
         )
-    return worst
+    return worst, precision
+
+
+def _looked_at_closely(
+    network: nn.Module,
+    batches: Sequence[tuple[Any, ...]],
+    before: Sequence[list[Tensor]],
+    after: Sequence[list[Tensor]],
+    precision: torch.dtype,
+    generator: torch.Generator,
+) -> float:
+    """Return the change of the outputs, relative to what other roundings of the weights would do to them."""
+    again = [outputs_of(network, batch) for batch in batches]
+    for one, two in zip(itertools.chain(*after), itertools.chain(*again), strict=True):
+        if not bool(((one == two) | (one != one) & (two != two)).all()):
+            raise ValueError(
+                "the network puts out something else every time, in evaluation mode too, so nothing can be tested; "
+                "expected a network that draws no random numbers then (check F.dropout without training=self.training)"
+            )
+    rounding = max(torch.finfo(precision).eps, 1e-14)
+    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    for tensor in network.state_dict().values():
+        if tensor.is_floating_point():
+            drawn = torch.randn(tensor.shape[-1:], dtype=tensor.dtype, generator=generator).to(tensor.device)
+            tensor.mul_(1 + rounding * drawn)
+    rounded = [outputs_of(network, batch) for batch in batches]
+    network.load_state_dict(kept)
+    return max(change(*outputs, rounding) for outputs in zip(before, after, rounded, strict=True))
 
 
 def perturb(symmetry: "Symmetry", network: nn.Module, amount: float, generator: torch.Generator) -> None:

@@ -918,6 +918,7 @@ class Symmetry:
             batches = list(examples)
             if inputs is None:
                 batches = [batch for example in examples for batch in batches_of(exact, example, generator)]
-            return largest_change(
-                self, exact, batches, samples=samples, scale=scale, generator=generator, noise=(perturb,)
+            found, _ = largest_change(
+                self, exact, [batches], samples=samples, scale=scale, generator=generator, noise=(perturb,)
             )
+            return found
