@@ -199,6 +199,30 @@ def _check_finite(measured: dict[str, _BatchNorm]) -> None:
             )
 
 
+def float_average(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
+    """Return the mean over updates of a floating tensor, and the latest value of any other.
+
+    The ``avg_fn`` for Lightning's ``WeightAveraging`` (or ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``)
+    where a network has batch norms. The default averages integer buffers too, such as ``num_batches_tracked``: on a CPU
+    the mean is cut to an integer, and on CUDA the second update ends with an error.
+
+    Args:
+        averaged: The mean of the values before. Any shape and dtype.
+        current: The next value. Same shape, dtype and device.
+        count: How many values ``averaged`` is the mean of, >= 1.
+
+    Returns:
+        Shape, dtype and device of ``averaged``.
+
+    Example:
+        >>> float_average(torch.tensor(1.0), torch.tensor(4.0), 2), float_average(torch.tensor(1), torch.tensor(4), 2)
+        (tensor(2.), tensor(4))
+    """
+    if averaged.is_floating_point() or averaged.is_complex():
+        return averaged + (current - averaged) / (count + 1)
+    return current
+
+
 # ---- one pass
 
 
