@@ -401,7 +401,7 @@ def _inputs(network: nn.Module, batches: Batches) -> Iterator[Tensor]:
             raise ValueError(
                 f"batches must give tensors, or tuples or lists that start with one, got {type(batch).__name__}."
             )
-        yield images.to(device, non_blocking=True)
+        yield moved(images, device)
 
 
 def _check_some(batches: float) -> None:
@@ -416,11 +416,16 @@ def device_of(network: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; nothing waits for copies but for those to the CPU, which could be read too early."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def on_device_of(network: nn.Module, inputs: T) -> T:
     """Return inputs, however nested in tuples, lists and dicts, with every tensor on the device of the network."""
     device = device_of(network)
-    moved: T = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
-    return moved
+    found: T = tree_map_only(Tensor, lambda tensor: moved(tensor, device), inputs)
+    return found
 
 
 def wide(device: torch.device) -> torch.dtype:
