@@ -30,7 +30,7 @@ from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Of float32 results that are compared; what is computed on either side is the same up to the order of sums.
-RELATIVE, ABSOLUTE = 1e-3, 1e-5
+RELATIVE, ABSOLUTE = 1e-5, 1e-6
 CASES = {}
 
 
