@@ -29,6 +29,7 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 
+import lightning_sym
 from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import (
@@ -51,7 +52,8 @@ from lightning_sym.tasks import EquivalenceTask, EquivarianceTask, MatchingTask,
 from lightning_sym.zoo import rebuild_manifest, write_member
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("lightning_sym", "callbacks", "datamodules"))
+ROOMS = (lightning_sym, lightning_sym.callbacks, lightning_sym.datamodules)
+PACKAGES = tuple(f"{Path(room.__file__).parent}{os.sep}" for room in ROOMS)
 SCENARIOS = {}
 EVERYWHERE = collections.Counter()  # with PRETEND_TRACE, where the device was waited for
 
