@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format types board wheel-test clean
+.PHONY: help demo test test-slow pretend-device lint format types board wheel-test clean
 
 help:
 	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, pictures, TensorBoard logs"
 	@echo "make board       watch the runs in TensorBoard"
 	@echo "make test        all tests but the slow ones (make test-slow runs those)"
+	@echo "make pretend-device  tasks, callbacks and functions on a GPU that is not there (tests/pretend_device/README.md)"
 	@echo "make lint        ruff; make format puts right what it can"
 	@echo "make types       mypy"
 	@echo "make wheel-test  build the wheel and run it from another folder"
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
+
+pretend-device: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m pretend_device -n 2 tests/pretend_device
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -62,7 +62,9 @@ class BatchNormRecalibration(Callback):
 
     With Lightning's ``WeightAveraging``, use ``keep=True`` and list this callback after it: the averaged weights keep
     the statistics that were measured with them, in their checkpoint too, and the weights in training get their own
-    back with the swap.
+    back with the swap. Leave the batch norms' integer counters out of the average, which CUDA refuses to compute:
+    ``callbacks=[WeightAveraging(avg_fn=float_average), BatchNormRecalibration(keep=True)]``, with
+    :func:`lightning_sym.networks.float_average`.
 
     Args:
         images: At most so many training images, of all ranks together, spread evenly over the training split (the

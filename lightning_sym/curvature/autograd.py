@@ -19,7 +19,7 @@ from lightning_sym.curvature.blocks import (
     over_batches_and_ranks,
 )
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
-from lightning_sym.networks.batch_norm import device_of, ranks
+from lightning_sym.networks.batch_norm import device_of, moved, ranks
 
 
 def autograd_factors(
@@ -144,7 +144,7 @@ def batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor,
             raise ValueError(
                 f"The loader must give pairs of tensors, inputs and labels, for curvature, got {type(batch).__name__}."
             )
-        x, y = (tensor.to(parameter.device, non_blocking=True) for tensor in batch[:2])
+        x, y = (moved(tensor, parameter.device) for tensor in batch[:2])
         if x.is_inference():
             x = x.clone()  # autograd takes no others
         if len(x):

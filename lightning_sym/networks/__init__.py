@@ -8,7 +8,12 @@ from lightning_sym.networks.activations import (
     make_activation,
 )
 from lightning_sym.networks.base import Cuts, Network, WrappedNetwork
-from lightning_sym.networks.batch_norm import batch_norms, preserved_statistics, recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import (
+    batch_norms,
+    float_average,
+    preserved_statistics,
+    recalibrate_batch_norm,
+)
 from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18
 from lightning_sym.networks.construction import build
 from lightning_sym.networks.lenet import LeNet5
@@ -33,6 +38,7 @@ __all__ = [
     "WrappedNetwork",
     "batch_norms",
     "build",
+    "float_average",
     "is_activation",
     "make_activation",
     "preserved_statistics",

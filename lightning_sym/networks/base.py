@@ -6,8 +6,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor, fx, nn
 
 from lightning_sym._random import seeded
@@ -15,6 +16,7 @@ from lightning_sym._text import unknown
 from lightning_sym.networks._trace import Trace, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 
 _PUBLIC = "lightning_sym.networks"
+M = TypeVar("M", bound=nn.Module)
 
 
 def _recording(init: Callable[..., None]) -> Callable[..., None]:
@@ -146,11 +148,11 @@ class Network(nn.Module, ABC):
 
         Args:
             seed: Seed of the initialisation. The weights are exactly those of ``torch.manual_seed(seed)``
-                followed by the constructor, whatever was drawn before; the caller's generator is left as it
-                was.
+                followed by the constructor on the CPU, whatever was drawn before; the caller's generator is left as
+                it was.
 
         Returns:
-            The new network, on the default device and dtype, in train mode.
+            The new network, on the default device and dtype, in train mode. Its weights are the same on every device.
 
         Raises:
             ValueError: If an argument of the constructor is itself a module, which both networks would share.
@@ -162,8 +164,7 @@ class Network(nn.Module, ABC):
                     f"{type(self).__name__} was given a {type(value).__name__}, which a fresh network "
                     f"would share; let its constructor build it."
                 )
-        with seeded(seed):
-            return type(self)(*args, **kwargs)
+        return _drawn(seed, lambda: type(self)(*args, **kwargs))
 
     def sites(self) -> list[str]:
         """Return the names of the network's sites in the order in which they are computed.
@@ -377,8 +378,7 @@ class WrappedNetwork(_ModuleHolder):
             ValueError: If a module was wrapped rather than what builds it.
         """
         factory = self._require_factory("fresh weights")
-        with seeded(seed):
-            return type(self)(factory)
+        return _drawn(seed, lambda: type(self)(factory))
 
     def _require_factory(self, purpose: str) -> Callable[[], nn.Module]:
         """Return the factory, or explain that a module alone cannot be made again."""
@@ -389,6 +389,16 @@ class WrappedNetwork(_ModuleHolder):
                 f"pass Network.wrap what builds it, such as functools.partial({kind}, ...)."
             )
         return self._factory
+
+
+def _drawn(seed: int, make: Callable[[], M]) -> M:
+    """Make a module with a seed's random numbers and bring it to the default device.
+
+    Lightning makes an accelerator the default device in ``configure_model``, and each device has its own numbers.
+    """
+    with seeded(seed), torch.device("cpu"):
+        made = make()
+    return made.to(torch.get_default_device())
 
 
 def _description(path: str, arguments: Mapping[str, object]) -> dict[str, Any]:

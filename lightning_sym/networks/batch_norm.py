@@ -199,6 +199,30 @@ def _check_finite(measured: dict[str, _BatchNorm]) -> None:
             )
 
 
+def float_average(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
+    """Return the mean over updates of a floating tensor, and the latest value of any other.
+
+    The ``avg_fn`` for Lightning's ``WeightAveraging`` (or ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``)
+    where a network has batch norms. The default averages integer buffers too, such as ``num_batches_tracked``: on a CPU
+    the mean is cut to an integer, and on CUDA the second update ends with an error.
+
+    Args:
+        averaged: The mean of the values before. Any shape and dtype.
+        current: The next value. Same shape, dtype and device.
+        count: How many values ``averaged`` is the mean of, >= 1.
+
+    Returns:
+        Shape, dtype and device of ``averaged``.
+
+    Example:
+        >>> float_average(torch.tensor(1.0), torch.tensor(4.0), 2), float_average(torch.tensor(1), torch.tensor(4), 2)
+        (tensor(2.), tensor(4))
+    """
+    if averaged.is_floating_point() or averaged.is_complex():
+        return averaged + (current - averaged) / (count + 1)
+    return current
+
+
 # ---- one pass
 
 
@@ -377,7 +401,7 @@ def _inputs(network: nn.Module, batches: Batches) -> Iterator[Tensor]:
             raise ValueError(
                 f"batches must give tensors, or tuples or lists that start with one, got {type(batch).__name__}."
             )
-        yield images.to(device, non_blocking=True)
+        yield moved(images, device)
 
 
 def _check_some(batches: float) -> None:
@@ -392,11 +416,16 @@ def device_of(network: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; nothing waits for copies but for those to the CPU, which could be read too early."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def on_device_of(network: nn.Module, inputs: T) -> T:
     """Return inputs, however nested in tuples, lists and dicts, with every tensor on the device of the network."""
     device = device_of(network)
-    moved: T = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
-    return moved
+    found: T = tree_map_only(Tensor, lambda tensor: moved(tensor, device), inputs)
+    return found
 
 
 def wide(device: torch.device) -> torch.dtype:

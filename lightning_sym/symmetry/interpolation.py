@@ -15,6 +15,7 @@ from lightning_sym.networks.batch_norm import (
     Batches,
     batch_norms,
     device_of,
+    moved,
     ranks,
     recalibrate_batch_norm,
     summed,
@@ -433,7 +434,7 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
         for batch in data:
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 raise ValueError(f"data must give pairs (images, labels), got a {type(batch).__name__}.")
-            images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
+            images, labels = (moved(tensor, device) for tensor in batch)
             size = len(images)
             if size == 0:
                 continue

@@ -351,7 +351,7 @@ class BranchTask(LightningModule):
         Weights whose squares overflow count as not finite: batch norms hide them in training, but have no statistics.
         """
         finite = all(bool(parameter.square().sum().isfinite()) for parameter in self.parameters_of(index))
-        if not finite:
+        if not finite and index not in self.stopped:
             self._stop(index, "its weights are not finite, or overflow when squared")
         return not finite
 

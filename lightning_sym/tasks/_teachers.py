@@ -116,7 +116,8 @@ def _fill(network: Network, weights: Sequence[float]) -> None:
             f"teacher has {len(weights)} weights, and {type(network).__name__} has {count} parameters "
             f"({', '.join(name for name, _ in network.named_parameters())}); give as many, in this order."
         )
-    parts = torch.tensor(weights, dtype=torch.float64).split([parameter.numel() for parameter in parameters])
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = torch.split(torch.tensor(weights, dtype=torch.float64), sizes)
     with torch.no_grad():
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.copy_(part.view_as(parameter))  # stays on its device, beside the buffers

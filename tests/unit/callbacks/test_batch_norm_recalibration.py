@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym.callbacks import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.datamodules import DigitsDataModule, TensorLoader
-from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.networks import MultiLayerPerceptron, float_average
 from lightning_sym.tasks import MatchingTask, ZooTask
 
 # Sums of float32 in another order.
@@ -534,7 +534,7 @@ def test_averaged_weights_keep_their_statistics(tmp_path):
     trainer(tmp_path, max_epochs=2).fit(plain, digits())
     task, data = Normed(), digits()
     saving = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=False, enable_version_counter=False)
-    averaging = WeightAveraging()
+    averaging = WeightAveraging(avg_fn=float_average)
     run = trainer(
         tmp_path, saving, averaging, BatchNormRecalibration(keep=True), max_epochs=2, enable_checkpointing=True
     )
@@ -543,6 +543,21 @@ def test_averaged_weights_keep_their_statistics(tmp_path):
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert equal(saved["state_dict"], task.state_dict())
     assert equal(saved["current_model_state"], plain.state_dict())
+
+
+def test_an_average_leaves_integer_buffers_alone_and_is_the_usual_one_otherwise(tmp_path):
+    """By default they are averaged, too: an error on CUDA, and on the CPU cut to an integer at every step."""
+    states = {}
+    for avg_fn in (None, float_average):
+        averaging = WeightAveraging(avg_fn=avg_fn)
+        task = Normed()
+        trainer(tmp_path, averaging, max_epochs=2).fit(task, digits())
+        states[avg_fn] = task.state_dict()
+    usual, ours = states.values()
+    for place in (1, 5):
+        name = f"features.{place}.num_batches_tracked"
+        assert usual.pop(name) < ours.pop(name) == 10
+    assert equal(ours, usual)
 
 
 # ---- errors

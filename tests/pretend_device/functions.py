@@ -1,0 +1,500 @@
+"""Functions on networks, with the pretend GPU: what they find there has to be what they find on the CPU.
+
+Every case is run with the network and its inputs on either side, and on different ones: inputs go to the network.
+
+``python functions.py [name ...]`` prints a line for each and ends with 1 if one fails.
+"""
+
+import functools
+import itertools
+import sys
+import tempfile
+
+import device
+import installation
+
+if __name__ == "__main__":
+    installation.install()
+
+import torch
+from scenarios import explain, prepare
+from torch import nn
+
+from lightning_sym import curvature, landscape, networks, symmetry
+from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.population import LoopPopulation, VmapPopulation
+from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+# Of float32 results that are compared; what is computed on either side is the same up to the order of sums.
+RELATIVE, ABSOLUTE = 1e-5, 1e-6
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+# ---- networks and data
+
+
+class Normed(nn.Module):
+    """Two convolutions with batch norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+            *(nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU()),
+        )
+        self.classifier = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+class Dropping(Network):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(36, 3)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(self.linear(x.flatten(1)))
+
+
+def seeded(seed, make):
+    torch.manual_seed(seed)
+    return make()
+
+
+def dense():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def small():
+    return nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 1, bias=False))
+
+
+def perceptron():
+    return MultiLayerPerceptron(widths=(6, 5), image_size=6)
+
+
+class Side:
+    """Where networks and inputs are in one run of a case."""
+
+    def __init__(self, network, inputs):
+        self.network, self.inputs = network, inputs
+
+    def net(self, make, seed=0):
+        return seeded(seed, make).eval().to(self.network)
+
+    @property
+    def x(self):
+        return seeded(10, lambda: torch.randn(24, 1, 6, 6)).to(self.inputs)
+
+    @property
+    def y(self):
+        return seeded(11, lambda: torch.randint(3, (24,))).to(self.inputs)
+
+    @property
+    def few(self):
+        return seeded(12, lambda: torch.randn(40, 2)).to(self.inputs)
+
+    def outputs(self, network):
+        return network(self.x.to(self.network))
+
+    def traced(self, network, example=None):
+        return trace_symmetry(network, (self.x if example is None else example).to(self.network))
+
+
+def vectors(network):
+    """Return three weight vectors: the network's, and two near it."""
+    own = landscape.weight_vector(network).detach().double()
+    noise = torch.randn(3, len(own), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return own + torch.tensor([0.0, 1.0, 1.0])[:, None].to(own) * noise.to(own)
+
+
+# ---- symmetry
+
+
+@case
+def tracing(side):
+    found = [trace_symmetry(side.net(make), side.x) for make in (Normed, dense)]
+    return [(one.dimension, one.units) for one in found]
+
+
+@case
+def checking(side):
+    network = side.net(Normed)
+    return [side.traced(network).check(network, side.x) < 1e-10]
+
+
+@case
+def acting(side):
+    found = []
+    for make in (Normed, dense):
+        network = side.net(make)
+        group = side.traced(network)
+        element = group.sample(torch.Generator().manual_seed(0), scale=0.3)
+        group.act_on(element, dict(network.state_dict()))
+        nothing = group.compose(group.inverse(element), element)
+        found += [side.outputs(group.act(one, network)) for one in (element, nothing)]
+        found += list(group.act(element, network).parameters())
+    return found
+
+
+@case
+def canonical_forms(side):
+    found = []
+    for make in (Normed, dense):
+        network = side.net(make)
+        group = side.traced(network)
+        symmetry.balance(group, network)
+        found += list(symmetry.canonicalize(group, network).network.parameters())
+    return found
+
+
+@case
+def matching_by_weights(side):
+    a, b = side.net(Normed), side.net(Normed, 1)
+    group = side.traced(a)
+    found = [
+        symmetry.weight_matching(group, a, b, restarts=2, refine=True),
+        symmetry.weight_matching(group, a, b, device=GPU),
+        symmetry.weight_matching(group, a, b, device="cpu"),
+        symmetry.weight_matching(group, a, b.to(side.inputs)),
+    ]
+    return [match.distance_after for match in found]
+
+
+@case
+def matching_by_activations(side):
+    a, b = side.net(Normed), side.net(Normed, 1)
+    moments = symmetry.ActivationMoments(side.traced(a), a, b)
+    moments.update(side.x)
+    found = [symmetry.activation_matching(side.traced(a), a, b, data) for data in (moments, [side.x, (side.x, side.y)])]
+    return [match.distance_after for match in found]
+
+
+@case
+def merging(side):
+    group, pair = side.traced(side.net(Normed)), [side.net(Normed), side.net(Normed, 1)]
+    merged = [
+        symmetry.merge(group, pair),
+        symmetry.merge(group, pair, method="activations", batches=[(side.x, side.y)]),
+    ]
+    return [side.outputs(one.network) for one in merged]
+
+
+@case
+def distances_of_orbits(side):
+    a, b = side.net(dense), side.net(dense, 1)
+    return [symmetry.orbit_distance(side.traced(a), a, b).upper, symmetry.parameter_distance(a, b.to(side.inputs))]
+
+
+@case
+def interpolation(side):
+    a, b = side.net(Normed), side.net(Normed, 1)
+    found = symmetry.barrier(a, b, [(side.x, side.y)], points=5)
+    between = symmetry.interpolate(a, b, 0.5), symmetry.average([a, b])
+    return [found.loss, found.accuracy, *map(side.outputs, between)]
+
+
+@case
+def local_dimensions(side):
+    found = []
+    for make, x in ((small, side.few), (dense, side.x)):
+        network = side.net(make).double()
+        group = side.traced(network, x.double())
+        found += [symmetry.local_dimension(group, network, x, training=training) for training in (False, True)]
+    return [(one.rank, one.dead, one.always_on) for one in found]
+
+
+# ---- networks, stitching, populations
+
+
+@case
+def recalibration(side):
+    found = []
+    for exact in (False, True):
+        network = side.net(Normed)
+        networks.recalibrate_batch_norm(network, [(side.x, side.y), side.x], exact=exact)
+        found += [*network.buffers(), side.outputs(network)]
+    return found
+
+
+@case
+def fresh_networks(side):
+    with side.network:
+        return list(perceptron().fresh(3).parameters())
+
+
+@case
+def stitches(side):
+    cut = CutNetwork(side.net(perceptron), example=side.x)
+    planted = PlantedStitches(cut, generator=torch.Generator().manual_seed(0))
+    other = CutNetwork(planted.network, example=side.x, like=cut)
+    site = cut.sites[0]
+    stitched = StitchedNetwork(cut, other, site, family="full").to(side.network)
+    values = [*cut.values(side.x)[site], *other.values(side.x)[site]]
+    return [*values, *(matrix for matrix in planted.matrices(site) if matrix is not None), len(stitched.maps)]
+
+
+@case
+def populations(side):
+    x, y = side.x.to(side.network), side.y.to(side.network)  # as Lightning brings batches
+    found = []
+    for kind in (LoopPopulation, VmapPopulation):
+        members = kind(perceptron(), [0, 1]).to(side.network)
+        step = members.step(torch.stack([x, x]), torch.stack([y, y]), skip=frozenset([1]), label_smoothing=0.1, draw=0)
+        found += [step.losses, step.correct, *members.without(step.gradients, step.losses > 0)]
+        found += [members.logits(x), members.logits(x, {n: members.member_state(0) for n in (0, 1)})]
+        members.set_member_state(0, {name: value.cpu() for name, value in members.member_state(1).items()})
+        found += members.distance_step(x, members.logits(x)[0].detach(), skip=frozenset(), draw=0)[1]
+    return found
+
+
+@case
+def dropout(side):
+    """It depends on the step, and leaves the caller's random numbers alone."""
+    x, y = side.x.to(side.network), side.y.to(side.network)
+    for kind in (LoopPopulation, VmapPopulation):
+        members = kind(Dropping(), [0, 1]).to(side.network)
+        before = torch.cuda.get_rng_state(), torch.get_rng_state()
+        losses = [
+            members.step(
+                torch.stack([x, x]), torch.stack([y, y]), skip=frozenset(), label_smoothing=0.0, draw=draw
+            ).losses
+            for draw in (0, 1, 0)
+        ]
+        assert torch.equal(losses[0], losses[2]), "the same step has other masks"
+        assert not torch.equal(losses[0], losses[1]), "all steps have the same masks"
+        assert all(map(torch.equal, before, (torch.cuda.get_rng_state(), torch.get_rng_state())))
+    return []
+
+
+@case
+def zoos(side):
+    with tempfile.TemporaryDirectory() as folder:
+        network = side.net(perceptron)
+        write_member(folder, 0, network.state_dict(), architecture=network.architecture)
+        rebuild_manifest(folder)
+        return [side.outputs(ModelZoo.open(folder).load(0).to(side.network))]
+
+
+@case
+def normalisation(side):
+    data = DigitsDataModule(max_samples=40)
+    return [data.normalize(data.split_tensors("train").images.to(side.inputs))]
+
+
+# ---- curvature
+
+
+def curvatures(side, **options):
+    found = []
+    targets = seeded(13, lambda: torch.randn(24, 3)).to(side.inputs)
+    for likelihood, y in (("classification", side.y), ("regression", targets)):
+        network = side.net(dense)
+        batches = [(side.x[:12], y[:12]), (side.x[12:], y[12:])]
+        groups = curvature.parameter_groups(network)
+        if options.get("samples"):
+            options["generator"] = torch.Generator().manual_seed(3)
+        factors = curvature.factors(network, batches, likelihood, **options)
+        evidence = curvature.Evidence.of(network, factors, groups)
+        zeros = torch.zeros(len(groups.names), dtype=torch.float64)
+        evidence.effective_parameters(zeros), evidence.terms(zeros)
+        found += [evidence.log_marginal_likelihood(zeros), evidence.gradients(zeros)[0], evidence.fixed_point(zeros)]
+    return found
+
+
+@case
+def curvature_autograd(side):
+    return curvatures(side)
+
+
+@case
+def curvature_autograd_samples(side):
+    return curvatures(side, samples=1)
+
+
+@case
+def curvature_backpack(side):
+    return curvatures(side, engine="backpack")
+
+
+@case
+def curvature_backpack_samples(side):
+    return curvatures(side, engine="backpack", samples=1)
+
+
+@case
+def curvature_of_convolutions(side):
+    def convolutional():
+        return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(108, 3))
+
+    found = []
+    for engine in (curvature.autograd_factors, curvature.backpack_factors):
+        factors = engine(side.net(convolutional), [(side.x, side.y)], "classification")
+        found += [block.out_factor for block in factors.blocks.values()]
+    return found
+
+
+@case
+def posteriors(side):
+    posterior = curvature.to_laplace(side.net(dense), [(side.x, side.y)])
+    assert posterior.sample(2).device == side.network
+    return [posterior(side.x.to(side.network)), posterior.log_marginal_likelihood()]
+
+
+# ---- landscapes
+
+
+def surface(side, make, x, **options):
+    network = side.net(make)
+    return network, landscape.LossSurface(network, x, network(x.to(side.network)).detach().to(side.inputs), **options)
+
+
+@case
+def surfaces_of_loss(side):
+    found = []
+    for make, x in ((dense, side.x), (small, side.few), (Normed, side.x)):
+        for method in ("auto", "loop", "vmap"):
+            network, losses = surface(side, make, x, method=method)
+            points = vectors(network)
+            found += [losses.at(points), losses.at(points.to(side.inputs))]
+    return found
+
+
+@case
+def grids(side):
+    found = []
+    for make, x in ((dense, side.x), (small, side.few), (Normed, side.x)):
+        network, losses = surface(side, make, x, dtype=torch.float64)
+        for below, place in itertools.product((None, 0.5), (side.network, side.inputs)):
+            plane = landscape.WeightPlane.through(vectors(network).to(place))
+            grid = landscape.Grid(dimension=2, bound=1.0, points=5)
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(landscape.evaluate_grid(losses, plane, grid, below=below, partial=f"{folder}/part"))
+            found.append(losses.on(plane, torch.zeros(2, 2, dtype=torch.float64, device=side.inputs)))
+            vector = vectors(network)[0].to(place)
+            found += [plane.residual(vector), plane.coordinates(vector)]
+    return found
+
+
+@case
+def walks(side):
+    network = side.net(small)
+    walk = functools.partial(landscape.walk_level_set, network, side.few, steps=3, step_size=0.05)
+    start = landscape.weight_vector(network).detach().to(side.inputs)
+    found = [walk(), walk(direction="random", start=start), walk(direction=torch.ones(9, device=side.inputs))]
+    return [tensor for one in found for tensor in (one.losses < one.tolerance, one.vectors)]
+
+
+@case
+def chains(side):
+    """Chains of one seed are the same on every device."""
+    network = side.net(small)
+    chain = functools.partial(landscape.sample_sgld, network, side.few, chains=3, steps=5, burn_in=2)
+    start = landscape.weight_vector(network).detach().to(side.inputs)
+    found = [chain(inverse_temperature=1e3), chain(dimension=3, target_loss=1e-3, chunk=2, start=start)]
+    return [tensor for one in found for tensor in (one.losses, one.vectors, one.curvature)]
+
+
+@case
+def sampled_sets(side):
+    network, losses = surface(side, small, side.few)
+    evaluate = functools.partial(losses.on, landscape.WeightPlane.through(vectors(network)))
+    options = {"dimension": 2, "bound": 1.0, "epsilon": 5.0, "samples": 64}
+    start = torch.zeros(1, 2, dtype=torch.float64, device=side.inputs)
+    found = [landscape.sample_set(evaluate, **options, method="sobol")]
+    found += [landscape.sample_set(evaluate, **options, method="walk", start=given) for given in (None, start)]
+    landscape.neighbour_graph(evaluate, found[0].coefficients, epsilon=5.0)
+    return [sample.values for sample in found]
+
+
+@case
+def quotients(side):
+    network = side.net(small)
+    points = vectors(network)
+    points[1, :2] = 3 * points[1, 2:4]  # collinear units, which are merged
+    example = side.few[:2]
+    traced = side.traced(network, example)
+    found = [
+        landscape.function_distances(network, points, side.few),
+        *(landscape.canonical_vectors(network, points, example, symmetry=known) for known in (None, traced)),
+        *(
+            landscape.orbit_distances(network, points, points[0], example, symmetry=known).distances
+            for known in (None, traced)
+        ),
+    ]
+    return [*found, landscape.FunctionScale.of(network(side.few.to(side.network)).detach()).zero]
+
+
+@case
+def functions_of_two_units(side):
+    def wide(values):
+        return torch.tensor(values, dtype=torch.float64, device=side.network)
+
+    target, moments = wide([0.8, -0.6, 0.7, 0.5]), landscape.Moments.of(side.few[:, 0])
+    weights = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(side.network)
+    known = landscape.TwoUnitClass(target, moments)
+    measured = [function(weights, target, moments) for function in (landscape.distance, landscape.distance_gradient)]
+    return [*measured, known.contains(weights), known.stratum_of(weights), known.barrier, known.optimal_path()]
+
+
+@case
+def stacks(side):
+    losses = landscape.surfaces(side.net(small), side.few, dtype=torch.float64)
+    points = vectors(side.net(small))
+    plane, grid = landscape.WeightPlane.through(points), landscape.Grid(dimension=2, bound=1.0, points=3)
+    return [landscape.class_stack(losses, points.to(side.inputs), plane, grid)]
+
+
+# ---- all of them
+
+
+def flat(value):
+    """Return all numbers of a result, float64, on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().cpu().double().flatten()]
+    if isinstance(value, (list, tuple)):
+        return [part for one in value for part in flat(one)]
+    return [torch.tensor([float(value)], dtype=torch.float64)]
+
+
+def attempt(name):
+    """Run a case on all sides; return by side what went wrong."""
+    failed, expected = {}, None
+    for network, inputs in itertools.product((CPU, GPU), repeat=2):
+        try:
+            found = flat(CASES[name](Side(network, inputs)))
+            expected = found if expected is None else expected  # the CPU's alone
+            torch.testing.assert_close(found, expected, rtol=RELATIVE, atol=ABSOLUTE)
+        except Exception as error:
+            failed[f"network on {network.type}, inputs on {inputs.type}"] = error
+    return failed
+
+
+def main(names):
+    prepare()
+    bad = False
+    for name in names or CASES:
+        failed = attempt(name)
+        for side, error in failed.items():
+            print(f"{name}: FAIL, {side}: {explain(error)}", flush=True)
+        if not failed:
+            print(f"{name}: ok", flush=True)
+        bad = bad or bool(failed)
+    if device.SUSPICIONS:
+        print("copies: FAIL,", dict(device.SUSPICIONS))
+    return bad or bool(device.SUSPICIONS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,537 @@
+"""Tiny runs of every task with its callbacks on the pretend GPU: fit, interruption, resume, test.
+
+``python scenarios.py [name ...]`` prints a line for each and ends with 1 if one fails. With ``PRETEND_TRACE=1`` it also
+lists the places that wait for the device most often.
+"""
+
+import collections
+import contextlib
+import functools
+import io
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import device
+import installation
+
+if __name__ == "__main__":
+    installation.install()
+
+import matplotlib as mpl
+import torch
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.loggers import TensorBoardLogger
+
+import lightning_sym
+from lightning_sym._checkpoints import RunCheckpoint
+from lightning_sym._metrics_csv import MetricsCSV
+from lightning_sym.callbacks import (
+    BatchNormRecalibration,
+    EquivalencePlane,
+    EquivalenceWalk,
+    MarginalLikelihood,
+    MatchingReport,
+    PlaneGrid,
+    RotationPenalty,
+    StitchPenalty,
+    SymmetryMonitor,
+    ZooExport,
+    ZooReport,
+)
+from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule, Quadrant
+from lightning_sym.layers import STITCHING_MAPS
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwork
+from lightning_sym.tasks import EquivalenceTask, EquivarianceTask, MatchingTask, RotationTask, StitchingTask, ZooTask
+from lightning_sym.zoo import rebuild_manifest, write_member
+
+ROOT = Path(__file__).parents[2]
+ROOMS = (lightning_sym, lightning_sym.callbacks, lightning_sym.datamodules)
+PACKAGES = tuple(f"{Path(room.__file__).parent}{os.sep}" for room in ROOMS)
+SCENARIOS = {}
+EVERYWHERE = collections.Counter()  # with PRETEND_TRACE, where the device was waited for
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# ---- one run
+
+
+class Watch(Callback):
+    """Checks that a fit is on the device, counts what waits for it within steps, and interrupts it."""
+
+    def __init__(self, place, on="cuda"):
+        self.place, self.on = place, on
+        self.waits = collections.Counter()
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        for tensor in (*(batch if isinstance(batch, (list, tuple)) else [batch]), *task.parameters()):
+            assert tensor.device.type == self.on, f"on {tensor.device}"
+        if self.place == (trainer.current_epoch, batch_idx):
+            raise InterruptionError
+        self.recording = device.recorded_waits(self.waits)
+        self.recording.__enter__()
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self.recording.__exit__(None, None, None)
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=False, accelerator="gpu", **settings):
+    """Fit and test; fit as far as an interruption, and resume; the same has to come out.
+
+    Args:
+        folder: For all files.
+        make_task: Makes the task.
+        make_callbacks: Makes its callbacks, given the folder of the run.
+        make_data: Makes the data.
+        interrupt: Epoch and batch, or None.
+        waits: Whether steps may wait for the device.
+        accelerator: Of the trainer.
+        settings: Of the trainer.
+
+    Returns:
+        The task of the uninterrupted run.
+    """
+    on = "cuda" if accelerator == "gpu" else "cpu"
+
+    def once(name, place=None, resumed=None):
+        torch.manual_seed(0)
+        path = folder / name
+        watch, task, data = Watch(place, on), make_task(), make_data()
+        saving = RunCheckpoint(
+            path, filename="last", enable_version_counter=False, every_n_train_steps=1, save_on_train_epoch_end=True
+        )
+        trainer = Trainer(
+            **{"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, **settings},
+            accelerator=accelerator,
+            devices=1,
+            default_root_dir=path,
+            logger=[MetricsCSV(path), TensorBoardLogger(path, "", "")],
+            callbacks=[watch, *make_callbacks(path), saving],
+        )
+        trainer.fit(task, data, ckpt_path=resumed, weights_only=True)
+        if resumed is None:
+            trainer.test(task, data, verbose=False)
+        ours = {site: count for site, count in watch.waits.items() if site.startswith(PACKAGES)}
+        assert waits or not ours, f"steps wait for the device: {ours}"
+        return task
+
+    task = once("whole")
+    if interrupt is not None:
+        with contextlib.suppress(InterruptionError):
+            once("first", interrupt)
+            raise AssertionError("the fit was not interrupted")
+        once("second", resumed=folder / "first" / "last.ckpt")
+        whole, second = (torch.load(folder / name / "last.ckpt", weights_only=True) for name in ("whole", "second"))
+        for key in whole.keys() - {
+            "loops",
+            "callbacks",
+        }:  # which hold what depends on the folder, and counts of restarts
+            check_same(whole[key], second[key], key)
+    return task
+
+
+def check_same(one, two, where):
+    """Check that two values are the same, tensors of any device bitwise."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one.cpu(), two.cpu()) or repr(one.cpu()) == repr(two.cpu()), f"{where} differs"
+    elif isinstance(one, dict):
+        for key in one.keys() & two.keys():
+            check_same(one[key], two[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        for index, pair in enumerate(zip(one, two, strict=True)):
+            check_same(*pair, f"{where}/{index}")
+
+
+# ---- what runs are made of
+
+adam = functools.partial(torch.optim.Adam, lr=0.01)
+cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=2)
+
+
+def digits(**changes):
+    return DigitsDataModule(**{"batch_size": 16, "max_samples": 48, **changes})
+
+
+def perceptron():
+    return MultiLayerPerceptron(widths=(6,), image_size=8, in_channels=1)
+
+
+def myrtle():
+    return MyrtleCNN(2, in_channels=1, image_size=8)
+
+
+def zoo_at(folder, make=myrtle, members=2):
+    for number in range(members):
+        network = make().fresh(number)
+        write_member(folder, number, network.state_dict(), architecture=network.architecture, data=digits().identity())
+    rebuild_manifest(folder)
+    return str(folder)
+
+
+# ---- zoos
+
+
+def zoo(folder, execution, network=perceptron, callbacks=(), **settings):
+    return run(
+        folder,
+        lambda: ZooTask(network(), members=2, execution=execution, optimizer=adam, lr_scheduler=cosine),
+        lambda path: [ZooExport(str(path / "zoo")), ZooReport(), *(make(path) for make in callbacks)],
+        digits,
+        **settings,
+    )
+
+
+def evidence(path, **changes):
+    return MarginalLikelihood(
+        **{"burn_in": 1, "every_n_epochs": 1, "steps": 2, "dirpath": str(path / "results"), **changes}
+    )
+
+
+@scenario
+def zoo_loop(folder):
+    zoo(folder, "loop")
+
+
+@scenario
+def zoo_vmap(folder):
+    zoo(folder, "vmap")
+
+
+@scenario
+def zoo_loop_batch_norm_double(folder):
+    zoo(folder, "loop", myrtle, precision="64-true")
+
+
+@scenario
+def zoo_vmap_batch_norm(folder):
+    zoo(folder, "vmap", myrtle)
+
+
+@scenario
+def zoo_bfloat16(folder):
+    zoo(folder, "vmap", precision="bf16-true")
+
+
+@scenario
+def zoo_mixed_precision(folder):
+    zoo(folder, "loop", precision="bf16-mixed")
+
+
+@scenario
+def zoo_deterministic(folder):
+    zoo(folder, "vmap", myrtle, deterministic=True, interrupt=None)
+
+
+@scenario
+def zoo_evidence_loop(folder):
+    zoo(folder, "loop", callbacks=[functools.partial(evidence, samples=1)])
+
+
+@scenario
+def zoo_evidence_vmap(folder):
+    zoo(folder, "vmap", callbacks=[evidence])
+
+
+@scenario
+def zoo_monitored(folder):
+    monitored = functools.partial(ZooTask, myrtle(), members=1, optimizer=adam)
+    run(folder, monitored, lambda path: [SymmetryMonitor()], digits)
+
+
+class Poison(Callback):
+    """Makes the weights of member 1 NaN before the fifth step, in the second epoch."""
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == 4:
+            state = task.population.member_state(1)
+            task.population.set_member_state(1, {name: value * torch.nan for name, value in state.items()})
+
+
+@scenario
+def zoo_diverging(folder):
+    """A member that diverges stops at the same step as on the CPU, with the same weights kept."""
+    for execution in ("loop", "vmap"):
+        tasks = [
+            run(
+                folder / execution / accelerator,
+                lambda: ZooTask(perceptron(), members=3, execution=execution, optimizer=adam, keep="last"),  # noqa: B023
+                lambda path: [Poison()],
+                digits,
+                interrupt=None,
+                accelerator=accelerator,
+            )
+            for accelerator in ("cpu", "gpu")
+        ]
+        expected, found = tasks
+        assert found.stopped == expected.stopped
+        assert found.stopped[1]["step"] == 4
+        assert found.kept.keys() == expected.kept.keys()
+        for number, record in expected.kept.items():
+            assert found.kept[number]["epoch"] == record["epoch"]
+            for name, value in record["state"].items():
+                torch.testing.assert_close(found.kept[number]["state"][name], value)
+        for name, rows in expected.history.items():
+            torch.testing.assert_close(torch.tensor(found.history[name]), torch.tensor(rows), equal_nan=True)
+
+
+# ---- stitching, rotation, matching
+
+
+@scenario
+def stitching(folder):
+    path = zoo_at(folder / "zoo")
+    maps = ["full", "group", "assignment", "lasso"]
+    run(
+        folder,
+        lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=maps, head_start=0.5),
+        lambda path: [BatchNormRecalibration(images=16), StitchPenalty()],
+        digits,
+        waits=True,  # for the projection of doubly stochastic matrices
+    )
+
+
+@scenario
+def stitching_unprojected(folder):
+    path = zoo_at(folder / "zoo")
+    run(
+        folder,
+        lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=["full", "lasso"]),
+        lambda path: [StitchPenalty()],
+        digits,
+    )
+
+
+@scenario
+def stitching_all_maps(folder):
+    path = zoo_at(folder / "zoo", perceptron)
+    maps = ["rank(1)" if name == "rank" else name for name in STITCHING_MAPS]
+    run(
+        folder,
+        lambda: StitchingTask(path, pairs=[[0, 1]], maps=maps, head_start=0.5),
+        lambda path: [StitchPenalty()],
+        digits,
+        waits=True,
+    )
+
+
+@scenario
+def rotation(folder):
+    path = zoo_at(folder / "zoo", members=1)
+    kinds = ["group", "orthogonal", "none", "undo"]
+    run(
+        folder,
+        lambda: RotationTask(path, sites=["activation2"], kinds=kinds, repeats=1),
+        lambda path: [RotationPenalty()],
+        digits,
+    )
+
+
+@scenario
+def matching(folder):
+    path = zoo_at(folder / "zoo")
+    run(
+        folder,
+        lambda: MatchingTask(path, methods=["weights", "activations"]),
+        lambda path: [MatchingReport(points=3)],
+        digits,
+        interrupt=(0, 1),
+        waits=True,  # for the check of activations in the one epoch that there is
+    )
+
+
+@scenario
+def matching_straight_through(folder):
+    path = zoo_at(folder / "zoo", perceptron)
+    run(
+        folder,
+        lambda: MatchingTask(path),
+        lambda path: [MatchingReport(points=3)],
+        digits,
+        interrupt=(0, 1),
+        waits=True,  # for the assignments, which are made on the CPU in every step
+    )
+
+
+# ---- equivalence
+
+
+def equivalence(folder, execution, callbacks, **data):
+    run(
+        folder,
+        lambda: EquivalenceTask(
+            MultiLayerPerceptron(widths=[2], image_size=1, num_classes=1, bias=False),
+            members=4,
+            points=3,
+            teacher=[0.8, -0.6, 0.7, 0.5],
+            tolerance=1e6,
+            held_out=1e6,
+            execution=execution,
+            milestones=[1e-3],
+            optimizer=functools.partial(torch.optim.Adam, lr=0.05),
+        ),
+        lambda path: callbacks(),
+        lambda: GaussianInputsDataModule(samples=128, batch_size=32, val_samples=64, **data),
+        precision="64-true",
+        interrupt=(0, 1),
+    )
+
+
+def plane(*grids):
+    return EquivalencePlane(list(grids), epsilon=0.5, limit_seconds=None)
+
+
+@scenario
+def equivalence_plane(folder):
+    equivalence(folder, "vmap", lambda: [plane(PlaneGrid(1, 9), PlaneGrid(2, 9))])
+
+
+@scenario
+def equivalence_plane_of_fresh_inputs(folder):
+    equivalence(folder, "loop", lambda: [plane(PlaneGrid(2, 5))], fresh=True)
+
+
+@scenario
+def equivalence_walk(folder):
+    equivalence(folder, "vmap", lambda: [EquivalenceWalk(steps=3, step_size=0.05)])
+
+
+@scenario
+def equivalence_of_a_member(folder):
+    path = zoo_at(folder / "zoo", perceptron, 1)
+    search = {"members": 3, "points": 2, "tolerance": 1e6, "held_out": 1e6, "optimizer": adam}
+    run(
+        folder,
+        lambda: EquivalenceTask(perceptron(), zoo=path, **search),
+        lambda path: [plane(PlaneGrid(1, 5))],
+        digits,
+        interrupt=(0, 1),
+    )
+
+
+@scenario
+def equivalence_of_a_network_with_buffers(folder):
+    """A teacher given as numbers stays where its network is, buffers and parameters together."""
+    numbers = torch.cat([parameter.flatten() for parameter in myrtle().parameters()]).tolist()
+    for network in (myrtle(), myrtle().cuda()):
+        task = EquivalenceTask(network, members=2, teacher=numbers)
+        with torch.device("cuda"):  # as Lightning calls it
+            task.configure_model()
+        places = {tensor.device for tensor in (*network.buffers(), *task.teacher.parameters(), *task.teacher.buffers())}
+        assert len(places) == 1, places
+    run(
+        folder,
+        lambda: EquivalenceTask(myrtle(), members=2, teacher=numbers, tolerance=1e6, held_out=1e6),
+        lambda path: [],
+        digits,
+        interrupt=(0, 1),
+    )
+
+
+# ---- equivariance
+
+
+def equivariance(folder, **changes):
+    run(
+        folder,
+        lambda: EquivarianceTask(RelaxedNetwork(width=1, grid=16, in_channels=1), optimizer=adam),
+        lambda path: [evidence(path, **changes)],
+        lambda: digits(transforms=[Quadrant("digit")]),
+    )
+
+
+@scenario
+def equivariance_autograd(folder):
+    equivariance(folder)
+
+
+@scenario
+def equivariance_autograd_samples(folder):
+    equivariance(folder, samples=1)
+
+
+@scenario
+def equivariance_backpack(folder):
+    equivariance(folder, engine="backpack")
+
+
+@scenario
+def equivariance_backpack_samples(folder):
+    equivariance(folder, engine="backpack", samples=1)
+
+
+@scenario
+def averaged_weights(folder):
+    """The callbacks that the guide to stitching recommends, word for word."""
+    guide = (ROOT / "docs" / "stitching.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "WeightAveraging" in block]
+
+    def callbacks(path):
+        namespace = {}
+        exec(code, namespace)
+        return namespace["averaging"]
+
+    run(folder, lambda: EquivarianceTask(myrtle(), optimizer=adam), callbacks, digits)
+
+
+# ---- all of them
+
+
+def attempt(name):
+    """Run a scenario in a folder of its own; return what it raised, or None."""
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
+        try:
+            SCENARIOS[name](Path(folder))
+        except Exception as error:
+            return error
+    return None
+
+
+def explain(error):
+    """Return an error with the innermost places of ours, as text."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    places = " <- ".join(f"{frame.filename}:{frame.lineno}" for frame in frames[::-1][:6])
+    return f"{type(error).__name__}: {str(error)[:500]}\n      {places}"
+
+
+def prepare():
+    """Settle what all runs share."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
+    mpl.use("agg")
+    torch.set_num_threads(1)
+
+
+def main(names):
+    prepare()
+    failed = False
+    with device.recorded_waits(EVERYWHERE) if os.environ.get("PRETEND_TRACE") else contextlib.nullcontext():
+        for name in names or SCENARIOS:
+            start = time.process_time()
+            error = attempt(name)
+            failed = failed or error is not None
+            said = "ok  " if error is None else f"FAIL {explain(error)}"
+            print(f"{name} ({time.process_time() - start:.1f} s): {said}", flush=True)
+    for site, count in EVERYWHERE.most_common(25):
+        print(count, site)
+    if device.SUSPICIONS:
+        print("copies: FAIL", dict(device.SUSPICIONS))
+    return failed or bool(device.SUSPICIONS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

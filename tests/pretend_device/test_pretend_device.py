@@ -1,0 +1,115 @@
+"""Everything that trains, and every function on networks, on a GPU that is not there; see README.md.
+
+Each test runs a script in a process of its own, as torch cannot be made to forget the device again.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# The pretend device uses interfaces that torch does not promise to keep: these versions were tried.
+TRIED = ("2.14", "2.15")
+# Cases that wait for a change elsewhere. Empty this when they pass; a case that passes and is named here fails.
+AWAITED: tuple[str, ...] = ("tracing", "checking")
+
+# No tasks and no callbacks that run by themselves.
+NOT_RUN = {
+    "FoundWeights": "what a search has found",
+    "MemberParallelStrategy": "places members on several processes",
+    "RecalibrationTargets": "a protocol",
+    "RunReport": "the base class of reports",
+}
+ROOMS = ("curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
+INPUTS = {"inputs", "images", "example", "example_input", "data", "loader", "batches"}
+
+
+def why_not() -> str:
+    """Return why the pretend device cannot be used; empty if it can."""
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is no CUDA build"
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
+        return f"torch {torch.__version__} was not tried, only {', '.join(TRIED)}"
+    return ""
+
+
+on_the_pretend_device = [
+    pytest.mark.pretend_device,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+
+def outcome(script: str) -> tuple[int, str]:
+    """Run a script without any real GPU; return its exit status and what it printed."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    done = subprocess.run([sys.executable, HERE / script], capture_output=True, text=True, env=environment, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+class TestOnThePretendDevice:
+    pytestmark = on_the_pretend_device
+
+    def test_every_task_and_callback_fits_resumes_and_tests(self) -> None:
+        status, said = outcome("scenarios.py")
+        assert status == 0, said
+
+    def test_functions_find_what_they_find_on_the_cpu(self) -> None:
+        status, said = outcome("functions.py")
+        failed = {line.split(":")[0] for line in said.splitlines() if ": FAIL" in line}
+        assert failed == set(AWAITED), said
+        assert status == bool(failed), said
+
+    def test_planted_bugs_are_found(self) -> None:
+        status, said = outcome("bugs.py")
+        assert status == 0, said
+
+
+def names_used(script: str) -> set[str]:
+    """Return the names that a script uses, beside those that it only imports."""
+    tree = ast.parse((HERE / script).read_text())
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
+
+
+@pytest.mark.parametrize("room", ["callbacks", "tasks"])
+def test_every_task_and_callback_is_in_a_scenario(room: str) -> None:
+    exported = set(importlib.import_module(f"lightning_sym.{room}").__all__)
+    assert exported - names_used("scenarios.py") - NOT_RUN.keys() == set()
+
+
+def test_what_is_not_run_is_still_there_and_not_run() -> None:
+    rooms = [importlib.import_module(f"lightning_sym.{room}") for room in ("callbacks", "tasks")]
+    exported = {name for room in rooms for name in room.__all__}
+    assert NOT_RUN.keys() <= exported
+    assert not NOT_RUN.keys() & names_used("scenarios.py")
+
+
+def takes_network_and_inputs(public: object) -> bool:
+    """Return whether a function, or the constructor of a class, has a parameter for each."""
+    try:
+        parameters = inspect.signature(public).parameters
+    except (TypeError, ValueError):  # no callable, or an exception
+        return False
+    kinds = " ".join(str(parameter.annotation) for parameter in parameters.values())
+    return bool(INPUTS & parameters.keys()) and ("Module" in kinds or "Network" in kinds)
+
+
+def test_every_function_of_a_network_and_inputs_is_compared() -> None:
+    used = names_used("functions.py")
+    public = {}
+    for room in ROOMS:
+        module = importlib.import_module(f"lightning_sym.{room}")
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+        public |= {name: getattr(module, name) for name in names}
+    found = {name for name, value in public.items() if takes_network_and_inputs(value)}
+    assert {"trace_symmetry", "factors", "CutNetwork", "LossSurface", "barrier"} <= found
+    assert found - used == set()
