@@ -17,8 +17,6 @@ import torch
 HERE = Path(__file__).parent
 # The pretend device uses interfaces that torch does not promise to keep: these versions were tried.
 TRIED = ("2.14", "2.15")
-# Cases that wait for a change elsewhere. Empty this when they pass; a case that passes and is named here fails.
-AWAITED: tuple[str, ...] = ("tracing", "checking")
 
 # No tasks and no callbacks that run by themselves.
 NOT_RUN = {
@@ -62,9 +60,7 @@ class TestOnThePretendDevice:
 
     def test_functions_find_what_they_find_on_the_cpu(self) -> None:
         status, said = outcome("functions.py")
-        failed = {line.split(":")[0] for line in said.splitlines() if ": FAIL" in line}
-        assert failed == set(AWAITED), said
-        assert status == bool(failed), said
+        assert status == 0, said
 
     def test_planted_bugs_are_found(self) -> None:
         status, said = outcome("bugs.py")
