@@ -806,9 +806,9 @@ class Trace:
                 if missed.any():
                     parts = (array.reshape(-1)[missed] for array in (label.atom, label.tag, label.scale))
                     self.ledger.fix(Label((), *parts))
-                    where = f" of {root.state}" if root.state is not None else ""
+                    where = f"{root.state}{list(label.axes)}" if root.state is not None else "what is made of weights"
                     self.ledger.notes[
-                        f"{int(missed.sum())} positions{where} that no example reaches are fixed: another input may"
+                        f"{where}: {int(missed.sum())} of {label.size} places that no example reaches are fixed"
                     ] = None
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
