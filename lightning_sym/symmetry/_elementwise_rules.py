@@ -80,16 +80,25 @@ register_rule("aten::mul", "aten::multiply")(_binary(product=True))
 register_rule("aten::div", "aten::true_divide", "aten::divide")(_binary(product=True, divide=True))
 
 
+def _tells_units_apart(mask: Value, *values: Value) -> bool:
+    """Whether a constant mask has several entries along an axis of the result on which units live."""
+    ndim = max(mask.ndim, *(value.ndim for value in values))
+    axes = {axis - value.ndim for value in values for label in value.labels for axis in label.axes}
+    shape = (1,) * (ndim - mask.ndim) + mask.shape
+    return mask.concrete is not None and any(shape[axis] > 1 for axis in axes)
+
+
 @register_rule("aten::masked_fill")
 def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
-    if mask.concrete is not None:
+    if _tells_units_apart(mask, value):
         shape = trace.output_shape()
         filled = trace.move(fill, lambda t: t.expand(shape)) if isinstance(fill, Value) else _number(fill, shape)
         value = trace.move(value, lambda t: t.expand(shape))
+        assert mask.concrete is not None
         return choose(trace, mask.concrete.bool().expand(shape), filled, lambda t: t, value)
-    value = trace.permutations_only(value)
-    mask = trace.permutations_only(mask)
-    return trace.join(value, mask, product=True)
+    if isinstance(fill, Value) or fill != 0:
+        value = trace.permutations_only(value)
+    return trace.join(value, trace.permutations_only(mask), product=True)
 
 
 @register_rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::softmin")
@@ -122,18 +131,18 @@ def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
     values = [part for part in (one, two) if isinstance(part, Value)]
     if not values:
         return unknown(trace, condition)
-    if condition.concrete is not None:  # a constant choice: this one here, that one there
+    if _tells_units_apart(condition, *values):  # this one here, that one there
         shape = trace.output_shape()
         one, two = (
             trace.move(part, lambda t: t.expand(shape)) if isinstance(part, Value) else _number(float(part), shape)
             for part in (one, two)
         )
+        assert condition.concrete is not None
         return choose(trace, condition.concrete.bool().expand(shape), one, lambda t: t, two)
     if len(values) == 2:
         value = trace.join(values[0], values[1], product=False)
     else:
         zero = any(not isinstance(part, Value) and part == 0 for part in (one, two))
-        zero = zero or any(v.concrete is not None and not bool(v.concrete.any()) for v in values)
         value = values[0] if zero else trace.permutations_only(values[0])
     return trace.join(value, trace.permutations_only(condition), product=True)
 

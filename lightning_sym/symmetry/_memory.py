@@ -53,8 +53,11 @@ class Memory:
         value = node.meta.get("val") if self._written else None
         items = [None] if isinstance(value, Tensor) else range(len(value)) if isinstance(value, (list, tuple)) else []
         for item in items:
-            if isinstance(self._tensor(node, item), Tensor) and (memory := self._memory(node, item)) in self._written:
-                self._places.setdefault(memory, []).append((node, item))
+            tensor = self._tensor(node, item)
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                memory = self._memory(node, item)
+                if memory in self._written:
+                    self._places.setdefault(memory, []).append((node, item))
 
     def write(self, trace: "Trace", environment: dict[fx.Node, Any], target: fx.Node, new: "Value") -> None:
         """Let all tensors that share the target's memory show what was written through it."""
@@ -108,7 +111,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
     given |= node.kwargs
     written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [target for target in written if isinstance(target, fx.Node)]
+    flat = [target for part in written for target in (part if isinstance(part, (list, tuple)) else [part])]
+    return [target for target in flat if isinstance(target, fx.Node)]
 
 
 _REPLACING: tuple[str, ...] = ("copy", "fill", "zero", "index_put", "index_copy", "index_fill", "scatter")

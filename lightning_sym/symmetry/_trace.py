@@ -60,6 +60,7 @@ class Value:
 
 
 Rule = Callable[..., Any]
+_MANY = 2**22  # numbers of a constant that are compared one by one
 _MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
 
 
@@ -551,15 +552,9 @@ class Trace:
             constant: A factor, a filter for each unit, or a summand.
             added: Whether it is a summand: then the units that meet anything but zeros keep their scale.
         """
-        others = [axis for axis in range(constant.ndim) if axis not in label.axes]
-        # Along axes of stride 0 a constant repeats itself.
-        others = [axis for axis in others if constant.stride(axis)]
-        once = constant.permute(
-            *label.axes, *others, *(a for a in range(constant.ndim) if a not in (*label.axes, *others))
-        )
-        rows = once[(...,) + (0,) * (constant.ndim - len(label.axes) - len(others))].reshape(label.size, -1).numpy()
+        rows = self._rows(constant, label.axes)
         _, kind, count = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
-        kind = kind.ravel()
+        kind = np.broadcast_to(kind.ravel(), label.size)
         if len(count) > 1:
             self.ledger.restrict(label)
             alone = (count[kind] == 1).reshape(label.atom.shape)
@@ -568,8 +563,28 @@ class Trace:
             self.see(Label(label.axes, label.atom, tag, label.scale))
         if added:
             self.ledger.restrict(label)
-            self.ledger.fix_scales(label.scale[rows.any(1).reshape(label.atom.shape)])
+            self.ledger.fix_scales(label.scale[np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)])
         return label
+
+    @staticmethod
+    def _rows(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
+        """Return what a constant holds at each position of some axes, a row each; one row if it is the same for all."""
+        # Along axes of stride 0 a constant repeats itself.
+        others = [axis for axis in range(constant.ndim) if axis not in axes]
+        for axis in others:
+            constant = constant if constant.stride(axis) else constant.narrow(axis, 0, 1)
+        if not any(constant.stride(axis) and constant.shape[axis] > 1 for axis in axes):
+            for axis in axes:
+                constant = constant.narrow(axis, 0, 1)
+            return constant.reshape(1, -1).numpy()
+        rows = (
+            constant.permute(*axes, *others).flatten(0, len(axes) - 1).flatten(1) if others else constant.reshape(-1, 1)
+        )
+        if rows.numel() <= _MANY:
+            return rows.numpy()
+        # Rows that are not the same have other sums under random weights.
+        weights = torch.rand(rows.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        return (rows.double().nan_to_num() @ weights).numpy()
 
     def contract(
         self,
@@ -747,8 +762,9 @@ class Trace:
                     self.made_of_states |= {id(v): v for v in torch.utils._pytree.tree_leaves(result)}
                 memory.hold(node)
                 for target in written_by(node):
-                    if isinstance(result, Value):
-                        memory.write(self, environment, target, result)
+                    # An operation that writes and returns nothing is none that is known.
+                    new = result if isinstance(result, Value) else self.fix(environment[target])
+                    memory.write(self, environment, target, new)
                 for value in result if isinstance(result, (list, tuple)) else [result]:
                     if isinstance(value, Value):
                         for label in value.labels:
