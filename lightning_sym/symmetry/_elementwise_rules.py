@@ -48,7 +48,7 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
 @register_rule("aten::alias", "aten::detach", "aten::to", "aten::_to_copy", "aten::positive", "aten::neg")
 @register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::type_as", "aten::float", "aten::double")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    return trace.carry(value, Value(value.shape, value.labels, value.concrete))
+    return trace.carry(value, Value(value.shape, value.labels, value.concrete, by_size=value.by_size))
 
 
 def _number(number: Any, shape: Sequence[int]) -> Value:
@@ -235,9 +235,11 @@ def _pad(trace: Trace, value: Value, sizes: Sequence[int], *args: Any) -> Any:
     target: Any = trace.node.target
     mode = args[0] if args and isinstance(args[0], str) else "constant"
     fill = next((a for a in args if isinstance(a, (int, float))), 0) or 0
-    if mode == "constant":
-        return trace.move(value, lambda t: nn.functional.pad(t, list(sizes)), filled_by_zero=fill == 0)
-    return trace.move(value, lambda t: target(t.contiguous(), sizes, *args))
+
+    def pad(t: Tensor) -> Tensor:
+        return nn.functional.pad(t, list(sizes)) if mode == "constant" else target(t.contiguous(), sizes, *args)
+
+    return trace.carry(value, trace.move(value, pad, filled_by_zero=mode != "constant" or fill == 0), pad)
 
 
 @register_rule("aten::cat", "aten::concat", "aten::concatenate")

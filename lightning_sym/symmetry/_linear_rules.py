@@ -125,7 +125,7 @@ def _grouped(
     outer, inner = (trace.label(weight, axis) for axis in ((1, 0) if transposed else (0, 1)))
     if weight.concrete is not None and weight.shape[1] == 1 and shape[channel] == value.shape[channel]:
         # One filter for each channel, as for blurring: channels with the same filter may change places.
-        filters = weight.concrete.reshape(*[1] * channel, groups, -1)
+        filters = trace.move(weight, lambda t: t.reshape(*[1] * channel, groups, -1))
         return Value(
             shape, (*rest, trace.beside_constant(ledger.resolve(label), filters)) if label is not None else rest
         )
@@ -237,9 +237,9 @@ def _batch_norm(
     if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
         rank = [1, -1, *[1] * (value.ndim - 2)]
         for constant, product in ((-mean.concrete, False), ((variance.concrete + epsilon).rsqrt(), True)):
-            value = trace.join(
-                value, Value((1, len(constant), *rank[2:]), concrete=constant.reshape(rank)), product=product
-            )
+            shape = (1, len(constant), *rank[2:])
+            by_size = mean.by_size or variance.by_size
+            value = trace.join(value, Value(shape, concrete=constant.reshape(rank), by_size=by_size), product=product)
         return _affine(trace, value, weight, bias, [1])
     for state in (mean, variance):
         if label is None or not state.labels:

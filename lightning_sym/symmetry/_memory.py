@@ -91,8 +91,10 @@ class Memory:
         updated = overwrite(trace, base, number_of[written], new)
 
         def part(at: Tensor) -> "Value":
-            moved: Value = trace.move(updated, lambda t: t.reshape(-1)[at])
-            return moved
+            def move(tensor: Tensor) -> Tensor:
+                return tensor.reshape(-1)[at]
+
+            return trace.carry(updated, trace.move(updated, move), move)
 
         for place, own in elements.items():
             if torch.equal(own, written):
@@ -167,19 +169,23 @@ def choose(trace: "Trace", inside: Tensor, new: "Value", put: Callable[[Tensor],
         return torch.where(inside, torch.zeros((), dtype=tensor.dtype), tensor)
 
     if base.concrete is not None and new.concrete is not None:
-        return replace(base, concrete=torch.where(inside, put(new.concrete), base.concrete))
+        chosen = torch.where(inside, put(new.concrete), base.concrete)
+        return replace(base, concrete=chosen, by_size=base.by_size or new.by_size)
     if not bool(inside.any()):
         return base
     if bool(inside.all()):
-        return trace.move(new, put)  # type: ignore[no-any-return]
-    trace.read(trace.carry(base, base, keep))
+        return trace.carry(new, trace.move(new, put), put)
     # What stands at no place of the other is zero there, so that the result is a sum.
     added, kept = _placed(trace, new, show, inside), _placed(trace, base, keep, ~inside)
     axes = list(dict.fromkeys(label.axes for value in (added, kept) for label in value.labels))
+
+    def followed(result: "Value") -> "Value":
+        return trace.carry(base, trace.carry(new, result, show), keep)
+
     if not axes:
-        return base.with_labels()
+        return followed(base.with_labels())
     parts = [
-        _completed(trace, value, axes, shown if old.concrete is None else move(old.concrete))
+        _completed(trace, value, axes, shown if old.concrete is None else trace.move(old, move))
         for value, old, shown, move in ((added, new, inside, show), (kept, base, ~inside, keep))
     ]
     alive_anywhere = torch.zeros_like(inside)
@@ -190,7 +196,7 @@ def choose(trace: "Trace", inside: Tensor, new: "Value", put: Callable[[Tensor],
         # Units that are zero always may change places and be scaled, as channels that a padding adds.
         alive = _along(alive_anywhere, label.axes)
         trace.ledger.restrict(Label((), label.atom[~alive], label.tag[~alive], label.scale[~alive]))
-    return result
+    return followed(result)
 
 
 def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -223,14 +229,14 @@ def _placed(trace: "Trace", value: "Value", function: Any, shown: Tensor) -> "Va
     return replace(result, labels=tuple(labels))
 
 
-def _completed(trace: "Trace", value: "Value", axes: Sequence[tuple[int, ...]], content: Tensor) -> "Value":
+def _completed(trace: "Trace", value: "Value", axes: Sequence[tuple[int, ...]], content: "Value | Tensor") -> "Value":
     """Label a value on all of some axes.
 
     Args:
         trace: The trace.
         value: Has labels on some of them.
         axes: Those on which the result has labels.
-        content: Its numbers, where they are constants; else where it shows anything (bool): that is fixed.
+        content: Itself, where it is constant; else where it shows anything (bool): that is fixed.
     """
     labels = list(value.labels)
     for own in axes:
@@ -238,7 +244,7 @@ def _completed(trace: "Trace", value: "Value", axes: Sequence[tuple[int, ...]], 
             continue
         shape = tuple(value.shape[axis] for axis in own)
         label = trace.ledger.fresh(own, shape)
-        if content.dtype == torch.bool:
+        if isinstance(content, Tensor):
             fixed = _along(content, own)
             trace.ledger.fix(Label((), label.atom[fixed], label.tag[fixed], label.scale[fixed]))
         else:

@@ -31,8 +31,9 @@ class Value:
         producer: The bias that was added last, if this value comes right out of a linear operation with one.
         offset: What a unit's change of sign adds to it (spec 1.3: sigmoid(-x) = 1 - sigmoid(x)). Only a linear
             operation with a bias can take it up.
-        source: The value whose elements were only moved to get here, and
-        path: how they were moved, step by step.
+        by_size: Whether a constant may be another one for an input of another size: it was made from positions (a
+            range, a triangle), or is a part of something.
+        sources: The values whose elements were only moved to get here, and how they were moved, step by step.
     """
 
     shape: tuple[int, ...]
@@ -41,8 +42,8 @@ class Value:
     state: str | None = None
     producer: str | None = None
     offset: float = 0.0
-    source: "Value | None" = None
-    path: Path = ()
+    by_size: bool = False
+    sources: "tuple[tuple[Value, Path], ...]" = ()
 
     @property
     def ndim(self) -> int:
@@ -51,8 +52,8 @@ class Value:
 
     @property
     def is_zero(self) -> bool:
-        """Whether this is a constant full of zeros."""
-        return self.concrete is not None and not bool(self.concrete.any())
+        """Whether this is a constant full of zeros, for inputs of any size."""
+        return self.concrete is not None and not self.by_size and not bool(self.concrete.any())
 
     def with_labels(self, *labels: Label) -> "Value":
         """Return a value of the same shape with other labels."""
@@ -60,8 +61,17 @@ class Value:
 
 
 Rule = Callable[..., Any]
+_MADE_FROM_POSITIONS = frozenset(
+    ["arange", "range", "linspace", "logspace", "eye", "tril", "triu", "tril_indices", "triu_indices", "one_hot", "cumsum", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "uniform", "bernoulli"]
+)
 _MANY = 2**22  # numbers of a constant that are compared one by one
 _MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
+
+
+def _uniform(value: Value) -> bool:
+    """Whether a constant is one number everywhere, so that each part of it is, too."""
+    constant = value.concrete
+    return constant is not None and (constant.numel() == 0 or bool((constant == constant.reshape(-1)[0]).all()))
 
 
 def _is_device(item: Any) -> bool:
@@ -268,7 +278,9 @@ class Trace:
         """
         if value.concrete is not None and filled_by_zero:
             moved = function(value.concrete)
-            return torch.utils._pytree.tree_map(lambda t: Value(tuple(t.shape), concrete=t), moved)
+            return torch.utils._pytree.tree_map(
+                lambda t: Value(tuple(t.shape), concrete=t, by_size=value.by_size), moved
+            )
         labels: list[list[Label]] | None = None
         shapes: list[tuple[int, ...]] = []
         for label in value.labels or (None,):
@@ -533,7 +545,8 @@ class Trace:
         if other.is_zero and not product:
             return label
         if other.concrete is not None:
-            return self.beside_constant(label, other.concrete.expand(shape), added=not product)
+            constant = replace(other, shape=shape, concrete=other.concrete.expand(shape))
+            return self.beside_constant(label, constant, added=not product)
         offset = len(shape) - other.ndim
         varies = any(axis >= offset and other.shape[axis - offset] > 1 for axis in label.axes)
         if varies:
@@ -544,26 +557,36 @@ class Trace:
             self.ledger.fix_scales(label.scale)
         return None if varies and not product else label
 
-    def beside_constant(self, label: Label, constant: Tensor, *, added: bool = False) -> Label:
+    def beside_constant(self, label: Label, value: Value, *, added: bool = False) -> Label:
         """A label meets a constant: units that meet the same numbers may change places.
+
+        Units whose numbers may differ for an input of another size stay.
 
         Args:
             label: On some axes of the constant.
-            constant: A factor, a filter for each unit, or a summand.
+            value: A factor, a filter for each unit, or a summand; constant.
             added: Whether it is a summand: then the units that meet anything but zeros keep their scale.
         """
+        constant = value.concrete
+        assert constant is not None
         rows = self._rows(constant, label.axes)
-        _, kind, count = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
-        kind = np.broadcast_to(kind.ravel(), label.size)
-        if len(count) > 1:
+        spread = any(constant.shape[axis] > 1 and constant.stride(axis) for axis in label.axes)
+        nonzero = np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)
+        if value.by_size and spread:
             self.ledger.restrict(label)
-            alone = (count[kind] == 1).reshape(label.atom.shape)
-            self.ledger.fix_units(label.atom[alone])
-            tag = self.ledger.derive_tags(label.tag, kind.reshape(label.atom.shape))
-            self.see(Label(label.axes, label.atom, tag, label.scale))
+            self.ledger.fix_units(label.atom.ravel())
+            nonzero = np.ones_like(nonzero)
+        elif spread:
+            _, kind, count = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+            kind = kind.reshape(label.atom.shape)
+            if len(count) > 1:
+                self.ledger.restrict(label)
+                self.ledger.fix_units(label.atom[count[kind] == 1])
+                tag = self.ledger.derive_tags(label.tag, kind)
+                self.see(Label(label.axes, label.atom, tag, label.scale))
         if added:
             self.ledger.restrict(label)
-            self.ledger.fix_scales(label.scale[np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)])
+            self.ledger.fix_scales(label.scale[nonzero])
         return label
 
     @staticmethod
@@ -775,6 +798,10 @@ class Trace:
 
     def finish(self) -> None:
         """Put down what only all walks together tell: what of the weights none of them reached, and the free shifts."""
+        for name, labels in self.axis_labels.items():  # a part of it was taken, and nothing done with that
+            if name not in self.reads:
+                root = Value(tuple(self.tensors[name].shape), labels, state=name)
+                self.reads[name] = (root, [])
         self._fix_unread(states=True)
         self.ledger.shifts += [
             Shift(names, self.axis_labels[names[0]][0]) for names in self.shifts.free() if names[0] in self.axis_labels
@@ -783,25 +810,27 @@ class Trace:
     # What is read of a value that is only moved about: the rest would be read by a longer input.
 
     def carry(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
-        """Say that a result only holds elements of a value, moved by a step: reading it reads these alone."""
-        path = value.path if step is None else (*value.path, step)
-        return replace(result, source=value.source or value, path=path)
+        """Say that a result holds elements of a value, moved by a step: reading it reads these alone."""
+        steps = () if step is None else (step,)
+        sources = tuple((root, (*path, *steps)) for root, path in value.sources or ((value, ()),))
+        return replace(result, sources=(*result.sources, *sources))
 
     def _read_by(self, result: Any, arguments: Any) -> None:
         """Note what an operation reads: all of its arguments, unless it only moves them."""
         leaves = torch.utils._pytree.tree_leaves
-        carried = {id(part.source) for part in leaves(result) if isinstance(part, Value)}
+        results = [part for part in leaves(result) if isinstance(part, Value)]
+        carried = {id(root) for part in results for root, _ in (*part.sources, (part, ()))}
         for value in leaves(arguments):
-            if isinstance(value, Value) and id(value.source or value) not in carried:
+            if isinstance(value, Value) and not any(id(root) in carried for root, _ in value.sources or ((value, ()),)):
                 self.read(value)
 
     def read(self, value: Value) -> None:
         """Note that all elements of a value are read."""
-        root = value.source or value
-        if root.labels and (root.state is not None or id(root) in self.made_of_states):
-            # One entry for all walks, where it is a parameter.
-            key = root.state if root.state is not None else id(root)
-            self.reads.setdefault(key, (root, []))[1].append(value.path)
+        for root, path in value.sources or ((value, ()),):
+            if root.labels and (root.state is not None or id(root) in self.made_of_states):
+                # One entry for all walks, where it is a parameter.
+                key = root.state if root.state is not None else id(root)
+                self.reads.setdefault(key, (root, []))[1].append(path)
 
     def _fix_unread(self, states: bool = False) -> None:
         """Fix what slices left out of a weight, or of what is made of weights only: longer inputs may reach it."""
@@ -818,13 +847,14 @@ class Trace:
                     for step in path:
                         part = step(part)
                     reached[self._core(part).long().reshape(-1).numpy()] = True
-                missed = ~reached[1:]
-                if missed.any():
-                    parts = (array.reshape(-1)[missed] for array in (label.atom, label.tag, label.scale))
-                    self.ledger.fix(Label((), *parts))
+                missed = int((~reached[1:]).sum())
+                if missed:
+                    # Where a part is left out, a shorter input may leave out more; several examples tell what is.
+                    parts = (array.reshape(-1)[~reached[1:]] for array in (label.atom, label.tag, label.scale))
+                    self.ledger.fix(label if self.walks == 1 else Label((), *parts))
                     where = f"{root.state}{list(label.axes)}" if root.state is not None else "what is made of weights"
                     self.ledger.notes[
-                        f"{where}: {int(missed.sum())} of {label.size} places that no example reaches are fixed"
+                        f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
                     ] = None
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
@@ -861,4 +891,13 @@ class Trace:
         result = function(*arguments, **keywords)
         if "empty" in str(node.target):
             result = torch.zeros_like(result)  # what was there before nobody may read
-        return torch.utils._pytree.tree_map_only(Tensor, lambda t: Value(tuple(t.shape), concrete=t), result)
+        name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::").removesuffix("_")
+        by_size = name in _MADE_FROM_POSITIONS or any(value.by_size for value in values)
+
+        def wrapped(tensor: Tensor) -> Value:
+            part = any(
+                v.concrete is not None and tensor.numel() < v.concrete.numel() and not _uniform(v) for v in values
+            )
+            return Value(tuple(tensor.shape), concrete=tensor, by_size=by_size or part)
+
+        return torch.utils._pytree.tree_map_only(Tensor, wrapped, result)

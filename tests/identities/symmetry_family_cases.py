@@ -335,8 +335,7 @@ def stack_of_unbound_rows(s: Any, x: Tensor) -> Any:
     return s.b(relu(s.a(x) + torch.stack(s.pos.unbind(0)[: x.shape[1]])))
 
 
-# Of the rows whose mean is taken those change places that the split leaves in one piece.
-@tables(SEQUENCE, group([8, 3, 3], 8), fresh=[normal(1, 5)], slack=True, a=A, b=B, pos=parameter(12, 8))
+@tables(SEQUENCE, UNITS, fresh=[normal(1, 5)], slack=True, a=A, b=B, pos=parameter(12, 8))
 def rows_that_nothing_reads(s: Any, x: Tensor) -> Any:
     first, _ = s.pos.chunk(2)
     return s.b(relu(s.a(x) + first.mean(0) + s.pos[9] - s.pos.split(3)[2].select(0, 1)))
@@ -984,7 +983,8 @@ def slice_of_a_filled_tensor(s: Any, x: Tensor) -> Any:
 
 
 # The start is a part of the state: its units are free behind the ReLU.
-@writes(X, FOURS, spare=[ZEROS], slack=True, a=HALF, b=B, start=parameter(8))
+# What is written over might be more for a longer input, so that the start may stay as it is.
+@writes(X, FOURS, spare=[ZEROS], least=group([4], 4), slack=True, a=HALF, b=B, start=parameter(8))
 def slice_of_a_learned_start(s: Any, x: Tensor) -> Any:
     out = s.start.expand(len(x), 8).clone()
     out[:, 2:6] = s.a(x)
