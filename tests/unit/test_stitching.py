@@ -333,3 +333,11 @@ def test_maps_of_the_same_seed_are_the_same_whoever_asks_first():
         return StitchedNetwork(a, b, "activation1", family=FullMap).maps[0].weight
 
     assert torch.equal(first_map(True), first_map(False))
+
+
+def test_an_example_of_other_data_is_one_sentence():
+    with pytest.raises(ValueError, match=r"MyrtleCNN was built for images of shape \[N, 1, 28, 28\] and cannot take"):
+        cut(lambda: MyrtleCNN(2, in_channels=1, image_size=28), (1, 8, 8))
+    source = cut(lambda: MultiLayerPerceptron((4, 4), image_size=8), (1, 8, 8))
+    with pytest.raises(ValueError, match=r"cannot take \[5, 1, 28, 28\]"):
+        source.values(torch.zeros(5, 1, 28, 28))
