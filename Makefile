@@ -24,7 +24,7 @@ board: $(VENV)/.installed
 	$(BIN)/tensorboard --logdir runs
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow

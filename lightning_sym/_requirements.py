@@ -12,6 +12,8 @@ import yaml
 from filelock import FileLock
 from jsonargparse import Namespace
 
+from lightning_sym.recipes import recipe_of
+
 # A trial of the other recipe: a handful of steps, and nothing written but what is asked for.
 _TRIAL = [
     "--trainer.max_epochs=1",
@@ -54,7 +56,8 @@ def find_requirements(requires: Mapping[str, str], settings: Namespace) -> list[
         settings: Of the run. Options of a class are named as on the command line, without ``init_args``.
 
     Raises:
-        ValueError: If an option is not one of the run's, or names no folder.
+        ValueError: If an option is not one of the run's, or names no folder, or one that is not there and that another
+            recipe makes: what is in it afterwards would not be what its name says.
     """
     found = []
     for option, recipe in requires.items():
@@ -62,6 +65,13 @@ def find_requirements(requires: Mapping[str, str], settings: Namespace) -> list[
         if not isinstance(folder, str | os.PathLike):
             raise ValueError(f"requires names the option {option}, which must be a folder, and is {folder!r}.")
         found.append(Requirement(option, recipe, Path(folder)))
+        owner = recipe_of(found[-1].folder)
+        if owner not in (None, recipe) and not found[-1].met:
+            raise ValueError(
+                f"{folder}, which {option} names, is not there, and this run would make it by {recipe}, though it is "
+                f"the folder of {owner}; run lightning-sym fit --config {owner} first, or give another folder as "
+                f"--{option}."
+            )
     return found
 
 

@@ -109,8 +109,8 @@ class CutNetwork:
         self._symmetry: Symmetry | None = None
         self._crossings: dict[str, tuple[Crossing, ...]] | None = None
         with torch.no_grad():
-            values = self.values(self._example)
             expected = network(self._example)
+            values = self.values(self._example)
             for site in self.sites:
                 if not torch.allclose(self._cuts.uppers[site](values[site]), expected, rtol=0, atol=0, equal_nan=True):
                     raise ValueError(
@@ -133,7 +133,7 @@ class CutNetwork:
 
     def values(self, images: Tensor) -> dict[str, tuple[Any, ...]]:
         """Return what crosses each cut, for a batch of images, on the network's device; without gradients."""
-        with torch.no_grad():
+        with torch.no_grad(), self.network.explaining(images):
             return dict(zip(self.sites, self._cuts.lower(on_device_of(self.network, images)), strict=True))
 
     def upper(self, site: str, *, own_parameters: bool = False) -> nn.Module:

@@ -31,6 +31,16 @@ def recipe_path(name: str) -> Path:
     return _FOLDER / f"{name}.yaml"
 
 
+def recipe_of(folder: str | Path) -> str | None:
+    """Return the recipe whose zoo is in a folder such as ``runs/zoo-mnist5k/zoo``, or None.
+
+    Only the folder's name is looked at, not what it holds.
+    """
+    own = {f"runs/{name.replace('/', '-').replace('_', '-')}/zoo": name for name in recipe_names()}
+    name = own.get(Path(*Path(folder).parts[-3:]).as_posix(), "")
+    return name if name.startswith("zoo/") else None
+
+
 def recipe_summary(name: str) -> str:
     """Return the first line of a recipe's header."""
     return recipe_path(name).read_text(encoding="utf-8").splitlines()[0].lstrip("# ").strip()

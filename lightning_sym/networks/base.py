@@ -4,7 +4,8 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
+from lightning_sym.networks._checks import height_width
 from lightning_sym.networks._trace import Trace, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 
 _PUBLIC = "lightning_sym.networks"
@@ -115,6 +117,46 @@ class Network(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, usually logits ``[N, C]``, for inputs whose first axis is ``N``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network, and say so if it fails on images of another shape than it was built for.
+
+        Raises:
+            ValueError: If it fails, and the images' shape is not that of ``in_channels`` and ``image_size``.
+        """
+        with self.explaining(*args):
+            return super().__call__(*args, **kwargs)
+
+    @contextmanager
+    def explaining(self, *inputs: object) -> Iterator[None]:
+        """Within the block an error of torch's becomes a sentence if the input has not the shape it should have.
+
+        What runs is left alone: many networks take images of any size.
+
+        Args:
+            *inputs: What the network, or a part that begins with its input, is called with; only the first counts.
+
+        Raises:
+            ValueError: If the block fails, and the images' shape is not that of ``in_channels`` and ``image_size``.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            shape = self._image_shape()
+            given = tuple(inputs[0].shape) if inputs and isinstance(inputs[0], Tensor) else None
+            if shape is None or given is None or given[1:] == shape:
+                raise
+            raise ValueError(
+                f"{type(self).__name__} was built for images of shape [N, {', '.join(map(str, shape))}] and cannot "
+                f"take {list(given)}; use data of the kind that it was trained on."
+            ) from error
+
+    def _image_shape(self) -> tuple[int, ...] | None:
+        """Return channels, height and width as they were given to the constructor; None if they are not recorded."""
+        args, kwargs = self._call
+        given = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
+        size = given.get("image_size") or given.get("grid")
+        return (given["in_channels"], *height_width(size)) if size and "in_channels" in given else None
 
     @property
     def architecture(self) -> dict[str, Any]:

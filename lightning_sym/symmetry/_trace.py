@@ -61,9 +61,10 @@ class Value:
 
 
 Rule = Callable[..., Any]
-_MADE_FROM_POSITIONS = frozenset(
-    ["arange", "range", "linspace", "logspace", "eye", "tril", "triu", "tril_indices", "triu_indices", "one_hot", "cumsum", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "uniform", "bernoulli"]
-)
+_MADE_FROM_POSITIONS = {
+    *("arange", "range", "linspace", "logspace", "eye", "tril", "triu", "tril_indices", "triu_indices", "one_hot"),
+    *("cumsum", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "uniform", "bernoulli"),
+}
 _MANY = 2**22  # numbers of a constant that are compared one by one
 _MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
 

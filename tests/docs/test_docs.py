@@ -1,61 +1,171 @@
-"""The examples of the README and the guides run, and what they point to exists."""
+"""The examples of the README and the guides run on what their recipes make, and what they point to exists."""
 
 import re
 import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
+from guides import (
+    HOMES,
+    NAMES,
+    PAGES,
+    QUIET,
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    docstring_folders,
+    faults,
+    first_recipe,
+    option_cells,
+    providers,
+    python_folders,
+    source_files,
+    table_commands,
+)
 
-from lightning_sym.callbacks import ZooExport
 from lightning_sym.cli import main
-from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.recipes import recipe_names
-from lightning_sym.tasks import ZooTask
+from lightning_sym.tasks._members import check_data
+from lightning_sym.zoo import ModelZoo
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+Have = Callable[[dict[str, Command], set[str]], None]
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+# ---- Python, on what the page's own commands have made
+
+
+def run_blocks(text: str, have: Have) -> None:
+    """Run the blocks of a page, one after another, and check which zoo is used with which data."""
+    code = blocks(text, "python")
+    have(providers(text), {folder for block in code for folder in python_folders(block)[1]})
+    namespace: dict[str, object] = {"__name__": "documentation"}
+    for block in code:
+        exec(compile(block, "documentation", "exec"), namespace)
+        check_zoos_and_data(namespace)
+
+
+def check_zoos_and_data(namespace: Mapping[str, object]) -> None:
+    """Check that zoos were trained on the data beside them; tasks check those that they are given."""
+    for zoo in (one for one in namespace.values() if isinstance(one, ModelZoo)):
+        for data in (one for one in namespace.values() if isinstance(one, ImageDataModule)):
+            check_data(zoo, zoo.numbers[0], data, trial=False)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every Trainer of the guides take two steps in an epoch, and change nothing else."""
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "2")
+    torch.manual_seed(0)
 
 
-def train_small_zoo(path: str) -> None:
-    task = ZooTask(MultiLayerPerceptron(widths=(16,), image_size=8), members=3, execution="vmap")
-    trainer = Trainer(
-        max_epochs=15, logger=False, callbacks=[ZooExport(path)], enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, accelerator="cpu",
-    )  # fmt: skip
-    trainer.fit(task, DigitsDataModule())
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_blocks_run_on_what_the_recipes_of_the_page_make(page: Path, have: Have) -> None:
+    run_blocks(page.read_text(), have)
+
+
+# ---- folders under runs/: who makes them, who needs them
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_python_blocks_run(page: Path, folder: Path) -> None:
-    code = blocks(page, "python")
-    if any('"runs/zoo-mnist5k/zoo"' in block for block in code):
-        train_small_zoo("runs/zoo-mnist5k/zoo")
-    namespace: dict[str, object] = {"__name__": "documentation"}
-    torch.manual_seed(0)
-    for block in code:
-        exec(compile(block, page.name, "exec"), namespace)
+def test_every_folder_that_a_page_names_is_made_by_its_own_recipe(page: Path) -> None:
+    assert faults(page.read_text()) == []
 
 
-def commands() -> list[str]:
-    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
-    return sorted({line.split("#")[0].strip() for line in lines if line.startswith("lightning-sym")})
+def test_every_folder_in_a_docstring_is_one_that_a_recipe_makes() -> None:
+    found = {folder for file in source_files() for folder in docstring_folders(file)}
+    assert found  # there are some
+    assert {folder.removesuffix("/zoo") for folder in found} <= set(HOMES)
 
 
-@pytest.mark.parametrize("command", commands())
+OPENED = 'from lightning_sym.zoo import ModelZoo\nzoo = ModelZoo.open("runs/zoo-mnist5k/zoo")\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (f"```python\n{OPENED}```\n", "runs/zoo-mnist5k/zoo is needed, and nothing"),
+        (
+            f"```bash\nlightning-sym fit --config zoo/digits_mlp\n```\n```python\n{OPENED}```\n",
+            "runs/zoo-mnist5k/zoo is needed, and nothing",
+        ),
+        (
+            "```bash\nlightning-sym fit --config matching/mnist5k_mlp --model.zoo runs/zoo-mnist5k-lenet/zoo\n```\n",
+            "runs/zoo-mnist5k-lenet/zoo is needed, and nothing",
+        ),
+        (
+            "```bash\nlightning-sym fit --config zoo/digits_mlp --run_dir runs/zoo-mnist5k\n```\n",
+            "runs/zoo-mnist5k is the folder of zoo/mnist5k, and zoo/digits_mlp writes there",
+        ),
+        (
+            "```bash\nlightning-sym fit --config stitching/mnist5k\n```\n\n"
+            "| a | b |\n|---|---|\n| other | `--model.target_zoo runs/other/zoo` |\n",
+            "runs/other/zoo is needed, and nothing",
+        ),
+        ("```bash\nlightning-sym test --config zoo/mnist5k\n```\n", "runs/zoo-mnist5k is needed, and nothing"),
+        ("It leaves `runs/zoo-mnist/zoo`.", "runs/zoo-mnist is named, and no recipe makes it"),
+    ],
+)
+def test_a_folder_that_nobody_makes_is_found(text: str, fault: str) -> None:
+    assert any(found.startswith(fault) for found in faults(text)), faults(text)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (
+            "DigitsDataModule()",
+            ValueError,
+            r"were trained with input_shape \[1, 28, 28\], and the data have \[1, 8, 8\]",
+        ),
+        ("MNIST5kDataModule(data_seed=1)", UserWarning, "were trained on other data"),
+    ],
+)
+def test_a_zoo_beside_other_data_is_found(data: str, error: type[Exception], message: str, have: Have) -> None:
+    kind = data.partition("(")[0]
+    code = f"{OPENED}from lightning_sym.datamodules import {kind}\ndata = {data}\n"
+    page = f"```bash\nlightning-sym fit --config zoo/mnist5k\n```\n```python\n{code}```\n"
+    with pytest.raises(error, match=message):
+        run_blocks(page, have)
+
+
+# ---- commands
+
+
+def own_runs() -> list[object]:
+    """Return the commands that take what another command of the page has made."""
+    found = {
+        (page, command)
+        for page in PAGES
+        for command in (*commands(page.read_text()), *table_commands(page.read_text()))
+        if command.needed()
+    }
+    return [
+        pytest.param(page, command, id=f"{page.name}: {' '.join(command.arguments())}")
+        for page, command in sorted(found, key=str)
+    ]
+
+
+@pytest.mark.parametrize(("page", "command"), own_runs())
+def test_commands_take_what_the_page_has_made(
+    page: Path, command: Command, have: Have, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = providers(page.read_text())
+    have(made, command.needed() | {folder for folder in command.made() if folder in made and folder.endswith("/zoo")})
+    trial = ["--trainer.fast_dev_run=true"] if command.name == "fit" else []
+    assert main([*command.arguments(), *trial, *QUIET]) == 0, capsys.readouterr().err
+
+
+def lines() -> list[str]:
+    found = [line for page in PAGES for block in blocks(page.read_text(), "bash") for line in block.splitlines()]
+    return sorted({line.split("#")[0].strip() for line in found if line.startswith("lightning-sym")})
+
+
+@pytest.mark.parametrize("command", lines())
 def test_commands_are_understood(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = shlex.split(command)[1:]
     if args[0] in ("fit", "test"):
@@ -65,13 +175,9 @@ def test_commands_are_understood(command: str, folder: Path, capsys: pytest.Capt
 
 
 def options() -> list[tuple[str, str]]:
-    """Return the recipe of each guide, the first that it runs, with each of the options in its tables."""
-    found = []
-    for page in PAGES:
-        recipe = re.search(r"fit --config ([a-z0-9_]+/[a-z0-9_]+)", page.read_text())
-        cells = re.findall(r"^\| [^|`]+ \|(.*)\|$", page.read_text(), re.MULTILINE)
-        found += [(recipe[1], one) for cell in cells for one in re.findall(r"`(--[^`]* [^`]+)`", cell) if recipe]
-    return found
+    """Return the recipe of each guide with each of the options in its tables."""
+    texts = [page.read_text() for page in PAGES]
+    return [(recipe, one) for text in texts if (recipe := first_recipe(text)) for one in option_cells(text)]
 
 
 @pytest.mark.parametrize(("recipe", "given"), options())

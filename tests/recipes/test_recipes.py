@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 
 import lightning_sym.callbacks
 import lightning_sym.datamodules
+from lightning_sym.cli import main
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
 from lightning_sym.zoo import ModelZoo, read_member
@@ -111,6 +113,19 @@ def test_model_and_data_are_built_and_fit_each_other(name, call, quiet, built):
 SLOW = ("stitching/mnist5k", "matching/mnist5k_cnn")
 
 
+@pytest.fixture
+def without_another_process(monkeypatch):
+    """Let this process, which has imported all that it takes, run what a recipe requires; the test below starts one."""
+
+    def run(requirement, options):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The learning rate comes to its lowest")  # a trial is one epoch
+            assert main(["fit", "--config", requirement.recipe, *options]) == 0
+
+    monkeypatch.setattr("lightning_sym._requirements._run", run)
+
+
+@pytest.mark.usefixtures("without_another_process")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EMBEDDED]
 )

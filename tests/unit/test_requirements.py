@@ -155,3 +155,15 @@ def test_an_interrupted_recipe_interrupts_the_run(calls, capsys):
         make(Requirement("model.zoo", "zoo/mnist5k", Path("runs/a/zoo")), Namespace())
     assert stop.value.code == 130
     assert "interrupted; the same command goes on" in capsys.readouterr().err
+
+
+def test_a_folder_of_one_recipe_is_not_made_by_another(tmp_path):
+    folder = tmp_path / "runs" / "zoo-mnist5k-lenet" / "zoo"
+    message = r"this run would make it by zoo/mnist5k_mlp, .* run lightning-sym fit --config zoo/mnist5k_lenet first"
+    for name in ("zoo/mnist5k_mlp", "mine.yaml"):
+        with pytest.raises(ValueError, match=message.replace("zoo/mnist5k_mlp", name)):
+            find_requirements({"model.zoo": name}, settings(folder))
+    assert find_requirements({"model.zoo": "zoo/mnist5k_lenet"}, settings(folder))
+    folder.mkdir(parents=True)
+    (folder / "member-0000.safetensors").touch()  # it is there: to use it is what was asked for
+    assert find_requirements({"model.zoo": "zoo/mnist5k_mlp"}, settings(folder))[0].met

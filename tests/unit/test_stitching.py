@@ -340,3 +340,11 @@ def test_plain_module_is_not_cut_but_told_to_be_wrapped() -> None:
     with pytest.raises(TypeError, match=r"must be a Network.*Network\.wrap"):
         CutNetwork(plain, example=torch.randn(2, 5))
     assert CutNetwork(Network.wrap(plain), example=torch.randn(2, 5)).sites
+
+
+def test_an_example_of_other_data_is_one_sentence():
+    with pytest.raises(ValueError, match=r"MyrtleCNN was built for images of shape \[N, 1, 28, 28\] and cannot take"):
+        cut(lambda: MyrtleCNN(2, in_channels=1, image_size=28), (1, 8, 8))
+    source = cut(lambda: MultiLayerPerceptron((4, 4), image_size=8), (1, 8, 8))
+    with pytest.raises(ValueError, match=r"cannot take \[5, 1, 28, 28\]"):
+        source.values(torch.zeros(5, 1, 28, 28))

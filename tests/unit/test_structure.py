@@ -40,7 +40,7 @@ ARROWS |= {
     "callbacks": {"tasks", *BELOW},
     "_metrics_csv": HELPERS,
     "_checkpoints": HELPERS,
-    "_requirements": HELPERS,
+    "_requirements": {"recipes", *HELPERS},
     "cli": {"_lightning_cli", "_messages", "recipes", *HELPERS},
     "_messages": BELOW,
     "_lightning_cli": {"callbacks", "tasks", "_messages", "_metrics_csv", "_checkpoints", "_requirements", *BELOW},

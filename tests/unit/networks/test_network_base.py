@@ -3,6 +3,7 @@ import functools
 import inspect
 import json
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -531,3 +532,36 @@ def test_a_recorded_architecture_is_what_a_recipe_says() -> None:
     for network in SMALL:
         config = parser.parse_object({"network": network.architecture})
         assert instantiate(parser, config).architecture == network.architecture
+
+
+# ---- images of another shape than the network was built for
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "built_for"),
+    [
+        (MyrtleCNN(2, in_channels=1, image_size=28), (4, 1, 8, 8), r"\[N, 1, 28, 28\]"),
+        (LeNet5(), (4, 1, 8, 8), r"\[N, 1, 28, 28\]"),
+        (MultiLayerPerceptron((4,), image_size=(8, 6)), (3, 1, 28, 28), r"\[N, 1, 8, 6\]"),
+        (CIFARResNet(width=1), (2, 1, 32, 32), r"\[N, 3, 32, 32\]"),
+    ],
+)
+def test_images_that_do_not_fit_are_one_sentence(network, shape, built_for):
+    name = type(network).__name__
+    given = re.escape(str(list(shape)))
+    message = rf"^{name} was built for images of shape {built_for} and cannot take {given}; use data"
+    with pytest.raises(ValueError, match=message) as caught:
+        network(torch.zeros(shape))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_other_errors_of_the_network_are_left_as_they_are():
+    network = MultiLayerPerceptron((4,), image_size=8)
+    with pytest.raises(RuntimeError, match="Double"):
+        network(torch.zeros(3, 1, 8, 8, dtype=torch.float64))
+    with pytest.raises(RuntimeError):  # it does not record what it was built for
+        Custom()(torch.zeros(2, 5))
+
+
+def test_other_sizes_that_run_are_no_error():
+    assert CIFARResNet(width=1)(torch.zeros(2, 3, 16, 16)).shape == (2, 10)

@@ -1,0 +1,56 @@
+"""Small runs of the shipped recipes, for guides that take what a recipe has left."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from guides import QUIET, Command
+
+from lightning_sym.cli import main
+from lightning_sym.recipes import recipe_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, as somebody has it who has run nothing yet."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Command], Path]:
+    """Return a function that runs a command once, for one short epoch, and returns the folder from which it was run.
+
+    Nothing else is changed: recipe, data, network and members are those of the command. 40 steps make members that are
+    right in four cases of five; commands that change a recipe take two, as nobody looks at what they have learned.
+    """
+    done: dict[Command, Path] = {}
+
+    def run(command: Command) -> Path:
+        if command not in done:
+            done[command] = tmp_path_factory.mktemp("small")
+            back = Path.cwd()
+            os.chdir(done[command])
+            shorter = ["--trainer.max_epochs=1", f"--trainer.limit_train_batches={2 if command.options else 40}"]
+            if "T_max" in recipe_path(command.recipe).read_text():  # over as many epochs as there are
+                shorter.append("--model.lr_scheduler.T_max=1")
+            try:
+                assert main([*command.arguments(), *shorter, *QUIET]) == 0, command
+            finally:
+                os.chdir(back)
+        return done[command]
+
+    return run
+
+
+@pytest.fixture
+def have(folder: Path, small_run: Callable[[Command], Path]) -> Callable[[dict[str, Command], set[str]], None]:
+    """Return a function that puts what commands have left into the test's folder."""
+
+    def have(providers: dict[str, Command], needed: set[str]) -> None:
+        for path in sorted(needed):
+            shutil.copytree(small_run(providers[path]) / path, folder / path, dirs_exist_ok=True)
+
+    return have
