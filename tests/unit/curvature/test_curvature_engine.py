@@ -246,6 +246,10 @@ def test_data_that_do_not_fit(change, likelihood, words):
     ("settings", "words"),
     [
         ({"likelihood": "poisson"}, "Unknown likelihood 'poisson'"),
+        (
+            {"likelihood": nn.CrossEntropyLoss(weight=torch.ones(3))},
+            r"got CrossEntropyLoss\(\).*leave them out and draw",
+        ),
         ({"engine": "autogard"}, "Did you mean 'autograd'"),
         ({"samples": 0}, "samples must be an integer >= 1"),
         ({"ffc": "per-channel"}, "Did you mean 'per_channel'"),
