@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sym._random import generator
 from lightning_sym.curvature.blocks import in_parameter_order
 from lightning_sym.curvature.rules import Rule, gram, mean_products
+from lightning_sym.networks.batch_norm import wide
 
 Layers: TypeAlias = Mapping[str, tuple[nn.Module, Rule]]
 
@@ -58,7 +59,7 @@ def prove(network: nn.Module, layers: Layers, x: Tensor, see: See) -> None:
     the precision; and where a rule has a faster way to its factors, it has to give the same ones.
 
     Five samples are taken from all over the batch, the same ones several times where it has fewer, and two of them are
-    changed: to another one, doubled; integers to another one, or of a single one reversed. A network that does not take
+    changed: to another one, doubled but for whole numbers, or, of a single one, reversed. A network that does not take
     a batch of five is checked with the whole batch; if that is one sample, only the second check says something.
 
     Args:
@@ -151,15 +152,18 @@ def _others(x: Tensor, samples: int) -> tuple[Tensor, Tensor]:
 def _changed(probes: Tensor, doubled: bool) -> Tensor:
     """Return the probes with another one, the same, in place of some: a valid sample, and another mean.
 
-    Doubled, so that it also changes what all samples share if that is a maximum.
+    Doubled, so that it also changes what all samples share if that is a maximum; but for whole numbers, which may be
+    indices of something.
     """
     own = _own(probes, len(probes))
     old, others = probes[own], torch.cat(_others(probes, len(probes)))
     new = next((other for other in others if not (other == old).all()), old[0]).expand_as(old)
     if doubled:
-        new = 2 * new
-    if torch.equal(new, old):
-        new = new + 1 if doubled else new.flip(-1) if new.ndim > 1 else new
+        new = torch.where(new == new.round(), new, 2 * new)
+    if torch.equal(new, old) and new.ndim > 1:
+        new = new.flip(-1)
+    if torch.equal(new, old) and doubled:
+        new = new + 1
     return probes.slice_scatter(new, 0, own.start, own.stop)
 
 
@@ -168,7 +172,7 @@ def _cotangent(outputs: Tensor) -> Tensor:
     drawn = torch.randn(outputs.shape, generator=generator("curvature proves itself"), dtype=torch.float64)
     for rows in _others(drawn, len(drawn)):
         rows.zero_()
-    return drawn.to(outputs)
+    return drawn.to(outputs.dtype).to(outputs.device)
 
 
 # ---- samples are the first axis
@@ -245,7 +249,7 @@ def _largest_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     found = 0.0
     for old, new in zip(before, after, strict=True):
         if not torch.equal(old, new):
-            old, new = (tensor.flatten(1).double() for tensor in (old, new))
+            old, new = (tensor.flatten(1).to(wide(tensor.device)) for tensor in (old, new))
             same = (old == new) | (old.isnan() & new.isnan())
             change = torch.where(same, 0, new - old).norm(dim=1)
             size = torch.where(same & ~old.isfinite(), 0, old).norm(dim=1)

@@ -688,6 +688,36 @@ def test_inputs_that_are_no_real_numbers(kind, count):
         factors(mixing, [(x, y)])
 
 
+def test_whole_numbers_may_be_indices():
+    """A table with a column of categories, all in floating point, whose double would be out of range."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(3, WIDTH)
+
+    def look_up(x):
+        x = (
+            x
+            if x.shape[-1] == WIDTH
+            else torch.cat([embedding(x[:, :1].long()), x[:, 1:].unflatten(1, (-1, WIDTH))], 1)
+        )
+        return x.detach()
+
+    network, _ = sequence(linear(), tokens=2)
+    x = torch.cat([torch.arange(SAMPLES)[:, None] % 3, torch.randn(SAMPLES, WIDTH)], 1)
+    model = perturbed(nn.Sequential(Do(look_up), *network))
+    tried, _ = seen_by(model, [(x, torch.arange(SAMPLES) % OUTPUTS)])
+    assert [len(each) for each in tried] == [5, 5]
+    assert torch.equal(tried[1][:, 0], tried[1][:, 0].round())
+    assert tried[1][:, 0].max() < 3
+
+
+@pytest.mark.parametrize("engine", ["autograd", "backpack"])
+def test_the_first_batch_may_be_empty(engine):
+    network, shape = made(WRONG["the mean at the start"][0])
+    x, y = data(SAMPLES, shape, OUTPUTS, "classification")
+    with pytest.raises(ValueError, match=MIXED):
+        factors(network, [(x[:0], y[:0]), (x, y)], engine=engine)
+
+
 @pytest.mark.parametrize("zeros", [5, 6])
 def test_padded_samples_hide_nothing(zeros):
     """Of samples that are zero, what mixes them gives what it got."""
