@@ -19,6 +19,7 @@ from lightning_sym.curvature import Evidence, NonFiniteError, Rule, factors, par
 from lightning_sym.layers import CircularConv, PolyphasePool, ResidualPathways
 
 SAMPLES, TOKENS, WIDTH, OUTPUTS = 6, 4, 3, 3
+TOKEN_SHAPE = (TOKENS, WIDTH)
 TOLERANCE = 1e-10
 
 
@@ -304,6 +305,10 @@ RIGHT = {
     "a backward hook": lambda: hooked(lambda module, before, after: tuple(3 * g for g in before), backward=True),
     "residual": lambda: images(ResidualPathways(CircularConv(2, 2), nn.Sequential(CircularConv(2, 2), nn.Tanh()))),
     "polyphase": lambda: images(CircularConv(2, 2), PolyphasePool(), nn.Upsample(scale_factor=2)),
+    "a class that is masked": lambda: (
+        nn.Sequential(*sequence(*folded(linear()))[0], Do(lambda x: F.pad(x, (0, 1), value=-math.inf))),
+        (TOKENS, WIDTH),
+    ),
     "an exact zero": lambda: sequence(linear(), Do(lambda x: 0 * x)),
     "a bias of which nothing comes through": lambda: sequence(linear(), Do(lambda x: x - x.mean(1, keepdim=True))),
 }
@@ -334,6 +339,10 @@ def ruled(change=None, **methods):
     """Return a sequence with a matrix layer whose rule is right but for its gradients or other methods."""
     gradients = {} if change is None else {"gradients": changed_gradients(change)}
     return sequence(with_rule(**gradients, **methods))
+
+
+def batch_mean(x: Tensor) -> Tensor:
+    return x - x.mean(0)
 
 
 def weak(x: Tensor) -> Tensor:
@@ -390,6 +399,10 @@ WRONG = {
     ),
     "batch norm, functional": (lambda: mixing(functional_batch_norm), MIXED),
     "the mean at the start": (lambda: prefixed(lambda x: x - x.mean(0)), MIXED),
+    "the mean at the start, of a masked class": (
+        lambda: (nn.Sequential(*prefixed(batch_mean)[0], Do(lambda x: F.pad(x, (0, 1), value=-math.inf))), TOKEN_SHAPE),
+        MIXED,
+    ),
     "the mean at the end": (
         lambda: (nn.Sequential(*sequence(linear())[0], Do(lambda x: x - x.mean(0))), (TOKENS, WIDTH)),
         rf"The output of the network {MIXED}",
@@ -473,7 +486,6 @@ WRONG = {
     ),
 }
 ENCODER = rf"'encoder' .Linear.*'weight' .*{RULE}"
-TOKEN_SHAPE = (TOKENS, WIDTH)
 WRONG_WITH_AUTOGRAD = {
     "a weight once more, transposed": (lambda: (Tied(lambda w: w.t()), TOKEN_SHAPE), ENCODER),
     "a weight once more": (lambda: (Tied(lambda w: 1e-3 * w), TOKEN_SHAPE), ENCODER),
