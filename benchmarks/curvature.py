@@ -16,6 +16,7 @@ Plain references:
     layers       the factored layer as linear maps of block-diagonal (one-hot) inputs; torch's circular ``Conv2d``
     sparse       the layers without anchors: ``FactoredFullyConnected`` and ``CircularConv``
     passes       one epoch of training on the same samples, batch 128
+    checks       one pass, of which the checks at its beginning are a part
     eigenvalues  ``eigvalsh`` of the block-diagonal factor written out as a dense matrix
     recipe       ``equivariance/digits_digit`` without updates of the precisions
 """
@@ -23,6 +24,7 @@ Plain references:
 import argparse
 import io
 import math
+import statistics
 import tempfile
 import time
 import warnings
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from _timing import Runs, result, timed, write
@@ -40,8 +43,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_sym.cli import main as command
-from lightning_sym.curvature import Evidence, PrecisionOptimizer, factors, parameter_groups
+from lightning_sym.curvature import Evidence, PrecisionOptimizer, autograd, backpack_engine, factors, parameter_groups
 from lightning_sym.curvature.blocks import symmetric_eigenvalues
+from lightning_sym.curvature.proof import prove
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
 from lightning_sym.networks import RelaxedNetwork
 
@@ -63,9 +67,15 @@ class Sizes:
     largest: int = 1024
     epochs: int = 20
     every: int = 5
+    # Name, samples, width, grid, Monte Carlo columns.
+    recipes: tuple[tuple[str, int, int, int, int | None], ...] = (
+        ("equivariance/digits_digit", 1438, 4, 16, 1),
+        ("equivariance/mnist5k_digit", 4000, 4, 32, 1),
+        ("equivariance/digits_digit", 1438, 4, 16, None),
+    )
 
 
-QUICK = Sizes(((2, 3),), (8,), 4, 2, 8, 3, (16, 32), 64, 2, 1)
+QUICK = Sizes(((2, 3),), (8,), 4, 2, 8, 3, (16, 32), 64, 2, 1, (("equivariance/digits_digit", 8, 2, 8, 1),))
 
 
 # ---- a: the factored layer, and b: layers with anchors
@@ -246,7 +256,40 @@ def measure_passes(sizes: Sizes, rounds: int, device: str) -> Results:
     return found
 
 
-# ---- d: eigenvalues
+# ---- d: the checks at the beginning of a pass
+
+
+def measure_checks(sizes: Sizes, rounds: int, device: str) -> Results:
+    """Time the checks of a network and its rules as a part of passes over as many data as the recipes have."""
+    found = []
+    for name, samples, width, grid, columns in sizes.recipes:
+        torch.manual_seed(0)
+        network = RelaxedNetwork(["ffc", "conv"], width, grid, 1, 10).to(device)
+        x = torch.randn(samples, 1, grid, grid, device=device)
+        batches = list(zip(x.split(500), (torch.arange(samples, device=device) % 10).split(500), strict=True))
+        for engine, module in (("autograd", autograd), ("backpack", backpack_engine)):
+            seconds: list[float] = []
+
+            def timed_prove(*arguments: Any, seconds: list[float] = seconds) -> None:
+                start = time.perf_counter()
+                prove(*arguments)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+
+            with patch.object(module, "prove", timed_prove):
+                rows = timed({"plain": partial(factors, network, batches, engine=engine, samples=columns)}, rounds)
+            own = statistics.median(seconds[1:])
+            share = own / rows[0]["seconds_median"]
+            note = f"Of it the checks are {1000 * own:.1f} ms, {100 * share:.1f} %."
+            title = f"The checks in a pass as in {name}, {'exact' if columns is None else 'Monte Carlo'}, {engine}"
+            found.append(
+                result(title, rows, note=note, seconds_of_checks=own, share_of_a_pass=share, target_share=0.03)
+            )
+    return found
+
+
+# ---- e: eigenvalues
 
 
 def blocks_of(count: int, side: int, device: str) -> Tensor:
@@ -298,7 +341,7 @@ def measure_eigenvalues(sizes: Sizes, rounds: int, device: str, dense: bool) -> 
     return found
 
 
-# ---- e: a recipe
+# ---- f: a recipe
 
 
 def fit(epochs: int, options: list[str]) -> None:
@@ -341,7 +384,7 @@ def measure_recipe(sizes: Sizes, rounds: int, device: str) -> Results:
     return [result("The recipe equivariance/digits_digit with and without the callback's updates", rows, note=note)]
 
 
-MEASUREMENTS = ("layers", "sparse", "passes", "eigenvalues", "recipe")
+MEASUREMENTS = ("layers", "sparse", "passes", "checks", "eigenvalues", "recipe")
 
 
 def main() -> None:
@@ -364,6 +407,7 @@ def main() -> None:
         "layers": partial(measure_layers, sizes, rounds, device),
         "sparse": partial(measure_sparse, sizes, rounds, device),
         "passes": partial(measure_passes, sizes, rounds, device),
+        "checks": partial(measure_checks, sizes, rounds, device),
         "eigenvalues": partial(measure_eigenvalues, sizes, rounds, device, arguments.dense),
         "recipe": partial(measure_recipe, sizes, rounds, device),
     }

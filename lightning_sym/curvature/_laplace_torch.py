@@ -15,6 +15,13 @@ from lightning_sym.curvature.blocks import Factors, KroneckerBlock
 from lightning_sym.curvature.laplace import dense_sides
 
 
+class _Unlisted:
+    """An attribute that a class does not have although its base class has it."""
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError
+
+
 class RelaxedLaplace(KronLaplace):
     """A ``KronLaplace`` of given factors; see :func:`lightning_sym.curvature.to_laplace`, which makes it.
 
@@ -25,6 +32,9 @@ class RelaxedLaplace(KronLaplace):
         noise: Sigma; of a regression.
         temperature: Of the posterior.
     """
+
+    # laplace.Laplace(network, likelihood, "all", "kron") picks among all subclasses by this key.
+    _key = _Unlisted()
 
     def __init__(
         self, network: nn.Module, factors: Factors, precisions: Mapping[str, float], noise: float, temperature: float

@@ -1,7 +1,9 @@
 """Curvature of any network by back-propagated square-root columns, with autograd alone."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +20,8 @@ from lightning_sym.curvature.blocks import (
     NonFiniteError,
     over_batches_and_ranks,
 )
-from lightning_sym.curvature.rules import FFC, Rule, find_rule
+from lightning_sym.curvature.proof import Pass, check_rows, prove
+from lightning_sym.curvature.rules import FFC, Rule, find_rule, unfolded_out_factors
 from lightning_sym.networks.batch_norm import device_of, moved, ranks
 
 
@@ -56,9 +59,10 @@ def autograd_factors(
         def compute() -> Factors | None:
             check_weights(network)
             sums = _Sums(layers)
-            with sums.recording():
-                for x, y in batches(network, loader):
-                    sums.add(network, x, y, likelihood, samples, generator, columns)
+            for x, y in batches(network, loader):
+                if not sums.samples:
+                    prove(network, layers, x, functools.partial(sums.see, network))
+                sums.add(network, x, y, likelihood, samples, generator, columns)
             return sums.factors(likelihood)
 
         return over_batches_and_ranks(compute, device)
@@ -67,6 +71,8 @@ def autograd_factors(
 @contextmanager
 def ready(network: nn.Module) -> Iterator[nn.Module]:
     """Give the network in eval mode with gradients on, in single precision at least; all as before afterwards.
+
+    Backward hooks of its modules are off: they may change gradients, and curvature is that of the function.
 
     Args:
         network: Any module. One with parameters in half precision is copied.
@@ -92,12 +98,17 @@ def ready(network: nn.Module) -> Iterator[nn.Module]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device_of(network).type, enabled=False))
+        hooks = [(module, module._backward_hooks, module._backward_pre_hooks) for module, _ in modes]
         try:
             network.eval()
+            for module, _ in modes:
+                module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
             yield network
         finally:
             for module, training in modes:
                 module.training = training
+            for module, after, before in hooks:
+                module._backward_hooks, module._backward_pre_hooks = after, before
 
 
 def curved_layers(network: nn.Module, ffc: FFC = "shared") -> dict[str, tuple[nn.Module, Rule]]:
@@ -151,6 +162,22 @@ def batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor,
             yield (x.to(parameter.dtype) if x.is_floating_point() else x), y
 
 
+def check_outputs(outputs: Any, x: Tensor) -> None:
+    """Raise ``ValueError`` unless a network gives one row of outputs, ``[N, K]``, for each of its inputs."""
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"Curvature needs a network that returns one tensor, got {type(outputs).__name__}.")
+    if outputs.ndim != 2 or not outputs.is_floating_point():
+        raise ValueError(f"Curvature needs outputs of shape [N, K], got shape {list(outputs.shape)}.")
+    if len(outputs) != len(x):
+        raise ValueError(f"The network gives {len(outputs)} outputs for {len(x)} inputs; it needs one for each.")
+
+
+def check_trained(outputs: Tensor) -> None:
+    """Raise ``ValueError`` unless the outputs of a network depend on parameters that are trained."""
+    if not outputs.requires_grad:
+        raise ValueError("No trainable parameter reaches the network's outputs; freeze it, or use what it gives.")
+
+
 def loss_and_columns(
     outputs: Tensor, targets: Tensor, likelihood: Likelihood, samples: int | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
@@ -168,10 +195,8 @@ def loss_and_columns(
         ``[V, N, K]``, as the outputs. All detached.
 
     Raises:
-        ValueError: If outputs or targets have the wrong shape, or a class is out of range.
+        ValueError: If targets have the wrong shape, or a class is out of range.
     """
-    if outputs.ndim != 2 or not outputs.is_floating_point():
-        raise ValueError(f"Curvature needs outputs of shape [N, K], got shape {list(outputs.shape)}.")
     outputs = outputs.detach()
     count, width = outputs.shape
     if likelihood == "regression":
@@ -229,23 +254,15 @@ class _Sums:
             ]
             for name, (module, rule) in layers.items()
         }
+        self.parameters = {
+            f"{name}.{parameter}" if name else parameter: getattr(layers[name][0], parameter)
+            for name, parameters in self.wanted.items()
+            for parameter in parameters
+        }
         self.recorded: dict[str, tuple[Tensor, int, Tensor]] = {}
         self.out: dict[str, Tensor] = {}
         self.inner: dict[str, Tensor] = {}
         self.samples, self.outputs, self.loss = 0, 0, 0.0
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Have the layers leave input and output while the block runs."""
-        handles = []
-        try:
-            for name, (module, _) in self.layers.items():
-                handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.recorded.clear()
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor:
@@ -276,53 +293,95 @@ class _Sums:
         columns: int,
     ) -> None:
         """Add one batch."""
-        self.recorded.clear()
-        outputs = network(x)
-        if not isinstance(outputs, Tensor):
-            raise ValueError(f"Curvature needs a network that returns one tensor, got {type(outputs).__name__}.")
+        outputs = self._forward(network, x)
         loss, square_root = loss_and_columns(outputs, y, likelihood, samples, generator)
-        if len(outputs) != len(x):
-            raise ValueError(f"The network gives {len(outputs)} outputs for {len(x)} inputs; it needs one for each.")
-        self._check_recorded()
-        self._add_inner()
+        inner = self._add_inner()
         nodes = [output for _, _, output in self.recorded.values()]
         for piece in torch.split(square_root, columns):
             for gradients in pull_back(outputs, nodes, piece):
-                self._add_out(gradients)
+                self._add_out(gradients, len(x), inner)
         self.recorded.clear()
         self.samples += len(x)
         self.outputs = outputs.shape[1]
         self.loss += loss.item()
 
-    def _check_recorded(self) -> None:
+    def see(self, network: nn.Module, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
+        """Return what the rules see of some samples; with gradients where there is something to pull back."""
+        with torch.set_grad_enabled(cotangent is not None):
+            outputs = self._forward(network, x)
+        recorded = dict(self.recorded)
+        self.recorded.clear()
+        inputs = {name: x for name, (x, _, _) in recorded.items()}
+        if cotangent is None:
+            return Pass(outputs, inputs)
+        check_trained(outputs)
+        nodes = [output for _, _, output in recorded.values()]
+        found = torch.autograd.grad(
+            outputs,
+            [*nodes, *self.parameters.values()],
+            cotangent(outputs.detach()),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return Pass(
+            outputs.detach(),
+            inputs,
+            dict(zip(recorded, found[: len(nodes)], strict=True)),
+            dict(zip(self.parameters, found[len(nodes) :], strict=True)),
+        )
+
+    def _forward(self, network: nn.Module, x: Tensor) -> Tensor:
+        """Return the outputs; inputs and outputs of the layers are recorded."""
+        self.recorded.clear()
+        handles = []
+        try:
+            for name, (module, _) in self.layers.items():
+                handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+            outputs = network(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        check_outputs(outputs, x)
+        self._check_recorded(len(x))
+        found: Tensor = outputs
+        return found
+
+    def _check_recorded(self, samples: int) -> None:
         for name, (module, _) in self.layers.items():
             if name not in self.recorded:
                 raise ValueError(
                     f"Module {name!r} ({type(module).__name__}) has trainable parameters but is not called; freeze "
                     "them with requires_grad_(False) or remove it."
                 )
-            x, version, _ = self.recorded[name]
+            x, version, output = self.recorded[name]
             if x._version != version:
                 raise ValueError(
                     f"The input of module {name!r} is changed in place after the call; use operations out of place."
                 )
+            check_rows(name, module, x, samples)
+            if torch.is_grad_enabled() and not output.requires_grad:
+                raise ValueError(
+                    f"Module {name!r} ({type(module).__name__}) is called without gradients, for example in "
+                    "torch.no_grad(); freeze its parameters with requires_grad_(False)."
+                )
 
     @torch.no_grad()
-    def _add_inner(self) -> None:
+    def _add_inner(self) -> dict[str, set[str]]:
+        """Add A of all layers; return which parameters have one."""
+        found = {}
         for name, (x, _, _) in self.recorded.items():
             module, rule = self.layers[name]
-            self._accumulate(self.inner, name, rule.in_factors(module, x))
+            factors = rule.in_factors(module, x)
+            self._accumulate(self.inner, name, factors)
+            found[name] = set(factors)
+        return found
 
     @torch.no_grad()
-    def _add_out(self, gradients: Sequence[Tensor | None]) -> None:
+    def _add_out(self, gradients: Sequence[Tensor | None], samples: int, inner: dict[str, set[str]]) -> None:
         for (name, (x, _, output)), g in zip(self.recorded.items(), gradients, strict=True):
             module, rule = self.layers[name]
-            found = rule.out_factors(module, x, output.new_zeros(1, *output.shape) if g is None else g)
-            if missing := set(self.wanted[name]) - set(found):
-                raise ValueError(
-                    f"The curvature rule of module {name!r} ({type(module).__name__}) gives no gradients for "
-                    f"{sorted(missing)}; return them, or name them in left_out."
-                )
+            columns = output.new_zeros(1, *output.shape) if g is None else g
+            found = unfolded_out_factors(rule, module, x, columns, samples, inner[name])
             self._accumulate(self.out, name, found)
 
     def _accumulate(self, sums: dict[str, Tensor], name: str, found: dict[str, Tensor]) -> None:
@@ -347,12 +406,8 @@ class _Sums:
                 elif key in self.out:
                     inner = self.inner.get(key)
                     inner = None if inner is None else inner / self.samples
-                    blocks[key] = KroneckerBlock(self.out[key], inner, parameter in rule.blocks_first)
-                    if blocks[key].size != tensor.numel():
-                        raise ValueError(
-                            f"The curvature rule of module {name!r} ({type(module).__name__}) gives a block of "
-                            f"{blocks[key].size} parameters for {parameter!r}, which has {tensor.numel()}."
-                        )
+                    axes = rule.axes(module, parameter)
+                    blocks[key] = KroneckerBlock(self.out[key], inner, parameter in rule.blocks_first, axes)
         return Factors(blocks, self.samples, self.outputs, likelihood, self.loss, tuple(left_out))
 
 

@@ -1,13 +1,14 @@
 """Curvature by BackPACK: all square-root columns go through the network together, layer by layer."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-from backpack import memory_cleanup
+from backpack import disable, memory_cleanup
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.scale_module import ScaleModule
@@ -18,6 +19,8 @@ from torch import Tensor, fx, nn
 
 from lightning_sym.curvature.autograd import (
     batches,
+    check_outputs,
+    check_trained,
     check_weights,
     curved_layers,
     loss_and_columns,
@@ -25,6 +28,7 @@ from lightning_sym.curvature.autograd import (
     ready,
 )
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood, over_batches_and_ranks
+from lightning_sym.curvature.proof import Pass, check_rows, prove
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks.batch_norm import device_of
@@ -85,13 +89,13 @@ def backpack_factors(
             count, width, total_loss = 0, 0, 0.0
             with twin.recording():
                 for x, y in batches(network, loader):
+                    if not count:
+                        prove(network, layers, x, twin.see)
                     extension = (RelaxedKFLR if samples is None else RelaxedKFAC)(ffc=ffc, columns=columns)
-                    # The network before its copy: what its layers refuse, they refuse in their own words.
-                    expected = None if count else twin.expected(x)
+                    extension.samples = len(x)
                     outputs = twin(x)
+                    check_outputs(outputs, x)
                     loss, square_root = loss_and_columns(outputs, y, likelihood, samples, generator)
-                    if expected is not None:
-                        twin.check(outputs, expected)
                     _add(blocks, twin.blocks(outputs, square_root, extension), len(x))
                     count, width, total_loss = count + len(x), outputs.shape[1], total_loss + loss.item()
             for block in blocks.values():
@@ -146,16 +150,16 @@ class _Blocks(HBPBaseModule):  # type: ignore[misc]
 
     def __init__(self, rule: Rule | None, names: list[str], columns: int) -> None:
         self._rule = rule
-        self._found: dict[str, KroneckerBlock] | None = None
+        self._found: Mapping[str, Any] | None = None
         for name in names:
             setattr(self, name, functools.partial(self._block, name))
         super().__init__(_Jacobian(columns), names)
 
     @torch.no_grad()
-    def _block(self, name: str, ext: Any, module: Any, g_inp: Any, g_out: Any, g: Tensor) -> KroneckerBlock:
+    def _block(self, name: str, ext: Any, module: Any, g_inp: Any, g_out: Any, g: Tensor) -> Any:
         if self._found is None:
             assert self._rule is not None
-            self._found = self._rule.blocks(module, module.input0.detach(), g)
+            self._found = ext.measure(self._rule, module, g)
         if name not in self._found:
             raise ValueError(
                 f"The curvature rule of {type(module).__name__} gives no gradients for {name!r}; return them, or name "
@@ -185,13 +189,29 @@ class _Relaxed:
 
     ffc: FFC
     columns: int
+    samples: int | None = None  # N, where the rows of layers may be positions of samples
+    _rows: int | None = None  # N of the loss, where all of them must be samples
 
-    def __call__(self, module: nn.Module, g_inp: Any, g_out: Any) -> None:
+    def __call__(self, module: Any, g_inp: Any, g_out: Any) -> None:
         """Leave the blocks at a module's parameters, and columns for the modules before it."""
+        if isinstance(module, nn.modules.loss._Loss):
+            outputs, targets = vars(module)["input0"], vars(module)["input1"]
+            _check_loss(module, targets)
+            self._rows = len(outputs)
         if not _known(module):
             extension = _Layer(self.ffc, self.columns)
             self.set_module_extension(type(module), extension, overwrite=True)  # type: ignore[attr-defined]
         super().__call__(module, g_inp, g_out)  # type: ignore[misc]
+
+    def measure(self, rule: Rule, module: Any, g: Tensor) -> Mapping[str, Any]:
+        """Return what is left at a layer's parameters: the blocks, of columns ``[V, N, ...]`` at its output."""
+        x = module.input0.detach()
+        if self.samples is None and self._rows is not None and len(x) != self._rows:
+            raise ValueError(
+                f"A layer {type(module).__name__} has an input of shape {list(x.shape)} for {self._rows} samples; give "
+                "it [N, ...], or use lightning_sym.curvature.factors, which knows tokens folded into the batch."
+            )
+        return rule.blocks(module, x, g, self.samples)
 
     def accumulate_backpropagated_quantities(self, existing: Tensor, other: Tensor) -> Tensor:
         """Return the sum: a tensor that several paths use gets the columns of all of them."""
@@ -245,6 +265,30 @@ class RelaxedKFAC(_Relaxed, KFAC):  # type: ignore[misc]
     def __init__(self, ffc: FFC = "shared", columns: int = 1, mc_samples: int = 1) -> None:
         super().__init__(mc_samples)
         self.ffc, self.columns = ffc, columns
+
+
+class _Look(RelaxedKFLR):
+    """Leaves, at each parameter, the input of its layer and the gradients at the output that its rule would see."""
+
+    def measure(self, rule: Rule, module: Any, g: Tensor) -> Mapping[str, Any]:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        return dict.fromkeys(names, (module.input0.detach(), g[0]))
+
+
+def _check_loss(loss: nn.Module, targets: Tensor) -> None:
+    """Raise unless a loss is the sum of negative log likelihoods of all samples."""
+    kind = type(loss).__name__
+    if getattr(loss, "weight", None) is not None or getattr(loss, "pos_weight", None) is not None:
+        raise ValueError(
+            f"{kind} has class weights, with which it is no negative log likelihood; leave them out, and draw the "
+            "classes as often as they should count."
+        )
+    if loss.reduction != "sum":
+        raise ValueError(
+            f"{kind} has reduction={loss.reduction!r}, but B is a sum over the data; make it with reduction='sum'."
+        )
+    if (targets == getattr(loss, "ignore_index", math.nan)).any():
+        raise ValueError(f"{kind} ignores samples, which would still count for the curvature; leave them out.")
 
 
 # ---- the copy of the network that BackPACK works on
@@ -364,14 +408,38 @@ class _Twin:
         outputs: Tensor = self.converted(x)
         return outputs
 
-    def expected(self, x: Tensor) -> Any:
-        """Return the outputs of the network itself."""
-        with torch.no_grad():
-            return self.network(x.clone())  # it might change its input
+    def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
+        """Return what the rules see of some samples, and the gradients of the network itself."""
+        with torch.set_grad_enabled(cotangent is not None):
+            # The network before its copy: what its layers refuse, they refuse in their own words.
+            with disable():  # BackPACK would leave input and output at the layers of a network that it knows
+                expected = self.network(x.clone())  # it might change its input
+            outputs = self(x)
+            check_outputs(expected, x)
+        self._check(outputs.detach(), expected.detach())
+        if cotangent is None:
+            return Pass(outputs, {name: vars(self.copies[name])["input0"] for name in self.layers})
+        check_trained(expected)
+        named = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        columns = cotangent(outputs.detach())
+        own = torch.autograd.grad(expected, list(named.values()), columns, allow_unused=True, materialize_grads=True)
+        seen = self._pull_back(outputs, columns[None], _Look())
+        firsts: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, found in seen.items():
+            firsts.setdefault(name.rpartition(".")[0], found)
+        return Pass(
+            outputs.detach(),
+            {name: x for name, (x, _) in firsts.items()},
+            {name: g for name, (_, g) in firsts.items()},
+            dict(zip(named, own, strict=True)),
+        )
 
-    def check(self, outputs: Tensor, expected: Tensor) -> None:
+    def _check(self, outputs: Tensor, expected: Tensor) -> None:
         """Raise unless the copy gives what the network does: hooks may change what modules give."""
-        if not torch.allclose(outputs, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()), equal_nan=True):
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5
+        scale = expected.nan_to_num(0, 0, 0).norm(dim=1, keepdim=True)
+        same = torch.isclose(outputs, expected, rtol=tolerance, atol=0, equal_nan=True)
+        if not (same | ((outputs - expected).abs() <= tolerance * scale)).all():
             raise ValueError(
                 f"The outputs of the network ({type(self.network).__name__}) are not those of its layers, for example "
                 "as a hook changes them, which BackPACK cannot handle; use engine: autograd."
@@ -381,6 +449,12 @@ class _Twin:
         self, outputs: Tensor, columns: Tensor, extension: RelaxedKFLR | RelaxedKFAC
     ) -> dict[str, KroneckerBlock]:
         """Return the blocks of a batch whose forward pass was the last, by the parameter's name."""
+        for name, (module, _) in self.layers.items():
+            check_rows(name, module, vars(self.copies[name])["input0"], len(outputs))
+        return self._pull_back(outputs, columns, extension)
+
+    def _pull_back(self, outputs: Tensor, columns: Tensor, extension: Any) -> dict[str, Any]:
+        """Return what an extension leaves at the parameters, by their full names."""
         extension.saved_quantities.save_quantity(
             outputs.data_ptr(), columns, extension.accumulate_backpropagated_quantities
         )
@@ -391,17 +465,10 @@ class _Twin:
                 extension(module, (), ())
             memory_cleanup(module)
         found = {}
-        for name, (original, rule) in self.layers.items():
+        for name, (_, rule) in self.layers.items():
             for key, tensor in self.copies[name].named_parameters(recurse=False):
-                if not tensor.requires_grad or key in rule.left_out:
-                    continue
-                block = vars(tensor).pop(extension.savefield)
-                if block.size != tensor.numel():
-                    raise ValueError(
-                        f"The curvature rule of module {name!r} ({type(original).__name__}) gives a block of "
-                        f"{block.size} parameters for {key!r}, which has {tensor.numel()}."
-                    )
-                found[f"{name}.{key}" if name else key] = block
+                if tensor.requires_grad and key not in rule.left_out:
+                    found[f"{name}.{key}" if name else key] = vars(tensor).pop(extension.savefield)
         return found
 
 

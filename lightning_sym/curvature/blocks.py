@@ -13,6 +13,9 @@ from lightning_sym.networks.batch_norm import gathered, ranks, summed, together,
 Likelihood: TypeAlias = Literal["classification", "regression"]
 LIKELIHOODS: tuple[Likelihood, ...] = ("classification", "regression")
 
+Axes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes of the axes of a block's entries, and the permutation of these axes that gives those of the parameter."""
+
 
 class CurvatureError(ValueError):
     """The curvature of these weights on these data does not exist; of other weights or data it may."""
@@ -28,6 +31,11 @@ class NonFiniteError(CurvatureError):
 
 def check_likelihood(likelihood: str) -> None:
     """Raise ``ValueError`` unless a likelihood is one of ours."""
+    if not isinstance(likelihood, str):
+        raise ValueError(
+            f"likelihood must be 'classification' or 'regression', got {likelihood!r}; a loss with class weights is no "
+            "negative log likelihood, so leave them out and draw the classes as often as they should count."
+        )
     if likelihood not in LIKELIHOODS:
         raise ValueError(unknown("likelihood", likelihood, LIKELIHOODS))
 
@@ -72,6 +80,8 @@ class KroneckerBlock:
             ``B`` alone, for example a bias.
         blocks_first: Where the leading axes stand in the tensor: before the out axis, as in the weight of a grouped
             convolution, or after it, as the input channels of ``[O, C, I]``.
+        axes: Of a tensor with yet another order, as that of a transposed convolution, ``[I, O, ...]``: sizes and
+            permutation with which ``entries.reshape(sizes).permute(permutation)`` has it. None for all others.
 
     References:
         Our specification of layer-wise equivariance learning, 0 and 5.1 to 5.3.
@@ -80,6 +90,7 @@ class KroneckerBlock:
     out_factor: Tensor
     in_factor: Tensor | None = None
     blocks_first: bool = False
+    axes: Axes | None = None
 
     @property
     def leading(self) -> torch.Size:
@@ -129,7 +140,14 @@ class KroneckerBlock:
         inner = inner.expand(*leading, *inner.shape[-2:]).reshape(count, sides[1], sides[1])
         eye = torch.eye(count, dtype=out.dtype, device=out.device)
         order = "loikpm" if self.blocks_first else "olipkm"
-        return torch.einsum(f"lop,lim,lk->{order}", out, inner, eye).reshape(self.size, self.size)
+        found = torch.einsum(f"lop,lim,lk->{order}", out, inner, eye).reshape(self.size, self.size)
+        at = in_parameter_order(torch.arange(self.size, device=out.device), self.axes)
+        return found[at][:, at]
+
+
+def in_parameter_order(entries: Tensor, axes: Axes | None) -> Tensor:
+    """Return the entries of a block's parameter, of shape ``[P]``, in the row-major order of the parameter."""
+    return entries if axes is None else entries.reshape(axes[0]).permute(axes[1]).flatten()
 
 
 def symmetric_eigenvalues(matrix: Tensor, name: str) -> Tensor:
@@ -278,16 +296,18 @@ class _Shape:
     out: torch.Size
     inner: torch.Size | None
     blocks_first: bool
+    axes: Axes | None
     dtype: torch.dtype
 
     @classmethod
     def of(cls, name: str, block: KroneckerBlock) -> "_Shape":
         inner = None if block.in_factor is None else block.in_factor.shape
-        return cls(name, block.out_factor.shape, inner, block.blocks_first, block.out_factor.dtype)
+        return cls(name, block.out_factor.shape, inner, block.blocks_first, block.axes, block.out_factor.dtype)
 
     def zeros(self, device: torch.device) -> KroneckerBlock:
         inner = None if self.inner is None else torch.zeros(self.inner, dtype=self.dtype, device=device)
-        return KroneckerBlock(torch.zeros(self.out, dtype=self.dtype, device=device), inner, self.blocks_first)
+        out = torch.zeros(self.out, dtype=self.dtype, device=device)
+        return KroneckerBlock(out, inner, self.blocks_first, self.axes)
 
 
 def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.device) -> Factors:
@@ -322,7 +342,7 @@ def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.
         if ranks() > 1:
             share = 0.0 if mine is None else mine.samples / samples
             inner = None if block.in_factor is None else summed(block.in_factor * share)
-            block = KroneckerBlock(summed(block.out_factor), inner, block.blocks_first)
+            block = replace(block, out_factor=summed(block.out_factor), in_factor=inner)
         blocks[shape.name] = block
     total = Factors(blocks, samples, outputs, likelihood, loss_sum, left_out)
     _check_finite(total)

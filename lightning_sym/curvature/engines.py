@@ -29,13 +29,19 @@ def factors(
     The network is in eval mode meanwhile, and in single precision at least; afterwards it is as before: mode,
     gradients, buffers, hooks. Nothing is kept between calls.
 
+    Every call begins with two checks, on five samples of the first batch: that the samples are the first axis
+    everywhere, one independent of another, and that autograd's gradient of every parameter is what the rule of its
+    layer says.
+
     Args:
         network: Any module from one tensor to ``[N, K]``, whose parameters belong to layers with a rule (see
-            :func:`register_layer`), each called once. Frozen parameters are constants.
+            :func:`register_layer`), each called once, with an input of shape ``[N, ...]``, or ``[N * T, ...]`` with the
+            T positions of a sample one after the other, which is the same as ``[N, T, ...]``. Frozen parameters are
+            constants.
         loader: Batches ``(inputs, labels, ...)``; with several processes, on every rank its own share, also of
             another number of batches, or none. The result does not depend on the batches.
         likelihood: ``"classification"``: logits and class indices ``[N]``. ``"regression"``: means and targets
-            ``[N, K]``.
+            ``[N, K]``. There are no class weights: with them a loss is no log likelihood.
         engine: ``"autograd"``: any architecture, K backward passes. ``"backpack"``: the same numbers by BackPACK, for
             networks of ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and modules that call
             their children one after the other, which includes ours without skip connections.
@@ -52,8 +58,8 @@ def factors(
         One block for each trainable parameter but those in ``left_out``: anchor positions and lengthscales.
 
     Raises:
-        ValueError: If an argument is out of range, a layer has no rule, is called twice or never, or outputs and
-            targets do not fit.
+        ValueError: If an argument is out of range, a layer has no rule, is called twice or never, a check fails, or
+            outputs and targets do not fit; with several processes, on all of them.
         EmptyLoaderError: If no rank has a sample.
         NonFiniteError: If weights, outputs, loss or factors are not finite.
 

@@ -110,7 +110,7 @@ def dense_sides(block: KroneckerBlock) -> list[int]:
         Of B and A, the latter with its blocks side by side, or of the whole block where that is no Kronecker product.
     """
     out, inner = block.out_factor, block.in_factor
-    if inner is None:
+    if inner is None or block.axes is not None:  # laplace-torch has the rows of B first
         return [block.size]
     if not block.leading or (out.ndim == 2 and not block.blocks_first):
         return [out.shape[-1], block.leading.numel() * inner.shape[-1]]

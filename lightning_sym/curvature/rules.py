@@ -1,6 +1,6 @@
 """How parameters enter a layer: one rule per class of layer, for every engine, and the registry for users' own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_sym._text import unknown
-from lightning_sym.curvature.blocks import KroneckerBlock
+from lightning_sym.curvature.blocks import Axes, KroneckerBlock
 
 FFC: TypeAlias = Literal["shared", "per_channel"]
+Sizes: TypeAlias = tuple[int, ...]
 RuleT = TypeVar("RuleT", bound="type[Rule]")
 _RULES: dict[type[nn.Module], "type[Rule]"] = {}
 _NARROW = 16  # vectors of so few entries are summed per sample, which is not slower and more accurate
@@ -32,7 +33,10 @@ class Rule:
 
     Both may have leading axes, for blocks of a block-diagonal matrix; see :class:`KroneckerBlock`.
 
-    Rules have no state: they see the layer, its input ``x`` of shape ``[N, ...]``, and gradients at its output.
+    Rules have no state: they see the layer, its input ``x`` of shape ``[N, ...]``, and gradients at its output. Where a
+    network folds T tokens of a sample into the batch, ``[N * T, ...]``, the rule takes every row for a sample, and the
+    engines make places of them. Once per pass the engines check that the sum of all products ``g a`` is autograd's
+    gradient of the parameter.
 
     Attributes:
         left_out: Names of parameters that get no block.
@@ -94,6 +98,19 @@ class Rule:
         """
         raise NotImplementedError
 
+    def axes(self, module: Any, name: str) -> Axes | None:
+        """Return how the entries of a block lie in its parameter, if not as ``[O, *blocks, I]`` or with blocks first.
+
+        Args:
+            module: The layer.
+            name: Of the parameter.
+
+        Returns:
+            Sizes and permutation with which ``entries.reshape(sizes).permute(permutation)`` has the order of the
+            parameter: ``((O, I), (1, 0))`` for a matrix of shape ``[I, O]``. None, for none such.
+        """
+        return None
+
     def in_factors(self, module: Any, x: Tensor) -> dict[str, Tensor]:
         """Return N times A of each parameter that has one; override it where there is a faster way.
 
@@ -117,29 +134,62 @@ class Rule:
         Returns:
             By the parameter's name, shape ``[*blocks, O, O]``.
         """
-        vectors = self.gradients(module, x, g)
-        products: dict[int, Tensor] = {}  # one for a weight and a bias with the same gradients
-        for v in vectors.values():
-            if id(v) not in products:
-                products[id(v)] = gram(v, v.ndim - 4) / v.shape[-2]
-        return {name: products[id(v)] for name, v in vectors.items()}
+        return mean_products(self.gradients(module, x, g))
 
-    def blocks(self, module: Any, x: Tensor, g: Tensor) -> dict[str, KroneckerBlock]:
+    def blocks(self, module: Any, x: Tensor, g: Tensor, samples: int | None = None) -> dict[str, KroneckerBlock]:
         """Return the blocks of one batch: B summed over it, A averaged.
 
         Args:
             module: The layer.
             x: Its input, detached. Shape ``[N, ...]``.
             g: All square-root gradients at its output. Shape ``[V, N, ...]``.
+            samples: N, where the rows of ``x`` and ``g`` are N times as many positions, those of a sample together;
+                default: every row is a sample.
 
         Returns:
             By the parameter's name.
         """
-        inner = {name: a / x.shape[0] for name, a in self.in_factors(module, x).items()}
+        samples = x.shape[0] if samples is None else samples
+        inner = {name: a / samples for name, a in self.in_factors(module, x).items()}
         return {
-            name: KroneckerBlock(b, inner.get(name), name in self.blocks_first)
-            for name, b in self.out_factors(module, x, g).items()
+            name: KroneckerBlock(b, inner.get(name), name in self.blocks_first, self.axes(module, name))
+            for name, b in unfolded_out_factors(self, module, x, g, samples, inner).items()
         }
+
+
+def mean_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return B ``[*blocks, O, O]`` of vectors ``[*blocks, V, N, R, O]``: the sum of their outer products, over R."""
+    products: dict[int, Tensor] = {}  # one for a weight and a bias with the same gradients
+    for v in vectors.values():
+        if id(v) not in products:
+            products[id(v)] = gram(v, v.ndim - 4) / v.shape[-2]
+    return {name: products[id(v)] for name, v in vectors.items()}
+
+
+def unfolded_out_factors(
+    rule: Rule, module: nn.Module, x: Tensor, g: Tensor, samples: int, with_inputs: Collection[str]
+) -> dict[str, Tensor]:
+    """Return B of each parameter, where the rows of a layer may be positions of samples.
+
+    Args:
+        rule: Of the layer.
+        module: The layer.
+        x: Its input, detached. Shape ``[N * T, ...]``, the T positions of a sample together.
+        g: Square-root gradients at its output. Shape ``[V, N * T, ...]``.
+        samples: N.
+        with_inputs: Parameters that have A: their places are now those of all positions. The gradients of others are
+            summed over the positions.
+
+    Returns:
+        By the parameter's name, shape ``[*blocks, O, O]``.
+    """
+    if x.shape[0] == samples:
+        return rule.out_factors(module, x, g)
+    unfolded = {}
+    for name, v in rule.gradients(module, x, g).items():
+        v = torch.unflatten(v, -3, (samples, -1))  # [*blocks, V, N, T, R, O]
+        unfolded[name] = v.flatten(-3, -2) if name in with_inputs else v.sum(-3)
+    return mean_products(unfolded)
 
 
 def gram(vectors: Tensor, block_axes: int) -> Tensor:
@@ -168,6 +218,7 @@ def register_layer(*classes: type[nn.Module]) -> Callable[[RuleT], RuleT]:
 
     The layer takes one tensor, whose first axis is the samples, and gives one; no sample's output depends on another
     sample, in eval mode; its parameters are direct attributes. Subclasses that keep ``forward`` follow the same rule.
+    A rule that does not fit its layer is an error of :func:`factors`.
 
     Args:
         classes: Subclasses of ``nn.Module``. A later registration replaces an earlier one.
@@ -256,7 +307,7 @@ class LinearRule(Rule):
 class ConvRule(Rule):
     """Any stride, padding, dilation, groups and padding mode; groups are blocks, each with its own B and A.
 
-    The places are the positions of the output: KFC, unlike BackPACK, whose B is about T times larger.
+    The places are the positions of the output: KFC, as in CurvLinOps, unlike BackPACK, whose B is about T times larger.
     """
 
     blocks_first = ("weight",)
@@ -275,16 +326,51 @@ class ConvRule(Rule):
 
 def _patches(module: nn.Conv2d, x: Tensor) -> Tensor:
     """Return what each output position of a convolution of any dimension sees. Shape ``[N, groups, I, T]``."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
     amounts = module._reversed_padding_repeated_twice  # last axis first; torch has it ready for "same" too
     x = F.pad(x, amounts, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+    return _windows(x, module.kernel_size, module.stride, module.dilation, module.groups)
+
+
+def _windows(x: Tensor, kernel: Sizes, stride: Sizes, dilation: Sizes, groups: int, flip: bool = False) -> Tensor:
+    """Return the windows of a padded input of any dimension, maybe mirrored. Shape ``[N, groups, I, T]``."""
     for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         # A window per position, then every gap-th of its entries.
         x = x.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+        x = x.flip(-1) if flip else x
     # [N, C, *positions, *kernel] to [N, C, *kernel, *positions]
     dims = len(kernel)
     x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-    return x.reshape(x.shape[0], module.groups, -1, x.shape[-dims:].numel())
+    return x.reshape(x.shape[0], groups, -1, x.shape[-dims:].numel())
+
+
+@register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTransposeRule(ConvRule):
+    """That of the convolution which gives the same: of the input with zeros between, with the mirrored kernel.
+
+    The places are the positions of the output. So both ways to write a layer have the same evidence.
+    """
+
+    def inputs(self, module: nn.ConvTranspose2d, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        """Return what each output position sees: shape ``[N, T, I]``, with groups ``[groups, N, T, I]``."""
+        sizes = [(length - 1) * step + 1 for length, step in zip(x.shape[2:], module.stride, strict=True)]
+        apart = x.new_zeros(*x.shape[:2], *sizes)
+        apart[(slice(None), slice(None), *(slice(None, None, step) for step in module.stride))] = x
+        amounts: list[int] = []
+        for axis, (size, gap, more) in enumerate(
+            zip(module.kernel_size, module.dilation, module.output_padding, strict=True)
+        ):
+            reach = gap * (size - 1) - int(module.padding[axis])  # negative: cut off
+            amounts = [reach, reach + more, *amounts]  # last axis first
+        ones = (1,) * len(sizes)
+        patches = _windows(F.pad(apart, amounts), module.kernel_size, ones, module.dilation, module.groups, flip=True)
+        return {"weight": patches[:, 0].mT if module.groups == 1 else patches.transpose(0, 1).mT}
+
+    def axes(self, module: nn.ConvTranspose2d, name: str) -> Axes | None:
+        """Return that of a weight of shape ``[groups * I, O, *kernel]``."""
+        if name != "weight":
+            return None
+        (rows, out), kernel = module.weight.shape[:2], module.weight.shape[2:].numel()
+        return (module.groups, out, rows // module.groups, kernel), (0, 2, 1, 3)
 
 
 class _AffineRule(Rule):
@@ -334,6 +420,25 @@ class LayerNormRule(_AffineRule):
     def summed_axes(self, module: nn.LayerNorm, g: Tensor) -> tuple[int, ...]:
         """Return the axes between the samples and those that are normalised."""
         return tuple(range(2, g.ndim - len(module.normalized_shape)))
+
+
+@register_layer(nn.RMSNorm)
+class RMSNormRule(LayerNormRule):
+    """Exact dense blocks over the normalised axes."""
+
+    def normalised(self, module: nn.RMSNorm, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the normalised input."""
+        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+
+
+@register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNormRule(_AffineRule):
+    """In eval mode, with statistics of the sample or, if they are tracked, of the past. Exact dense blocks."""
+
+    def normalised(self, module: nn.InstanceNorm2d, x: Tensor) -> Tensor:
+        """Return the normalised input."""
+        of_sample = not module.track_running_stats
+        return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=of_sample, eps=module.eps)
 
 
 @register_layer(nn.GroupNorm)

@@ -12,10 +12,14 @@ from lightning_sym.layers._checks import check_counts
 class PolyphasePool(nn.Module):
     """Subsampling by 2 that keeps, for each sample, the polyphase component with the largest norm.
 
-    The four components are ``x[..., a::2, b::2]``; of equal ones the first in the order (a, b) = (0, 0), (1, 0),
-    (0, 1), (1, 1) is kept. Shifting a sample circularly by s shifts its output by floor(s/2) or ceil(s/2), and rotating
-    it by 90 degrees rotates the output up to such a shift, whatever else is in the batch. In all derivatives the choice
-    is a constant.
+    The four components are ``x[..., a::2, b::2]``. Shifting a sample circularly by s shifts its output by floor(s/2)
+    or ceil(s/2), and rotating it by 90 degrees rotates the output up to such a shift, whatever else is in the batch. In
+    all derivatives the choice is a constant.
+
+    This holds where one component has the largest norm. At an exact tie the first of the largest in the order (a, b) =
+    (0, 0), (1, 0), (0, 1), (1, 1) is kept, wherever the sample was shifted to: if the tied components are not the same
+    up to a shift, the output then is another one and equivariance is lost. Features of few values, such as images of
+    whole numbers without a layer before, tie easily under ``"max"``, and seldom under ``"l2"``.
 
     Args:
         norm: ``"max"``, the largest magnitude, or ``"l2"``; over all channels and positions of a sample. Features of

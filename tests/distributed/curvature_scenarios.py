@@ -85,6 +85,11 @@ def run(path: Path, rank: int, world: int) -> None:
         with torch.no_grad():
             broken[3].bias.fill_(float("nan"))
     results["nan on the last rank"] = message([(x[:3], y[:3])], broken)
+    # One rank alone finds what is wrong with the network: the others have no sample.
+    mixing = nn.Sequential(nn.BatchNorm2d(1, affine=False, track_running_stats=False), network())
+    last = [(x[:3], y[:3])] if rank == world - 1 else []
+    for engine in ("autograd", "backpack"):
+        results[f"mixed samples of the last rank, {engine}"] = message(last, mixing, engine=engine)
     settings = {"columns": 20, "generator": torch.Generator().manual_seed(rank)}
     exact, drawn = (
         autograd_factors(

@@ -63,6 +63,8 @@ def test_a_rank_may_have_no_data(results, world):
         ("no data", "EmptyLoaderError: The loader gave no sample"),
         ("wrong labels of rank 0", "ValueError: Labels must be in 0 to 2"),
         ("nan on the last rank", "NonFiniteError: '3.bias' of the network"),
+        ("mixed samples of the last rank, autograd", "ValueError: The input of module '1.0.fc'"),
+        ("mixed samples of the last rank, backpack", "ValueError: The input of module '1.0.fc'"),
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all(results, scenario, words):

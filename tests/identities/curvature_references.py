@@ -33,10 +33,19 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), (4, *GRID)),
     "conv depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (4, *GRID)),
     "conv3d": (lambda: nn.Conv3d(2, 3, (1, 2, 2)), (2, 2, 3, 3)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=(1, 2), padding=(1, 0)), (2, 3, 2)),
+    "transposed conv groups": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2, padding=3), (4, *GRID)),
+    "transposed conv1d": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=3, output_padding=2), (2, 4)),
+    "transposed conv3d": (lambda: nn.ConvTranspose3d(2, 2, 2, stride=2, padding=1), (2, 2, 2, 3)),
     "batch norm": (lambda: nn.BatchNorm2d(3), (3, *GRID)),
     "batch norm flat": (lambda: nn.BatchNorm1d(5), (5,)),
     "layer norm": (lambda: nn.LayerNorm(6), (3, *GRID)),
     "layer norm of maps": (lambda: nn.LayerNorm([2, 3, 2]), (2, 3, 2)),
+    "rms norm": (lambda: nn.RMSNorm(6), (3, *GRID)),
+    "rms norm of maps": (lambda: nn.RMSNorm([3, 2], eps=0.1), (2, 3, 2)),
+    "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, *GRID)),
+    "instance norm of the past": (lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (3, 6)),
+    "instance norm in space": (lambda: nn.InstanceNorm3d(2, affine=True), (2, 2, 2, 3)),
     "group norm": (lambda: nn.GroupNorm(2, 4), (4, *GRID)),
     "prelu": (lambda: nn.PReLU(), (3, *GRID)),
     "prelu of channels": (lambda: nn.PReLU(3), (3, *GRID)),
@@ -63,7 +72,7 @@ def perturbed(network: nn.Module, seed: int = 0) -> nn.Module:
             if "positions" not in name:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         for module in network.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
                 module.running_mean.normal_(generator=generator)
                 module.running_var.uniform_(0.5, 2, generator=generator)
     return network

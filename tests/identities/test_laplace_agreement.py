@@ -25,8 +25,10 @@ from lightning_sym.networks import RelaxedNetwork
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # a library that it imports uses torch.jit.script
-    from laplace import KronLaplace
+    from laplace import KronLaplace, Laplace
+    from laplace.baselaplace import BaseLaplace
     from laplace.curvature.backpack import BackPackGGN
+    from laplace.laplace import _all_subclasses
     from laplace.utils.matrix import Kron
 
 CASES = [("classification", 0.0), ("regression", 0.0), ("regression", -0.7), ("regression", 0.4)]
@@ -211,6 +213,19 @@ def test_the_network_stays_as_it_is():
         network[0].fc.theta1.mul_(2)
     assert laplace.log_marginal_likelihood().item() == evidence
     assert to_laplace(network, batches).log_marginal_likelihood().item() != evidence
+
+
+def test_laplace_torchs_own_classes_are_found_as_before():
+    """``laplace.Laplace`` looks through all subclasses of the process for a key, which ours does not have."""
+    x, y = data(5, (4,), 3, "classification")
+    network = nn.Linear(4, 3).double()
+    to_laplace(network, [(x, y)])
+    registered = [(kind._key, kind) for kind in _all_subclasses(BaseLaplace) if hasattr(kind, "_key")]
+    assert all(kind.__module__.startswith("laplace.") for _, kind in registered)
+    assert len(dict(registered)) == len(registered)
+    theirs = Laplace(network, "classification", "all", "kron")
+    assert type(theirs) is KronLaplace
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=5))
 
 
 def test_factors_cannot_become_stale():

@@ -360,6 +360,19 @@ def test_pool_commutes_with_rotations_up_to_a_shift(norm):
         assert any(torch.equal(one, candidate) for candidate in moved)
 
 
+@pytest.mark.parametrize("norm", ["max", "l2"])
+def test_pool_is_not_equivariant_at_exact_ties(norm):
+    """As its docstring says: of two components the first is kept, which is another one after a shift."""
+    x = torch.zeros(1, 1, 8, 8)
+    x[..., 0, 0] = x[..., 0, 1] = 3
+    x[..., 2, 2] = x[..., 2, 4] = x[..., 4, 5] = x[..., 4, 7] = 1  # both components have the norms 3 and sqrt(11)
+    kept, moved = PolyphasePool(norm)(x), PolyphasePool(norm)(shifted(x, (0, 1)))
+    assert not any(torch.equal(moved, shifted(kept, (a, b))) for a in (0, 1) for b in (0, 1))
+    x[..., 0, 0] += 1e-6  # no tie
+    kept, moved = PolyphasePool(norm)(x), PolyphasePool(norm)(shifted(x, (0, 1)))
+    assert any(torch.equal(moved, shifted(kept, (a, b))) for a in (0, 1) for b in (0, 1))
+
+
 def network(paths, grid=8, **arguments):
     return randomised(RelaxedNetwork(paths, 2, grid, in_channels=2, num_classes=3, **arguments))
 

@@ -314,7 +314,7 @@ def test_data_and_weights_that_cannot_be_treated():
 @pytest.mark.parametrize(
     ("gives", "words"),
     [
-        ({}, "rule of Layer gives no gradients for 'matrix'"),
+        ({}, r"rule of module '' \(Layer\) gives no gradients for \['matrix'\]"),
         ({"matrix": torch.ones(1, 1, 1, 2)}, "block of 2 parameters for 'matrix'"),
     ],
 )
@@ -382,6 +382,45 @@ def test_extensions_in_backpack_itself(make, likelihood):
             error = (b - block.out_factor).norm() / block.out_factor.norm()
             assert error < (1e-12 if extension.savefield == "kflr" else 0.2)
             assert block.in_factor is None or torch.allclose(given.in_factor, block.in_factor)
+
+
+LOSSES = {
+    "class weights": (
+        lambda: nn.CrossEntropyLoss(weight=torch.ones(3), reduction="sum"),
+        "has class weights.*leave them",
+    ),
+    "weights of positives": (
+        lambda: nn.BCEWithLogitsLoss(pos_weight=torch.ones(3), reduction="sum"),
+        "has class weights.*leave them",
+    ),
+    "a mean": (nn.CrossEntropyLoss, "reduction='mean', but B is a sum"),
+    "ignored samples": (lambda: nn.CrossEntropyLoss(reduction="sum", ignore_index=1), "ignores samples"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_that_are_no_sums_of_log_likelihoods(loss):
+    make, words = LOSSES[loss]
+    network, function = extend(nn.Sequential(nn.Linear(4, 3))), extend(make())
+    x, y = batches()[0]
+    targets = F.one_hot(y, 3).float() if "positives" in loss else y
+    for extension in (RelaxedKFLR(), RelaxedKFAC()):
+        with backpack.backpack(extension), pytest.raises(ValueError, match=words):
+            function(network(x), targets).backward(retain_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_extensions_refuse_tokens_that_are_folded_into_the_batch():
+    """They cannot check that those of a sample are together; ``factors`` can, and has their blocks."""
+    network = nn.Sequential(nn.Flatten(0, 1), nn.Linear(2, 5), nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Linear(10, 3))
+    loss, x, y = extend(nn.CrossEntropyLoss(reduction="sum")), torch.randn(5, 2, 2), torch.arange(5) % 3
+    expected = factors(nn.Sequential(*network[1:2], nn.Flatten(), network[4]), [(x, y)]).blocks
+    for name, other in (("1.weight", "0.weight"), ("1.bias", "0.bias")):
+        torch.testing.assert_close(found(network, [(x, y)]).blocks[name].dense(), expected[other].dense())
+    network = extend(network)
+    with backpack.backpack(RelaxedKFLR()), pytest.raises(ValueError, match=r"shape \[10, 2\] for 5 samples.*factors"):
+        loss(network(x), y).backward(retain_graph=True)
 
 
 def test_a_relaxed_network_in_single_precision():

@@ -246,6 +246,10 @@ def test_data_that_do_not_fit(change, likelihood, words):
     ("settings", "words"),
     [
         ({"likelihood": "poisson"}, "Unknown likelihood 'poisson'"),
+        (
+            {"likelihood": nn.CrossEntropyLoss(weight=torch.ones(3))},
+            r"got CrossEntropyLoss\(\).*leave them out and draw",
+        ),
         ({"engine": "autogard"}, "Did you mean 'autograd'"),
         ({"samples": 0}, "samples must be an integer >= 1"),
         ({"ffc": "per-channel"}, "Did you mean 'per_channel'"),
@@ -323,6 +327,16 @@ def test_torchvision_networks(name):
         jacobian = torch.stack(rows)
         expected += jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
     torch.testing.assert_close(block.out_factor, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("engine", ["autograd", "backpack"])
+def test_anchor_positions_may_be_all_that_is_trained(engine):
+    network = nn.Sequential(SparseConv(2, 3, learn_positions=True), nn.Flatten(), nn.Linear(48, 3)).requires_grad_(
+        False
+    )
+    network[0].positions.requires_grad_(True)
+    found = factors(network, [(torch.randn(2, 2, 4, 4), torch.tensor([0, 1]))], engine=engine)
+    assert (found.blocks, found.left_out) == ({}, ("0.positions",))
 
 
 def test_a_network_of_ours():
