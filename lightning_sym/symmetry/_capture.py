@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
@@ -292,12 +292,13 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
     nodes = list(module.graph.nodes)
     for node in nodes:
         values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-        if any(is_functorch_wrapped_tensor(value) for value in values):
+        hidden = node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), FakeTensor)
+        if hidden or any(is_functorch_wrapped_tensor(value) for value in values):
+            what = "computes a gradient inside" if hidden else "uses torch.vmap or another transform of functions"
             where = next((name for start, end, name, _ in recorder.spans if node in nodes[start:end]), "") or "forward"
             raise ValueError(
-                f"the network cannot be traced, because {where} uses torch.vmap or another transform of functions; "
-                "expected plain operations: write them with a batch axis, or register a rule for the module that holds "
-                "them (lightning_sym.symmetry.register_rule)"
+                f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
+                "batch axis, or register a rule for the module that holds them (lightning_sym.symmetry.register_rule)"
             )
     placeholders = [node for node in nodes if node.op == "placeholder"]
     result = Capture(
