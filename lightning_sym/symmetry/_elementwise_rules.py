@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,15 +46,27 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
 
 
 @register_rule("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::contiguous", "aten::clone")
-@register_rule("aten::alias", "aten::detach", "aten::to", "aten::_to_copy", "aten::positive", "aten::neg")
-@register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::type_as", "aten::float", "aten::double")
+@register_rule("aten::alias", "aten::detach", "aten::positive", "aten::neg")
+@register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::float", "aten::double")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
     return trace.carry(value, Value(value.shape, value.labels, value.concrete, by_size=value.by_size))
 
 
+@register_rule("aten::to", "aten::_to_copy", "aten::type_as")
+def _cast(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
+    """Casting rounds: to whole numbers or truth values so coarsely that no scale passes."""
+    assert trace.node is not None
+    source = trace.node.args[0]
+    assert isinstance(source, torch.fx.Node)
+    if source.meta["val"].is_floating_point() and not trace.node.meta["val"].is_floating_point():
+        return trace.permutations_only(value)
+    return _pass(trace, value)
+
+
 def _number(number: Any, shape: Sequence[int]) -> Value:
     """Return a constant that is one number everywhere."""
-    return Value(tuple(shape), concrete=torch.full(tuple(shape), number))
+    # In double precision, which holds the least number of every type: masks are filled with it.
+    return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
 
 
 def _binary(product: bool, divide: bool = False) -> Rule:
@@ -80,22 +93,35 @@ register_rule("aten::mul", "aten::multiply")(_binary(product=True))
 register_rule("aten::div", "aten::true_divide", "aten::divide")(_binary(product=True, divide=True))
 
 
-def _tells_units_apart(mask: Value, *values: Value) -> bool:
-    """Whether a constant mask has several entries along an axis of the result on which units live."""
-    ndim = max(mask.ndim, *(value.ndim for value in values))
-    axes = {axis - value.ndim for value in values for label in value.labels for axis in label.axes}
-    shape = (1,) * (ndim - mask.ndim) + mask.shape
-    return mask.concrete is not None and any(shape[axis] > 1 for axis in axes)
+def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
+    """Return one value where a constant mask holds, and another one elsewhere; None if that tells no units apart."""
+    shape = trace.output_shape()
+    if mask.concrete is None:
+        return None
+    wide = mask.concrete.bool().expand(shape)
+    values = [part for part in (one, two) if isinstance(part, Value)]
+    units = {len(shape) - value.ndim + axis for value in values for label in value.labels for axis in label.axes}
+    spread = [axis for axis in units if shape[axis] > 1 and wide.stride(axis)]
+    if not spread:
+        return None
+
+    def expand(tensor: Tensor) -> Tensor:
+        return tensor.expand(shape)
+
+    parts = []
+    for part in (one, two):
+        value = trace.carry(part, trace.move(part, expand), expand) if isinstance(part, Value) else _number(part, shape)
+        if mask.by_size:  # for an input of another size, another mask
+            value = replace(trace.free_of(value, spread, "chosen by positions"), sources=value.sources)
+        parts.append(value)
+    return choose(trace, wide, parts[0], lambda t: t, parts[1])
 
 
 @register_rule("aten::masked_fill")
 def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
-    if _tells_units_apart(mask, value):
-        shape = trace.output_shape()
-        filled = trace.move(fill, lambda t: t.expand(shape)) if isinstance(fill, Value) else _number(fill, shape)
-        value = trace.move(value, lambda t: t.expand(shape))
-        assert mask.concrete is not None
-        return choose(trace, mask.concrete.bool().expand(shape), filled, lambda t: t, value)
+    chosen = _chosen(trace, mask, fill, value)
+    if chosen is not None:
+        return chosen
     if isinstance(fill, Value) or fill != 0:
         value = trace.permutations_only(value)
     return trace.join(value, trace.permutations_only(mask), product=True)
@@ -131,14 +157,9 @@ def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
     values = [part for part in (one, two) if isinstance(part, Value)]
     if not values:
         return unknown(trace, condition)
-    if _tells_units_apart(condition, *values):  # this one here, that one there
-        shape = trace.output_shape()
-        one, two = (
-            trace.move(part, lambda t: t.expand(shape)) if isinstance(part, Value) else _number(float(part), shape)
-            for part in (one, two)
-        )
-        assert condition.concrete is not None
-        return choose(trace, condition.concrete.bool().expand(shape), one, lambda t: t, two)
+    chosen = _chosen(trace, condition, one, two)
+    if chosen is not None:
+        return chosen
     if len(values) == 2:
         value = trace.join(values[0], values[1], product=False)
     else:
@@ -205,6 +226,8 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
 
     if any(v.concrete is None for v in values_in((args, kwargs))):
         return unknown(trace, value, *args, **kwargs)
+    if any(index.by_size for index in values_in((args, kwargs))):
+        trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     if target._schema.name in ("aten::view", "aten::_unsafe_view"):
         if not isinstance(args[0], (list, tuple)):

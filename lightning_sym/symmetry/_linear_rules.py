@@ -55,7 +55,8 @@ def _matmul(trace: Trace, one: Value, two: Value) -> Any:
 @register_rule("aten::addmm", "aten::baddbmm")
 def _addmm(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Any:
     result = _matmul(trace, one, two)
-    if added.ndim == 1:
+    # A factor before the bias is none of a plain layer's: shifts of that bias would be multiplied.
+    if added.ndim == 1 and kwargs.get("beta", 1) == 1:
         return _biased(trace, result, added, result.ndim - 1)
     return trace.join(added, result, product=False)
 

@@ -32,7 +32,7 @@ class Value:
         offset: What a unit's change of sign adds to it (spec 1.3: sigmoid(-x) = 1 - sigmoid(x)). Only a linear
             operation with a bias can take it up.
         by_size: Whether a constant may be another one for an input of another size: it was made from positions (a
-            range, a triangle), or is a part of something.
+            range, a triangle), or is a part of something that is not one number everywhere.
         sources: The values whose elements were only moved to get here, and how they were moved, step by step.
     """
 
@@ -61,9 +61,28 @@ class Value:
 
 
 Rule = Callable[..., Any]
-_MADE_FROM_POSITIONS = {
-    *("arange", "range", "linspace", "logspace", "eye", "tril", "triu", "tril_indices", "triu_indices", "one_hot"),
-    *("cumsum", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "uniform", "bernoulli"),
+# Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
+_OF_NO_SIZE = {
+    *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "lift_fresh", "lift_fresh_copy", "clone", "alias", "detach"),
+    *(
+        "to",
+        "_to_copy",
+        "float",
+        "double",
+        "type_as",
+        "contiguous",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "permute",
+    ),
+    *("unsqueeze", "squeeze", "transpose", "t", "numpy_T", "mT", "movedim", "expand", "expand_as", "repeat", "copy"),
+    *("slice", "select", "narrow", "index", "index_select", "gather", "chunk", "split", "split_with_sizes", "unbind"),
+    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
+    *("cos", "sin", "sigmoid", "tanh", "relu", "bitwise_not", "logical_not", "stack", "cat", "fill", "zero"),
+    *("eq", "ne", "gt", "lt", "ge", "le", "where", "masked_fill", "sum", "mean", "softmax"),
 }
 _MANY = 2**22  # numbers of a constant that are compared one by one
 _MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
@@ -816,6 +835,10 @@ class Trace:
         sources = tuple((root, (*path, *steps)) for root, path in value.sources or ((value, ()),))
         return replace(result, sources=(*result.sources, *sources))
 
+    def cut_by_size(self, value: Value) -> None:
+        """Say that a part of a value is taken that depends on the input's size: the rest counts as for weights."""
+        self.made_of_states |= {id(root): root for root, _ in value.sources or ((value, ()),)}
+
     def _read_by(self, result: Any, arguments: Any) -> None:
         """Note what an operation reads: all of its arguments, unless it only moves them."""
         leaves = torch.utils._pytree.tree_leaves
@@ -828,7 +851,7 @@ class Trace:
     def read(self, value: Value) -> None:
         """Note that all elements of a value are read."""
         for root, path in value.sources or ((value, ()),):
-            if root.labels and (root.state is not None or id(root) in self.made_of_states):
+            if root.labels:
                 # One entry for all walks, where it is a parameter.
                 key = root.state if root.state is not None else id(root)
                 self.reads.setdefault(key, (root, []))[1].append(path)
@@ -839,7 +862,7 @@ class Trace:
             if (root.state is not None) != states:
                 continue
             del self.reads[key]
-            if () in paths:
+            if () in paths or not (states or key in self.made_of_states):
                 continue
             for label in root.labels:
                 reached = np.zeros(label.size + 1, bool)
@@ -893,7 +916,7 @@ class Trace:
         if "empty" in str(node.target):
             result = torch.zeros_like(result)  # what was there before nobody may read
         name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::").removesuffix("_")
-        by_size = name in _MADE_FROM_POSITIONS or any(value.by_size for value in values)
+        by_size = name not in _OF_NO_SIZE or any(value.by_size for value in values)
 
         def wrapped(tensor: Tensor) -> Value:
             part = any(

@@ -18,6 +18,8 @@ def _elements(value: Value) -> Tensor:
 
 def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = False) -> Value:
     """Write a number or a value that broadcasts to where it goes."""
+    if not where.numel():
+        return base
     if int(torch.bincount(where.reshape(-1)).max()) > 1:
         if isinstance(new, Value):
             trace.fix(new, "writes more than once into one place")
@@ -27,7 +29,7 @@ def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = Fals
         if new.shape != shape:
             new = trace.move(new, lambda t: t.expand(shape))
     else:
-        new = Value(tuple(where.shape), concrete=torch.full(where.shape, new))
+        new = Value(tuple(where.shape), concrete=torch.full(where.shape, new, dtype=torch.float64))
     if add:
         new = trace.join(trace.move(base, lambda t: t.reshape(-1)[where]), new, product=False)
     return overwrite(trace, base, where, new)

@@ -524,6 +524,60 @@ def weights_of_steps(s: Any, x: Tensor) -> Any:
     return s.b((s.weights[: x.shape[1], None] * relu(s.a(x))).sum(1))
 
 
+# Other ways to leave out a part of a table than a slice of the table itself.
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def cropped_by_negative_padding(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + F.pad(s.pos, (0, 0, 0, x.shape[1] - 12))))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def added_into_a_copy_of_the_table(s: Any, x: Tensor) -> Any:
+    h = s.pos.repeat(len(x), 1, 1)
+    h[:, : x.shape[1]] += s.a(x)
+    return s.b(relu(h[:, : x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
+def first_row_of_a_copy_to_zero(s: Any, x: Tensor) -> Any:
+    table = s.pos.clone()
+    table[0] = 0.0
+    return s.b(relu(s.a(x) + table[: x.shape[1]]))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def rows_times_a_mask(s: Any, x: Tensor) -> Any:
+    shown = (torch.arange(12) < x.shape[1]).unsqueeze(-1)
+    return s.b(relu(s.a(x) + (s.pos * shown).sum(0)))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
+def rows_where_a_mask_says(s: Any, x: Tensor) -> Any:
+    shown = (torch.arange(12) < x.shape[1]).unsqueeze(-1)
+    return s.b(relu(s.a(x) + torch.where(shown, s.pos, 0.0).sum(0)))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8), weights=parameter(12))
+def weights_of_rows_masked_with_minus_infinity(s: Any, x: Tensor) -> Any:
+    hidden = torch.arange(12) >= x.shape[1]
+    return s.b(relu(s.a(x) + s.weights.masked_fill(hidden, -math.inf).softmax(0) @ s.pos))
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8), weights=parameter(12))
+def weights_of_rows_plus_a_mask(s: Any, x: Tensor) -> Any:
+    hidden = -1e9 * (torch.arange(12) >= x.shape[1])
+    return s.b(relu(s.a(x) + (s.weights + hidden).softmax(0) @ s.pos))
+
+
+# The table's columns and the queries take any matrix, as keys in attention do.
+@tables(SEQUENCE, group([], 8, 8, dense=[4, 4]), fresh=LENGTHS, q=of(L, 5, 4), v=of(L, 5, 4), o=of(L, 4, 2),
+        table=parameter(23, 4))  # fmt: skip
+def relative_scores_gathered_behind_the_product(s: Any, x: Tensor) -> Any:
+    index = distances(x.shape[1], 11).expand(len(x), -1, -1)
+    return s.o((s.q(x) @ s.table.T).gather(-1, index).softmax(-1) @ s.v(x))
+
+
 # Slices that between them read all of a weight discard nothing.
 @tables(SEQUENCE, HEAD, fresh=LENGTHS, w=parameter(12, 5), o=of(L, 4, 2))
 def packed_queries_keys_values(s: Any, x: Tensor) -> Any:
@@ -837,6 +891,22 @@ def slice_of_zeros(s: Any, x: Tensor) -> Any:
     out = x.new_zeros(len(x), 8)
     out[:, 2:6] = relu(s.a(x))
     return s.b(out)
+
+
+@writes(X, group([8], 8), a=A, b=B)
+def empty_slices(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    h[:, 5:5] = 0.0
+    h[:, torch.zeros(8, dtype=torch.bool)] = 1.0
+    return s.b(h)
+
+
+@writes(SEQUENCE, HEAD, fresh=LENGTHS, **ATTENTION)
+def scores_masked_with_the_least_number(s: Any, x: Tensor) -> Any:
+    t = x.shape[1]
+    scores = s.q(x) @ s.k(x).mT
+    ahead = torch.ones(t, t, dtype=torch.bool).triu(1)
+    return s.o(scores.masked_fill_(ahead, torch.finfo(scores.dtype).min).softmax(-1) @ s.v(x))
 
 
 @writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
@@ -1202,7 +1272,8 @@ def samples_in_turn(s: Any, x: Tensor) -> Any:
     return s.b(out)
 
 
-@writes(X, group([4, 4], 4, 4), spare=[LOST, group([4], 0, 4)], slack=True, a=A, c=A, b=B)
+# A mask that the program makes from positions may be made from the input's size, so that its columns may stay.
+@writes(X, group([4, 4], 4, 4), spare=[LOST, group([4], 0, 4)], least=EMPTY, slack=True, a=A, c=A, b=B)
 def where_of_columns(s: Any, x: Tensor) -> Any:
     return s.b(torch.where(torch.arange(8) < 4, relu(s.a(x)), tanh(s.c(x))))
 
@@ -1381,7 +1452,7 @@ def index_fill(s: Any, x: Tensor) -> Any:
     return s.b(relu(s.a(x)).index_fill_(1, torch.tensor([0, 2, 4, 6]), 0.0))
 
 
-@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
+@writes(X, FOUR, spare=[LOST, ZEROS], least=EMPTY, slack=True, a=A, b=B)
 def masked_fill_of_columns(s: Any, x: Tensor) -> Any:
     h = relu(s.a(x))
     h.masked_fill_(torch.arange(8) < 4, 0.0)
@@ -1516,6 +1587,18 @@ def bias_of_two_weights(s: Any, x: Tensor) -> Any:
 @shared(IMAGE, UNITS, fresh=SIZES, w=parameter(8, 3, 3, 3), v=parameter(8, 3, 1, 1), bias=parameter(8), b=CB, c=CB)
 def bias_of_two_convolutions(s: Any, x: Tensor) -> Any:
     return s.b(relu(F.conv2d(x, s.w, s.bias))), s.c(relu(F.conv2d(x, s.v, s.bias)))
+
+
+# A bias that is doubled shifts a running mean by twice as much, which is not counted.
+@shared(X, group([8], 16, 8), w=parameter(5, 8), bias=parameter(8), n=NORM, b=B)
+def doubled_bias_in_front_of_a_norm(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.n(torch.addmm(s.bias, x, s.w, beta=2))))
+
+
+# Rounding has no derivative, which is what scales are checked by.
+@shared(X, group([8]), slack=True, a=A, b=B)
+def units_rounded_to_integers(s: Any, x: Tensor) -> Any:
+    return s.b((8 * relu(s.a(x))).int().to(x.dtype))
 
 
 # The second weight is in front of a norm; the bias ties its scales to those of the first.
