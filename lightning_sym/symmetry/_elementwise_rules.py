@@ -270,7 +270,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     shape = trace.output_shape()
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
-    values = [v.with_labels(*(_whole(trace, v, label, axis) for label in v.labels)) for v in values]
+    values = [replace(v, labels=tuple(_whole(trace, v, label, axis) for label in v.labels)) for v in values]
     others = {label.axes for value in values for label in value.labels if axis not in label.axes}
     result: list[Label] = []
     for axes in others:
@@ -297,7 +297,8 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         for value, label in zip(values, along, strict=True):
             if label is None:
                 label = trace.ledger.fresh(axes, tuple(value.shape[a] for a in axes))
-                trace.ledger.fix(label)
+                if not value.is_zero:  # zeros (a bias that there is not) accept anything
+                    trace.ledger.fix(label)
             parts.append(trace.ledger.resolve(label))
         arrays = (np.concatenate([getattr(p, name) for p in parts], place) for name in ("atom", "tag", "scale"))
         joined = Label(axes, *arrays)

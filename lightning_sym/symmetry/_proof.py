@@ -217,18 +217,10 @@ def largest_change(
     signs: Tensor | None = None
     for sample in range(samples):
         own, amount = batches[sample % len(batches)], noise[sample % len(noise)]
-        kept = {n: t.clone() for n, t in network.state_dict().items()} if math.isinf(amount) else {}
-        if amount:
-            perturb(symmetry, network, amount, generator)
         with LowestPrecision() if not sample else contextlib.nullcontext() as lowest:
-            before = [outputs_of(network, batch) for batch in own]
+            before = _perturbed_outputs(symmetry, network, own, amount, generator)
         if lowest is not None:
             precision = lowest.dtype
-        if kept and not all(bool(t.isfinite().all()) for outputs in before for t in outputs):
-            # Some networks need weights that are like their own (a positive one under a logarithm).
-            network.load_state_dict(kept)
-            perturb(symmetry, network, min(noise), generator)
-            before = [outputs_of(network, batch) for batch in own]
         seen = seen or any(_informative(outputs) for outputs in before)
         element = moving_element(symmetry, generator, scale, signs)
         signs = element.sign
@@ -244,6 +236,40 @@ def largest_change(
             "which it puts out finite numbers"
         )
     return worst, precision
+
+
+def _perturbed_outputs(
+    symmetry: "Symmetry",
+    network: nn.Module,
+    batches: Sequence[tuple[Any, ...]],
+    amount: float,
+    generator: torch.Generator,
+) -> list[list[Tensor]]:
+    """Add noise to the weights, and return the outputs: less of it where they are not finite.
+
+    Some networks need weights that are like their own (a positive one under a logarithm or a root).
+    """
+    if not amount:
+        return [outputs_of(network, batch) for batch in batches]
+    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    usual: int | None = None  # how many finite numbers the network puts out with its own weights
+    for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
+        if less:
+            perturb(symmetry, network, less, generator)
+        outputs = [outputs_of(network, batch) for batch in batches]
+        if not less or _finite(outputs) == sum(t.numel() for found in outputs for t in found):
+            break
+        noisy_weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        network.load_state_dict(kept)
+        usual = usual if usual is not None else _finite([outputs_of(network, batch) for batch in batches])
+        if _finite(outputs) >= usual:
+            network.load_state_dict(noisy_weights)
+            break
+    return outputs
+
+
+def _finite(outputs: Iterable[Iterable[Tensor]]) -> int:
+    return sum(int(t.isfinite().sum()) for found in outputs for t in found)
 
 
 def _looked_at_closely(

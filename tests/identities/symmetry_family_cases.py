@@ -694,6 +694,20 @@ def sinusoids_on_an_embedding(s: Any, i: Tensor) -> Any:
     return s.b(relu(s.c(s.e(i) + s.pe[: i.shape[1]])))
 
 
+# Keys have a bias of zeros that is not saved: any matrix acts on them nevertheless.
+@constants(SEQUENCE, HEAD, w=parameter(12, 5), qb=parameter(4), kb=Fixed(lambda: torch.zeros(4)), vb=parameter(4),
+           o=of(L, 4, 2))  # fmt: skip
+def packed_biases_with_zeros_for_the_keys(s: Any, x: Tensor) -> Any:
+    q, k, v = F.linear(x, s.w, torch.cat([s.qb, s.kb, s.vb])).chunk(3, -1)
+    return s.o((q @ k.mT).softmax(-1) @ v)
+
+
+# Saved numbers that have to stay positive, each with a scale of its own.
+@constants(normal(5), group([8], 16), least=UNITS, a=A, b=B, variance=lambda: torch.linspace(0.05, 2, 8))
+def root_of_saved_numbers(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) / s.variance.sqrt()))
+
+
 @constants(normal(5), group([], 8), a=A, b=B, k=Fixed(lambda: torch.arange(1.0, 9.0)))
 def different_factors(s: Any, x: Tensor) -> Any:
     return s.b(relu(s.a(x)) * s.k)
