@@ -78,6 +78,23 @@ def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
     return [t.detach() for t in found if isinstance(t, Tensor)]
 
 
+def _all_outputs(network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> list[list[Tensor]]:
+    """Return the outputs for several batches.
+
+    Raises:
+        ValueError: If the network does not run.
+    """
+    try:
+        return [outputs_of(network, batch) for batch in batches]
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"a copy of the network in float64 does not run ({type(error).__name__}: {reason[:200]}), so nothing can be "
+            "tested; expected a network that computes in the precision of its weights and inputs, and takes its own "
+            "example; check=False leaves the test out"
+        ) from error
+
+
 def noisy(inputs: Any, generator: torch.Generator) -> Any:
     """Return floating inputs with noise as large as they are; integers (tokens) and masks stay as they are."""
 
@@ -225,7 +242,7 @@ def largest_change(
         element = moving_element(symmetry, generator, scale, signs)
         signs = element.sign
         network.load_state_dict(symmetry._act(element, network).state_dict())
-        after = [outputs_of(network, batch) for batch in own]
+        after = _all_outputs(network, own)
         found = max(change(old, new) for old, new in zip(before, after, strict=True))
         if found > (tolerance if tolerance is not None else tolerance_of(precision)):
             found = _looked_at_closely(network, own, before, after, precision, generator)
@@ -250,18 +267,18 @@ def _perturbed_outputs(
     Some networks need weights that are like their own (a positive one under a logarithm or a root).
     """
     if not amount:
-        return [outputs_of(network, batch) for batch in batches]
+        return _all_outputs(network, batches)
     kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     usual: int | None = None  # how many finite numbers the network puts out with its own weights
     for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
         if less:
             perturb(symmetry, network, less, generator)
-        outputs = [outputs_of(network, batch) for batch in batches]
+        outputs = _all_outputs(network, batches)
         if not less or _finite(outputs) == sum(t.numel() for found in outputs for t in found):
             break
         noisy_weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
         network.load_state_dict(kept)
-        usual = usual if usual is not None else _finite([outputs_of(network, batch) for batch in batches])
+        usual = usual if usual is not None else _finite(_all_outputs(network, batches))
         if _finite(outputs) >= usual:
             network.load_state_dict(noisy_weights)
             break
@@ -281,7 +298,7 @@ def _looked_at_closely(
     generator: torch.Generator,
 ) -> float:
     """Return the change of the outputs, relative to what other roundings of the weights would do to them."""
-    again = [outputs_of(network, batch) for batch in batches]
+    again = _all_outputs(network, batches)
     for one, two in zip(itertools.chain(*after), itertools.chain(*again), strict=True):
         if not bool(((one == two) | (one != one) & (two != two)).all()):
             raise ValueError(
@@ -294,7 +311,7 @@ def _looked_at_closely(
         if tensor.is_floating_point():
             drawn = torch.randn(tensor.shape[-1:], dtype=tensor.dtype, generator=generator).to(tensor.device)
             tensor.mul_(1 + rounding * drawn)
-    rounded = [outputs_of(network, batch) for batch in batches]
+    rounded = _all_outputs(network, batches)
     network.load_state_dict(kept)
     return max(change(*outputs, rounding) for outputs in zip(before, after, rounded, strict=True))
 

@@ -106,7 +106,7 @@ def trace_symmetry(
     )
     if check:
         values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
-        volume = sum(value.numel() / len(value) for value in values if isinstance(value, Tensor) and value.ndim)
+        volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
         _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
     return symmetry
 
