@@ -1,9 +1,12 @@
 """What two networks must share for one's symmetry to be the other's: tensors, modules, constants."""
 
+import functools
 import hashlib
 import re
-from collections.abc import Collection
+import types
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -90,7 +93,7 @@ class Architecture:
                 )
 
     def other_settings(self, network: nn.Module) -> dict[str, Any]:
-        """Return the plain attributes of modules, with their values, that are not those of the traced network."""
+        """Return the classes and attributes of modules, with their values, that are not those of the traced network."""
         own, theirs = self.settings, _settings(network)
         return {
             name: theirs.get(name)
@@ -119,19 +122,78 @@ def _descriptions(network: nn.Module) -> dict[str, str]:
 
 
 def _settings(network: nn.Module) -> dict[str, Any]:
-    """Return the plain public attributes of all modules: numbers, words, and functions by their names."""
+    """Return what modules hold besides tensors of the state and other modules, and their classes and hooks.
+
+    Containers and plain objects (a configuration) are seen through; functions are known by their names, constant
+    tensors and arrays by their values.
+    """
+    describe = _Description(network)
     found: dict[str, Any] = {}
     for prefix, module in network.named_modules():
+        if any(module.children()):
+            found[f"{prefix}.__class__"] = _name_of(type(module))
+        found[f"{prefix}.forward"] = _code_of(type(module).forward)
         for name, value in vars(module).items():
-            if name.startswith("_") or name == "training":
-                continue
-            if isinstance(value, _PLAIN):
-                found[f"{prefix}.{name}"] = value
-            elif isinstance(value, (tuple, list)) and all(isinstance(item, _PLAIN) for item in value):
-                found[f"{prefix}.{name}"] = tuple(value)
-            elif callable(value) and hasattr(value, "__qualname__"):
-                found[f"{prefix}.{name}"] = f"{value.__module__}.{value.__qualname__}"
+            if name not in _MODULE and not (isinstance(module, nn.modules.dropout._DropoutNd) and name == "p"):
+                found[f"{prefix}.{name}"] = describe(value)
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            if hooks := getattr(module, name):
+                found[f"{prefix}.{name}"] = describe(list(hooks.values()))
     return found
+
+
+def _name_of(named: Any) -> str:
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+# What every module has, and what says nothing of its function.
+_MODULE = {*vars(nn.Module()), "training", "inplace"}
+
+
+class _Description:
+    """Turns attributes into numbers, words and tuples of them, so that two networks' can be compared."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._weights = {id(tensor) for tensor in state_tensors(network).values()}
+
+    def __call__(self, value: Any, *, inside: bool = False) -> Any:
+        """Describe an attribute, or what stands inside an object, of which objects are only named."""
+        inner = functools.partial(self, inside=inside)
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, Enum):
+            return str(value)
+        if isinstance(value, Mapping):
+            return tuple((str(key), inner(item)) for key, item in value.items())
+        if isinstance(value, (tuple, list)):
+            return tuple(inner(item) for item in value)
+        if isinstance(value, (set, frozenset)):
+            return tuple(sorted(repr(inner(item)) for item in value))
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._weights or isinstance(value, nn.Parameter):
+                return "a weight"
+            return f"a tensor of {digest(value.detach().to('cpu', torch.float64).numpy())}"
+        if isinstance(value, np.ndarray):
+            return f"an array of {digest(value)}"
+        if isinstance(value, functools.partial):
+            return (inner(value.func), inner(value.args), inner(value.keywords))
+        if isinstance(value, nn.Module):
+            return type(value).__name__
+        if hasattr(value, "__qualname__"):
+            return (_name_of(value), *_code_of(value))
+        if inside or not hasattr(value, "__dict__"):
+            return type(value).__name__
+        return (type(value).__name__, *self(vars(value), inside=True))
+
+
+def _code_of(function: Any) -> tuple[Any, ...]:
+    """Return what a function written in Python calls, and the constants in it and around it: a lambda has no name."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    around = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    constants = [value for value in (*code.co_consts, *around) if isinstance(value, _PLAIN)]
+    return (digest(code.co_code, code.co_names, constants),)
 
 
 def digest(*parts: Any) -> str:

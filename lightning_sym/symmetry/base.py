@@ -661,8 +661,9 @@ class Symmetry:
 
         Compared are the names and shapes of tensors, the classes of modules and what they say of themselves
         (`extra_repr`), and by value the buffers that evaluation reads and no element moves: integers, masks, and
-        buffers that are in no state dict. If other plain attributes of modules differ (a number of heads, a name),
-        random elements decide, as in `check`. What is nowhere to be seen (a number or a function written into
+        buffers that are in no state dict. If other attributes of modules differ (a number of heads, a configuration, a
+        tensor that is no buffer), or hooks, or classes of modules that hold others, random elements decide, as in
+        `check`. What is nowhere to be seen (a number or a function written into
         `forward`) is not compared: `check(network)` tells.
 
         Raises:

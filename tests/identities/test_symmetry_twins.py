@@ -5,7 +5,9 @@ element makes of the tensors is loaded into the twin. Where they are not, the tw
 """
 
 import copy
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +80,45 @@ class Silent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(torch, self.activation)(x) if isinstance(self.activation, str) else self.activation(x)
+
+
+class Hidden(nn.Module):
+    """A function of its input and of something that it keeps where no repr, buffer or public number tells."""
+
+    def __init__(self, function: Callable[..., Tensor], kept: Any) -> None:
+        super().__init__()
+        self._function = function
+        self._kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x, self._kept)
+
+
+def leaky(x: Tensor, slope: float) -> Tensor:
+    return F.leaky_relu(x, slope)
+
+
+def leaky_of(read: Callable[[Any], float]) -> Callable[[Any], Callable[[], nn.Module]]:
+    """Return a maker of leaky units that read their slope off something."""
+    return lambda kept: of(Hidden, lambda x, kept: F.leaky_relu(x, read(kept)), kept)
+
+
+class Tanh(nn.Sequential):
+    """Applies tanh behind each module that it holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = torch.tanh(module(x))
+        return x
+
+
+def hooked() -> nn.Module:
+    network = between(nn.Identity)()
+    network[1].register_forward_hook(lambda module, inputs, output: torch.tanh(output))
+    return network
+
+
+ITEM, FIELD, NESTED = leaky_of(lambda d: d["slope"]), leaky_of(lambda o: o.slope), leaky_of(lambda n: n[0][0])
 
 
 class Heads(nn.Module):
@@ -209,6 +250,26 @@ REFUSED: dict[str, Pair] = {
         between(of(Factors, ALIKE, persistent=False)), between(of(Factors, APART, persistent=False)), VECTOR,
     ),
     "shared weights": (tied(False), tied(True), VECTOR),
+    "private attribute": (between(of(Hidden, leaky, 1.0)), between(of(Hidden, leaky, 0.1)), VECTOR),
+    "number in a dictionary": (between(ITEM({"slope": 1.0})), between(ITEM({"slope": 0.1})), VECTOR),
+    "number in nested lists": (between(NESTED([[1.0]])), between(NESTED([[0.1]])), VECTOR),
+    "configuration": (
+        between(FIELD(SimpleNamespace(slope=1.0))), between(FIELD(SimpleNamespace(slope=0.1))), VECTOR,
+    ),
+    "tensor that is no buffer": (
+        between(of(Hidden, torch.mul, torch.ones(8))), between(of(Hidden, torch.mul, torch.arange(8.0))), VECTOR,
+    ),
+    "function with one argument held": (
+        between(of(Silent, functools.partial(F.leaky_relu, negative_slope=1.0))),
+        between(of(Silent, functools.partial(F.leaky_relu, negative_slope=0.1))), VECTOR,
+    ),
+    "function without a name": (
+        between(of(Silent, lambda x: x.relu())), between(of(Silent, lambda x: x.tanh())), VECTOR,
+    ),
+    "class of a module that holds others": (
+        lambda: nn.Sequential(nn.Sequential(L(5, 8)), L(8, 2)), lambda: nn.Sequential(Tanh(L(5, 8)), L(8, 2)), VECTOR,
+    ),
+    "hook": (between(nn.Identity), hooked, VECTOR),
 }  # fmt: skip
 
 # The state has other names, so that nothing of the one could be loaded into the other.
