@@ -89,8 +89,8 @@ def _all_outputs(network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> list
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"a copy of the network in float64 does not run ({type(error).__name__}: {reason[:200]}), so nothing can be "
-            "tested; expected a network that computes in the precision of its weights and inputs, and takes its own "
+            f"a copy of the network in float64 does not run ({type(error).__name__}: {reason[:200]}), so that nothing "
+            "can be tested; expected a network that computes in the precision of its weights and inputs, and takes its own "
             "example; check=False leaves the test out"
         ) from error
 

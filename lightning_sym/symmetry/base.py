@@ -663,8 +663,8 @@ class Symmetry:
         (`extra_repr`), and by value the buffers that evaluation reads and no element moves: integers, masks, and
         buffers that are in no state dict. If other attributes of modules differ (a number of heads, a configuration, a
         tensor that is no buffer), or hooks, or classes of modules that hold others, random elements decide, as in
-        `check`. What is nowhere to be seen (a number or a function written into
-        `forward`) is not compared: `check(network)` tells.
+        `check`. What is nowhere to be seen (a number in a helper that `forward` calls) is not compared:
+        `check(network)` tells.
 
         Raises:
             TypeError: If it is no network.
