@@ -467,6 +467,8 @@ def assert_right(
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated", "ignore:parameters that evaluation never uses")
 @pytest.mark.parametrize("name", STRANGE)
 def test_strange_network_is_right_or_refused_in_one_sentence(name: str) -> None:
+    if name == "torch.cond" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+        pytest.skip("without gradients torch.cond itself fails in older versions")
     torch.manual_seed(0)
 
     def make() -> nn.Module:
