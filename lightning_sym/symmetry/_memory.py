@@ -177,6 +177,9 @@ def choose(trace: "Trace", inside: Tensor, new: "Value", put: Callable[[Tensor],
         return trace.carry(new, trace.move(new, put), put)
     # What stands at no place of the other is zero there, so that the result is a sum.
     added, kept = _placed(trace, new, show, inside), _placed(trace, base, keep, ~inside)
+    for value, shown in ((added, inside), (kept, ~inside)):
+        for label in value.labels:
+            _see_where(trace, label, shown)
     axes = list(dict.fromkeys(label.axes for value in (added, kept) for label in value.labels))
 
     def followed(result: "Value") -> "Value":
@@ -197,6 +200,17 @@ def choose(trace: "Trace", inside: Tensor, new: "Value", put: Callable[[Tensor],
         alive = _along(alive_anywhere, label.axes)
         trace.ledger.restrict(Label((), label.atom[~alive], label.tag[~alive], label.scale[~alive]))
     return followed(result)
+
+
+def _see_where(trace: "Trace", label: Label, shown: Tensor) -> None:
+    """Write down at which places units are shown: two may change places only if these are the same."""
+    label = trace.ledger.resolve(label)
+    others = [axis for axis in range(shown.ndim) if axis not in label.axes]
+    rows = shown.permute(*label.axes, *others).reshape(label.size, -1).numpy()
+    _, kind = np.unique(rows, axis=0, return_inverse=True)
+    tag = trace.ledger.derive_tags(label.tag.ravel(), kind.ravel())
+    held = rows.any(1)
+    trace.see(Label((), label.atom.ravel()[held], tag[held], label.scale.ravel()[held]))
 
 
 def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:

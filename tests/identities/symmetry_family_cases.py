@@ -907,6 +907,21 @@ def slice_of_zeros(s: Any, x: Tensor) -> Any:
     return s.b(out)
 
 
+# The same units on both sides of the choice: they differ by the places at which they pass the activation.
+@writes(X, group([4, 4], 8), a=A, b=B, even=lambda: torch.arange(8) % 2 == 0)
+def activation_where_a_mask_says(s: Any, x: Tensor) -> Any:
+    h = s.a(x)
+    return s.b(torch.where(s.even, relu(h), F.leaky_relu(h, 0.2)))
+
+
+@writes(SEQUENCE, group([4, 4], 8), a=A, b=B)
+def units_pass_at_other_steps(s: Any, x: Tensor) -> Any:
+    h = relu(s.a(x))
+    out = h * 2
+    out[:, ::2, :4] = h[:, ::2, :4]
+    return s.b(out)
+
+
 @writes(X, group([8], 8), a=A, b=B)
 def empty_slices(s: Any, x: Tensor) -> Any:
     h = relu(s.a(x))
