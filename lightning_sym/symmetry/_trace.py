@@ -449,7 +449,8 @@ class Trace:
             if (label.atom == first[0]).all() and (label.scale == first[1]).all():
                 arrays = [np.asarray(part.take(0, place)) for part in (label.atom, label.tag, label.scale)]
                 label = Label((*label.axes[:place], *label.axes[place + 1 :]), *arrays)
-        if (label.tag > 0).any() and len(np.unique(label.atom)) == label.size:
+        told = np.unique(label.tag[label.tag > 0])
+        if len(told) == 1 and len(np.unique(label.atom)) == label.size:
             label = Label(label.axes, label.atom, np.where(label.tag > 0, 0, label.tag), label.scale)
         return label
 

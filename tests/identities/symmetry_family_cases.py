@@ -1618,6 +1618,12 @@ def bias_of_two_convolutions(s: Any, x: Tensor) -> Any:
     return s.b(relu(F.conv2d(x, s.w, s.bias))), s.c(relu(F.conv2d(x, s.v, s.bias)))
 
 
+# Each channel is read at another pixel.
+@shared(normal(1, 2, 2), group([], 4), a=of(C, 1, 4, 1), b=of(L, 4, 2))
+def a_pixel_of_each_channel(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)).flatten(1)[:, [0, 5, 10, 15]])
+
+
 # A bias that is doubled shifts a running mean by twice as much, which is not counted.
 @shared(X, group([8], 16, 8), w=parameter(5, 8), bias=parameter(8), n=NORM, b=B)
 def doubled_bias_in_front_of_a_norm(s: Any, x: Tensor) -> Any:
