@@ -136,6 +136,8 @@ def _grouped(
             trace.ledger.fix(trace.grouped.pop(name))
         trace.fix(weight)
         return Value(shape)
+    assert trace.node is not None
+    trace.grouped_by.setdefault(name, set()).add(trace.node)
     label = ledger.resolve(label)
     ins, rows = value.shape[channel] // groups, shape[channel] // groups
     # Which input (output) channel each entry of the weight's second axis stands for depends on the group, hence on the

@@ -130,6 +130,8 @@ class Trace:
         self.axis_labels: dict[str, tuple[Label, ...]] = {}
         self.kinds: dict[str, tuple[str, float]] = {}
         self.grouped: dict[str, Label] = {}
+        self.grouped_by: dict[str, set[fx.Node]] = {}
+        self.mixed_uses: set[str] = set()
         self.shifts = Shifts()
         self.leaf: dict[str, Value] = {}
         self.affine = affine
@@ -815,6 +817,9 @@ class Trace:
                             self.see(label)
         self._fix_unread()
         self.shifts.check(capture)
+        for node, state in capture.states.items():
+            if not set(node.users) <= self.grouped_by.pop(state, set(node.users)):
+                self.mixed_uses.add(state)
         return outputs
 
     def finish(self) -> None:
@@ -824,6 +829,10 @@ class Trace:
                 root = Value(tuple(self.tensors[name].shape), labels, state=name)
                 self.reads[name] = (root, [])
         self._fix_unread(states=True)
+        for name in self.mixed_uses:  # what its second axis means depends on the group, and elsewhere it does not
+            if name in self.grouped:
+                self.ledger.fix(self.grouped.pop(name))
+            self.fix(Value(tuple(self.tensors[name].shape), self.axis_labels[name]))
         self.ledger.shifts += [
             Shift(names, self.axis_labels[names[0]][0]) for names in self.shifts.free() if names[0] in self.axis_labels
         ]
