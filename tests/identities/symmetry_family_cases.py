@@ -1619,8 +1619,8 @@ def bias_of_two_convolutions(s: Any, x: Tensor) -> Any:
 
 
 # Which input a weight's second axis means depends on the group in one use, and not in the other: no label says so.
-@shared(normal(4, 6, 6), group([2], 0, 10, blocks=[16, 24]), least=EMPTY, a=of(C, 4, 8, 1), d=of(C, 4, 2, 1), g=parameter(8, 2, 1, 1),
-        b=of(C, 8, 2, 1), c=of(C, 8, 2, 1), slack=True)  # fmt: skip
+@shared(normal(4, 6, 6), group([2], 0, 10, blocks=[16, 24]), least=EMPTY, a=of(C, 4, 8, 1), d=of(C, 4, 2, 1),
+        g=parameter(8, 2, 1, 1), b=of(C, 8, 2, 1), c=of(C, 8, 2, 1), slack=True)  # fmt: skip
 def weight_of_a_grouped_and_of_a_plain_convolution(s: Any, x: Tensor) -> Any:
     return s.b(tanh(F.conv2d(tanh(s.a(x)), s.g, groups=4))) + s.c(tanh(F.conv2d(tanh(s.d(x)), s.g)))
 
