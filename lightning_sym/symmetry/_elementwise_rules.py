@@ -226,7 +226,7 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
 
     if any(v.concrete is None for v in values_in((args, kwargs))):
         return unknown(trace, value, *args, **kwargs)
-    if any(index.by_size for index in values_in((args, kwargs))):
+    if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     if target._schema.name in ("aten::view", "aten::_unsafe_view"):
@@ -247,6 +247,15 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         trace.carry(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
         for index, part in enumerate(moved)
     ]
+
+
+def _is_cut_to_length(trace: Trace, value: Value) -> bool:
+    """Whether an operation takes as many elements along an axis as an input is long: of a longer one perhaps more."""
+    assert trace.node is not None
+    meta = trace.node.meta["val"]
+    if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
+        return False
+    return any(new < old and new in trace.lengths for new, old in zip(meta.shape, value.shape, strict=True))
 
 
 register_rule(*(f"aten::{name}" for name in _MOVEMENTS))(_movement)

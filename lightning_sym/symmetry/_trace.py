@@ -88,6 +88,12 @@ _MANY = 2**22  # numbers of a constant that are compared one by one
 _MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
 
 
+def _lengths(inputs: Sequence[fx.Node]) -> set[int]:
+    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector."""
+    tensors = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    return {size for t in tensors if t.ndim > 2 or not t.is_floating_point() for size in t.shape[1:]}
+
+
 def _uniform(value: Value) -> bool:
     """Whether a constant is one number everywhere, so that each part of it is, too."""
     constant = value.concrete
@@ -139,6 +145,7 @@ class Trace:
         self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
         self.walks = 0
         self.made_of_states: dict[int, Any] = {}
+        self.lengths: set[int] = set()
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
 
     # What something is called, for notes and errors.
@@ -764,6 +771,7 @@ class Trace:
         self.walks += 1
         self.made_of_states = {}
         varying: set[fx.Node] = set(capture.inputs)
+        self.lengths = _lengths(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
         environment: dict[fx.Node, Any] = {}
         memory = Memory(capture.graph)

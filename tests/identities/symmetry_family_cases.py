@@ -335,6 +335,23 @@ def stack_of_unbound_rows(s: Any, x: Tensor) -> Any:
     return s.b(relu(s.a(x) + torch.stack(s.pos.unbind(0)[: x.shape[1]])))
 
 
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=of(L, 5, 3), pos=parameter(12, 8))
+def relative_logits_cut_to_length(s: Any, x: Tensor) -> Any:
+    logits = relu(s.a(x)) @ s.pos.t()
+    return s.b(logits[:, :, : x.shape[1]].softmax(-1) @ x)
+
+
+@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
+def mean_of_the_rows_of_a_cut_table(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x) + s.pos[: x.shape[1]].mean(0)))
+
+
+# The columns of the table meet nothing but themselves.
+@tables(SEQUENCE, group([8, 8], 8, 8), fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
+def largest_of_the_rows_of_a_cut_table(s: Any, x: Tensor) -> Any:
+    return s.b(relu(s.a(x)) * torch.softmax(s.pos.narrow(0, 0, x.shape[1]) @ s.pos[0], 0).amax())
+
+
 @tables(SEQUENCE, UNITS, fresh=[normal(1, 5)], slack=True, a=A, b=B, pos=parameter(12, 8))
 def rows_that_nothing_reads(s: Any, x: Tensor) -> Any:
     first, _ = s.pos.chunk(2)
