@@ -765,8 +765,6 @@ class Trace:
 
     def run(self, capture: Capture) -> list[Value]:
         """Walk through a capture of the network; return its outputs."""
-        from lightning_sym.symmetry.rules import find_rule, passes_offset, unknown
-
         self.capture = capture
         self.walks += 1
         self.made_of_states = {}
@@ -798,17 +796,7 @@ class Trace:
                     self.read(value)
                     self.fix(value)
             else:
-                arguments = fx.map_arg(node.args, lambda n: environment[n])
-                keywords = fx.map_arg(node.kwargs, lambda n: environment[n])
-                result = self._constant(node, arguments, keywords)
-                if result is None:
-                    if self.affine:
-                        self._only_where_absorbed(node, arguments, keywords)
-                    rule = find_rule(node.target) if "out" not in node.kwargs else unknown
-                    result = rule(self, *arguments, **keywords)
-                    if self.affine and isinstance(result, Value) and passes_offset(node.target):
-                        result = replace(result, offset=arguments[0].offset)
-                    self._read_by(result, (arguments[1:] if replaces(node) else arguments, keywords))
+                result = self._operate(node, environment)
                 environment[node] = result
                 if any(argument in varying for argument in node.all_input_nodes):
                     varying.add(node)
@@ -829,6 +817,24 @@ class Trace:
             if not set(node.users) <= self.grouped_by.pop(state, set(node.users)):
                 self.mixed_uses.add(state)
         return outputs
+
+    def _operate(self, node: fx.Node, environment: dict[fx.Node, Any]) -> Any:
+        """Return the result of an operation, whose demands are put down; of constants it is computed."""
+        from lightning_sym.symmetry.rules import find_rule, passes_offset, unknown
+
+        arguments = fx.map_arg(node.args, lambda n: environment[n])
+        keywords = fx.map_arg(node.kwargs, lambda n: environment[n])
+        result = self._constant(node, arguments, keywords)
+        if result is not None:
+            return result
+        if self.affine:
+            self._only_where_absorbed(node, arguments, keywords)
+        rule = find_rule(node.target) if "out" not in node.kwargs else unknown
+        result = rule(self, *arguments, **keywords)
+        if self.affine and isinstance(result, Value) and passes_offset(node.target):
+            result = replace(result, offset=arguments[0].offset)
+        self._read_by(result, (arguments[1:] if replaces(node) else arguments, keywords))
+        return result
 
     def finish(self) -> None:
         """Put down what only all walks together tell: what of the weights none of them reached, and the free shifts."""
