@@ -822,8 +822,8 @@ class Trace:
         """Return the result of an operation, whose demands are put down; of constants it is computed."""
         from lightning_sym.symmetry.rules import find_rule, passes_offset, unknown
 
-        arguments = fx.map_arg(node.args, lambda n: environment[n])
-        keywords = fx.map_arg(node.kwargs, lambda n: environment[n])
+        arguments: Any = fx.map_arg(node.args, lambda n: environment[n])
+        keywords: Any = fx.map_arg(node.kwargs, lambda n: environment[n])
         result = self._constant(node, arguments, keywords)
         if result is not None:
             return result

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchvision.models import resnet18
 
 from lightning_sym.networks import CIFARResNet, CIFARResNet18, LeNet5, MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.symmetry import Symmetry, balance, canonicalize, trace_symmetry
+from lightning_sym.symmetry import Symmetry, balance, canonicalize, orbit_distance, trace_symmetry
 
 # Sums of up to 1e4 products in float64, through up to 20 layers.
 EXACT = 1e-10
@@ -391,3 +391,46 @@ def test_balance_is_what_gradient_flow_conserves(name: str) -> None:
         else:
             assert float(rate.abs().max() / size) < 1e-10
         assert before[group].incoming.dtype == torch.float64
+
+
+class _NormsOfOneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.one, self.two = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.BatchNorm2d(6)
+        self.head, self.other_head = nn.Conv2d(6, 2, 1), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.one(self.layer(x)), self.two(self.layer(x.flip(2)))
+        return self.head(first.relu()), self.other_head(second.relu())
+
+
+class _LayersOfOneNorm(_NormsOfOneLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Conv2d(3, 6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(self.one(self.layer(x)).relu()), self.other_head(self.one(self.two(x)).relu())
+
+
+@pytest.mark.parametrize(("kind", "dimension"), [(_NormsOfOneLayer, 24), (_LayersOfOneNorm, 18)])
+def test_a_shift_that_layers_or_norms_share_is_one(kind: type[nn.Module], dimension: int) -> None:
+    torch.manual_seed(0)
+    network = kind().double().eval()
+    for buffer in network.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.rand_like(buffer) + 0.5)
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 8, 8).double())
+    assert (symmetry.shifts, symmetry.dimension) == (6, dimension)
+    generator = torch.Generator().manual_seed(1)
+    one, two = symmetry.sample(generator), symmetry.sample(generator)
+    moved = symmetry.act(one, network)
+    pairs = [
+        (symmetry.act(two, moved), symmetry.act(symmetry.compose(two, one), network)),
+        (symmetry.act(symmetry.inverse(one), moved), network),
+        (canonicalize(symmetry, moved).network, canonicalize(symmetry, network).network),
+    ]
+    for left, right in pairs:
+        for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert orbit_distance(symmetry, network, moved).upper < 1e-12
