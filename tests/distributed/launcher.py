@@ -10,7 +10,9 @@ import runpy
 import sys
 import traceback
 
-import lightning_sym.callbacks  # noqa: F401 (brings torch, Lightning and the tasks)
+import torch
+
+import lightning_sym.callbacks  # noqa: F401 (brings Lightning and the tasks)
 
 
 def work(script: str, log: str, arguments: list[str]) -> int:
@@ -30,7 +32,17 @@ def work(script: str, log: str, arguments: list[str]) -> int:
     return 0
 
 
+def settle_threads() -> None:
+    """Have torch make its pool of threads anew, while the new process has one thread.
+
+    torch does so at the first use after a fork. When that is made by two threads at once, as in a backward pass, one
+    of them may find no pool and abort the process: "Invalid thread pool!" in ``ParallelOpenMP.cpp``.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 if __name__ == "__main__":
+    os.register_at_fork(after_in_child=settle_threads)
     for line in sys.stdin:
         script, log, *arguments = json.loads(line)
         child = os.fork()
