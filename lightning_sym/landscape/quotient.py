@@ -9,14 +9,14 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from lightning_sym._distributed import on_device_of
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.landscape.walks import NetworkOutputs
-from lightning_sym.networks.batch_norm import on_device_of
-from lightning_sym.symmetry._proof import double, outputs_of
 from lightning_sym.symmetry.base import AxisGroup, Symmetry
-from lightning_sym.symmetry.canonical import canonicalize
-from lightning_sym.symmetry.matching import weight_matching
-from lightning_sym.symmetry.tracing import trace_symmetry
+from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.matching.weights import weight_matching
+from lightning_sym.symmetry.proof import double, outputs_of
+from lightning_sym.symmetry.trace import trace_symmetry
 
 # Pairs of units whose quartics are solved at once.
 _PAIRS = 2**18

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_sym.networks.batch_norm import on_device_of
-from lightning_sym.symmetry._architecture import ADVICE, Architecture, digest
-from lightning_sym.symmetry._capture import copied, evaluating, state_tensors
-from lightning_sym.symmetry._proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry._structure import Site, Structure
+from lightning_sym._distributed import on_device_of
+from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
+from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
+from lightning_sym.symmetry.tracing.capture import copied, evaluating, state_tensors
+from lightning_sym.symmetry.tracing.structure import Site, Structure
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

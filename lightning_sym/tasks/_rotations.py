@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.layers import FixedMap, Port
-from lightning_sym.stitching import CutNetwork, PlantedStitches
+from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, Port
 from lightning_sym.symmetry import Element
 
 # Relative to the largest output. Rounding alone stays far below, a wrong matrix is far above.
