@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_sym._distributed import Batches
 from lightning_sym.connectivity.interpolation import average
-from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
 from lightning_sym.symmetry.matching.weights import parameter_distance, weight_matching

@@ -1,8 +1,9 @@
 """Symmetries of networks: the groups that commute through activations."""
 
-from lightning_sym.symmetry.base import AxisGroup, Element, Occurrence, Symmetry, Tap
+from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import Balance, CanonicalForm, balance, canonicalize
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
+from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
 from lightning_sym.symmetry.groups import (
     INTERTWINER_GROUPS,
     GroupElement,

@@ -5,20 +5,32 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.capture import constant_names, copied, plain, state_tensors
-
-if TYPE_CHECKING:
-    from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.tracing.structure import Structure
 
 # The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
 _EXACT = 1e-10
+
+
+class Group(Protocol):
+    """What the proof asks of a symmetry: random elements, and what they do to a network."""
+
+    structure: Structure
+
+    def sample(self, generator: torch.Generator | None = None, *, scale: float = 0.5) -> Element:
+        """Return a random element."""
+
+    def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
+
+    def _act(self, element: Element, network: nn.Module) -> nn.Module: ...
 
 
 def tolerance_of(precision: torch.dtype) -> float:
@@ -179,7 +191,7 @@ def change(
     return worst
 
 
-def moving_element(symmetry: "Symmetry", generator: torch.Generator, scale: float, flip: Tensor | None) -> "Element":
+def moving_element(symmetry: Group, generator: torch.Generator, scale: float, flip: Tensor | None) -> Element:
     """Draw an element that moves every unit that can move.
 
     Args:
@@ -198,7 +210,7 @@ def _informative(outputs: Iterable[Tensor]) -> bool:
 
 
 def largest_change(
-    symmetry: "Symmetry",
+    symmetry: Group,
     network: nn.Module,
     batches: Sequence[Sequence[tuple[Any, ...]]],
     *,
@@ -259,7 +271,7 @@ def largest_change(
 
 
 def _perturbed_outputs(
-    symmetry: "Symmetry",
+    symmetry: Group,
     network: nn.Module,
     batches: Sequence[tuple[Any, ...]],
     amount: float,
@@ -319,7 +331,7 @@ def _looked_at_closely(
     return max(change(*outputs, rounding) for outputs in zip(before, after, rounded, strict=True))
 
 
-def perturb(symmetry: "Symmetry", network: nn.Module, amount: float, generator: torch.Generator) -> None:
+def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch.Generator) -> None:
     """Add noise to weights and statistics, relative to their root mean square: values that happen to be special go.
 
     Args:
@@ -328,7 +340,7 @@ def perturb(symmetry: "Symmetry", network: nn.Module, amount: float, generator: 
         amount: How much; if infinite, what was there is replaced, and units that were dead come to life.
         generator: Where the noise comes from.
     """
-    variances = {site.tensor for site in symmetry.structure.sites if site.kind == "variance"}
+    variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
     constants = constant_names(network)
     for name, tensor in state_tensors(network).items():
         if name in constants or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):

@@ -88,8 +88,8 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
-    structure = build_structure(trace.ledger, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
-    notes = list(trace.ledger.notes)
+    structure = build_structure(trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
+    notes = list(trace.constraints.notes)
     if unused:
         shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {shown}"

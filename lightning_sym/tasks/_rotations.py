@@ -102,7 +102,7 @@ def element_at(
             drawn = scale * torch.randn(len(cell), dtype=torch.float64, generator=generator)
             matrices[index] = (left * drawn.exp()) @ right
     if not first.dense:  # there the matrices do it all
-        place = next(place for place in structure.sites if place.tensor == probe and place.axes == (1,))
+        place = next(place for place in structure.slots if place.tensor == probe and place.axes == (1,))
         rows = slice(place.offset, place.offset + place.size)
         columns, powers = _generators(structure.magnitudes[rows])
         drawn = scale * torch.randn(len(columns), dtype=torch.float64, generator=generator) - scale**2 / 2

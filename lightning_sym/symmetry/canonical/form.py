@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Bools, Floats, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
 from lightning_sym.symmetry.canonical.scales import Scales
+from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.capture import state_tensors
-from lightning_sym.symmetry.tracing.structure import Site
+from lightning_sym.symmetry.tracing.structure import Slot
 
 
 @dataclass(frozen=True)
@@ -240,13 +241,13 @@ def _pass(
     shift = list(identity.shift)
     if scales is not None:
         for index, (places, _) in enumerate(structure.shifts):
-            shift[index] = torch.from_numpy(-gauged.weight(structure.sites[places[0]].tensor).ravel())
+            shift[index] = torch.from_numpy(-gauged.weight(structure.slots[places[0]].tensor).ravel())
     permutation = identity.permutation.numpy()
     if order:
         # Biases before batch norms are zero by now, and the running means have moved with them.
         for (places, _), by in zip(structure.shifts, shift, strict=True) if scales is not None else ():
-            first, *others = (structure.sites[place] for place in places)
-            moved = {site.tensor: _shifted(gauged, site, by) for site in others}
+            first, *others = (structure.slots[place] for place in places)
+            moved = {slot.tensor: _shifted(gauged, slot, by) for slot in others}
             gauged.tensors = {**gauged.tensors, first.tensor: torch.zeros_like(by), **moved}
         gauged.shown = determined
         last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
@@ -268,11 +269,11 @@ def _pass(
     return CanonicalForm(result, element, dead, sweeps, residual, converged, tuple(dict.fromkeys(notes)))
 
 
-def _shifted(gauged: Gauged, site: Site, by: Tensor) -> Tensor:
+def _shifted(gauged: Gauged, slot: Slot, by: Tensor) -> Tensor:
     """Return a running mean (or bias) that, under the gauge's scale and sign, equals the scaled one plus the shift."""
-    at = gauged.plan.at(site)
+    at = gauged.plan.at(slot)
     factor = torch.from_numpy(gauged.scale[at] * gauged.sign[at])
-    return gauged.tensors[site.tensor].detach().to("cpu", torch.float64) + by / factor
+    return gauged.tensors[slot.tensor].detach().to("cpu", torch.float64) + by / factor
 
 
 def _dead_units(symmetry: Symmetry, plan: Plan, slices: Floats, dead_scales: Bools) -> dict[str, Tensor]:

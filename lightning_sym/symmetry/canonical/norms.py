@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.tracing.structure import Site
+from lightning_sym.symmetry.tracing.structure import Slot
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -25,7 +25,7 @@ class Plan:
     """What of a structure does not depend on weights, laid out for sums over slices.
 
     Attributes:
-        tensors: Per parameter with labelled axes: its name and its sites, those with two axes last.
+        tensors: Per parameter with labelled axes: its name and its slots, those with two axes last.
         row_of: For each position the number of its row: positions, those of one module's tensors counted as the same.
         forms: Exponents (positions, scales); `up` and `down`: their positive and negative parts, transposed.
         classes: Scales that play the same role for the units of one type, in the order of the forward pass.
@@ -37,24 +37,24 @@ class Plan:
 
     def __init__(self, symmetry: Symmetry) -> None:
         structure = symmetry.structure
-        self.sites = structure.sites
+        self.slots = structure.slots
         self.forms = structure.magnitudes
         total, scales = self.forms.shape
         self.total = total
-        self.site_of = np.zeros(total, np.int64)
+        self.slot_of = np.zeros(total, np.int64)
         self.unit_at = np.full(total, -1)
-        for index, site in enumerate(structure.sites):
-            self.site_of[site.offset : site.offset + site.size] = index
-            self.unit_at[site.offset : site.offset + site.size] = site.unit.ravel()
-        shifted = {structure.sites[place].tensor for places, _ in structure.shifts for place in places}
+        for index, slot in enumerate(structure.slots):
+            self.slot_of[slot.offset : slot.offset + slot.size] = index
+            self.unit_at[slot.offset : slot.offset + slot.size] = slot.unit.ravel()
+        shifted = {structure.slots[place].tensor for places, _ in structure.shifts for place in places}
         self.parameter = np.zeros(total, bool)
-        by_name: dict[str, list[Site]] = {}
-        for site in structure.sites:
-            acts = self.forms.indptr[site.offset] < self.forms.indptr[site.offset + site.size]
-            if site.tensor in symmetry.parameter_names and site.axes and (acts or (site.unit >= 0).any()):
-                by_name.setdefault(site.tensor, []).append(site)
-                self.parameter[site.offset : site.offset + site.size] = site.tensor not in shifted
-        self.tensors = {name: sorted(sites, key=lambda site: len(site.axes)) for name, sites in by_name.items()}
+        by_name: dict[str, list[Slot]] = {}
+        for slot in structure.slots:
+            acts = self.forms.indptr[slot.offset] < self.forms.indptr[slot.offset + slot.size]
+            if slot.tensor in symmetry.parameter_names and slot.axes and (acts or (slot.unit >= 0).any()):
+                by_name.setdefault(slot.tensor, []).append(slot)
+                self.parameter[slot.offset : slot.offset + slot.size] = slot.tensor not in shifted
+        self.tensors = {name: sorted(slots, key=lambda slot: len(slot.axes)) for name, slots in by_name.items()}
         positive = self.forms.maximum(0)
         negative = (-self.forms).maximum(0)
         self.up, self.down = positive.T.tocsr(), negative.T.tocsr()
@@ -63,15 +63,15 @@ class Plan:
         self.used_at = np.repeat(np.arange(total), np.diff(self.forms.indptr))
         # Rows: positions, those of one module's tensors (weight, bias) counted as the same.
         longest: dict[str, int] = {}
-        for site in structure.sites:
-            prefix = site.tensor.rpartition(".")[0]
-            longest[prefix] = max(longest.get(prefix, 0), site.size)
+        for slot in structure.slots:
+            prefix = slot.tensor.rpartition(".")[0]
+            longest[prefix] = max(longest.get(prefix, 0), slot.size)
         begin = dict(zip(longest, np.cumsum([0, *longest.values()]).tolist(), strict=False))
         self.rows = sum(longest.values())
         self.row_of = np.zeros(total, np.int64)
-        for site in structure.sites:
-            self.row_of[site.offset : site.offset + site.size] = begin[site.tensor.rpartition(".")[0]] + np.arange(
-                site.size
+        for slot in structure.slots:
+            self.row_of[slot.offset : slot.offset + slot.size] = begin[slot.tensor.rpartition(".")[0]] + np.arange(
+                slot.size
             )
         self.largest = np.zeros(scales)
         np.maximum.at(self.largest, self.forms.indices, abs(self.forms.data))
@@ -79,7 +79,7 @@ class Plan:
         dense = {int(unit) for cell in structure.dense for unit in cell}
         self.class_of = np.full(scales, -2)
         classes = []
-        for units, table in zip(structure.types, structure.scale_table, strict=True):
+        for units, table in zip(structure.orbits, structure.scale_table, strict=True):
             for column in table.T:
                 if int(units[0]) in dense:
                     self.class_of[column] = -1
@@ -96,15 +96,15 @@ class Plan:
         for index, members in enumerate(classes):
             self.class_of[members] = index
         self.touching: list[list[str]] = [[] for _ in classes]
-        for name, sites in self.tensors.items():
+        for name, slots in self.tensors.items():
             own = np.unique(
-                np.concatenate([self.class_of[self.forms[s.offset : s.offset + s.size].indices] for s in sites])
+                np.concatenate([self.class_of[self.forms[s.offset : s.offset + s.size].indices] for s in slots])
             )
             for index in own[own >= 0]:
                 self.touching[index].append(name)
         self.first = []
         for matrix in structure.columns:
-            names = [structure.sites[i].tensor for i in self.site_of[matrix[0]]]
+            names = [structure.slots[i].tensor for i in self.slot_of[matrix[0]]]
             prefix = names[0].rpartition(".")[0] if names else ""
             own_module = [
                 name.rpartition(".")[0] == prefix and self.parameter[p]
@@ -113,9 +113,9 @@ class Plan:
             self.first.append(np.array(own_module, bool))
 
     @staticmethod
-    def at(site: Site) -> slice:
-        """Return where a site's positions are."""
-        return slice(site.offset, site.offset + site.size)
+    def at(slot: Slot) -> slice:
+        """Return where a slot's positions are."""
+        return slice(slot.offset, slot.offset + slot.size)
 
 
 _PLANS: WeakKeyDictionary[Symmetry, Plan] = WeakKeyDictionary()
@@ -139,9 +139,9 @@ class Squares:
         self.plan = plan
         self.squares: dict[str, Floats] = {}
         self.axes: dict[str, list[tuple[int, ...]]] = {}
-        for name, sites in plan.tensors.items():
+        for name, slots in plan.tensors.items():
             tensor = tensors[name].detach()
-            axes = sorted({axis for site in sites for axis in site.axes})
+            axes = sorted({axis for slot in slots for axis in slot.axes})
             rest = [axis for axis in range(tensor.ndim) if axis not in axes]
             if math.prod(tensor.shape[axis] for axis in rest) == 1:
                 square = tensor.double().square_() if tensor.dtype != torch.float64 else tensor.square()
@@ -150,23 +150,23 @@ class Squares:
                 square = torch.linalg.vector_norm(tensor, dim=rest, dtype=torch.float64).square_()
             place = {axis: index for index, axis in enumerate(axes)}
             self.squares[name] = square.cpu().numpy()
-            self.axes[name] = [tuple(place[axis] for axis in site.axes) for site in sites]
+            self.axes[name] = [tuple(place[axis] for axis in slot.axes) for slot in slots]
 
     def slices(self, factor: Floats, names: Sequence[str] | None = None, wanted: Bools | None = None) -> Floats:
         """Return the sum of the terms at each position; factor: what each position multiplies its terms by.
 
-        Only for the sites of the named tensors that hold a wanted position; 0 elsewhere, or more than asked for.
+        Only for the slots of the named tensors that hold a wanted position; 0 elsewhere, or more than asked for.
         """
         total = np.zeros(self.plan.total)
         for name in self.squares if names is None else names:
-            square, sites, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
-            own = [factor[Plan.at(site)] for site in sites]
-            if len(sites) == 1 and len(axes[0]) == square.ndim:
-                total[Plan.at(sites[0])] = square.ravel() * own[0]
-            elif len(sites) == 2 and square.ndim == 2 and len(axes[1]) == 1:
-                for site, here, there, matrix in zip(sites, own, own[::-1], (square, square.T), strict=True):
-                    if wanted is None or wanted[Plan.at(site)].any():
-                        total[Plan.at(site)] = here * (matrix @ there)
+            square, slots, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
+            own = [factor[Plan.at(slot)] for slot in slots]
+            if len(slots) == 1 and len(axes[0]) == square.ndim:
+                total[Plan.at(slots[0])] = square.ravel() * own[0]
+            elif len(slots) == 2 and square.ndim == 2 and len(axes[1]) == 1:
+                for slot, here, there, matrix in zip(slots, own, own[::-1], (square, square.T), strict=True):
+                    if wanted is None or wanted[Plan.at(slot)].any():
+                        total[Plan.at(slot)] = here * (matrix @ there)
             else:
                 self._add(total, name, self._scaled(name, factor))
         return total
@@ -176,18 +176,18 @@ class Squares:
         return math.fsum(self._energy_of(name, factor) for name in names)
 
     def _energy_of(self, name: str, factor: Floats) -> float:
-        square, sites, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
-        if len(sites) == 2 and square.ndim == 2 and len(axes[1]) == 1:
-            return float(factor[Plan.at(sites[0])] @ (square @ factor[Plan.at(sites[1])]))
+        square, slots, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
+        if len(slots) == 2 and square.ndim == 2 and len(axes[1]) == 1:
+            return float(factor[Plan.at(slots[0])] @ (square @ factor[Plan.at(slots[1])]))
         return float(self._scaled(name, factor).sum())
 
     def _spread(self, name: str, values: Floats, index: int) -> Floats:
-        """Return one value per position of a tensor's site, in the shape of its squares."""
-        site, axes = self.plan.tensors[name][index], self.axes[name][index]
+        """Return one value per position of a tensor's slot, in the shape of its squares."""
+        slot, axes = self.plan.tensors[name][index], self.axes[name][index]
         shape = [1] * self.squares[name].ndim
-        for axis, size in zip(axes, site.shape, strict=True):
+        for axis, size in zip(axes, slot.shape, strict=True):
             shape[axis] = size
-        return values[Plan.at(site)].reshape(shape)
+        return values[Plan.at(slot)].reshape(shape)
 
     def _scaled(self, name: str, factor: Floats) -> Floats:
         """Return a tensor's terms."""
@@ -198,9 +198,9 @@ class Squares:
 
     def _add(self, total: Floats, name: str, terms: Floats) -> None:
         """Put the sums of a tensor's terms into the total at its positions."""
-        for site, axes in zip(self.plan.tensors[name], self.axes[name], strict=True):
+        for slot, axes in zip(self.plan.tensors[name], self.axes[name], strict=True):
             others = tuple(axis for axis in range(terms.ndim) if axis not in axes)
-            total[Plan.at(site)] = terms.sum(others).ravel()
+            total[Plan.at(slot)] = terms.sum(others).ravel()
 
     def change(self, factor: Floats, slices: Floats, speed: Floats, names: Sequence[str]) -> Floats:
         """Return how the slices change when the logarithm of each position's factor changes by `speed`.
@@ -214,15 +214,15 @@ class Squares:
         total = slices * speed
         moving = factor * speed
         for name in names:
-            square, sites, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
-            if len(sites) == 1 and len(axes[0]) == square.ndim:
+            square, slots, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
+            if len(slots) == 1 and len(axes[0]) == square.ndim:
                 continue
-            if len(sites) == 2 and square.ndim == 2 and len(axes[1]) == 1:
-                one, two = Plan.at(sites[0]), Plan.at(sites[1])
+            if len(slots) == 2 and square.ndim == 2 and len(axes[1]) == 1:
+                one, two = Plan.at(slots[0]), Plan.at(slots[1])
                 total[one] += factor[one] * (square @ moving[two])
                 total[two] += factor[two] * (moving[one] @ square)
             else:
-                rate = sum(self._spread(name, speed, index) for index in range(len(sites)))
+                rate = sum(self._spread(name, speed, index) for index in range(len(slots)))
                 self._add(total, name, self._scaled(name, factor) * rate)
         return total
 
@@ -230,29 +230,29 @@ class Squares:
         """Return for each position whether it has a term (whatever its value) all of whose positions are allowed."""
         result = np.zeros(self.plan.total, bool)
         for name, square in self.squares.items():
-            sites = self.plan.tensors[name]
-            if any(len(site.axes) > 1 for site in sites):
+            slots = self.plan.tensors[name]
+            if any(len(slot.axes) > 1 for slot in slots):
                 allowed = np.ones(square.shape)
-                for index in range(len(sites)):
+                for index in range(len(slots)):
                     allowed = allowed * self._spread(name, mask, index)
                 total = np.zeros(self.plan.total)
                 self._add(total, name, allowed)
                 result |= total > 0
-            elif all(mask[Plan.at(site)].any() for site in sites):
-                for site in sites:
-                    result[Plan.at(site)] = mask[Plan.at(site)] > 0
+            elif all(mask[Plan.at(slot)].any() for slot in slots):
+                for slot in slots:
+                    result[Plan.at(slot)] = mask[Plan.at(slot)] > 0
         return result
 
     def allowed(self, mask: Floats) -> list[str]:
         """Return the tensors that have terms all of whose positions are allowed."""
-        return [name for name in self.squares if all(mask[Plan.at(site)].any() for site in self.plan.tensors[name])]
+        return [name for name in self.squares if all(mask[Plan.at(slot)].any() for slot in self.plan.tensors[name])]
 
 
 def joint_sums(symmetry: Symmetry, plan: Plan, slices: Floats) -> Floats:
     """Return for each unit the sum over positions of grouped convolutions' inputs. Shape (units,)."""
     total = np.zeros(symmetry.units)
-    for site in plan.sites:
-        if len(site.axes) == 2:
-            unit = site.unit.ravel()
-            np.add.at(total, unit[unit >= 0], slices[plan.at(site)][unit >= 0])
+    for slot in plan.slots:
+        if len(slot.axes) == 2:
+            unit = slot.unit.ravel()
+            np.add.at(total, unit[unit >= 0], slices[plan.at(slot)][unit >= 0])
     return total

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Floats, Ints, Plan, joint_sums
-from lightning_sym.symmetry.tracing.structure import Site
+from lightning_sym.symmetry.tracing.structure import Slot
 
 # Keys of units that differ by less, relative to the largest, are ties: rounding differs between orbit members.
 _TIE = 1e-9
@@ -23,28 +23,28 @@ class Gauged:
         self.scale = np.exp(plan.forms @ log_scale)
         self.sign = np.ones(plan.total)
         self.shown = np.ones(plan.total, bool)  # at which positions weights are seen: what has no scale is not
-        self.sites: dict[str, list[Site]] = {}
-        for site in plan.sites:
-            self.sites.setdefault(site.tensor, []).append(site)
+        self.slots: dict[str, list[Slot]] = {}
+        for slot in plan.slots:
+            self.slots.setdefault(slot.tensor, []).append(slot)
 
-    def spread(self, values: Floats, site: Site, ndim: int) -> Floats:
-        """Return a site's values in the shape of its tensor."""
+    def spread(self, values: Floats, slot: Slot, ndim: int) -> Floats:
+        """Return a slot's values in the shape of its tensor."""
         shape = [1] * ndim
-        for axis, size in zip(site.axes, site.shape, strict=True):
+        for axis, size in zip(slot.axes, slot.shape, strict=True):
             shape[axis] = size
-        return values[self.plan.at(site)].reshape(shape)
+        return values[self.plan.at(slot)].reshape(shape)
 
     def weight(self, name: str) -> Floats:
         """Return a tensor under the scales and signs."""
         value: Floats = self.tensors[name].detach().to("cpu", torch.float64).numpy()
-        for site in self.sites[name]:
-            scale = self.spread(self.scale, site, value.ndim)
-            if site.kind == "variance":
-                value = scale**2 * (value + site.epsilon) - site.epsilon
-            elif not (scale == 1).all() or not (self.sign[self.plan.at(site)] == 1).all():
-                value = value * (scale * self.spread(self.sign, site, value.ndim))
-            if not self.shown[self.plan.at(site)].all():
-                value = value * self.spread(self.shown, site, value.ndim)
+        for slot in self.slots[name]:
+            scale = self.spread(self.scale, slot, value.ndim)
+            if slot.kind == "variance":
+                value = scale**2 * (value + slot.epsilon) - slot.epsilon
+            elif not (scale == 1).all() or not (self.sign[self.plan.at(slot)] == 1).all():
+                value = value * (scale * self.spread(self.sign, slot, value.ndim))
+            if not self.shown[self.plan.at(slot)].all():
+                value = value * self.spread(self.shown, slot, value.ndim)
         return value
 
 
@@ -62,7 +62,7 @@ def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged) -> Floats:
     pending = np.ones(number, bool)
     classes = []
     taken = np.zeros(number, bool)
-    for units, table in zip(structure.types, structure.sign_table, strict=True):
+    for units, table in zip(structure.orbits, structure.sign_table, strict=True):
         for column in table.T:
             if int(units[0]) in inside:
                 pending[column] = False
@@ -92,22 +92,22 @@ def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged) -> Floats:
         rows: list[tuple[Ints, Floats]] = []
         for name in names:
             value = gauged.weight(name)
-            for site in plan.tensors[name]:
-                if len(site.axes) != 1:
+            for slot in plan.tensors[name]:
+                if len(slot.axes) != 1:
                     continue
-                at = plan.at(site)
+                at = plan.at(slot)
                 single = np.flatnonzero(unknown[at] == 1)
                 if not len(single):
                     continue
-                block = forms[site.offset + single]
+                block = forms[slot.offset + single]
                 hits = block.multiply(pending[None, :]).tocsr()
                 hits.eliminate_zeros()
                 owner = hits.indices.astype(np.int64)
                 known = value
                 for other in plan.tensors[name]:
-                    if other is not site:
+                    if other is not slot:
                         known = known * (gauged.spread(unknown, other, value.ndim) == 0)
-                matrix = np.moveaxis(known, site.axes[0], 0).reshape(site.size, -1)[single]
+                matrix = np.moveaxis(known, slot.axes[0], 0).reshape(slot.size, -1)[single]
                 keep = among[owner]
                 rows.append((owner[keep], matrix[keep]))
         for owner, matrix in rows:
@@ -135,8 +135,8 @@ def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged) -> Floats:
         positions = [p for p in touched[members[0]] if plan.parameter[p]]
         # A gain is a vector that takes the sign, but not the scale of the weights that take it: gamma of a batch norm.
         for position in positions:
-            name = plan.sites[plan.site_of[position]].tensor
-            vector = gauged.tensors[name].numel() == plan.sites[plan.site_of[position]].size
+            name = plan.slots[plan.slot_of[position]].tensor
+            vector = gauged.tensors[name].numel() == plan.slots[plan.slot_of[position]].size
             if vector and not np.array_equal(exponents(position), exponents(positions[0])):
                 gains.append((members, name))
                 break
@@ -148,13 +148,13 @@ def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged) -> Floats:
         # Signs that its gain was waiting for are known by now.
         decide(members, [name for own, name in gains if own is members])
         positions = [p for p in touched[members[0]] if plan.parameter[p]]
-        names = list(dict.fromkeys(plan.sites[plan.site_of[p]].tensor for p in positions))
+        names = list(dict.fromkeys(plan.slots[plan.slot_of[p]].tensor for p in positions))
         prefix = names[0].rpartition(".")[0] if names else ""
         decide(members, [name for name in names if name.rpartition(".")[0] == prefix])
     while pending.any():
         left = np.flatnonzero(pending)
         for sign in left:
-            names = [plan.sites[plan.site_of[p]].tensor for p in touched[sign] if plan.parameter[p]]
+            names = [plan.slots[plan.slot_of[p]].tensor for p in touched[sign] if plan.parameter[p]]
             if names and pending[sign]:
                 decide(np.array([sign]), list(dict.fromkeys(names)))
         if int(pending.sum()) == len(left):
@@ -213,20 +213,20 @@ def find_order(
     structure = symmetry.structure
     inside = {int(unit) for cell in structure.dense for unit in cell}
     joint = joint_sums(symmetry, plan, slices)
-    ranks = [np.zeros(len(units), np.int64) for units in structure.types]
+    ranks = [np.zeros(len(units), np.int64) for units in structure.orbits]
     sortable = [
         index
-        for index, units in enumerate(structure.types)
+        for index, units in enumerate(structure.orbits)
         if structure.movable[index] and len(units) > 1 and int(units[0]) not in inside
     ]
 
     def tied(index: int) -> bool:
-        alone = not any(np.isin(structure.types[index], blocks).any() for blocks in structure.coarse)
-        cells = structure.fine[index] * len(ranks[index]) if alone else 0
+        alone = not any(np.isin(structure.orbits[index], blocks).any() for blocks in structure.blocks)
+        cells = structure.cells[index] * len(ranks[index]) if alone else 0
         return len(np.unique(ranks[index] + cells)) < len(ranks[index])
 
     for index in sortable:
-        columns, units = structure.columns[index], structure.types[index]
+        columns, units = structure.columns[index], structure.orbits[index]
         own = slices[columns] * plan.parameter[columns]
         first = plan.first[index]
         ranks[index] = _refine(ranks[index], -last[index].astype(np.float64))
@@ -250,13 +250,13 @@ def find_order(
 
     permutation = np.arange(symmetry.units)
     for index in sortable:
-        units, cells = structure.types[index], structure.fine[index]
+        units, cells = structure.orbits[index], structure.cells[index]
         start = np.lexsort((np.arange(len(units)), cells))
         permutation[units[start]] = units[np.lexsort((np.arange(len(units)), ranks[index], cells))]
     rank_of = np.zeros(symmetry.units, np.int64)
-    for index, units in enumerate(structure.types):
+    for index, units in enumerate(structure.orbits):
         rank_of[units] = ranks[index]
-    for blocks in structure.coarse:
+    for blocks in structure.blocks:
         keys = rank_of[permutation[blocks]]
         order = np.lexsort(keys.T[::-1])
         within = permutation.copy()
@@ -276,25 +276,25 @@ def _by_entries(
     columns = structure.columns[index]
     colour = np.ones(plan.total)
     if coloured:
-        for number, site in enumerate(plan.sites):
-            colour[plan.at(site)] = _colour(number, np.arange(site.size))
-        for kind in range(len(structure.types)):
+        for number, slot in enumerate(plan.slots):
+            colour[plan.at(slot)] = _colour(number, np.arange(slot.size))
+        for kind in range(len(structure.orbits)):
             if structure.movable[kind]:
                 for place, positions in enumerate(structure.columns[kind].T):
                     colour[positions] = _colour(1000 + 37 * kind + place, ranks[kind])
-    names = dict.fromkeys(plan.sites[plan.site_of[p]].tensor for p in columns[0])
+    names = dict.fromkeys(plan.slots[plan.slot_of[p]].tensor for p in columns[0])
     for name in names:
         value = gauged.weight(name) ** power
-        for site in gauged.sites[name]:
-            mine = [c for c in range(columns.shape[1]) if plan.sites[plan.site_of[columns[0, c]]] is site]
+        for slot in gauged.slots[name]:
+            mine = [c for c in range(columns.shape[1]) if plan.slots[plan.slot_of[columns[0, c]]] is slot]
             if not mine:
                 continue
             weight = value
-            for other in gauged.sites[name]:
-                if other is not site and len(other.axes) == 1:
+            for other in gauged.slots[name]:
+                if other is not slot and len(other.axes) == 1:
                     weight = weight * gauged.spread(colour, other, value.ndim)
-            sums = np.moveaxis(weight, site.axes[0], 0).reshape(site.size, -1)
+            sums = np.moveaxis(weight, slot.axes[0], 0).reshape(slot.size, -1)
             total, size = sums.sum(1), abs(sums).sum(1)
             for column in mine:
-                at = columns[:, column] - site.offset
+                at = columns[:, column] - slot.offset
                 ranks[index] = _refine(ranks[index], total[at], size[at])

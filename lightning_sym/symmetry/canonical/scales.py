@@ -129,8 +129,8 @@ class Scales:
         acting = plan.used @ among.astype(np.float64) * count
         if (acting > 1).any():
             return True
-        for sites in plan.tensors.values():
-            if sum(bool(acting[plan.at(site)].any()) for site in sites) > 1:
+        for slots in plan.tensors.values():
+            if sum(bool(acting[plan.at(slot)].any()) for slot in slots) > 1:
                 return True
         positions = np.flatnonzero(acting)
         block = plan.forms[positions]

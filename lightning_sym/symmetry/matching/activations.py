@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
-from lightning_sym.symmetry.base import Symmetry, Tap
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.matching.assignment_costs import Chosen, Gain, Tables, matched_groups, within_cells
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, best_blocks, block_systems

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lightning_sym.symmetry.base import AxisGroup, Symmetry
-from lightning_sym.symmetry.tracing.structure import Site
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import AxisGroup
+from lightning_sym.symmetry.tracing.structure import Slot
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -68,7 +69,7 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Group:
+class MatchingGroup:
     """What matching needs to know about an axis group.
 
     Attributes:
@@ -99,19 +100,19 @@ class Group:
 
 
 class _Places:
-    """Which unit stands at each position of all sites, and which generators of signs act there."""
+    """Which unit stands at each position of all slots, and which generators of signs act there."""
 
     def __init__(self, symmetry: Symmetry) -> None:
         structure = symmetry.structure
         self.matrix = structure.signs.tocsr()
         self.by_generator = self.matrix.tocsc()
-        self.joint_sites = [site for site in structure.sites if len(site.axes) == 2]
-        self.offset = {(site.tensor, site.axes): site.offset for site in structure.sites}
+        self.joint_slots = [slot for slot in structure.slots if len(slot.axes) == 2]
+        self.offset = {(slot.tensor, slot.axes): slot.offset for slot in structure.slots}
         self.unit_at = np.full(self.matrix.shape[0], -1)
-        for site in structure.sites:
-            self.unit_at[site.offset : site.offset + site.size] = site.unit.ravel()
+        for slot in structure.slots:
+            self.unit_at[slot.offset : slot.offset + slot.size] = slot.unit.ravel()
         self.type_of_unit = np.full(structure.units, -1)
-        for index, units in enumerate(structure.types):
+        for index, units in enumerate(structure.orbits):
             self.type_of_unit[units] = index
         # The first and the last unit on which each generator acts.
         entries = self.matrix.tocoo()
@@ -122,10 +123,10 @@ class _Places:
         np.maximum.at(self.last, entries.col[odd], self.unit_at[entries.row[odd]])
         # A depthwise weight has two labels on its rows: the one of the second axis adds its signs.
         self.second_label: dict[int, int] = {}
-        for site in self.joint_sites:
-            if site.shape[1] == 1:
-                rows = self.offset[site.tensor, (0,)]
-                self.second_label.update({rows + r: site.offset + r for r in range(site.shape[0])})
+        for slot in self.joint_slots:
+            if slot.shape[1] == 1:
+                rows = self.offset[slot.tensor, (0,)]
+                self.second_label.update({rows + r: slot.offset + r for r in range(slot.shape[0])})
 
     def own(self, generators: Ints, units: Ints) -> bool:
         """Whether each generator acts on its unit alone."""
@@ -148,14 +149,14 @@ class _Places:
         return tuple(k for k in columns if int(generators[k]) in odd)
 
 
-def matched_groups(symmetry: Symmetry) -> list[Group]:
+def matched_groups(symmetry: Symmetry) -> list[MatchingGroup]:
     """Return for each axis group of a symmetry, in their order, where its units stand in the parameters."""
     places = _Places(symmetry)
     return [_matched_group(symmetry, places, index, group) for index, group in enumerate(symmetry.groups)]
 
 
-def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisGroup) -> Group:
-    units, table = symmetry.structure.types[index], symmetry.structure.sign_table[index]
+def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisGroup) -> MatchingGroup:
+    units, table = symmetry.structure.orbits[index], symmetry.structure.sign_table[index]
     numbers = group.cells.numpy()
     cells = tuple(np.flatnonzero(numbers == cell) for cell in np.unique(numbers))
     columns = range(table.shape[1])
@@ -182,12 +183,12 @@ def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisG
             whole = flat.numel() == length and torch.equal(flat, torch.arange(length))
             slices.setdefault(pattern, []).append(Slices(occurrence.tensor, occurrence.axis, None if whole else flat))
     joints: list[Joint] = []
-    for site in places.joint_sites:
-        held = site.unit[site.unit >= 0]
-        if site.shape[1] > 1 and np.any(places.type_of_unit[held] == index):
-            axes_of.setdefault(site.tensor, set()).add(1)
-            joints += _joints(places, site, index, units, table, known)
-    return Group(
+    for slot in places.joint_slots:
+        held = slot.unit[slot.unit >= 0]
+        if slot.shape[1] > 1 and np.any(places.type_of_unit[held] == index):
+            axes_of.setdefault(slot.tensor, set()).add(1)
+            joints += _joints(places, slot, index, units, table, known)
+    return MatchingGroup(
         index=index,
         units=units,
         cells=cells,
@@ -202,19 +203,19 @@ def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisG
     )
 
 
-def _joints(places: _Places, site: Site, index: int, units: Ints, table: Ints, columns: tuple[int, ...]) -> list[Joint]:
+def _joints(places: _Places, slot: Slot, index: int, units: Ints, table: Ints, columns: tuple[int, ...]) -> list[Joint]:
     """Return where the units of one group stand on the second axis of a grouped convolution's weight."""
     result = []
-    order = np.argsort(site.unit, axis=1, kind="stable")
-    held = np.take_along_axis(site.unit, order, axis=1)
+    order = np.argsort(slot.unit, axis=1, kind="stable")
+    held = np.take_along_axis(slot.unit, order, axis=1)
     for members in np.unique(held, axis=0):
         if np.any(members < 0) or not np.all(places.type_of_unit[members] == index):
             continue
         reading = np.flatnonzero((held == members).all(1))
         local = np.searchsorted(units, members)
-        corner = site.offset + int(reading[0]) * site.shape[1] + int(order[reading[0], 0])
+        corner = slot.offset + int(reading[0]) * slot.shape[1] + int(order[reading[0], 0])
         pattern = places.pattern(corner, table[local[0]], columns)
-        result.append(Joint(site.tensor, reading, order[reading], local, pattern))
+        result.append(Joint(slot.tensor, reading, order[reading], local, pattern))
     return result
 
 
@@ -399,7 +400,7 @@ def best_assignment(gain: Floats) -> Ints:
     return np.asarray(columns, dtype=np.int64)
 
 
-def within_cells(group: Group, tables: Tables) -> Chosen:
+def within_cells(group: MatchingGroup, tables: Tables) -> Chosen:
     """Return the best assignment within cells, and its signs; only signs, where units do not change places."""
     chosen = Chosen(np.arange(len(group.units)), {})
     for cell in group.cells:

@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
 Floats: TypeAlias = NDArray[np.float64]

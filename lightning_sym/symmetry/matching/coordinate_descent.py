@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import ranks
-from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
     Floats,
     Gain,
-    Group,
     Ints,
+    MatchingGroup,
     Pattern,
     Tables,
     best_assignment,
@@ -43,19 +44,19 @@ class Blocks:
         count: The number of blocks.
     """
 
-    kinds: list[tuple[Group, Ints]]
+    kinds: list[tuple[MatchingGroup, Ints]]
     count: int
 
 
-def block_systems(symmetry: Symmetry, groups: list[Group]) -> list[Blocks]:
+def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Blocks]:
     """Return the symmetry's systems of blocks."""
     structure = symmetry.structure
     type_of, cell_of = np.zeros(structure.units, np.int64), np.zeros(structure.units, np.int64)
     for group in groups:
         type_of[group.units] = group.index
-        cell_of[group.units] = structure.fine[group.index]
+        cell_of[group.units] = structure.cells[group.index]
     systems = []
-    for table in structure.coarse:
+    for table in structure.blocks:
         keys = [(int(type_of[u]), int(cell_of[u])) for u in table[0]]
         kinds = []
         for key in dict.fromkeys(keys):
@@ -190,7 +191,7 @@ class Descent:
 
     # Gains.
 
-    def gain(self, group: Group) -> Gain:
+    def gain(self, group: MatchingGroup) -> Gain:
         """Return what is won where a group's units change places, all other groups as they are."""
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
@@ -233,7 +234,7 @@ class Descent:
                 element.sign[torch.from_numpy(table[own.source, k])] = torch.from_numpy(sign)
         return element
 
-    def _improve_group(self, group: Group) -> bool:
+    def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or turn them."""
         if group.dense:
             return self._rotate(group)
@@ -243,7 +244,7 @@ class Descent:
         chosen = within_cells(group, Tables(gain))
         return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
 
-    def _rotate(self, group: Group) -> bool:
+    def _rotate(self, group: MatchingGroup) -> bool:
         """Turn dense cells by the best rotation (orthogonal Procrustes)."""
         gain = self.gain(group)
         if not gain.parts:
@@ -306,7 +307,7 @@ class Descent:
 
     @cached_property
     def sign_columns(self) -> Any:
-        """Where each generator of signs acts: sparse (positions of all sites, generators), modulo 2, by columns."""
+        """Where each generator of signs acts: sparse (positions of all slots, generators), modulo 2, by columns."""
         matrix = self.symmetry.structure.signs.copy().tocsc()
         matrix.data = np.mod(np.rint(matrix.data), 2)
         matrix.eliminate_zeros()
@@ -318,13 +319,13 @@ class Descent:
         rows = np.unique(acting.indices)
         slopes = np.zeros(len(generators))
         names = []
-        for site in self.symmetry.structure.sites:
-            lo, hi = np.searchsorted(rows, (site.offset, site.offset + site.size))
-            if lo == hi or site.tensor not in self.current:
+        for slot in self.symmetry.structure.slots:
+            lo, hi = np.searchsorted(rows, (slot.offset, slot.offset + slot.size))
+            if lo == hi or slot.tensor not in self.current:
                 continue
-            names.append(site.tensor)
-            products = along(self.target[site.tensor] * self.current[site.tensor], site.axes)
-            slopes += acting[site.offset : site.offset + site.size].T @ products.reshape(-1)
+            names.append(slot.tensor)
+            products = along(self.target[slot.tensor] * self.current[slot.tensor], slot.axes)
+            slopes += acting[slot.offset : slot.offset + slot.size].T @ products.reshape(-1)
         return list(dict.fromkeys(names)), slopes
 
     # Sweeps.

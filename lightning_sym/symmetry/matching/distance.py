@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import device_of, wide
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.matching.assignment_costs import Gain, Group, Tables, stacked, within_cells
+from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
 from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 
@@ -97,19 +97,19 @@ def lower_bound(descent: Descent) -> float:
     structure = descent.symmetry.structure
     if structure.dense:
         return 0.0
-    owners: dict[str, list[Group]] = {}
+    owners: dict[str, list[MatchingGroup]] = {}
     for group in descent.groups:
         for name in group.tensors:
             owners.setdefault(name, []).append(group)
     begins = descent.sign_columns.tocsr().indptr
     signed = {
-        site.tensor
-        for site in structure.sites
-        if descent.signs and begins[site.offset] < begins[site.offset + site.size]
+        slot.tensor
+        for slot in structure.slots
+        if descent.signs and begins[slot.offset] < begins[slot.offset + slot.size]
     }
     # What these biases take up of signs may bring them anywhere.
     anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
-    joint = {site.tensor for site in structure.sites if len(site.axes) == 2}
+    joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}
     target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
     start = {name: tensor.double().cpu() for name, tensor in descent.start.items()}
     total = 0.0
@@ -137,7 +137,9 @@ def _in_order(one: Tensor, two: Tensor, signed: bool) -> float:
     return float((lists[0] - lists[1]).square().sum())
 
 
-def _of_group(descent: Descent, group: Group, target: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+def _of_group(
+    descent: Descent, group: MatchingGroup, target: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> float:
     """Return the least square of the distance of some parameters on which only this group stands, on one axis."""
     slices = {
         pattern: kept

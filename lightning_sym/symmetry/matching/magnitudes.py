@@ -10,7 +10,8 @@ from scipy import sparse
 from torch import Tensor, nn
 
 from lightning_sym._distributed import wide
-from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import Floats, Ints
 from lightning_sym.symmetry.matching.balanced import along, working
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -43,7 +44,7 @@ def refined(
     dense = {int(unit) for cell in structure.dense for unit in cell}
     columns = [
         np.unique(table[:, k])
-        for units, table in zip(structure.types, structure.scale_table, strict=True)
+        for units, table in zip(structure.orbits, structure.scale_table, strict=True)
         for k in range(table.shape[1])
         if int(units[0]) not in dense
     ]
@@ -57,13 +58,13 @@ def refined(
     own: dict[int, Floats] = {}
     by_tensor: dict[str, list[int]] = {}
     for number in sorted({number for plan in plans for number, _, _ in plan.parts}):
-        by_tensor.setdefault(structure.sites[number].tensor, []).append(number)
+        by_tensor.setdefault(structure.slots[number].tensor, []).append(number)
 
     def measure(names: Iterable[str]) -> None:
         for name in names:
             products, squares = target[name] * current[name], current[name].square()
             for number in by_tensor[name]:
-                axes = structure.sites[number].axes
+                axes = structure.slots[number].axes
                 cross[number], own[number] = (along(t, axes).reshape(-1) for t in (products, squares))
 
     def distance(tensors: Mapping[str, Tensor]) -> float:
@@ -82,7 +83,7 @@ def refined(
                 r += minus @ cross[number]
                 s += minus @ own[number]
             step = best_factors(p, q, r, s)
-            names = list(dict.fromkeys(structure.sites[number].tensor for number, _, _ in plan.parts))
+            names = list(dict.fromkeys(structure.slots[number].tensor for number, _, _ in plan.parts))
             for damping in (1.0, 0.5, 0.25) if plan.coupled else (1.0,):
                 if not np.any(np.abs(step) > 1e-15):
                     break
@@ -116,7 +117,7 @@ class _Plan:
 
     Attributes:
         column: The generators.
-        parts: The number of each site where they act, and for the exponents +1 and -1 which generator acts at which
+        parts: The number of each slot where they act, and for the exponents +1 and -1 which generator acts at which
             position: sparse (generators, positions).
         coupled: Whether some act on common entries.
     """
@@ -130,7 +131,7 @@ def _scale_plans(symmetry: Symmetry, columns: list[Ints], tensors: Mapping[str, 
     """Return a plan for each column of generators that acts on these tensors, with exponents +1 and -1 only."""
     structure = symmetry.structure
     forms = structure.magnitudes.tocsc()
-    offsets = np.array([site.offset for site in structure.sites], np.int64)
+    offsets = np.array([slot.offset for slot in structure.slots], np.int64)
     plans: list[_Plan] = []
     for column in columns:
         acting = forms[:, column]
@@ -140,12 +141,12 @@ def _scale_plans(symmetry: Symmetry, columns: list[Ints], tensors: Mapping[str, 
         numbers = np.unique(np.searchsorted(offsets, acting.indices, side="right") - 1)
         acting = acting.tocsr()
         for number in numbers.tolist():
-            site = structure.sites[number]
-            if site.tensor in tensors:
-                part = acting[site.offset : site.offset + site.size]
+            slot = structure.slots[number]
+            if slot.tensor in tensors:
+                part = acting[slot.offset : slot.offset + slot.size]
                 parts.append((number, (part > 0).T.astype(np.float64).tocsr(), (part < 0).T.astype(np.float64).tocsr()))
         if parts:
-            held = [structure.sites[number].tensor for number, _, _ in parts]
+            held = [structure.slots[number].tensor for number, _, _ in parts]
             # Two generators of one column on one position would also be common; they are rare, and count as such.
             rows_alone = acting.getnnz(axis=1).max(initial=0) <= 1
             plans.append(_Plan(column, parts, len(set(held)) < len(held) or not rows_alone))
@@ -159,12 +160,12 @@ def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -
     """
     if not symmetry.structure.shifts:
         return element
-    sites = symmetry.structure.sites
+    slots = symmetry.structure.slots
     ours = state_tensors(symmetry.act(element, b))
     theirs = state_tensors(a)
     shift = []
     for places, _ in symmetry.structure.shifts:
-        names = [name for name in (sites[place].tensor for place in places) if name in symmetry.parameter_names]
+        names = [name for name in (slots[place].tensor for place in places) if name in symmetry.parameter_names]
         shift.append(
             torch.stack([theirs[n].detach().double().cpu() - ours[n].detach().double().cpu() for n in names]).mean(0)
         )

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_sym._distributed import device_of, wide
-from lightning_sym.symmetry.base import Element, Symmetry
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined

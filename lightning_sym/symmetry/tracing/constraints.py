@@ -1,4 +1,4 @@
-"""What the operations of a network demand of its symmetries: labels, and the ledger in which rules write."""
+"""What the operations of a network demand of its symmetries: labels, and the constraints in which rules write."""
 
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ class Label:
 
 
 @dataclass
-class Occurrence:
+class Sighting:
     """A place where labels are seen: an axis of a parameter (`tensor`), or a value of the graph.
 
     Attributes:
@@ -79,7 +79,7 @@ class Shift:
 
 
 @dataclass
-class Ledger:
+class Constraints:
     """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign."""
 
     atoms: int = 0
@@ -93,7 +93,7 @@ class Ledger:
     fixed_signs: list[Ints] = field(default_factory=list)
     restricted: list[Ints] = field(default_factory=list)
     blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
-    occurrences: list[Occurrence] = field(default_factory=list)
+    occurrences: list[Sighting] = field(default_factory=list)
     shifts: list[Shift] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
 

@@ -33,7 +33,7 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
     # The slopes go with their channels; they are not scaled.
     axis = 1 if value.ndim > 1 else 0
     for label in slope.labels:
-        trace.ledger.fix_scales(label.scale)
+        trace.constraints.fix_scales(label.scale)
     if math.prod(slope.shape) > 1:
         shape = tuple(slope.shape[0] if a == axis else 1 for a in range(value.ndim))
         if slope.ndim == 1:
@@ -41,7 +41,7 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
         value = trace.join(value, slope, product=True)
     else:
         for label in slope.labels:
-            trace.ledger.fix_units(label.atom.ravel())
+            trace.constraints.fix_units(label.atom.ravel())
     return trace.elementwise(value, positive_scales=True)
 
 
@@ -81,7 +81,7 @@ def _binary(product: bool, divide: bool = False) -> Rule:
         if not isinstance(one, Value) and divide:
             return trace.elementwise(value, positive_scales=True, signs=True, exponent=-1.0)
         if product or (isinstance(two, (int, float)) and two == 0):
-            return Value(value.shape, tuple(trace.ledger.resolve(label) for label in value.labels))
+            return Value(value.shape, tuple(trace.constraints.resolve(label) for label in value.labels))
         return trace.permutations_only(value)
 
     return rule
@@ -182,8 +182,8 @@ def _unscaled(trace: Trace, value: Value) -> Value:
     """Return what moves with the units of a value, but does not see their positive scales (comparisons, indices)."""
     labels = []
     for label in value.labels:
-        scale = trace.ledger.scales_like(label.scale)
-        trace.ledger.fix_scales(scale)
+        scale = trace.constraints.scales_like(label.scale)
+        trace.constraints.fix_scales(scale)
         labels.append(label.scaled_by(scale))
     return value.with_labels(*labels)
 
@@ -294,8 +294,8 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         for part in parts[1:]:
             assert part is not None
             scale = joined.scale
-            joined = trace.ledger.same_units(joined, part)
-            trace.ledger.equate([(scale, 1.0), (part.scale, -1.0)])
+            joined = trace.constraints.same_units(joined, part)
+            trace.constraints.equate([(scale, 1.0), (part.scale, -1.0)])
         result.append(joined)
     along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
     kinds = {label.axes for label in along if label is not None}
@@ -305,14 +305,14 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         parts = []
         for value, label in zip(values, along, strict=True):
             if label is None:
-                label = trace.ledger.fresh(axes, tuple(value.shape[a] for a in axes))
+                label = trace.constraints.fresh(axes, tuple(value.shape[a] for a in axes))
                 if not value.is_zero:  # zeros (a bias that there is not) accept anything
-                    trace.ledger.fix(label)
-            parts.append(trace.ledger.resolve(label))
+                    trace.constraints.fix(label)
+            parts.append(trace.constraints.resolve(label))
         arrays = (np.concatenate([getattr(p, name) for p in parts], place) for name in ("atom", "tag", "scale"))
         joined = Label(axes, *arrays)
         if len(np.unique(joined.atom)) < joined.size:
-            tag = trace.ledger.derive_tags(joined.tag, trace._rank(joined))
+            tag = trace.constraints.derive_tags(joined.tag, trace._rank(joined))
             joined = Label(axes, joined.atom, tag, joined.scale)
         result.append(joined)
     elif kinds:
@@ -381,14 +381,14 @@ def _reduce(trace: Trace, value: Value, axes: Any) -> Value:
         gone = set(range(value.ndim))
     labels = []
     for label in value.labels:
-        label = trace.ledger.resolve(label)
+        label = trace.constraints.resolve(label)
         if not gone & set(label.axes):
             place = {axis: axis if keep else axis - sum(g < axis for g in gone) for axis in label.axes}
             labels.append(label.on(tuple(place[axis] for axis in label.axes)))
         elif set(label.axes) <= gone:
             # A sum over all units does not mind their order.
-            trace.ledger.restrict(label)
-            trace.ledger.fix_scales(label.scale)
+            trace.constraints.restrict(label)
+            trace.constraints.fix_scales(label.scale)
         else:
             trace.fix(value.with_labels(label), "sums over a part of the units")
     return Value(shape, tuple(labels))

@@ -27,10 +27,10 @@ def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value
         return result
     shape = tuple(bias.shape[0] if a == axis else 1 for a in range(result.ndim))
     on_axis = Value(shape, tuple(label.on((axis,)) for label in bias.labels))
-    restricted = len(trace.ledger.restricted)
+    restricted = len(trace.constraints.restricted)
     result = trace.join(result, on_axis, product=False)
     if trace.label(result, axis) is not None:
-        del trace.ledger.restricted[restricted:]  # a bias is mixed along with its units
+        del trace.constraints.restricted[restricted:]  # a bias is mixed along with its units
     if bias.state is not None and trace.node is not None:
         trace.shifts.add(bias.state, trace.node)
     return Value(result.shape, result.labels, producer=bias.state)
@@ -119,7 +119,7 @@ def _grouped(
     trace: Trace, value: Value, weight: Value, groups: int, channel: int, transposed: bool, shape: tuple[int, ...]
 ) -> Value:
     """Groups of channels stay together; inside a group both sides permute freely (spec 2.2)."""
-    ledger = trace.ledger
+    constraints = trace.constraints
     label = trace.label(value, channel)
     rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
     name = weight.state
@@ -128,49 +128,49 @@ def _grouped(
         # One filter for each channel, as for blurring: channels with the same filter may change places.
         filters = trace.move(weight, lambda t: t.reshape(*[1] * channel, groups, -1))
         return Value(
-            shape, (*rest, trace.beside_constant(ledger.resolve(label), filters)) if label is not None else rest
+            shape, (*rest, trace.beside_constant(constraints.resolve(label), filters)) if label is not None else rest
         )
     if label is None or name is None or outer is None or inner is None:
         trace.fix(value, "grouped convolution of what nothing acts on")
         if name is not None and name in trace.grouped:
-            trace.ledger.fix(trace.grouped.pop(name))
+            trace.constraints.fix(trace.grouped.pop(name))
         trace.fix(weight)
         return Value(shape)
     assert trace.node is not None
     trace.grouped_by.setdefault(name, set()).add(trace.node)
-    label = ledger.resolve(label)
+    label = constraints.resolve(label)
     ins, rows = value.shape[channel] // groups, shape[channel] // groups
     # Which input (output) channel each entry of the weight's second axis stands for depends on the group, hence on the
     # first axis. The label of the second axis therefore lives on both.
     if transposed:
-        out = ledger.fresh((channel,), (groups * rows,))
-        ledger.same_units(label.on(inner.axes), inner)
-        ledger.equate([(inner.scale, 1.0), (label.scale, 1.0)])
-        ledger.fix(outer)
+        out = constraints.fresh((channel,), (groups * rows,))
+        constraints.same_units(label.on(inner.axes), inner)
+        constraints.equate([(inner.scale, 1.0), (label.scale, 1.0)])
+        constraints.fix(outer)
         index = (np.arange(groups * ins) // ins * rows)[:, None] + np.arange(rows)
         joint = out.take(index)
     else:
-        out = ledger.resolve(Label((channel,), outer.atom, outer.tag, outer.scale))
-        ledger.fix(inner)
+        out = constraints.resolve(Label((channel,), outer.atom, outer.tag, outer.scale))
+        constraints.fix(inner)
         index = (np.arange(groups * rows) // rows * ins)[:, None] + np.arange(ins)
-        inverse = ledger.fresh_scales(label.scale.shape)
-        ledger.equate([(inverse, 1.0), (label.scale, 1.0)])
+        inverse = constraints.fresh_scales(label.scale.shape)
+        constraints.equate([(inverse, 1.0), (label.scale, 1.0)])
         joint = label.scaled_by(inverse).take(index)
     if name in trace.grouped:  # used before: by the same units
-        ledger.same_units(trace.grouped[name], joint)
-        ledger.equate([(trace.grouped[name].scale, 1.0), (joint.scale, -1.0)])
+        constraints.same_units(trace.grouped[name], joint)
+        constraints.equate([(trace.grouped[name].scale, 1.0), (joint.scale, -1.0)])
     trace.grouped[name] = joint
     if ins == 1 and rows == 1:
         scale = out.scale
-        out = ledger.same_units(out, Label((channel,), label.atom, label.tag, label.scale)).scaled_by(scale)
-        ledger.restrict(out)
+        out = constraints.same_units(out, Label((channel,), label.atom, label.tag, label.scale)).scaled_by(scale)
+        constraints.restrict(out)
     else:
-        parents = ledger.fresh((channel,), (groups,))
+        parents = constraints.fresh((channel,), (groups,))
         trace.see(parents)
-        ledger.block(np.repeat(parents.atom, ins), label.atom)
-        ledger.block(np.repeat(parents.atom, rows), out.atom)
-        ledger.restrict(label)
-        ledger.restrict(out)
+        constraints.block(np.repeat(parents.atom, ins), label.atom)
+        constraints.block(np.repeat(parents.atom, rows), out.atom)
+        constraints.restrict(label)
+        constraints.restrict(out)
     return Value(shape, (*rest, out.on((channel,))))
 
 
@@ -184,7 +184,9 @@ def _embedding(trace: Trace, weight: Value, index: Value, *args: Any) -> Value:
     shape = trace.output_shape()
     trace.free_of(weight, [0], "")
     last = len(shape) - 1
-    return Value(shape, tuple(trace.ledger.resolve(label).on((last,)) for label in weight.labels if label.axes == (1,)))
+    return Value(
+        shape, tuple(trace.constraints.resolve(label).on((last,)) for label in weight.labels if label.axes == (1,))
+    )
 
 
 # Normalisation.
@@ -205,13 +207,13 @@ def _signs_only(trace: Trace, value: Value, epsilon: float) -> Value:
     """Normalise each unit by itself: its sign passes; its magnitude is divided out, exactly if no eps is added."""
     labels = []
     for label in value.labels:
-        label = trace.ledger.resolve(label)
-        trace.ledger.restrict(label)
-        scale = trace.ledger.scales_like(label.scale)
-        trace.ledger.fix_scales(scale, signs=False)
-        trace.ledger.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
+        label = trace.constraints.resolve(label)
+        trace.constraints.restrict(label)
+        scale = trace.constraints.scales_like(label.scale)
+        trace.constraints.fix_scales(scale, signs=False)
+        trace.constraints.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
         if epsilon != 0:
-            trace.ledger.fix_scales(label.scale, signs=False)
+            trace.constraints.fix_scales(label.scale, signs=False)
         labels.append(label.scaled_by(scale))
     return value.with_labels(*labels)
 
@@ -251,8 +253,8 @@ def _batch_norm(
                 trace.fix(value.with_labels(label), "normalises by statistics of which only some are saved")
             continue
         (own,) = state.labels
-        trace.ledger.same_units(own, label)
-        trace.ledger.equate([(own.scale, 1.0), (label.scale, -1.0)])
+        trace.constraints.same_units(own, label)
+        trace.constraints.equate([(own.scale, 1.0), (label.scale, -1.0)])
         if state.state is None:
             trace.fix(state)
     if variance.state is not None:
@@ -265,11 +267,11 @@ def _batch_norm(
         normal = value
     else:
         # What is divided out by the running variance is the magnitude: the running mean and variance follow it.
-        label = trace.ledger.resolve(label)
-        trace.ledger.restrict(label)
-        scale = trace.ledger.scales_like(label.scale)
-        trace.ledger.fix_scales(scale, signs=False)
-        trace.ledger.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
+        label = trace.constraints.resolve(label)
+        trace.constraints.restrict(label)
+        scale = trace.constraints.scales_like(label.scale)
+        trace.constraints.fix_scales(scale, signs=False)
+        trace.constraints.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
         normal = value.with_labels(label.scaled_by(scale).on((1,)))
     return _affine(trace, normal, weight, bias, [1])
 
@@ -298,16 +300,16 @@ def _instance_norm(
 
 def _normalised_together(trace: Trace, label: Label, parents: Any, epsilon: float) -> Label:
     """Units normalised by common statistics change sign together, and scale together if nothing is added."""
-    ledger = trace.ledger
-    ledger.restrict(label)
+    constraints = trace.constraints
+    constraints.restrict(label)
     groups = int(parents.max()) + 1
-    common = ledger.fresh_scales((groups,))
-    ledger.equate([(label.scale, 1.0), (common[parents], -1.0)])
+    common = constraints.fresh_scales((groups,))
+    constraints.equate([(label.scale, 1.0), (common[parents], -1.0)])
     if epsilon != 0:
-        ledger.fix_scales(common, signs=False)
-    scale = ledger.scales_like(label.scale)
-    ledger.fix_scales(scale, signs=False)
-    ledger.equate([(scale, 1.0), (common[parents], 1.0)], magnitudes=False)
+        constraints.fix_scales(common, signs=False)
+    scale = constraints.scales_like(label.scale)
+    constraints.fix_scales(scale, signs=False)
+    constraints.equate([(scale, 1.0), (common[parents], 1.0)], magnitudes=False)
     return label.scaled_by(scale)
 
 
@@ -327,7 +329,7 @@ def _layer_norm(
         if not set(label.axes) & set(axes):
             labels.append(_signs_only(trace, value.with_labels(label), epsilon).labels[0])
         elif set(label.axes) <= set(axes) or not label.axes:
-            label = trace.ledger.resolve(label)
+            label = trace.constraints.resolve(label)
             parents = np.zeros(label.atom.shape, np.int64)
             labels.append(_normalised_together(trace, label, parents, epsilon))
         else:
@@ -346,10 +348,10 @@ def _rms_norm(
     axes = list(range(value.ndim - len(normalized_shape), value.ndim))
     labels = []
     for label in value.labels:
-        label = trace.ledger.resolve(label)
+        label = trace.constraints.resolve(label)
         # The root mean square is even in every unit: signs pass one by one.
-        trace.ledger.restrict(label)
-        trace.ledger.fix_scales(label.scale, signs=False)
+        trace.constraints.restrict(label)
+        trace.constraints.fix_scales(label.scale, signs=False)
         labels.append(label)
     return _affine(trace, value.with_labels(*labels), weight, None, axes)
 
@@ -367,14 +369,14 @@ def _group_norm(
     value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
     label = trace.label(value, 1)
     if label is not None:
-        label = trace.ledger.resolve(label)
+        label = trace.constraints.resolve(label)
         size = value.shape[1] // groups
         parents = np.arange(value.shape[1]) // size
         if groups > 1:
-            coarse = trace.ledger.fresh((1,), (groups,))
+            coarse = trace.constraints.fresh((1,), (groups,))
             trace.see(coarse)
             if size > 1:
-                trace.ledger.block(coarse.atom[parents], label.atom)
+                trace.constraints.block(coarse.atom[parents], label.atom)
         value = value.with_labels(_normalised_together(trace, label, parents, epsilon))
     return _affine(trace, value, weight, bias, [1])
 

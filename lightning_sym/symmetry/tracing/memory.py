@@ -196,17 +196,17 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
     for label in result.labels:
         # Units that are zero always may change places and be scaled, as channels that a padding adds.
         alive = _along(alive_anywhere, label.axes)
-        trace.ledger.restrict(Label((), label.atom[~alive], label.tag[~alive], label.scale[~alive]))
+        trace.constraints.restrict(Label((), label.atom[~alive], label.tag[~alive], label.scale[~alive]))
     return followed(result)
 
 
 def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
     """Write down at which places units are shown: two may change places only if these are the same."""
-    label = trace.ledger.resolve(label)
+    label = trace.constraints.resolve(label)
     others = [axis for axis in range(shown.ndim) if axis not in label.axes]
     rows = shown.permute(*label.axes, *others).reshape(label.size, -1).numpy()
     _, kind = np.unique(rows, axis=0, return_inverse=True)
-    tag = trace.ledger.derive_tags(label.tag.ravel(), kind.ravel())
+    tag = trace.constraints.derive_tags(label.tag.ravel(), kind.ravel())
     held = rows.any(1)
     trace.see(Label((), label.atom.ravel()[held], tag[held], label.scale.ravel()[held]))
 
@@ -220,9 +220,9 @@ def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
 
 def _placed(trace: Trace, value: Value, function: Any, shown: Tensor) -> Value:
     """Move a value to where it stands among zeros."""
-    restricted = len(trace.ledger.restricted)
+    restricted = len(trace.constraints.restricted)
     result: Value = trace.move(value, function)
-    del trace.ledger.restricted[restricted:]  # the zeros are other units that are to come, mixtures of them too
+    del trace.constraints.restricted[restricted:]  # the zeros are other units that are to come, mixtures of them too
     labels = []
     for label in result.labels:
         # One unit that fills the value fills only a part of the result: the other positions are other units.
@@ -231,12 +231,12 @@ def _placed(trace: Trace, value: Value, function: Any, shown: Tensor) -> Value:
             labels.append(label)
             continue
         held = _along(shown, axes)
-        spread = trace.ledger.fresh(axes, held.shape)
+        spread = trace.constraints.fresh(axes, held.shape)
         arrays = (np.where(held, own, other) for own, other in ((label.atom, spread.atom), (label.scale, spread.scale)))
         atom, scale = arrays
-        tag = np.where(held, trace.ledger.resolve(label).tag, spread.tag)
+        tag = np.where(held, trace.constraints.resolve(label).tag, spread.tag)
         if held.sum() > 1:
-            tag = trace.ledger.derive_tags(tag, np.arange(tag.size).reshape(tag.shape))
+            tag = trace.constraints.derive_tags(tag, np.arange(tag.size).reshape(tag.shape))
         labels.append(Label(axes, atom, tag, scale))
     return replace(result, labels=tuple(labels))
 
@@ -255,10 +255,10 @@ def _completed(trace: Trace, value: Value, axes: Sequence[tuple[int, ...]], cont
         if any(label.axes == own for label in labels):
             continue
         shape = tuple(value.shape[axis] for axis in own)
-        label = trace.ledger.fresh(own, shape)
+        label = trace.constraints.fresh(own, shape)
         if isinstance(content, Tensor):
             fixed = _along(content, own)
-            trace.ledger.fix(Label((), label.atom[fixed], label.tag[fixed], label.scale[fixed]))
+            trace.constraints.fix(Label((), label.atom[fixed], label.tag[fixed], label.scale[fixed]))
         else:
             label = trace.beside_constant(label, content, added=True)
         labels.append(label)

@@ -66,7 +66,7 @@ def leaf_types() -> tuple[type[nn.Module], ...]:
     return tuple(_MODULE_RULES)
 
 
-def find_rule(target: Any) -> Rule:
+def rule_for(target: Any) -> Rule:
     """Return the rule of an operation of the graph."""
     if not isinstance(target, torch._ops.OpOverload):
         return _PYTHON.get(target, unknown)

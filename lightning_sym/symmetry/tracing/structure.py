@@ -1,4 +1,4 @@
-"""From a ledger of demands to the group that meets them all: who may change places, what may be scaled."""
+"""From all constraints to the group that meets them all: who may change places, what may be scaled."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.tracing.constraints import UNSET, Label, Ledger, Occurrence
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.equations import solve
 
 Ints = NDArray[np.int64]
@@ -16,13 +16,13 @@ Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Site:
+class Slot:
     """The labelled positions of one parameter or buffer: an axis of it, or (grouped convolution) two at once.
 
     Attributes:
         tensor: Its name.
         axes: One axis, or two.
-        offset: Where its positions start among those of all sites.
+        offset: Where its positions start among those of all slots.
         shape: Sizes of the axes.
         unit: For each position, the unit that it belongs to, or -1.
         kind: "value", or "variance": v' = s^2 (v + epsilon) - epsilon.
@@ -48,32 +48,31 @@ class Structure:
     """The group of one network, as arrays.
 
     Attributes:
-        sites: Every labelled axis.
+        slots: Every labelled axis.
         units: How many units there are.
-        types: For each type of unit (those that may ever change places with one another, or, where nothing may, that
-            were made together): the units.
-        movable: For each type, whether its units may change places at all.
-        columns: For each type (units, columns): at which position of all sites each unit stands; units of a type stand
-            at the same places.
-        fine: For each type, for each unit the number of its cell: units of one cell change places freely.
-        coarse: Systems of blocks (blocks, members): whole blocks change places, member by member.
-        magnitudes: Generators of scales: sparse (positions of all sites, generators), the exponents.
+        orbits: Units that may ever change places with one another, or, where nothing may, that were made together.
+        movable: For each orbit, whether its units may change places at all.
+        columns: For each orbit (units, columns): at which position of all slots each unit stands; units of an orbit
+            stand at the same places.
+        cells: For each orbit, for each unit the number of its cell: units of one cell change places freely.
+        blocks: Systems of blocks (blocks, members): whole blocks change places, member by member.
+        magnitudes: Generators of scales: sparse (positions of all slots, generators), the exponents.
         signs: The same for signs, modulo 2.
-        scale_table: For each type (units, m), its units' generators of scales, in one order for all units.
+        scale_table: For each orbit (units, m), its units' generators of scales, in one order for all units.
         sign_table: The same for signs.
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
-        shifts: For each free shift: the sites to which it is added (biases first, then running means), and its size.
-        taps: For each type, for each node that shows all its units on one axis: node, axis, positions.
+        shifts: For each free shift: the slots to which it is added (biases first, then running means), and its size.
+        taps: For each orbit, for each node that shows all its units on one axis: node, axis, positions.
         absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
     """
 
-    sites: tuple[Site, ...]
+    slots: tuple[Slot, ...]
     units: int
-    types: tuple[Ints, ...]
+    orbits: tuple[Ints, ...]
     movable: tuple[bool, ...]
     columns: tuple[Ints, ...]
-    fine: tuple[Ints, ...]
-    coarse: tuple[Ints, ...]
+    cells: tuple[Ints, ...]
+    blocks: tuple[Ints, ...]
     magnitudes: sparse.csr_matrix
     signs: sparse.csr_matrix
     scale_table: tuple[Ints, ...]
@@ -126,32 +125,32 @@ def _components(number: int, merges: list[tuple[Ints, Ints]]) -> Ints:
 
 
 def build_structure(
-    ledger: Ledger,
+    constraints: Constraints,
     axis_labels: dict[str, tuple[Label, ...]],
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
 ) -> Structure:
-    """Solve all demands of a ledger."""
-    number = ledger.atoms
-    root = _components(number, ledger.merges)
+    """Solve all constraints."""
+    number = constraints.atoms
+    root = _components(number, constraints.merges)
 
     def flat(parts: list[Ints]) -> Ints:
         return np.concatenate([part.ravel() for part in parts] or [np.zeros(0, np.int64)])
 
-    magnitudes = solve(ledger.scales, ledger.magnitude_equations, flat(ledger.fixed_magnitudes))
-    signs = solve(ledger.scales, ledger.sign_equations, flat(ledger.fixed_signs), modulo_two=True)
+    magnitudes = solve(constraints.scales, constraints.magnitude_equations, flat(constraints.fixed_magnitudes))
+    signs = solve(constraints.scales, constraints.sign_equations, flat(constraints.fixed_signs), modulo_two=True)
 
     # Every place at which units are seen: first the parameters' axes, then the values of the graph.
-    places: list[Occurrence] = []
+    places: list[Sighting] = []
     for name, labels in axis_labels.items():
         kind, epsilon = kinds.get(name, ("value", 0.0))
         for label in labels:
             unset = label.tag == UNSET
-            tag = np.where(unset, np.maximum(ledger._pending[label.atom], 0), label.tag)
-            places.append(Occurrence(Label(label.axes, label.atom, tag, label.scale), name, kind=kind, epsilon=epsilon))
+            tag = np.where(unset, np.maximum(constraints._pending[label.atom], 0), label.tag)
+            places.append(Sighting(Label(label.axes, label.atom, tag, label.scale), name, kind=kind, epsilon=epsilon))
     parameters = len(places)
-    places += ledger.occurrences
+    places += constraints.occurrences
     size = np.array([place.label.size for place in places], np.int64)
     offset = np.r_[0, np.cumsum(size)]
     own = int(offset[parameters])
@@ -162,7 +161,7 @@ def build_structure(
     scale = flat([place.label.scale for place in places[:parameters]])
 
     fixed = np.zeros(number, bool)
-    fixed[root[flat(ledger.fixed_atoms)]] = True
+    fixed[root[flat(constraints.fixed_atoms)]] = True
     # One unit twice at one place (queries and keys stacked in one weight): told apart by where else each of the two was
     # seen before they were found to be one; if even that is the same, nobody knows which is which.
     for told_apart in (False, True):
@@ -173,7 +172,7 @@ def build_structure(
             fixed[atom[twice]] = True
         elif twice.any():
             seen = _sum_by(raw, _mix(_mix(where) ^ tag.astype(np.uint64)), number)
-            one, two = flat([a for a, _ in ledger.merges]), flat([b for _, b in ledger.merges])
+            one, two = flat([a for a, _ in constraints.merges]), flat([b for _, b in constraints.merges])
             for _ in range(3):  # what it was merged with counts, too: colour refinement
                 seen = (
                     _mix(seen)
@@ -204,22 +203,22 @@ def build_structure(
     total = _mix(total ^ fixed.astype(np.uint64))
 
     # Blocks: members know their parents; parents that share members move together.
-    parent = root[flat([p for p, _ in ledger.blocks])]
-    member = root[flat([m for _, m in ledger.blocks])]
+    parent = root[flat([p for p, _ in constraints.blocks])]
+    member = root[flat([m for _, m in constraints.blocks])]
     pairs = np.unique(np.stack([parent, member]), axis=1) if len(parent) else np.zeros((2, 0), np.int64)
     parent, member = pairs
     cell_key = _mix(total ^ _sum_by(member, _mix(parent.astype(np.uint64)), number))
     # A parent (a head) moves with its members only: it is a cell of its own.
     cell_key[parent] = _mix(parent)
 
-    types = [np.asarray(group) for group in _sorted_groups(total[roots])]
-    columns, fine, movable, unit_types = [], [], [], []
+    orbits = [np.asarray(group) for group in _sorted_groups(total[roots])]
+    columns, cells, movable = [], [], []
     order = np.lexsort((tag[:own], where[:own], atom[:own]))
     order = order[unit_of[atom[order]] >= 0]
     stands = unit_of[atom[order]]
     starts = np.searchsorted(stands, np.arange(len(roots)))
     ends = np.searchsorted(stands, np.arange(len(roots)), side="right")
-    for group in types:
+    for group in orbits:
         width = int(ends[group[0]] - starts[group[0]])
         if fixed[roots[group[0]]]:
             widths = ends[group] - starts[group]
@@ -227,20 +226,18 @@ def build_structure(
         matrix = order[starts[group][:, None] + np.arange(width)]
         columns.append(matrix)
         movable.append(not fixed[roots[group[0]]])
-        cells = cell_key[roots[group]]
-        _, cell = np.unique(cells, return_inverse=True)
-        fine.append(np.arange(len(group)) if fixed[roots[group[0]]] else cell)
-        unit_types.append(group)
+        _, cell = np.unique(cell_key[roots[group]], return_inverse=True)
+        cells.append(np.arange(len(group)) if fixed[roots[group[0]]] else cell)
 
-    coarse = _coarse(parent, member, total, cell_key, fixed, unit_of, number)
-    dense = _dense(unit_types, fine, columns, movable, position_magnitudes, ledger, root, roots, grouped)
+    blocks = _blocks(parent, member, total, cell_key, fixed, unit_of, number)
+    dense = _dense(orbits, cells, columns, movable, position_magnitudes, constraints, root, roots, grouped)
 
-    sites = []
+    slots = []
     for index in range(parameters):
         place = places[index]
         shape = tuple(place.label.atom.shape)
-        sites.append(
-            Site(
+        slots.append(
+            Slot(
                 place.tensor or "", place.label.axes, int(offset[index]), shape,
                 unit_of[atom[offset[index] : offset[index + 1]]].reshape(shape), place.kind, place.epsilon,
             )
@@ -249,7 +246,7 @@ def build_structure(
     position = own
     for name, label in grouped.items():
         shape = label.atom.shape
-        sites.append(Site(name, (0, 1), position, shape, unit_of[root[label.atom]].reshape(shape), "value", 0.0))
+        slots.append(Slot(name, (0, 1), position, shape, unit_of[root[label.atom]].reshape(shape), "value", 0.0))
         # Positions of a label over two axes: within a row, units stand in the order of their columns.
         joint_scales.append(label.scale.ravel())
         position += label.size
@@ -260,23 +257,23 @@ def build_structure(
     position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes))
     position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs))
     if scales_out or signs_out:
-        ledger.notes[f"{scales_out} scales and {signs_out} signs that only act together with others are left out"] = (
-            None
-        )
+        constraints.notes[
+            f"{scales_out} scales and {signs_out} signs that only act together with others are left out"
+        ] = None
 
-    site_of = {(site.tensor, site.axes): i for i, site in enumerate(sites)}
+    slot_of = {(slot.tensor, slot.axes): i for i, slot in enumerate(slots)}
     shifts = tuple(
-        (tuple(site_of[(state, (0,))] for state in shift.states), int(shift.label.size)) for shift in ledger.shifts
+        (tuple(slot_of[(state, (0,))] for state in shift.states), int(shift.label.size)) for shift in constraints.shifts
     )
-    taps = _taps(unit_types, places[parameters:], offset[parameters:], atom, unit_of)
+    taps = _taps(orbits, places[parameters:], offset[parameters:], atom, unit_of)
     return Structure(
-        sites=tuple(sites),
+        slots=tuple(slots),
         units=len(roots),
-        types=tuple(unit_types),
+        orbits=tuple(orbits),
         movable=tuple(movable),
         columns=tuple(columns),
-        fine=tuple(fine),
-        coarse=coarse,
+        cells=tuple(cells),
+        blocks=blocks,
         magnitudes=position_magnitudes,
         signs=position_signs,
         scale_table=scale_table,
@@ -298,7 +295,7 @@ def _used(forms: sparse.csr_matrix) -> sparse.csr_matrix:
 
 
 def _tabled(columns: list[Ints], forms: sparse.csr_matrix) -> tuple[sparse.csr_matrix, tuple[Ints, ...], int]:
-    """Return forms, each unit's generators in one order for all units of a type, and how many had to be left out.
+    """Return forms, each unit's generators in one order for all units of an orbit, and how many had to be left out.
 
     A generator belongs to a unit if, at some place of the unit, it is the only one that is not known from other places.
     Those that only ever act together are left out, since nothing says how permutations carry them along.
@@ -347,7 +344,7 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> Ints:
     return np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
 
 
-def _coarse(
+def _blocks(
     parent: Ints, member: Ints, total: Hashes, cell_key: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, number: int
 ) -> tuple[Ints, ...]:
     """Find blocks that may change places as wholes."""
@@ -357,7 +354,7 @@ def _coarse(
     graph = sparse.coo_matrix((np.ones(len(parent), np.int8), (parent, member)), shape=(number, number))
     _, component = sparse.csgraph.connected_components(graph, directed=False)
     involved = np.unique(np.r_[parent, member])
-    # What a block is made of: of each unit its type and the types of its parents.
+    # What a block is made of: of each unit its orbit and the orbits of its parents.
     role = _mix(total ^ _sum_by(member, _mix(total[parent]), number))
     blocks: dict[int, list[int]] = {}
     for index in involved:
@@ -385,45 +382,45 @@ def _coarse(
 
 
 def _dense(
-    types: list[Ints], fine: list[Ints], columns: list[Ints], movable: list[bool], forms: sparse.csr_matrix,
-    ledger: Ledger, root: Ints, roots: Ints, grouped: dict[str, Label],
+    orbits: list[Ints], cells: list[Ints], columns: list[Ints], movable: list[bool], forms: sparse.csr_matrix,
+    constraints: Constraints, root: Ints, roots: Ints, grouped: dict[str, Label],
 ) -> tuple[Ints, ...]:  # fmt: skip
     """Find cells of units that only linear operations touch: any invertible matrix mixes them."""
-    restricted = np.zeros(ledger.atoms, bool)
-    for atoms in ledger.restricted:
+    restricted = np.zeros(constraints.atoms, bool)
+    for atoms in constraints.restricted:
         restricted[root[atoms]] = True
     for label in grouped.values():
         restricted[root[label.atom.ravel()]] = True
     count = np.diff(forms.indptr)
     result = []
-    for group, cells, matrix, moves in zip(types, fine, columns, movable, strict=True):
+    for group, cell, matrix, moves in zip(orbits, cells, columns, movable, strict=True):
         if not moves or restricted[roots[group]].any() or (count[matrix] != 1).any():
             continue
         exponent = forms.data[forms.indptr[matrix]]
         if not np.all(np.abs(exponent) == 1):
             continue
-        if np.bincount(cells).min() < 2:
+        if np.bincount(cell).min() < 2:
             continue  # matrices of size 1 are scales with signs
-        result += [group[cells == cell] for cell in range(int(cells.max()) + 1)]
+        result += [group[cell == number] for number in range(int(cell.max()) + 1)]
     return tuple(result)
 
 
 def _taps(
-    types: list[Ints], places: list[Occurrence], offset: Ints, atom: Ints, unit_of: Ints
+    orbits: list[Ints], places: list[Sighting], offset: Ints, atom: Ints, unit_of: Ints
 ) -> tuple[tuple[tuple[str, int, Ints], ...], ...]:
-    """Find values that show every unit of a type once, on one axis."""
-    type_of = np.full(max((int(group.max()) for group in types), default=-1) + 1, -1)
-    for index, group in enumerate(types):
-        type_of[group] = index
-    taps: list[list[tuple[str, int, Ints]]] = [[] for _ in types]
+    """Find values that show every unit of an orbit once, on one axis."""
+    orbit_of = np.full(max((int(group.max()) for group in orbits), default=-1) + 1, -1)
+    for index, group in enumerate(orbits):
+        orbit_of[group] = index
+    taps: list[list[tuple[str, int, Ints]]] = [[] for _ in orbits]
     for index, place in enumerate(places):
         if len(place.label.axes) != 1:
             continue
         unit = unit_of[atom[offset[index] : offset[index + 1]]]
         known = unit >= 0
-        for kind in np.unique(type_of[unit[known]]) if known.any() else ():
-            at = np.flatnonzero(known & (np.where(known, type_of[np.maximum(unit, 0)], -1) == kind))
-            group = types[kind]
+        for kind in np.unique(orbit_of[unit[known]]) if known.any() else ():
+            at = np.flatnonzero(known & (np.where(known, orbit_of[np.maximum(unit, 0)], -1) == kind))
+            group = orbits[kind]
             if len(at) != len(group) or len(np.unique(unit[at])) != len(group):
                 continue
             place_of = np.empty(len(group), np.int64)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.constraints import UNSET, Label, Ledger, Occurrence
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.shifts import Shifts
 
 Ints = NDArray[np.int64]
@@ -87,7 +87,7 @@ class Trace:
     """
 
     def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
-        self.ledger = Ledger()
+        self.constraints = Constraints()
         self.tensors = states
         self.constants = constants
         self.capture: Capture
@@ -121,7 +121,7 @@ class Trace:
 
     def note(self, text: str) -> None:
         """Tell the user something about the operation at hand."""
-        self.ledger.notes[f"{self.where}: {text}"] = None
+        self.constraints.notes[f"{self.where}: {text}"] = None
 
     # Values.
 
@@ -133,8 +133,8 @@ class Trace:
         if name not in self.axis_labels:
             shape = tuple(tensor.shape)
             self.axis_labels[name] = tuple(
-                self.ledger.fresh((axis,), (size,), tag=UNSET) for axis, size in enumerate(shape)
-            ) or (self.ledger.fresh((), (), tag=UNSET),)
+                self.constraints.fresh((axis,), (size,), tag=UNSET) for axis, size in enumerate(shape)
+            ) or (self.constraints.fresh((), (), tag=UNSET),)
         return Value(tuple(tensor.shape), self.axis_labels[name], state=name)
 
     def parameter(self, module: nn.Module, name: str) -> Value:
@@ -166,7 +166,9 @@ class Trace:
     def _spread(self, label: Label, axis: int, size: int) -> Label:
         atom, tag, scale = (np.full(size, part) for part in (label.atom, label.tag, label.scale))
         if size > 1:
-            tag = self.ledger.derive_tags(self.ledger.resolve(Label((axis,), atom, tag, scale)).tag, np.arange(size))
+            tag = self.constraints.derive_tags(
+                self.constraints.resolve(Label((axis,), atom, tag, scale)).tag, np.arange(size)
+            )
         return Label((axis,), atom, tag, scale)
 
     def unlabelled(self, shape: Sequence[int]) -> Value:
@@ -189,7 +191,7 @@ class Trace:
             reason: Why, for the notes.
         """
         for label in value.labels:
-            self.ledger.fix(label)
+            self.constraints.fix(label)
         if value.labels and reason:
             units = max(label.size for label in value.labels)
             self.note(f"{reason} (fixes {units} unit{'s' * (units != 1)} here)")
@@ -215,16 +217,16 @@ class Trace:
         """
         labels = []
         for label in value.labels:
-            self.ledger.restrict(label)
-            self.ledger.fix_scales(label.scale, magnitudes=not positive_scales, signs=not signs)
-            label = self.ledger.resolve(label)
+            self.constraints.restrict(label)
+            self.constraints.fix_scales(label.scale, magnitudes=not positive_scales, signs=not signs)
+            label = self.constraints.resolve(label)
             if (exponent != 1.0 and positive_scales) or (even and signs):
-                scale = self.ledger.scales_like(label.scale)
-                self.ledger.equate([(scale, 1.0), (label.scale, -exponent)], signs=False)
+                scale = self.constraints.scales_like(label.scale)
+                self.constraints.equate([(scale, 1.0), (label.scale, -exponent)], signs=False)
                 if even or not signs:
-                    self.ledger.fix_scales(scale, magnitudes=False)
+                    self.constraints.fix_scales(scale, magnitudes=False)
                 else:
-                    self.ledger.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
+                    self.constraints.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
                 label = label.scaled_by(scale)
             labels.append(label)
         return Value(value.shape, tuple(labels))
@@ -244,7 +246,7 @@ class Trace:
             shape: The result's shape.
         """
         value = self.free_of(value, axes, "acts along an axis on which units live")
-        return Value(tuple(shape), tuple(self.ledger.resolve(label) for label in value.labels))
+        return Value(tuple(shape), tuple(self.constraints.resolve(label) for label in value.labels))
 
     def free_of(self, value: Value, axes: Sequence[int], reason: str) -> Value:
         """Fix the labels that live on some axes, and return the value without them."""
@@ -364,7 +366,7 @@ class Trace:
         filler = position < 0
         if value.state is not None and label.size == 1 and len(value.shape) > 1:
             # An axis of size 1 of a parameter: nothing can be told about where it went.
-            self.ledger.fix(label)
+            self.constraints.fix(label)
             return None
         if not axes:
             # One unit fills the whole result; it keeps its axis where that can still be told.
@@ -376,7 +378,7 @@ class Trace:
             return Label((), *arrays)
         atom, tag, scale = (a.reshape(-1)[position] for a in (label.atom, label.tag, label.scale))
         if len(np.unique(position[~filler])) < int((~filler).sum()):
-            resolved = self.ledger.resolve(Label(tuple(axes), atom, tag, scale))
+            resolved = self.constraints.resolve(Label(tuple(axes), atom, tag, scale))
             code = np.zeros_like(position)
             for axis in range(value.ndim):
                 if axis in label.axes or value.shape[axis] == 1:
@@ -398,16 +400,16 @@ class Trace:
             # What still coincides (a tensor joined to itself) is told apart by its place.
             rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
             code = code * (int(rank.max()) + 1) + rank.reshape(position.shape)
-            tag = self.ledger.derive_tags(resolved.tag, code)
+            tag = self.constraints.derive_tags(resolved.tag, code)
         if filler.any():
-            new = self.ledger.fresh((), (int(filler.sum()),))
+            new = self.constraints.fresh((), (int(filler.sum()),))
             atom, tag, scale = atom.copy(), tag.copy(), scale.copy()
             atom[filler], tag[filler], scale[filler] = new.atom, new.tag, new.scale
-            self.ledger.restrict(new)
+            self.constraints.restrict(new)
             if not filled_by_zero:
-                self.ledger.fix_scales(new.scale)
+                self.constraints.fix_scales(new.scale)
         if not filled_by_zero and bool(self._core(part).min() == 0):
-            self.ledger.fix_scales(label.scale)
+            self.constraints.fix_scales(label.scale)
         return self._plainest(Label(tuple(axes), atom, tag, scale))
 
     def _plainest(self, label: Label) -> Label:
@@ -451,12 +453,12 @@ class Trace:
             left.remove(partner)
             nested = label.axes != partner.axes
             if label.axes == partner.axes:
-                joined = self.ledger.same_units(label, partner)
+                joined = self.constraints.same_units(label, partner)
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
-                wide, narrow = self.ledger.resolve(wide), self.ledger.resolve(narrow)
+                wide, narrow = self.constraints.resolve(wide), self.constraints.resolve(narrow)
                 spread = self._onto(narrow, wide.axes, wide.atom.shape)
-                self.ledger.block(spread.atom, wide.atom)
+                self.constraints.block(spread.atom, wide.atom)
                 label, partner = (wide, spread) if wide is label or narrow is partner else (spread, wide)
                 label, partner = (
                     self._onto(label, wide.axes, wide.atom.shape),
@@ -468,13 +470,13 @@ class Trace:
                 continue
             if product:
                 if not nested or not linear:
-                    self.ledger.restrict(joined)
-                scale = self.ledger.scales_like(label.scale, partner.scale)
+                    self.constraints.restrict(joined)
+                scale = self.constraints.scales_like(label.scale, partner.scale)
                 sign = -1.0 if divide else 1.0
-                self.ledger.equate([(scale, 1.0), (label.scale, -1.0), (partner.scale, -sign)])
+                self.constraints.equate([(scale, 1.0), (label.scale, -1.0), (partner.scale, -sign)])
                 joined = joined.scaled_by(scale)
             else:
-                self.ledger.equate([(label.scale, 1.0), (partner.scale, -1.0)])
+                self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
                 joined = joined.scaled_by(label.scale)
             result.append(joined)
         for label in left:
@@ -482,8 +484,8 @@ class Trace:
             if alone is None:
                 continue
             if product and divide:
-                scale = self.ledger.scales_like(alone.scale)
-                self.ledger.equate([(scale, 1.0), (alone.scale, 1.0)])
+                scale = self.constraints.scales_like(alone.scale)
+                self.constraints.equate([(scale, 1.0), (alone.scale, 1.0)])
                 alone = alone.scaled_by(scale)
             result.append(alone)
         if product:
@@ -499,8 +501,8 @@ class Trace:
             if label.axes:
                 continue
             whole = np.full(labels[wide].scale.shape, int(label.scale))
-            scale = self.ledger.scales_like(labels[wide].scale, whole)
-            self.ledger.equate([(scale, 1.0), (labels[wide].scale, -1.0), (whole, -1.0)])
+            scale = self.constraints.scales_like(labels[wide].scale, whole)
+            self.constraints.equate([(scale, 1.0), (labels[wide].scale, -1.0), (whole, -1.0)])
             labels[wide] = labels[wide].scaled_by(scale)
         return [label for label in labels if label.axes]
 
@@ -518,7 +520,7 @@ class Trace:
             if value.state is not None and label.size == 1 and label.axes:
                 # A parameter's axis of size 1 says nothing of its own, unless the parameter is one number.
                 if not keep_single:
-                    self.ledger.fix(label)
+                    self.constraints.fix(label)
                     continue
                 keep_single = False
             # One unit on a longer axis, as of an expanded number, fills that axis.
@@ -530,7 +532,7 @@ class Trace:
 
     def _alone(self, label: Label, other: Value, shape: tuple[int, ...], product: bool) -> Label | None:
         """A label meets a value on which nothing acts there; None is left if nothing can act on it any more."""
-        label = self.ledger.resolve(label)
+        label = self.constraints.resolve(label)
         if other.is_zero and not product:
             return label
         if other.concrete is not None:
@@ -539,11 +541,11 @@ class Trace:
         offset = len(shape) - other.ndim
         varies = any(axis >= offset and other.shape[axis - offset] > 1 for axis in label.axes)
         if varies:
-            self.ledger.fix_units(label.atom.ravel())
-            self.ledger.restrict(label)
+            self.constraints.fix_units(label.atom.ravel())
+            self.constraints.restrict(label)
         if not product:
-            self.ledger.restrict(label)
-            self.ledger.fix_scales(label.scale)
+            self.constraints.restrict(label)
+            self.constraints.fix_scales(label.scale)
         return None if varies and not product else label
 
     def beside_constant(self, label: Label, value: Value, *, added: bool = False) -> Label:
@@ -562,20 +564,20 @@ class Trace:
         spread = any(constant.shape[axis] > 1 and constant.stride(axis) for axis in label.axes)
         nonzero = np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)
         if value.by_size and spread:
-            self.ledger.restrict(label)
-            self.ledger.fix_units(label.atom.ravel())
+            self.constraints.restrict(label)
+            self.constraints.fix_units(label.atom.ravel())
             nonzero = np.ones_like(nonzero)
         elif spread:
             _, kind, count = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
             kind = kind.reshape(label.atom.shape)
             if len(count) > 1:
-                self.ledger.restrict(label)
-                self.ledger.fix_units(label.atom[count[kind] == 1])
-                tag = self.ledger.derive_tags(label.tag, kind)
+                self.constraints.restrict(label)
+                self.constraints.fix_units(label.atom[count[kind] == 1])
+                tag = self.constraints.derive_tags(label.tag, kind)
                 self.see(Label(label.axes, label.atom, tag, label.scale))
         if added:
-            self.ledger.restrict(label)
-            self.ledger.fix_scales(label.scale[nonzero])
+            self.constraints.restrict(label)
+            self.constraints.fix_scales(label.scale[nonzero])
         return label
 
     @staticmethod
@@ -644,17 +646,17 @@ class Trace:
                 second = Label(
                     (), *(np.moveaxis(a, last_two, -1) for a in (inner_two.atom, inner_two.tag, inner_two.scale))
                 )
-                joined = self.ledger.same_units(first, second)
-                self.ledger.equate([(first.scale, 1.0), (second.scale, 1.0)])
+                joined = self.constraints.same_units(first, second)
+                self.constraints.equate([(first.scale, 1.0), (second.scale, 1.0)])
                 if to_one:
                     axes = tuple(int(axis) for axis in to_one if axis is not None)
                     # The same members again (in another sample of the batch) are the same block.
                     rows = joined.atom.reshape(-1, joined.atom.shape[-1])
                     _, first_row, again = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-                    blocks = self.ledger.fresh((0,), (len(first_row),)).take(again.reshape(joined.atom.shape[:-1]))
+                    blocks = self.constraints.fresh((0,), (len(first_row),)).take(again.reshape(joined.atom.shape[:-1]))
                     coarse = Label(axes, blocks.atom, self._rank(blocks), blocks.scale)
-                    self.ledger.fix_scales(coarse.scale)
-                    self.ledger.block(np.broadcast_to(coarse.atom[..., None], joined.atom.shape), joined.atom)
+                    self.constraints.fix_scales(coarse.scale)
+                    self.constraints.block(np.broadcast_to(coarse.atom[..., None], joined.atom.shape), joined.atom)
                     self.see(coarse)
             else:
                 self.fix(one.with_labels(inner_one), "the two sides of a product carry different labels")
@@ -668,10 +670,10 @@ class Trace:
         second_rest = self._renamed(two, two_axes, inner_two)
         one_value = Value(self._sizes(one, one_axes, len(shape)), first_rest)
         two_value = Value(self._sizes(two, two_axes, len(shape)), second_rest)
-        restricted = len(self.ledger.restricted)
+        restricted = len(self.constraints.restricted)
         result = self.join(one_value, two_value, product=True, linear=True)
         if not (first_rest and second_rest):
-            del self.ledger.restricted[restricted:]  # one side only: the map is linear in it
+            del self.constraints.restricted[restricted:]  # one side only: the map is linear in it
         if coarse is not None:
             beside = [label for label in result.labels if set(label.axes) & set(coarse.axes)]
             with_coarse = Value(self._sizes_of(coarse, len(shape), shape), (coarse,))
@@ -718,7 +720,7 @@ class Trace:
         """Write down where units are seen: two units may change places only if they are seen at the same places."""
         assert self.node is not None
         name = self.node.name if self.walks == 1 else f"{self.node.name}, walk {self.walks}"
-        self.ledger.occurrences.append(Occurrence(self.ledger.resolve(label), node=name))
+        self.constraints.occurrences.append(Sighting(self.constraints.resolve(label), node=name))
 
     # What is read of a value that is only moved about: the rest would be read by a longer input.
 

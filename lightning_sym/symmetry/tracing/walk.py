@@ -12,7 +12,7 @@ from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, writ
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.constraints import Label, Shift
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
-from lightning_sym.symmetry.tracing.rules import absorbs_offset, find_rule, passes_offset, unknown
+from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
 
 # Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
@@ -124,7 +124,7 @@ class Walk(Trace):
             return result
         if self.affine:
             self._only_where_absorbed(node, arguments, keywords)
-        rule = find_rule(node.target) if "out" not in node.kwargs else unknown
+        rule = rule_for(node.target) if "out" not in node.kwargs else unknown
         result = rule(self, *arguments, **keywords)
         if self.affine and isinstance(result, Value) and passes_offset(node.target):
             result = replace(result, offset=arguments[0].offset)
@@ -140,9 +140,9 @@ class Walk(Trace):
         self._fix_unread(states=True)
         for name in self.mixed_uses:  # what its second axis means depends on the group, and elsewhere it does not
             if name in self.grouped:
-                self.ledger.fix(self.grouped.pop(name))
+                self.constraints.fix(self.grouped.pop(name))
             self.fix(Value(tuple(self.tensors[name].shape), self.axis_labels[name]))
-        self.ledger.shifts += [
+        self.constraints.shifts += [
             Shift(names, self.axis_labels[names[0]][0]) for names in self.shifts.free() if names[0] in self.axis_labels
         ]
 
@@ -174,9 +174,9 @@ class Walk(Trace):
                 if missed:
                     # Where a part is left out, a shorter input may leave out more; several examples tell what is.
                     parts = (array.reshape(-1)[~reached[1:]] for array in (label.atom, label.tag, label.scale))
-                    self.ledger.fix(label if self.walks == 1 else Label((), *parts))
+                    self.constraints.fix(label if self.walks == 1 else Label((), *parts))
                     where = f"{root.state}{list(label.axes)}" if root.state is not None else "what is made of weights"
-                    self.ledger.notes[
+                    self.constraints.notes[
                         f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
                     ] = None
 
@@ -185,7 +185,7 @@ class Walk(Trace):
         for value in torch.utils._pytree.tree_leaves((arguments, keywords)):
             if isinstance(value, Value) and value.offset and not absorbs_offset(self, node.target, value, arguments):
                 for label in value.labels:
-                    self.ledger.fix_scales(label.scale, magnitudes=False)
+                    self.constraints.fix_scales(label.scale, magnitudes=False)
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""

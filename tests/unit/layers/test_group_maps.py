@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sym.stitching.maps import group_maps
 from lightning_sym.stitching import AssignmentMap, GroupMap, Port, SoftSortMap, nearest_permutation, stitching_map
+from lightning_sym.stitching.maps import group_maps
 
 WIDTH = 5
 RELU = Port(WIDTH, WIDTH, scales=True)
