@@ -18,13 +18,14 @@ FOLDERS = {
 }
 
 # Each room and the rooms that it may import from, besides itself; from the bottom up.
-HELPERS = {"_distributed", "_files", "_random", "_statistics", "_text"}
+HELPERS = {"_checks", "_distributed", "_files", "_random", "_statistics", "_text"}
 NUMERICS = {"symmetry", "curvature", "similarity", "landscape"}
 ARROWS: dict[str, set[str]] = {
+    "_checks": set(),
     "_distributed": set(),
     "_files": set(),
     "_random": set(),
-    "_statistics": set(),
+    "_statistics": {"_checks"},
     "_text": set(),
     "layers": HELPERS,
     "networks": {"layers", *HELPERS},
