@@ -9,8 +9,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
-from lightning_sym.landscape.walks import NetworkOutputs
 from lightning_sym.networks.batch_norm import on_device_of
 from lightning_sym.symmetry._proof import double, outputs_of
 from lightning_sym.symmetry.base import AxisGroup, Symmetry
