@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 
 from lightning_sym.datamodules import DigitsDataModule
 
@@ -12,6 +12,12 @@ from lightning_sym.datamodules import DigitsDataModule
 def digits(**changes: Any) -> DigitsDataModule:
     """Return 80 digits in batches of 16."""
     return DigitsDataModule(**{"batch_size": 16, "max_samples": 80, **changes})
+
+
+def saving(folder: Path, filename: str = "last", **changes: Any) -> ModelCheckpoint:
+    """Return a callback that writes ``folder/filename.ckpt`` at the end of each epoch or when ``changes`` say so."""
+    settings = changes or {"save_on_train_epoch_end": True}
+    return ModelCheckpoint(folder, filename=filename, enable_version_counter=False, **settings)
 
 
 def quiet_trainer(*callbacks: Callback, folder: Path | None = None, **changes: Any) -> Trainer:
