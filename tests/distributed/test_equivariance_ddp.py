@@ -11,8 +11,8 @@ from helpers import read_csv
 from pytorch_lightning import Callback
 from torch import nn
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import Quadrant
 from lightning_sym.networks import Network, RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask

@@ -7,8 +7,8 @@ import torch
 from scenarios import load, outcome
 from torch import nn
 
+from lightning_sym.connectivity import barrier
 from lightning_sym.networks import MyrtleCNN, recalibrate_batch_norm
-from lightning_sym.symmetry import barrier
 
 pytestmark = pytest.mark.ddp
 

@@ -10,8 +10,8 @@ from helpers import assert_same, write_zoo
 from pytorch_lightning import Callback
 
 from lightning_sym.callbacks import BatchNormRecalibration
-from lightning_sym.layers import FullMap
 from lightning_sym.networks import MyrtleCNN
+from lightning_sym.stitching import FullMap
 from lightning_sym.tasks import StitchingTask
 
 pytestmark = pytest.mark.ddp

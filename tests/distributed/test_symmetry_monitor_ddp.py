@@ -7,8 +7,8 @@ import torch
 from fits import Interrupt, digits
 from helpers import read_csv, read_rows
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import SymmetryMonitor
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 

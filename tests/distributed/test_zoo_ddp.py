@@ -9,8 +9,8 @@ from fits import Interrupt, digits, quiet_trainer
 from helpers import assert_same, read_csv, read_rows
 from torch import nn
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import ZooExport, ZooReport
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo
