@@ -443,8 +443,8 @@ def functions_of_two_units(side):
     target, moments = wide([0.8, -0.6, 0.7, 0.5]), landscape.Moments.of(side.few[:, 0])
     weights = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(side.network)
     known = landscape.TwoUnitClass(target, moments)
-    measured = [function(weights, target, moments) for function in (landscape.distance, landscape.distance_gradient)]
-    return [*measured, known.contains(weights), known.stratum_of(weights), known.barrier, known.optimal_path()]
+    measured = landscape.two_unit.distance(weights, target, moments)
+    return [measured, known.contains(weights), known.stratum_of(weights), known.barrier, known.optimal_path()]
 
 
 @case
@@ -452,7 +452,7 @@ def stacks(side):
     losses = landscape.surfaces(side.net(small), side.few, dtype=torch.float64)
     points = vectors(side.net(small))
     plane, grid = landscape.WeightPlane.through(points), landscape.Grid(dimension=2, bound=1.0, points=3)
-    return [landscape.class_stack(losses, points.to(side.inputs), plane, grid)]
+    return [landscape.evaluate_grid(losses(point), plane, grid) for point in points.to(side.inputs)]
 
 
 # ---- all of them
