@@ -128,7 +128,7 @@ class StitchPenalty(RunReport[StitchingTask]):
             "recalibration": None
             if recalibration is None
             else {name: getattr(recalibration, name) for name in ("images", "batch_size", "exact")},
-            "skipped": task.skipped,
+            "skipped": task.left_out,
             "epochs": trainer.current_epoch,
             "data": data.identity(),
             "versions": versions(),
