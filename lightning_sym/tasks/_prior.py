@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_sym._distributed import gathered, together
 from lightning_sym.curvature import EmptyLoaderError
-from lightning_sym.networks.batch_norm import gathered, together
 
 # Precisions beyond these are not used: exp(40) is more than any float32 weight can feel.
 _LOG_BOUNDS = (-40.0, 40.0)
