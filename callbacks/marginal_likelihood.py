@@ -110,7 +110,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
-        arXiv:2310.06131; our specification, 4.4 and 6.
+        arXiv:2310.06131; docs/theory/curvature.md, 3.3 and 3.4.
     """
 
     task_type = EquivarianceTask

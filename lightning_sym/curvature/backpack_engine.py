@@ -236,7 +236,8 @@ class RelaxedKFLR(_Relaxed, KFLR):  # type: ignore[misc]
         columns: How many columns go through a layer together, by ``vmap``.
 
     References:
-        Dangel, Kunstner, Hennig (2020), "BackPACK: Packing more into Backprop", arXiv:1912.10985; our specification, 7.
+        Dangel, Kunstner, Hennig (2020), "BackPACK: Packing more into Backprop", arXiv:1912.10985;
+        docs/theory/curvature.md, 1.6 and 4.1.
 
     Example:
         >>> from backpack import backpack, extend

@@ -84,7 +84,7 @@ class KroneckerBlock:
             permutation with which ``entries.reshape(sizes).permute(permutation)`` has it. None for all others.
 
     References:
-        Our specification of layer-wise equivariance learning, 0 and 5.1 to 5.3.
+        docs/theory/curvature.md, 1.1 to 1.3.
     """
 
     out_factor: Tensor

@@ -68,7 +68,7 @@ def factors(
 
     References:
         Martens and Grosse (2015), arXiv:1503.05671; Grosse and Martens (2016), arXiv:1602.01407 (convolutions); van
-        der Ouderaa et al. (2023), arXiv:2310.06131 (factored layers); our specification, 5.
+        der Ouderaa et al. (2023), arXiv:2310.06131 (factored layers); docs/theory/curvature.md, 1.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 3))

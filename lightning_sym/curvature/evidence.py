@@ -86,7 +86,8 @@ class Evidence:
         NonFiniteError: If eigenvalues or norms are not finite.
 
     References:
-        MacKay (1992), "Bayesian interpolation"; Immer et al. (2021), arXiv:2104.04975; our specification, 4.1, 4.2, 6.
+        MacKay (1992), "Bayesian interpolation"; Immer et al. (2021), arXiv:2104.04975;
+        docs/theory/curvature.md, 3.1 to 3.3.
 
     Example:
         >>> from lightning_sym.curvature import factors, parameter_groups
@@ -214,7 +215,7 @@ class Evidence:
             By the name of path or tensor.
 
         References:
-            Our specification, 6.
+            docs/theory/curvature.md, 3.3.
         """
         precisions = self._precisions(log_precisions)
         raw: dict[str, float] = {}
@@ -320,7 +321,7 @@ class PrecisionOptimizer:
         ValueError: If ``lr`` is not positive, a range is empty or there is no group.
 
     References:
-        van der Ouderaa et al. (2023), arXiv:2310.06131; our specification, 4.4.
+        van der Ouderaa et al. (2023), arXiv:2310.06131; docs/theory/curvature.md, 3.4.
 
     Example:
         >>> optimizer = PrecisionOptimizer(["0", "1"])

@@ -66,7 +66,7 @@ def to_laplace(
         of ``torch.func``; their memory grows with the square of the batch.
 
     References:
-        Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; our specification, 7.3 and 7.5.
+        Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; docs/theory/curvature.md, 4.2.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 3))

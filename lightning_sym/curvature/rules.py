@@ -46,7 +46,7 @@ class Rule:
         ffc: Whether factored fully connected layers share B between channels.
 
     References:
-        Our specification, 5.1 ("expand") and 5.2.
+        docs/theory/curvature.md, 1.1 and 1.2.
 
     Example:
         A layer of your own, a linear map of tokens ``[N, T, I]`` without bias:

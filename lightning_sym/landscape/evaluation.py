@@ -21,9 +21,9 @@ from lightning_sym.landscape.planes import WeightPlane, trainable
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-# Inputs of the first block: what early rejection looks at first (spec 8.5).
+# Inputs of the first block: what early rejection looks at first (docs/theory/equivalence.md, 3.3).
 _FIRST_INPUTS = 64
-# Bytes of the largest activation of all points and inputs that are worked on at once (spec 8.6).
+# Bytes of the largest activation of all points and inputs that are worked on at once (docs/theory/equivalence.md, 3.3).
 _CPU_BYTES, _DEVICE_BYTES = 4 * 2**20, 256 * 2**20
 # The most bytes that "auto" spends on the first layer's outputs at the centre and for each basis vector.
 _AFFINE_BYTES = 2**30
@@ -36,7 +36,7 @@ class LossSurface:
     r"""J, or another loss, at many weight vectors of one network on fixed inputs.
 
     :math:`J(\theta) = \frac{1}{N} \sum_x \lVert f(x; \theta) - y(x) \rVert^2`: a sum over outputs and a mean over
-    inputs (spec section 1). ``torch.nn.MSELoss`` divides by the number of outputs as well.
+    inputs (docs/theory/equivalence.md, 1.1). ``torch.nn.MSELoss`` divides by the number of outputs as well.
 
     The network is copied when the surface is made, in eval mode; later changes of it are not seen. Evaluation takes
     place without gradients. What a network computes for one input must not depend on the other inputs.

@@ -80,7 +80,9 @@ def sample_sgld(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SGLDSamples:
-    r"""Run Langevin chains around weights that compute a network's function, at low temperature (spec 9.3).
+    r"""Run Langevin chains around weights that compute a network's function, at low temperature.
+
+    See docs/theory/equivalence.md, 8.
 
     .. math::
         \theta \leftarrow \theta - \tfrac{\eta}{2} \big(nb \nabla J(\theta) + \gamma (\theta - \theta_0)\big)
@@ -357,7 +359,7 @@ class NeighbourGraph:
 def neighbour_graph(
     evaluate: Evaluate, coefficients: Tensor, epsilon: float, *, neighbours: int = 10, checks: int = 5
 ) -> NeighbourGraph:
-    """Join near points of a set where the straight line between them stays in it (spec 9.4).
+    """Join near points of a set where the straight line between them stays in it (docs/theory/equivalence.md, 9).
 
     Each point and its nearest neighbours are pairs; a pair is joined if J < epsilon at evenly spaced points of the
     segment between them. Unlike an embedding the graph does not invent connections, up to what lies between the checked

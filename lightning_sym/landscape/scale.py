@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Loss = TypeVar("Loss", float, Tensor)
-# J / V up to which a function counts as the same (spec 1), and from where on as another one: at a tenth of V or J0 the
-# warning about epsilon starts.
+# J / V up to which a function counts as the same, and from where on as another one: at a tenth of V or J0 the warning
+# about epsilon starts (docs/theory/equivalence.md, 1.2).
 _SAME, _BOUND = 0.01, 0.1
 # Fewest samples below the smallest epsilon of a volume exponent; the counting error of one is then a third.
 _FEWEST = 10

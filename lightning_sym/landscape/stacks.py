@@ -24,7 +24,9 @@ def class_stack(
     limit_seconds: float | None = 600,
     limit_bytes: int | None = 2 * 2**30,
 ) -> Tensor:
-    r"""Evaluate one grid for several targets: slices of the classes :math:`[\theta^*(s)]` along a line (spec 9.6).
+    r"""Evaluate one grid for several targets: slices of the classes :math:`[\theta^*(s)]` along a line.
+
+    See docs/theory/equivalence.md, 9.
 
     Args:
         make_surface: From a target weight vector ``[P]`` to the surface of J around it, for example
@@ -87,7 +89,9 @@ def surfaces(
 
 
 def two_unit_targets(start: tuple[float, float], stop: tuple[float, float], count: int) -> Tensor:
-    r"""Return weights of the two-unit net whose slopes (p, q) go along a line, evenly spaced (spec 5).
+    r"""Return weights of the two-unit net whose slopes (p, q) go along a line, evenly spaced.
+
+    See docs/theory/equivalence.md, 9.
 
     :math:`\phi(x) = c\,\mathrm{relu}(a x) + d\,\mathrm{relu}(b x)` has slope p for x > 0, and q against :math:`|x|` for
     x < 0. The first unit carries p, the second q, both balanced: :math:`a = |c| = \sqrt{|p|}`,
@@ -118,7 +122,7 @@ def two_unit_targets(start: tuple[float, float], stop: tuple[float, float], coun
 
 
 def cut_dimension(parameters: int, class_dimension: int, plane_dimension: int) -> int:
-    """Return the dimension in which a generic plane cuts a class (spec 5.6).
+    """Return the dimension in which a generic plane cuts a class (docs/theory/equivalence.md, 5.6).
 
     Codimensions add: ``class_dimension + plane_dimension - parameters``. At 0 the cut is isolated points; below, a
     generic plane meets the class nowhere, and one through members of it in these alone. What a picture shows beyond is

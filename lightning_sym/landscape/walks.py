@@ -126,7 +126,9 @@ def walk_level_set(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> LevelSetWalk:
-    r"""Walk along the weights that give the same outputs on some inputs as the network does (spec 9.2).
+    r"""Walk along the weights that give the same outputs on some inputs as the network does.
+
+    See docs/theory/equivalence.md, 7.
 
     With the residual :math:`r(\theta) = \phi(C, \theta) - \phi(C, \theta^*)` and its Jacobian F, a step goes a length h
     along a unit tangent, the part of a direction in the kernel of F, and is brought back to the set by Gauss-Newton

@@ -100,7 +100,7 @@ class RelaxedNetwork(Network):
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
-        appendix; our specification, 8.1.
+        appendix; docs/theory/relaxed_layers.md, 3.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.proof import double
 from lightning_sym.symmetry.tracing.capture import plain, state_tensors
 
-# Units whose incoming weights and biases have a larger cosine are duplicates (spec 4.5).
+# Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).
 DUPLICATE = 1 - 1e-6
 # Activations that are linear where their input is positive; where it is negative, the first two are constant.
 _PIECEWISE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU)
@@ -105,7 +105,8 @@ def local_dimension(
 
     :math:`J = \partial f(X; \theta) / \partial \theta` has the tangent space of the orbit in its kernel, so that
     :math:`p - \operatorname{rank} J \geq \dim(\text{orbit})`. The excess comes from dead, always-on, constant or
-    duplicated units, from too few inputs, and from symmetries of this one function that no group explains (spec 4.5).
+    duplicated units, from too few inputs, and from symmetries of this one function that no group explains
+    (docs/theory/equivalence.md, 10).
     For a squared loss the kernel of the Gauss-Newton matrix is that of J; for cross-entropy take ``log_softmax=True``.
 
     Args:

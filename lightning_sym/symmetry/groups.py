@@ -479,13 +479,13 @@ def _rows() -> Mapping[str, IntertwinerGroup]:
 INTERTWINER_GROUPS: Mapping[str, IntertwinerGroup] = _rows()
 """Groups by the activation's name, read-only.
 
-Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with the additions of our specification, section 1.2.
+Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with our additions (docs/theory/intertwiners.md, 1.2).
 Activations with parameters stand for their defaults; :func:`intertwiner_group` looks at the parameters.
 Dropout has scales and signs only, although it is linear in evaluation: other mixings would change the
 distribution in training. For the same reason alpha dropout has permutations only.
 """
 
-# sigma(-x) = offset - sigma(x): specification, section 1.3.
+# sigma(-x) = offset - sigma(x): docs/theory/intertwiners.md, 1.4.
 _OFFSETS = {"sigmoid": 1.0, "hardsigmoid": 1.0}
 
 _TYPES: dict[type[nn.Module], str] = {

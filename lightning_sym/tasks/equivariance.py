@@ -81,7 +81,7 @@ class EquivarianceTask(LightningModule):
         ValueError: If an argument is out of range, the optimizer decays weights, or a layer has no curvature rule.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; our specification, 4.3.
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 and 2.3.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class StitchingMap(nn.Module, ABC):
 
     References:
         Godfrey et al. (2022), "On the Symmetries of Deep Learning Models and their Internal Representations",
-        arXiv:2205.14258, section 4 and appendix D.2; our specification, 6.2.
+        arXiv:2205.14258, section 4 and appendix D.2; docs/theory/stitching.md, 2.1.
     """
 
     needs_equal_widths: ClassVar[bool] = False

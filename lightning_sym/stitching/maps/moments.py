@@ -30,7 +30,7 @@ class FeatureMoments:
         ValueError: If a width is not an integer >= 1.
 
     References:
-        Our specification, 8.4, row "stitch initialisers".
+        docs/theory/stitching.md, 2.5.
 
     Example:
         >>> moments = FeatureMoments(2, 1)

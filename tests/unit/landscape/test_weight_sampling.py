@@ -136,7 +136,7 @@ def test_wrong_arguments_say_so() -> None:
 
 
 def test_cut_dimensions() -> None:
-    # Spec 5.6: two-unit net, mixed and same sign, planes of dimension 2, 3, 4.
+    # docs/theory/equivalence.md, 5.6: two-unit net, mixed and same sign, planes of dimension 2, 3, 4.
     assert [cut_dimension(4, 2, m) for m in (2, 3, 4)] == [0, 1, 2]
     assert [cut_dimension(4, 3, m) for m in (2, 3, 4)] == [1, 2, 3]
     assert cut_dimension(1000, 100, 3) == -897
