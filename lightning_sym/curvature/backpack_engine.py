@@ -66,7 +66,7 @@ def backpack_factors(
         samples: None for all K columns of the square root (KFLR); otherwise how many random combinations of
             them (as KFAC).
         ffc: As for :class:`~lightning_sym.curvature.Rule`.
-        generator: Of the draws.
+        generator: Generator for the random signs; use a different one on each rank.
         columns: How many columns go through a layer together, by ``vmap``; None for 1 on a CPU, where more is not
             faster, and for all of them on other devices.
 

@@ -49,8 +49,8 @@ class Spectrum:
     """Eigenvalues of a block: all products of one of ``out`` and one of ``inner`` with the same leading axes.
 
     Attributes:
-        out: Of B, >= 0, ascending. Shape ``[..., O]``.
-        inner: Of A, >= 0, ascending. Shape ``[..., I]``; a single 1 for a block without A.
+        out: Eigenvalues of B, >= 0, ascending. Shape ``[..., O]``.
+        inner: Eigenvalues of A, >= 0, ascending. Shape ``[..., I]``; a single 1 for a block without A.
     """
 
     out: Tensor
@@ -80,7 +80,7 @@ class KroneckerBlock:
             ``B`` alone, for example a bias.
         blocks_first: Where the leading axes stand in the tensor: before the out axis, as in the weight of a grouped
             convolution, or after it, as the input channels of ``[O, C, I]``.
-        axes: Of a tensor with yet another order, as that of a transposed convolution, ``[I, O, ...]``: sizes and
+        axes: For a tensor with yet another order, as that of a transposed convolution, ``[I, O, ...]``: sizes and
             permutation with which ``entries.reshape(sizes).permute(permutation)`` has it. None for all others.
 
     References:
@@ -120,7 +120,7 @@ class KroneckerBlock:
         """Return the eigenvalues of both factors; negative ones, which are rounding, become 0.
 
         Args:
-            name: Of the parameter, for errors.
+            name: Name of the parameter, for errors.
 
         Raises:
             NonFiniteError: If a factor is not finite, or its eigenvalues cannot be found in double precision either.
@@ -155,7 +155,7 @@ def symmetric_eigenvalues(matrix: Tensor, name: str) -> Tensor:
 
     Args:
         matrix: Shape ``[..., n, n]``; float32 or float64.
-        name: Of the parameter, for errors.
+        name: Name of the parameter, for errors.
 
     Returns:
         Ascending, >= 0. Shape ``[..., n]``, of the matrix's dtype and device.

@@ -68,8 +68,8 @@ class LossSurface:
         loss: ``"squared_distance"``, or a function from outputs [G, N, ...] and targets [N, ...] to the loss of each
             input, [G, N]; it is called with some of the inputs at a time.
         method: See above.
-        dtype: Of the forward pass, floating; None for the network's. float64 for thresholds below 1e-12 of the zero
-            function's J, and for topology; float32 for pictures. Sums over inputs are taken in float64 always.
+        dtype: Dtype of the forward pass, floating; None for the network's. float64 for thresholds below 1e-12 of the
+            zero function's J, and for topology; float32 for pictures. Sums over inputs are taken in float64 always.
         chunk: Points evaluated together, >= 1; None for what fits the cache (CPU) or 256 MiB.
 
     Raises:
@@ -180,7 +180,7 @@ class LossSurface:
         """Return the losses at points of a plane.
 
         Args:
-            plane: Of weight space, of this network's number of parameters.
+            plane: Plane in weight space, of this network's number of parameters.
             coefficients: Shape [G, m], floating, any device.
             below: Only losses below this number are wanted, for example epsilon: a point is given up as soon as the
                 inputs seen so far make its mean at least that. Exact, rounding included: sums only grow, and those of

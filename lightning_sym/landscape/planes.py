@@ -142,7 +142,7 @@ class WeightPlane:
 
         Args:
             points: Shape [m + 1, P] with m >= 1, floating, finite; the centre first.
-            tolerance: Of :func:`independent`, which the differences to the centre must pass.
+            tolerance: Tolerance of :func:`independent`, which the differences to the centre must pass.
 
         Returns:
             The plane.

@@ -85,7 +85,7 @@ def canonical_vectors(
         network: The architecture, with buffers; its own weights do not matter.
         vectors: Shape ``[n, P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
-        symmetry: Of the architecture, if it has been traced already.
+        symmetry: Symmetry of the architecture, if it has been traced already.
         merge: Whether to merge collinear units and delete dead ones, where there is one hidden layer. Deeper networks
             are left as they are: the scales of their dead units stay what they were.
 
@@ -163,9 +163,9 @@ def orbit_distances(
         vectors: :math:`\theta`, shape ``[n, P]``.
         target: :math:`\theta^*`, shape ``[P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
-        symmetry: Of the architecture, if it has been traced already.
-        restarts: Of the matching, for the upper bound.
-        seed: Of the matching.
+        symmetry: Symmetry of the architecture, if it has been traced already.
+        restarts: Restarts of the matching, for the upper bound.
+        seed: Seed of the matching.
 
     Returns:
         The distances, and of which kind they are.

@@ -73,7 +73,7 @@ def surfaces(
     Args:
         network: The architecture; its own weights do not matter.
         inputs: Shape ``[N, ...]``.
-        dtype: Of weights and arithmetic.
+        dtype: Dtype of weights and arithmetic.
 
     Returns:
         From a weight vector ``[P]`` to a surface whose targets are the outputs there.

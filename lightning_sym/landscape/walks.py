@@ -24,7 +24,7 @@ class NetworkOutputs:
     Args:
         network: Any network that treats its inputs apart. Not changed; a copy is used.
         inputs: Shape ``[N, ...]``, N >= 1. Floating inputs are cast to ``dtype``.
-        dtype: Of the weights and the arithmetic.
+        dtype: Dtype of the weights and the arithmetic.
 
     Raises:
         ValueError: If there are no inputs, or the network has nothing to train.
@@ -152,7 +152,7 @@ def walk_level_set(
             the network.
         max_corrections: Most Gauss-Newton steps, >= 1.
         rcond: Singular values of F at most this times the largest count as 0; in (0, 1).
-        seed: Of the directions; the caller's generators are not touched.
+        seed: Seed of the directions; the caller's generators are not touched.
         progress: Called with (steps done, T) after every step.
 
     Returns:

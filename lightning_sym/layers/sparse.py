@@ -18,7 +18,7 @@ def grid_positions(grid: tuple[int, int], device: torch.device | None = None) ->
 
     Args:
         grid: Height and width.
-        device: Of the result; default torch's.
+        device: Device of the result; default torch's.
 
     Returns:
         Row by row. Shape ``[H W, 2]``, float64.

@@ -39,12 +39,12 @@ class LocalDimension:
     Attributes:
         parameters: Number of parameters ``p``.
         equations: Number of samples times number of outputs.
-        rank: Of the Jacobian.
+        rank: Rank of the Jacobian.
         nullity: ``p - rank``: at most so many dimensions has the set of parameters with the same outputs on X, at least
             the orbit's.
-        orbit_dimension: Of the symmetry group, `Symmetry.dimension`.
+        orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`.
         excess: ``nullity - orbit_dimension``.
-        singular_values: Of the Jacobian, falling. Shape (min(p, equations),), float64.
+        singular_values: Singular values of the Jacobian, falling. Shape (min(p, equations),), float64.
         above: The smallest singular value counted into the rank, relative to the largest.
         below: The largest one not counted, relative to the largest; 0 if there is none.
         dead: Units whose activation is 0 on all of X (of a ReLU: input never positive).
@@ -110,7 +110,7 @@ def local_dimension(
     For a squared loss the kernel of the Gauss-Newton matrix is that of J; for cross-entropy take ``log_softmax=True``.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed; a copy in float64 is used.
         inputs: One batch: a tensor whose first axis is the samples, shape (N, ...), or a tuple of positional arguments.
             Moved to the network's device.

@@ -56,7 +56,7 @@ class EquivarianceTask(LightningModule):
             layer with parameters needs a curvature rule (:func:`lightning_sym.curvature.register_layer`).
         likelihood: ``"classification"``: softmax and class indices ``[B]``. ``"regression"``: Gaussian, targets
             ``[B, K]``.
-        precision: Of all weights at the start, > 0.
+        precision: Prior precision of all weights at the start, > 0.
         noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
         temperature: ``T`` > 0; 1 is Bayes.
         prior_step: ``"gradient"``: the prior is part of the loss. ``"implicit"``: see above, for ``torch.optim.SGD``,
@@ -140,7 +140,7 @@ class EquivarianceTask(LightningModule):
 
         Args:
             log_precisions: By parameter, for all that have a prior.
-            log_noise: Of a regression.
+            log_noise: Logarithm of the noise of a regression.
 
         Raises:
             ValueError: If they are of other parameters.

@@ -26,7 +26,7 @@ class Port:
     Args:
         in_channels: Channels of the network in front, >= 1.
         out_channels: Channels that the network behind expects, >= 1.
-        axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
+        axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
         permutations: Whether permutations belong to the group.
         scales: Whether positive scales do.
         signs: Whether signs do.
@@ -142,7 +142,7 @@ class StitchingMap(nn.Module, ABC):
         """Start from the family's member that fits features best in the sense of least squares.
 
         Args:
-            moments: Of features in front of the map and those that should come out; reduced over ranks.
+            moments: Moments of the features in front of the map and of those that should come out; reduced over ranks.
 
         Raises:
             NotImplementedError: If the family has no such start.

@@ -40,8 +40,8 @@ class GroupMap(StitchingMap):
         port: Equal widths, the axis, and the group, which must not be ``dense``.
         alpha: Weight of the regularisation, >= 0. The default is that of Godfrey et al.
         projection: How ``P`` returns to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
-        iterations: Of Sinkhorn at each projection, >= 1.
-        initial_iterations: Of Sinkhorn for the start, from uniform random entries, >= 1.
+        iterations: Iterations of Sinkhorn at each projection, >= 1.
+        initial_iterations: Iterations of Sinkhorn for the start, from uniform random entries, >= 1.
 
     Attributes:
         weights: ``P``. Shape ``[C, C]``; None without permutations.

@@ -71,7 +71,7 @@ def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
     (tanh, GELU) incoming means the first module's weights and biases, outgoing all others, and nothing is conserved.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed.
 
     Returns:
@@ -151,7 +151,7 @@ def canonicalize(
     keep their order, with a note.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed unless ``inplace``.
         scales: The gauge of the scales. None leaves scales and biases before batch norms as they are.
         signs: Whether to fix signs.
