@@ -125,7 +125,7 @@ def _add(sums: dict[str, KroneckerBlock], found: dict[str, KroneckerBlock], coun
 
 
 class _Jacobian(BaseDerivatives):  # type: ignore[misc]
-    """Of any module that is a function of its input alone: back through the graph that its forward pass left."""
+    """Derivatives of a module that is a function of its input alone: back through the graph of its forward pass."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
