@@ -94,6 +94,13 @@ def test_sections_are_numbered_in_order() -> None:
             assert order == sorted(set(order)), path.name
 
 
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 # ---- the page of recipes
 
 

@@ -150,8 +150,8 @@ def is_relu_line(network: nn.Module) -> bool:
 class ReluLine:
     r"""The mean squared distance of piecewise linear functions of one input to given targets, for any targets.
 
-    With the slopes p and q of section 5, ``J = M+ (p - p_fit)^2 + M- (q - q_fit)^2 + remainder``: the sum of squares
-    completed around the best fit, so that nothing cancels where J is small.
+    With the slopes p and q (docs/theory/equivalence.md, 5.1), ``J = M+ (p - p_fit)^2 + M- (q - q_fit)^2 + remainder``:
+    the sum of squares completed around the best fit, so that nothing cancels where J is small.
 
     Attributes:
         positive: ``M+``, the mean of ``x^2`` over all inputs, counting those above 0.
