@@ -31,9 +31,9 @@ class LearnedNetworks(ABC):
     """What :class:`lightning_sym.callbacks.MarginalLikelihood` asks of a task.
 
     Attributes:
-        numbers: Of all networks, the same on every rank.
+        numbers: Numbers of all networks, the same on every rank.
         likelihood: ``"classification"`` or ``"regression"``.
-        temperature: Of the posterior.
+        temperature: Temperature of the posterior.
     """
 
     numbers: list[Number]
@@ -122,7 +122,7 @@ class Members(LearnedNetworks):
 
     Args:
         task: The task.
-        precision: Of all weights at the start, > 0.
+        precision: Prior precision of all weights at the start, > 0.
 
     Raises:
         ValueError: If the loss is not a log likelihood, or a layer has no curvature rule.
