@@ -1,4 +1,4 @@
-"""Details of groups and gauges, each counted by hand: signs behind norms, one-sided norms, signs that biases take up."""
+"""Details counted by hand: signs behind norms, norms of one side, and signs that biases take up."""
 
 import pytest
 import torch
