@@ -18,11 +18,12 @@ FOLDERS = {
 }
 
 # Each room and the rooms that it may import from, besides itself; from the bottom up.
-HELPERS = {"_distributed", "_files", "_random", "_statistics", "_text"}
+HELPERS = {"_distributed", "_files", "_linear_algebra", "_random", "_statistics", "_text"}
 NUMERICS = {"symmetry", "curvature", "similarity", "landscape"}
 ARROWS: dict[str, set[str]] = {
     "_distributed": set(),
     "_files": set(),
+    "_linear_algebra": set(),
     "_random": set(),
     "_statistics": set(),
     "_text": set(),
