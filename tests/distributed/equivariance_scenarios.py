@@ -31,10 +31,10 @@ class Leave(Callback):
         records = [{k: v for k, v in record.items() if k != "seconds"} for record in marginal.records]
         state = {
             "weights": {name: tensor.clone() for name, tensor in task.network.state_dict().items()},
-            "log_precisions": dict(task.log_precisions),
+            "log_precisions": dict(task.prior.log_precisions),
             "records": records,
             "optimizer": marginal.state_dict()["optimizers"][""],
-            "samples": task.samples,
+            "samples": task.prior.samples,
         }
         torch.save(state, folder / f"rank {trainer.global_rank}.pt")
 
@@ -102,9 +102,9 @@ class LeaveZoo(Callback):
         marginal = next(c for c in trainer.callbacks if isinstance(c, MarginalLikelihood))
         state = {
             "weights": {number: task.population.member_state(number) for number in task.population.numbers},
-            "log_precisions": {number: marginal.networks.prior(number)[0] for number in task.numbers},
+            "log_precisions": {number: own.log_precisions for number, own in task.prior.members.items()},
             "records": [{k: v for k, v in record.items() if k != "seconds"} for record in marginal.records],
-            "samples": marginal.networks.samples,
+            "samples": task.prior.samples,
         }
         torch.save(state, folder / f"rank {trainer.global_rank}.pt")
 
@@ -124,7 +124,7 @@ def fit_zoo(folder: Path, processes: int, strategy: str, *, lr: float = 0.0, nor
         callbacks=[callback, LeaveZoo()],
     )
     optimizer = functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
-    task = ZooTask(SmallCNN(norm), members=3, keep="last", optimizer=optimizer)
+    task = ZooTask(SmallCNN(norm), members=3, keep="last", optimizer=optimizer, prior_precision=1.0)
     trainer.fit(task, DigitsDataModule(batch_size=10, max_samples=SAMPLES))
 
 

@@ -92,7 +92,7 @@ def test_resumed_is_uninterrupted(whole, tmp_path, optimizer, place):
         fit(tmp_path, optimizer, place)
     again, other, resumed = fit(tmp_path, optimizer, ckpt_path=tmp_path / "last.ckpt", seed=1)
     assert_same(again.state_dict(), task.state_dict())
-    assert again.log_precisions == task.log_precisions
+    assert again.prior.log_precisions == task.prior.log_precisions
     assert_same(without_time(other.state_dict()), without_time(marginal.state_dict()))
     assert {n: float(v) for n, v in resumed.callback_metrics.items() if n != "evidence/seconds"}.items() <= {
         n: float(v) for n, v in trainer.callback_metrics.items()
@@ -104,7 +104,7 @@ def test_resumed_is_uninterrupted(whole, tmp_path, optimizer, place):
 def test_the_runs_differ_where_they_should(whole):
     """Otherwise the comparison above would say little."""
     folder, task, marginal, _ = whole("adam")
-    assert len(set(task.log_precisions.values())) > 10
+    assert len(set(task.prior.log_precisions.values())) > 10
     values = [record["log_marginal_likelihood"] for record in marginal.records]
     assert len(set(values)) == 3
     assert json.loads((folder / "results" / "layers.json").read_text())["types"].keys() == {
