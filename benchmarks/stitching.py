@@ -36,9 +36,8 @@ from torch.nn import functional as F
 
 from lightning_sym.callbacks import BatchNormRecalibration, StitchPenalty
 from lightning_sym.datamodules import MNIST5kDataModule
-from lightning_sym.layers import GroupMap, Port
 from lightning_sym.networks import MyrtleCNN
-from lightning_sym.stitching import CutNetwork, StitchedNetwork
+from lightning_sym.stitching import CutNetwork, GroupMap, Port, StitchedNetwork
 from lightning_sym.tasks import StitchingTask
 from lightning_sym.zoo import rebuild_manifest, write_member
 

@@ -12,9 +12,10 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_sym._distributed import gathered
 from lightning_sym.callbacks._checks import image_datamodule
 from lightning_sym.datamodules import TensorLoader
-from lightning_sym.networks.batch_norm import batch_norms, gathered, recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.tasks import ZooTask
 
 # A module, the name of one of its buffers, and a copy of that buffer.

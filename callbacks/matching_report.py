@@ -20,10 +20,10 @@ from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym.callbacks._checks import on_first_rank
 from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
 from lightning_sym.callbacks.run_report import RunReport
+from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.networks.batch_norm import batch_norms
-from lightning_sym.symmetry import Barrier, barrier
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.tasks.matching import UNMATCHED
 from lightning_sym.zoo import versions

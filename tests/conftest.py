@@ -19,7 +19,7 @@ def matching_zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A zoo of three perceptrons on 300 digits: member 1 is member 0 in another order and scale; 2 is by itself."""
     from lightning_sym.datamodules import DigitsDataModule
     from lightning_sym.networks import MultiLayerPerceptron
-    from lightning_sym.symmetry.tracing import trace_symmetry
+    from lightning_sym.symmetry.trace import trace_symmetry
     from lightning_sym.zoo import rebuild_manifest, write_member
 
     path = tmp_path_factory.mktemp("matching") / "zoo"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
+from lightning_sym._distributed import device_of, moved, ranks
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym.curvature.blocks import (
     Factors,
@@ -22,7 +23,6 @@ from lightning_sym.curvature.blocks import (
 )
 from lightning_sym.curvature.proof import Pass, check_rows, prove
 from lightning_sym.curvature.rules import FFC, Rule, find_rule, unfolded_out_factors
-from lightning_sym.networks.batch_norm import device_of, moved, ranks
 
 
 def autograd_factors(

@@ -17,6 +17,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from torch import Tensor, fx, nn
 
+from lightning_sym._distributed import device_of
 from lightning_sym.curvature.autograd import (
     batches,
     check_outputs,
@@ -31,7 +32,6 @@ from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood, 
 from lightning_sym.curvature.proof import Pass, check_rows, prove
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
 from lightning_sym.layers import ResidualPathways
-from lightning_sym.networks.batch_norm import device_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

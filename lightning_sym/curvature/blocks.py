@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_sym._distributed import gathered, ranks, summed, together, wide
 from lightning_sym._text import unknown
-from lightning_sym.networks.batch_norm import gathered, ranks, summed, together, wide
 
 Likelihood: TypeAlias = Literal["classification", "regression"]
 LIKELIHOODS: tuple[Likelihood, ...] = ("classification", "regression")

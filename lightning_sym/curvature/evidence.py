@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._distributed import ranks
 from lightning_sym.curvature.blocks import CurvatureError, Factors, NonFiniteError, Spectrum
 from lightning_sym.curvature.groups import Groups
-from lightning_sym.networks.batch_norm import ranks
 
 _CHUNK = 1 << 22  # eigenvalues held in double precision at a time
 

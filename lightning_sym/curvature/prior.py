@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_sym._distributed import gathered, ranks, together
 from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import LIKELIHOODS, EmptyLoaderError, Likelihood
 from lightning_sym.curvature.groups import parameter_groups
-from lightning_sym.networks.batch_norm import gathered, ranks, together
 
 PriorStep: TypeAlias = Literal["auto", "implicit", "gradient"]
 

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._distributed import wide
 from lightning_sym._random import generator
 from lightning_sym.curvature.blocks import in_parameter_order
 from lightning_sym.curvature.rules import Rule, gram, mean_products
-from lightning_sym.networks.batch_norm import wide
 
 Layers: TypeAlias = Mapping[str, tuple[nn.Module, Rule]]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.landscape._closed_form import ReluLine, is_relu_line
 from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
 from lightning_sym.landscape.planes import WeightPlane, trainable
-from lightning_sym.networks.batch_norm import device_of, wide
 
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym._distributed import gathered, ranks, summed, together
 from lightning_sym._files import write_atomically
 from lightning_sym.landscape.evaluation import LossSurface
 from lightning_sym.landscape.planes import WeightPlane
-from lightning_sym.networks.batch_norm import gathered, ranks, summed, together
 
 # Seconds between two writings of the partial file.
 _SAVE_SECONDS = 20.0

@@ -9,14 +9,15 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from lightning_sym._distributed import on_device_of
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.landscape.walks import NetworkOutputs
-from lightning_sym.networks.batch_norm import on_device_of
-from lightning_sym.symmetry._proof import double, outputs_of
-from lightning_sym.symmetry.base import AxisGroup, Symmetry
-from lightning_sym.symmetry.canonical import canonicalize
-from lightning_sym.symmetry.matching import weight_matching
-from lightning_sym.symmetry.tracing import trace_symmetry
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.elements import AxisGroup
+from lightning_sym.symmetry.matching.weights import weight_matching
+from lightning_sym.symmetry.proof import double, outputs_of
+from lightning_sym.symmetry.trace import trace_symmetry
 
 # Pairs of units whose quartics are solved at once.
 _PAIRS = 2**18
@@ -319,9 +320,9 @@ def _best_scales(p: Tensor, r: Tensor, q: Tensor, s: Tensor, fixed: Tensor) -> t
 def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None:
     """Return the layers of hidden units, if every entry of the weight vector belongs to at most one unit."""
     structure = symmetry.structure
-    if structure.dense or structure.shifts or structure.coarse or structure.absorbed:
+    if structure.dense or structure.shifts or structure.blocks or structure.absorbed:
         return None
-    if any(len(site.axes) != 1 for site in structure.sites):
+    if any(len(site.axes) != 1 for site in structure.slots):
         return None
     if any(sum(g.size * getattr(g, kind) for g in symmetry.groups) != getattr(symmetry, kind) for kind in _FREE):
         return None

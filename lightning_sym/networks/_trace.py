@@ -105,7 +105,7 @@ class _InPlaceProxy(fx.Proxy):
 
 
 @dataclass
-class Trace:
+class TracedNetwork:
     """What tracing a network gives.
 
     Args:
@@ -148,7 +148,7 @@ class NetworkTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Trace one call, remembering its output, or the innermost module that fails."""
+        """TracedNetwork one call, remembering its output, or the innermost module that fails."""
         path = (self.submodule_paths or {}).get(m, "")
         try:
             output = super().call_module(m, forward, args, kwargs)
@@ -160,8 +160,8 @@ class NetworkTracer(fx.Tracer):
         return output
 
 
-def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, strict: bool = True) -> Trace:
-    """Trace a network and find its sites.
+def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, strict: bool = True) -> TracedNetwork:
+    """TracedNetwork a network and find its sites.
 
     In-place arithmetic (``out += x``) becomes out of place where that certainly keeps the meaning, so that
     the second half of a cut does not change what the first half returned.
@@ -205,7 +205,7 @@ def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, stric
         _erase_with_users(graph, placeholder)
     sites = _find_sites(network, graph, strict)
     _avoid_in_place(network, graph)
-    return Trace(graph, sites, tracer.outputs)
+    return TracedNetwork(graph, sites, tracer.outputs)
 
 
 def crossing_nodes(graph: fx.Graph, site: fx.Node) -> list[fx.Node]:

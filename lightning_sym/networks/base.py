@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.networks._checks import height_width
-from lightning_sym.networks._trace import Trace, crossing_nodes, cut, lower_half, trace, upper_half, with_values
+from lightning_sym.networks._trace import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 
 _PUBLIC = "lightning_sym.networks"
 M = TypeVar("M", bound=nn.Module)
@@ -281,8 +281,8 @@ class Network(nn.Module, ABC):
             whole=with_values(self, traced.graph, [node for found in crossing.values() for node in found]),
         )
 
-    def _nodes(self, sites: Sequence[str]) -> tuple[Trace, list[fx.Node]]:
-        """Trace the network and find the nodes of sites."""
+    def _nodes(self, sites: Sequence[str]) -> tuple[TracedNetwork, list[fx.Node]]:
+        """TracedNetwork the network and find the nodes of sites."""
         traced = trace(self, self.leaf_modules, strict=self._strict)
         names = list(traced.sites) if type(self).sites is Network.sites else self.sites()
         nodes = []

@@ -12,119 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_sym.networks.batch_norm import on_device_of
-from lightning_sym.symmetry._architecture import ADVICE, Architecture, digest
-from lightning_sym.symmetry._capture import copied, evaluating, state_tensors
-from lightning_sym.symmetry._proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry._structure import Site, Structure
+from lightning_sym._distributed import on_device_of
+from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
+from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
+from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
+from lightning_sym.symmetry.tracing.capture import copied, evaluating, state_tensors
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Tap:
-    """A place in the network where the units of an axis group can be watched.
-
-    Attributes:
-        module: The module whose output shows them.
-        axis: The axis of that output on which they live.
-        positions: For each unit, its position there. Shape (size,), int64.
-    """
-
-    module: str
-    axis: int
-    positions: Tensor
-
-
-@dataclass(frozen=True)
-class Occurrence:
-    """Where the units of an axis group stand in one tensor.
-
-    Attributes:
-        tensor: The name of the parameter or buffer.
-        axis: Its axis.
-        positions: For each unit, its positions on that axis (several after flattening an image). Shape
-            (size, positions per unit), int64.
-        exponent: How the unit's own first scale acts here: 1 on what it puts out, -1 on what reads it, 0 where it
-            does not act.
-        is_parameter: False for buffers.
-    """
-
-    tensor: str
-    axis: int
-    positions: Tensor
-    exponent: float
-    is_parameter: bool
-
-
-@dataclass(frozen=True)
-class AxisGroup:
-    """Units that one group element moves together, and the tensors' axes on which they stand.
-
-    Attributes:
-        name: After the first tensor in which the units stand.
-        units: The units' numbers. Shape (size,), int64.
-        cells: For each unit the number of its cell: units change places freely within a cell only. One cell, unless
-            the units belong to heads or groups. Shape (size,), int64.
-        movable: Whether units may change places at all.
-        dense: Whether any invertible matrix may mix the units of a cell.
-        scales: How many magnitudes are free per unit.
-        signs: How many signs are free per unit.
-        occurrences: Where the units stand.
-        taps: Where they can be watched.
-    """
-
-    name: str
-    units: Tensor
-    cells: Tensor
-    movable: bool
-    dense: bool
-    scales: int
-    signs: int
-    occurrences: tuple[Occurrence, ...]
-    taps: tuple[Tap, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of units."""
-        return len(self.units)
-
-    @property
-    def kind(self) -> str:
-        """What may be done to the units, in words."""
-        if self.dense:
-            return "invertible matrices"
-        parts = ["permutation"] if self.movable and self.size > int(self.cells.max()) + 1 else []
-        parts += ["scale" if self.scales == 1 else f"{self.scales} scales"] * (self.scales > 0)
-        parts += ["sign" if self.signs == 1 else f"{self.signs} signs"] * (self.signs > 0)
-        return " + ".join(parts) or "moves with its block"
-
-
-@dataclass(frozen=True)
-class Element:
-    """One element of a network's symmetry group. Scales come first, permutations second.
-
-    Attributes:
-        group: The fingerprint of the symmetry that it belongs to.
-        permutation: The new unit i is the old unit permutation[i]. Shape (units,), int64.
-        log_scale: Logarithms of the magnitudes. Shape (scales,), float64.
-        sign: +1 or -1. Shape (signs,), float64.
-        dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
-        shift: For each free shift, the vector that is added to its biases. Each of shape (channels,), float64.
-    """
-
-    group: str
-    permutation: Tensor
-    log_scale: Tensor
-    sign: Tensor
-    dense: tuple[Tensor, ...] = ()
-    shift: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Action:
-    """What an element does to each site."""
+    """What an element does to each slot."""
 
     source: Ints
     scale: Floats
@@ -200,9 +101,9 @@ class Symmetry:
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
         self.fingerprint = digest(self.architecture.text, structure)
         self._proven: dict[str, float] = {}
-        self._sites_of: dict[str, list[int]] = {}
-        for index, site in enumerate(structure.sites):
-            self._sites_of.setdefault(site.tensor, []).append(index)
+        self._slots_of: dict[str, list[int]] = {}
+        for index, slot in enumerate(structure.slots):
+            self._slots_of.setdefault(slot.tensor, []).append(index)
         self._dense_cells = {tuple(cell.tolist()): index for index, cell in enumerate(structure.dense)}
         self.groups: tuple[AxisGroup, ...] = tuple(self._axis_groups(modules))
 
@@ -210,13 +111,13 @@ class Symmetry:
 
     def _axis_groups(self, modules: dict[str, str]) -> Iterator[AxisGroup]:
         structure = self.structure
-        starts = np.array([site.offset for site in structure.sites], np.int64)
+        starts = np.array([slot.offset for slot in structure.slots], np.int64)
         forms = structure.magnitudes
         dense = {int(unit) for cell in structure.dense for unit in cell}
         names: set[str] = set()
-        for index, units in enumerate(structure.types):
+        for index, units in enumerate(structure.orbits):
             columns = structure.columns[index]
-            site_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
+            slot_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
             occurrences = []
             table = structure.scale_table[index]
             first = (
@@ -224,16 +125,16 @@ class Symmetry:
                 if table.shape[1] and columns.shape[1]
                 else np.zeros(columns.shape[1])
             )
-            for site_index, exponent in dict.fromkeys(zip(site_of.tolist(), first.tolist(), strict=True)):
-                site = structure.sites[site_index]
-                at = columns[:, (site_of == site_index) & (first == exponent)]
+            for slot_index, exponent in dict.fromkeys(zip(slot_of.tolist(), first.tolist(), strict=True)):
+                slot = structure.slots[slot_index]
+                at = columns[:, (slot_of == slot_index) & (first == exponent)]
                 occurrences.append(
                     Occurrence(
-                        site.tensor,
-                        site.axes[0] if site.axes else 0,
-                        torch.from_numpy(np.ascontiguousarray(at - site.offset)),
+                        slot.tensor,
+                        slot.axes[0] if slot.axes else 0,
+                        torch.from_numpy(np.ascontiguousarray(at - slot.offset)),
                         exponent,
-                        site.tensor in self.parameter_names,
+                        slot.tensor in self.parameter_names,
                     )
                 )
             taps = [
@@ -251,7 +152,7 @@ class Symmetry:
             yield AxisGroup(
                 name=name,
                 units=torch.from_numpy(units),
-                cells=torch.from_numpy(structure.fine[index]),
+                cells=torch.from_numpy(structure.cells[index]),
                 movable=structure.movable[index],
                 dense=int(units[0]) in dense,
                 scales=structure.scale_table[index].shape[1],
@@ -292,11 +193,11 @@ class Symmetry:
         dense = {int(unit) for cell in self.structure.dense for unit in cell}
         total = 0.0
         for units, cells, movable in zip(
-            self.structure.types, self.structure.fine, self.structure.movable, strict=True
+            self.structure.orbits, self.structure.cells, self.structure.movable, strict=True
         ):
             if movable and int(units[0]) not in dense:
                 total += sum(math.lgamma(count + 1) for count in np.bincount(cells))
-        total += sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.coarse)
+        total += sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
         return total / math.log(10)
 
     @property
@@ -309,7 +210,7 @@ class Symmetry:
         """Return one row per axis group: what `print(symmetry)` shows, as data."""
         rows = []
         for index, group in enumerate(self.groups):
-            cells = np.bincount(self.structure.fine[index])
+            cells = np.bincount(self.structure.cells[index])
             count = 0.0 if group.dense or not group.movable else sum(math.lgamma(n + 1) for n in cells) / math.log(10)
             shared = np.unique(self.structure.scale_table[index])
             rows.append(
@@ -350,7 +251,7 @@ class Symmetry:
             f"{len(self.groups)} axis groups, {self.units} units: 10^{self.log10_permutations:.1f} permutations, "
             f"{self.signs} signs, dimension {self.dimension}"
         )
-        blocks = [f"blocks that change places as wholes: {len(b)} of {b.shape[1]} units" for b in self.structure.coarse]
+        blocks = [f"blocks that change places as wholes: {len(b)} of {b.shape[1]} units" for b in self.structure.blocks]
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
             []
@@ -428,7 +329,7 @@ class Symmetry:
             dense.append(matrix)
         # Inside dense cells, the matrices do it all.
         for table, numbers, neutral in ((structure.scale_table, log_scale, 0.0), (structure.sign_table, sign, 1.0)):
-            for units, own in zip(structure.types, table, strict=True):
+            for units, own in zip(structure.orbits, table, strict=True):
                 if inside[units[0]]:
                     numbers[torch.from_numpy(own.ravel())] = neutral
         shift = tuple(
@@ -442,7 +343,7 @@ class Symmetry:
         structure = self.structure
         permutation = np.arange(self.units)
         dense = {int(cell[0]) for cell in structure.dense}
-        for units, cells, movable in zip(structure.types, structure.fine, structure.movable, strict=True):
+        for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
             if not movable or int(units[0]) in dense:
                 continue
             draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
@@ -455,7 +356,7 @@ class Symmetry:
                 permutation[shuffled] = shuffled[after]
             else:
                 permutation[units[np.lexsort((np.arange(len(units)), cells))]] = shuffled
-        for blocks in structure.coarse:
+        for blocks in structure.blocks:
             order = torch.randperm(len(blocks), generator=generator).numpy()
             within = permutation.copy()
             if cycles:
@@ -483,7 +384,7 @@ class Symmetry:
         """Rename generators of the permuted network to those of the network before: what unit p[j] has, j had."""
         result = numbers.clone()
         local = self._local
-        for units, table in zip(self.structure.types, tables, strict=True):
+        for units, table in zip(self.structure.orbits, tables, strict=True):
             if table.shape[1]:
                 old = table[local[permutation[units]]]
                 result[torch.from_numpy(old)] = numbers[torch.from_numpy(table)]
@@ -491,9 +392,9 @@ class Symmetry:
 
     @cached_property
     def _local(self) -> Ints:
-        """For each unit, its place in its type."""
+        """For each unit, its place in its orbit."""
         local = np.zeros(self.units, np.int64)
-        for units in self.structure.types:
+        for units in self.structure.orbits:
             local[units] = np.arange(len(units))
         return local
 
@@ -512,9 +413,9 @@ class Symmetry:
         action = self._action(second)
         source = self._action(first).source
         for index, (places, size) in enumerate(self.structure.shifts):
-            site = self.structure.sites[places[-1]]
-            at = slice(site.offset, site.offset + size)
-            old = torch.from_numpy(source[at] - site.offset)
+            slot = self.structure.slots[places[-1]]
+            at = slice(slot.offset, slot.offset + size)
+            old = torch.from_numpy(source[at] - slot.offset)
             later = torch.zeros(size, dtype=torch.float64)
             later[old] = torch.from_numpy(action.scale[at]) * first.shift[index][old] + second.shift[index]
             shift.append(later)
@@ -543,9 +444,9 @@ class Symmetry:
         action = self._action(element)
         shift = []
         for index, (places, size) in enumerate(self.structure.shifts):
-            site = self.structure.sites[places[-1]]
-            at = slice(site.offset, site.offset + size)
-            old = torch.from_numpy(action.source[at] - site.offset)
+            slot = self.structure.slots[places[-1]]
+            at = slice(slot.offset, slot.offset + size)
+            old = torch.from_numpy(action.source[at] - slot.offset)
             shift.append((-element.shift[index] / torch.from_numpy(action.scale[at]))[old])
         return Element(
             self.fingerprint,
@@ -568,7 +469,7 @@ class Symmetry:
         source = np.arange(total)
         permutation = element.permutation.numpy()
         local = self._local
-        for units, columns in zip(structure.types, structure.columns, strict=True):
+        for units, columns in zip(structure.orbits, structure.columns, strict=True):
             new = permutation[units]
             if not np.array_equal(new, units):
                 source[columns] = columns[local[new]]
@@ -625,14 +526,14 @@ class Symmetry:
             if inplace:
                 if optimizer is not None:
                     self._carry(optimizer, old, element, action)
-                for name in self._sites_of:
+                for name in self._slots_of:
                     old[name].copy_(
                         self._moved(old[name], name, element, action, scratch=scratch, added=added.get(name))
                     )
                 return network
             # The copy gets its new tensors at once, instead of copies of the old ones.
             made: dict[int, Any] = {}
-            for name in self._sites_of:
+            for name in self._slots_of:
                 tensor = self._moved(old[name], name, element, action, scratch=scratch, added=added.get(name))
                 if type(old[name]) is nn.Parameter:
                     tensor = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
@@ -651,7 +552,7 @@ class Symmetry:
         added = self._added(tensors, action)
         return {
             name: self._moved(tensor, name, element, action, scratch=scratch, shifted=shifts, added=added.get(name))
-            if name in self._sites_of
+            if name in self._slots_of
             else tensor
             for name, tensor in tensors.items()
         }
@@ -699,22 +600,22 @@ class Symmetry:
         added: Tensor | None = None,
     ) -> Tensor:
         """Return what becomes of one tensor (of weights; of their gradients with power -1, of squares with -2)."""
-        sites = [self.structure.sites[index] for index in self._sites_of[name]]
+        slots = [self.structure.slots[index] for index in self._slots_of[name]]
         result = tensor.detach()
         if added is not None:
             result = result + added
-        for site in sites:
-            if site.offset in self._dense_places:
-                result = self._mixed(result, site, element)
-        joint = next((site for site in sites if len(site.axes) == 2), None)
+        for slot in slots:
+            if slot.offset in self._dense_places:
+                result = self._mixed(result, slot, element)
+        joint = next((slot for slot in slots if len(slot.axes) == 2), None)
         if joint is not None:
             scale = _powered(action.scale[joint.offset : joint.offset + joint.size], power)
             result = self._moved_jointly(result * self._on_axis(torch.from_numpy(scale), joint, result), joint, action)
         else:
             moves = [
-                (site.axes[0], action.source[site.offset : site.offset + site.size] - site.offset)
-                for site in sites
-                if site.axes and action.moved[site.offset : site.offset + site.size].any()
+                (slot.axes[0], action.source[slot.offset : slot.offset + slot.size] - slot.offset)
+                for slot in slots
+                if slot.axes and action.moved[slot.offset : slot.offset + slot.size].any()
             ]
             for axis, source in moves[:-1]:
                 result = scratch.select(result, axis, source)
@@ -723,21 +624,21 @@ class Symmetry:
                 result = result.index_select(axis, torch.from_numpy(source).to(result.device))
         if result.data_ptr() == tensor.data_ptr():
             result = result.clone()
-        for site in sites:
-            if site is joint:
+        for slot in slots:
+            if slot is joint:
                 continue
-            at = slice(site.offset, site.offset + site.size)
+            at = slice(slot.offset, slot.offset + slot.size)
             scale = action.scale[action.source[at]]
-            if site.kind == "variance" and shifted:
-                square = self._on_axis(torch.from_numpy(scale**2), site, result)
-                result.add_(site.epsilon).mul_(square).sub_(site.epsilon)
+            if slot.kind == "variance" and shifted:
+                square = self._on_axis(torch.from_numpy(scale**2), slot, result)
+                result.add_(slot.epsilon).mul_(square).sub_(slot.epsilon)
             elif not np.all(scale == 1):
-                result.mul_(self._on_axis(torch.from_numpy(_powered(scale, power)), site, result))
+                result.mul_(self._on_axis(torch.from_numpy(_powered(scale, power)), slot, result))
         if shifted and self.structure.shifts:
             for index in self._shifts_of.get(name, ()):
                 places = self.structure.shifts[index][0]
-                site = next(s for s in map(self.structure.sites.__getitem__, places) if s.tensor == name)
-                source = action.source[site.offset : site.offset + site.size] - site.offset
+                slot = next(s for s in map(self.structure.slots.__getitem__, places) if s.tensor == name)
+                source = action.source[slot.offset : slot.offset + slot.size] - slot.offset
                 result.add_(element.shift[index][torch.from_numpy(source)].to(result))
         return result
 
@@ -745,10 +646,10 @@ class Symmetry:
         """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
         added: dict[str, Tensor] = {}
         for bias, weight, axis, offset in self.structure.absorbed:
-            site = next((s for s in self.structure.sites if s.tensor == weight and s.axes == (axis,)), None)
-            if site is None or weight not in tensors:
+            slot = next((s for s in self.structure.slots if s.tensor == weight and s.axes == (axis,)), None)
+            if slot is None or weight not in tensors:
                 continue
-            flipped = torch.from_numpy(action.scale[site.offset : site.offset + site.size] < 0)
+            flipped = torch.from_numpy(action.scale[slot.offset : slot.offset + slot.size] < 0)
             if flipped.any():
                 columns = tensors[weight].detach()
                 columns = columns.flatten(2).sum(2) if columns.ndim > 2 else columns
@@ -760,21 +661,21 @@ class Symmetry:
         """By tensor: which shifts are added to it."""
         found: dict[str, list[int]] = {}
         for index, (places, _) in enumerate(self.structure.shifts):
-            for site in places:
-                found.setdefault(self.structure.sites[site].tensor, []).append(index)
+            for slot in places:
+                found.setdefault(self.structure.slots[slot].tensor, []).append(index)
         return found
 
     @staticmethod
-    def _on_axis(vector: Tensor, site: Site, tensor: Tensor) -> Tensor:
+    def _on_axis(vector: Tensor, slot: Slot, tensor: Tensor) -> Tensor:
         shape = [1] * tensor.ndim
-        for axis, size in zip(site.axes, site.shape, strict=True):
+        for axis, size in zip(slot.axes, slot.shape, strict=True):
             shape[axis] = size
         return vector.reshape(shape).to(tensor)
 
-    def _moved_jointly(self, tensor: Tensor, joint: Site, action: _Action) -> Tensor:
+    def _moved_jointly(self, tensor: Tensor, joint: Slot, action: _Action) -> Tensor:
         """Move the weight of a grouped convolution: which channel the second axis means depends on the first."""
         rows = next(
-            self.structure.sites[i] for i in self._sites_of[joint.tensor] if self.structure.sites[i].axes == (0,)
+            self.structure.slots[i] for i in self._slots_of[joint.tensor] if self.structure.slots[i].axes == (0,)
         )
         at = slice(rows.offset, rows.offset + rows.size)
         row = action.source[at] - rows.offset
@@ -793,42 +694,42 @@ class Symmetry:
 
     def _permutation_of(self, action: _Action) -> Ints:
         unit_at = np.full(len(action.source), -1)
-        for site in self.structure.sites:
-            if len(site.axes) < 2:
-                unit_at[site.offset : site.offset + site.size] = site.unit.ravel()
+        for slot in self.structure.slots:
+            if len(slot.axes) < 2:
+                unit_at[slot.offset : slot.offset + slot.size] = slot.unit.ravel()
         permutation = np.arange(self.units)
-        for units, columns in zip(self.structure.types, self.structure.columns, strict=True):
+        for units, columns in zip(self.structure.orbits, self.structure.columns, strict=True):
             permutation[units] = unit_at[action.source[columns[:, 0]]]
         return permutation
 
-    def _mixed(self, tensor: Tensor, site: Site, element: Element) -> Tensor:
+    def _mixed(self, tensor: Tensor, slot: Slot, element: Element) -> Tensor:
         """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
-        for cells, positions, read in self._dense_places.get(site.offset, ()):
+        for cells, positions, read in self._dense_places.get(slot.offset, ()):
             matrices = torch.stack([element.dense[cell] for cell in cells])
             matrices = (torch.linalg.inv(matrices).mT if read else matrices).to(tensor)
-            moved = tensor.movedim(site.axes[0], 0).clone(memory_format=torch.contiguous_format)
+            moved = tensor.movedim(slot.axes[0], 0).clone(memory_format=torch.contiguous_format)
             for at in positions:  # (cells, size)
                 index = torch.from_numpy(at.ravel()).to(tensor.device)
                 old = moved.index_select(0, index).reshape(*at.shape, -1)
                 moved.index_copy_(0, index, torch.bmm(matrices, old).reshape(len(index), *moved.shape[1:]))
-            tensor = moved.movedim(0, site.axes[0])
+            tensor = moved.movedim(0, slot.axes[0])
         return tensor
 
     @cached_property
     def _dense_places(self) -> dict[int, list[tuple[list[int], list[Ints], bool]]]:
-        """By site: which dense cells of one size stand there, where, and whether they are read (or put out)."""
+        """By slot: which dense cells of one size stand there, where, and whether they are read (or put out)."""
         structure = self.structure
         found: dict[tuple[int, bool, int, int], list[tuple[int, Ints]]] = {}
-        starts = np.array([site.offset for site in structure.sites], np.int64)
-        type_of = {int(unit): index for index, units in enumerate(structure.types) for unit in units}
+        starts = np.array([slot.offset for slot in structure.slots], np.int64)
+        type_of = {int(unit): index for index, units in enumerate(structure.orbits) for unit in units}
         for cell_index, cell in enumerate(structure.dense):
             own_type = type_of[int(cell[0])]
             columns = structure.columns[own_type][self._local[cell]]
-            site_of = np.searchsorted(starts, columns[0], side="right") - 1
+            slot_of = np.searchsorted(starts, columns[0], side="right") - 1
             exponent = structure.magnitudes.data[structure.magnitudes.indptr[columns[0]]]
-            for site_index, read in dict.fromkeys(zip(site_of.tolist(), (exponent < 0).tolist(), strict=True)):
-                offset = structure.sites[site_index].offset
-                at = columns[:, (site_of == site_index) & ((exponent < 0) == read)] - offset
+            for slot_index, read in dict.fromkeys(zip(slot_of.tolist(), (exponent < 0).tolist(), strict=True)):
+                offset = structure.slots[slot_index].offset
+                at = columns[:, (slot_of == slot_index) & ((exponent < 0) == read)] - offset
                 found.setdefault((offset, read, own_type, len(cell)), []).append((cell_index, at))
         places: dict[int, list[tuple[list[int], list[Ints], bool]]] = {}
         for (offset, read, _, _), members in found.items():
@@ -851,9 +752,9 @@ class Symmetry:
             for parameter in group["params"]:
                 name = names.get(parameter)
                 state = optimizer.state.get(parameter, {})
-                if name not in self._sites_of or not state:
+                if name not in self._slots_of or not state:
                     continue
-                if mixes and any(self.structure.sites[i].offset in self._dense_places for i in self._sites_of[name]):
+                if mixes and any(self.structure.slots[i].offset in self._dense_places for i in self._slots_of[name]):
                     raise ValueError(
                         f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
                         "element with mixing=False"

@@ -12,10 +12,10 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from lightning_sym.networks.batch_norm import on_device_of
-from lightning_sym.symmetry._capture import plain, state_tensors
-from lightning_sym.symmetry._proof import double
+from lightning_sym._distributed import on_device_of
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.proof import double
+from lightning_sym.symmetry.tracing.capture import plain, state_tensors
 
 # Units whose incoming weights and biases have a larger cosine are duplicates (spec 4.5).
 DUPLICATE = 1 - 1e-6
@@ -131,7 +131,7 @@ def local_dimension(
         beyond p are folded in by QR factorisation, which unlike ``J^T J`` does not square the singular values.
 
     Example:
-        >>> from lightning_sym.symmetry.tracing import trace_symmetry
+        >>> from lightning_sym.symmetry.trace import trace_symmetry
         >>> network, inputs = nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.1), nn.Linear(4, 2)), torch.randn(200, 3)
         >>> found = local_dimension(trace_symmetry(network, inputs), network, inputs)
         >>> found.nullity, found.orbit_dimension

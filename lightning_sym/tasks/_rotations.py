@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.layers import FixedMap, Port
-from lightning_sym.stitching import CutNetwork, PlantedStitches
+from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, Port
 from lightning_sym.symmetry import Element
 
 # Relative to the largest output. Rounding alone stays far below, a wrong matrix is far above.
@@ -103,7 +102,7 @@ def element_at(
             drawn = scale * torch.randn(len(cell), dtype=torch.float64, generator=generator)
             matrices[index] = (left * drawn.exp()) @ right
     if not first.dense:  # there the matrices do it all
-        place = next(place for place in structure.sites if place.tensor == probe and place.axes == (1,))
+        place = next(place for place in structure.slots if place.tensor == probe and place.axes == (1,))
         rows = slice(place.offset, place.offset + place.size)
         columns, powers = _generators(structure.magnitudes[rows])
         drawn = scale * torch.randn(len(columns), dtype=torch.float64, generator=generator) - scale**2 / 2

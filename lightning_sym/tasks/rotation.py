@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sym._random import generator
-from lightning_sym.layers import FixedMap, IdentityMap, Port, StitchingMap
-from lightning_sym.stitching import CutNetwork, StitchedNetwork
+from lightning_sym.stitching import CutNetwork, FixedMap, IdentityMap, Port, StitchedNetwork, StitchingMap
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import example_input
 from lightning_sym.tasks._rotations import random_orthogonal, rotate_by_group

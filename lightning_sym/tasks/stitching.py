@@ -14,11 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym._distributed import together
 from lightning_sym._random import derive_seed, seeded
-from lightning_sym.layers import FeatureMoments, Port, StitchingMap, stitching_map
 from lightning_sym.networks import Network
-from lightning_sym.networks.batch_norm import together
-from lightning_sym.stitching import BatchNormMode, CutNetwork, Ports, StitchedNetwork
+from lightning_sym.stitching import (
+    BatchNormMode,
+    CutNetwork,
+    FeatureMoments,
+    Port,
+    Ports,
+    StitchedNetwork,
+    StitchingMap,
+    stitching_map,
+)
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_two
 from lightning_sym.zoo import ModelZoo
@@ -76,8 +84,8 @@ class StitchingTask(BranchTask):
         sites: ``"all"``: the same site in both members, each of them. A list of names: these. A list of pairs of names:
             lower and upper site. ``"any"``: every site of the lower with every site of the upper member where
             positions and ports fit.
-        maps: Families: names for :func:`lightning_sym.layers.stitching_map`, or anything that makes a
-            :class:`lightning_sym.layers.StitchingMap` from a :class:`lightning_sym.layers.Port` (in YAML
+        maps: Families: names for :func:`lightning_sym.stitching.stitching_map`, or anything that makes a
+            :class:`lightning_sym.stitching.StitchingMap` from a :class:`lightning_sym.stitching.Port` (in YAML
             ``class_path`` and ``init_args`` of a class). Default full, of rank 1, 2 and 4, the intertwiner group, and
             the identity without training where widths are equal.
         target_zoo: Folder of the zoo that upper parts come from; its networks may be of another architecture.

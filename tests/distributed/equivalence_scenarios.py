@@ -14,8 +14,8 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from scenarios import Scenarios, parallel, paths
 
-from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import EquivalencePlane, PlaneGrid
+from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.landscape import LossSurface
 from lightning_sym.networks import MultiLayerPerceptron

@@ -12,8 +12,8 @@ from pytorch_lightning import Callback, Trainer
 from scenarios import Scenarios, paths
 from torch import nn
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule, Quadrant
 from lightning_sym.networks import Network, RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, multiprocessing, nn
 
+from lightning_sym.connectivity import barrier
 from lightning_sym.networks import MyrtleCNN, Network, recalibrate_batch_norm
-from lightning_sym.symmetry import barrier
 
 # Which of five batches each of two ranks has, by the name of the sharing.
 SHARES = {"even": [[0, 2], [1, 3]], "uneven": [[0, 2, 3, 4], [1]], "all on one": [[], [0, 1, 2, 3, 4]]}

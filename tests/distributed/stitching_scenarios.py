@@ -16,7 +16,7 @@ from scenarios import Scenarios, parallel, paths
 
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.layers import FullMap
+from lightning_sym.stitching import FullMap
 from lightning_sym.tasks import StitchingTask
 
 

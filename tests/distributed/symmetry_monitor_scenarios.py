@@ -14,8 +14,8 @@ import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import SymmetryMonitor
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask

@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_sym.connectivity import merge
 from lightning_sym.networks import CIFARResNet, CIFARResNet18, LeNet5, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.symmetry import (
     ActivationMoments,
     activation_matching,
     canonicalize,
-    merge,
     orbit_distance,
     parameter_distance,
     trace_symmetry,
     weight_matching,
 )
-from lightning_sym.symmetry._descent import Descent
-from lightning_sym.symmetry._refinement import best_factors
-from lightning_sym.symmetry.distance import lower_bound
+from lightning_sym.symmetry.matching.coordinate_descent import Descent
+from lightning_sym.symmetry.matching.distance import lower_bound
+from lightning_sym.symmetry.matching.magnitudes import best_factors
 
 # Rounding in float64, after gauges that are found by iteration.
 EXACT = 1e-10

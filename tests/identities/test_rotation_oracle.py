@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lightning_sym.layers import FixedMap
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
+from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, StitchedNetwork
 from lightning_sym.tasks._rotations import element_at, random_orthogonal, rotate_by_group
 
 # Float64 rounding, through scales of up to a factor of 20 or so.

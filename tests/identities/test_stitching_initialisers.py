@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sym.layers import (
+from lightning_sym.stitching import (
     AssignmentMap,
     FeatureMoments,
     FullMap,

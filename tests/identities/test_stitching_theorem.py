@@ -7,7 +7,6 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from lightning_sym.layers import FeatureMoments, Port, StitchingMap
 from lightning_sym.networks import (
     CIFARResNet,
     CIFARResNet18,
@@ -17,7 +16,7 @@ from lightning_sym.networks import (
     Network,
     TorchvisionNetwork,
 )
-from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
+from lightning_sym.stitching import CutNetwork, FeatureMoments, PlantedStitches, Port, StitchedNetwork, StitchingMap
 
 torch.set_num_threads(1)
 EXACT = 1e-10  # of float64, relative to the largest logit; measured values are below 1e-13

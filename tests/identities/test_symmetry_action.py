@@ -32,7 +32,7 @@ from lightning_sym.networks import (
     TorchvisionNetwork,
 )
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.tracing import trace_symmetry
+from lightning_sym.symmetry.trace import trace_symmetry
 
 torch.set_num_threads(1)
 

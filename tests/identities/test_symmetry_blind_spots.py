@@ -16,7 +16,8 @@ from symmetry_family_cases import EXACT, L, Program, difference, evaluate, of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.symmetry import register_rule, rules, trace_symmetry
+from lightning_sym.symmetry import register_rule, trace_symmetry
+from lightning_sym.symmetry.tracing import rules
 
 torch.set_num_threads(1)
 

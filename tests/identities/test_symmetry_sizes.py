@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_sym.networks import CIFARResNet, CIFARResNet18, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.tracing import trace_symmetry
+from lightning_sym.symmetry.trace import trace_symmetry
 
 torch.set_num_threads(1)
 

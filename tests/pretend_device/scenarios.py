@@ -30,8 +30,6 @@ from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 
 import lightning_sym
-from lightning_sym._checkpoints import RunCheckpoint
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
     EquivalencePlane,
@@ -45,9 +43,11 @@ from lightning_sym.callbacks import (
     ZooExport,
     ZooReport,
 )
+from lightning_sym.cli.checkpoints import RunCheckpoint
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule, Quadrant
-from lightning_sym.layers import STITCHING_MAPS
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwork
+from lightning_sym.stitching import STITCHING_MAPS
 from lightning_sym.tasks import EquivalenceTask, EquivarianceTask, MatchingTask, RotationTask, StitchingTask, ZooTask
 from lightning_sym.zoo import rebuild_manifest, write_member
 

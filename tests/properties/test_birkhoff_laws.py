@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from lightning_sym.layers import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
+from lightning_sym.stitching import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
 
 torch.set_num_threads(1)
 LAW = settings(max_examples=30, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sym.symmetry.tracing import trace_symmetry
+from lightning_sym.symmetry.trace import trace_symmetry
 
 torch.set_num_threads(1)
 LAW = settings(max_examples=30, deadline=None, derandomize=True)

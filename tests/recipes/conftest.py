@@ -101,7 +101,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Built:
     ) -> None:
         seen.trainer, seen.model, seen.data = trainer, model, datamodule
 
-    monkeypatch.setattr("lightning_sym._lightning_cli.make", lambda *_: None)  # what a recipe requires
+    monkeypatch.setattr("lightning_sym.cli.lightning.make", lambda *_: None)  # what a recipe requires
     for command in ("fit", "validate", "test", "predict"):
         # With the signature of the real one, from which the command line takes its options.
         real = getattr(Trainer, command)

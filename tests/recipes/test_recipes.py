@@ -122,7 +122,7 @@ def without_another_process(monkeypatch):
             warnings.filterwarnings("ignore", "The learning rate comes to its lowest")  # a trial is one epoch
             assert main(["fit", "--config", requirement.recipe, *options]) == 0
 
-    monkeypatch.setattr("lightning_sym._requirements._run", run)
+    monkeypatch.setattr("lightning_sym.cli.requirements._run", run)
 
 
 @pytest.mark.usefixtures("without_another_process")

@@ -8,8 +8,8 @@ import torch
 from interruption import Interrupt, assert_same
 from pytorch_lightning import Trainer
 
-from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import EquivalencePlane, PlaneGrid, equivalence_plane
+from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.landscape import LossSurface
 from lightning_sym.networks import MultiLayerPerceptron

@@ -9,8 +9,8 @@ import torch
 from interruption import Interrupt, assert_same
 from pytorch_lightning import Trainer
 
-from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DigitsDataModule, Quadrant
 from lightning_sym.networks import RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask

@@ -7,8 +7,8 @@ import torch
 from interruption import Interrupt, assert_same
 from pytorch_lightning import Trainer
 
-from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import MatchingReport
+from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.tasks import MatchingTask
 

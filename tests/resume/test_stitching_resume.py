@@ -8,8 +8,8 @@ import torch
 from interruption import Interrupt, assert_same
 from pytorch_lightning import Trainer
 
-from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import BatchNormRecalibration
+from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MyrtleCNN
 from lightning_sym.tasks import StitchingTask

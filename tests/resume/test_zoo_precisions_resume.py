@@ -9,8 +9,8 @@ from interruption import Interrupt, assert_same
 from pytorch_lightning import Trainer
 from torch import nn
 
-from lightning_sym._checkpoints import RunCheckpoint
 from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import Network
 from lightning_sym.tasks import ZooTask

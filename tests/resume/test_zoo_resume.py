@@ -77,7 +77,7 @@ import json, os, sys
 import sklearn.datasets
 import torch.utils.tensorboard
 from lightning_sym.cli import main
-import lightning_sym._lightning_cli
+import lightning_sym.cli.lightning
 torch.set_num_threads(1)
 statuses = []
 for kill, args in json.loads(sys.argv[1]):

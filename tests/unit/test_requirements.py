@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from jsonargparse import Namespace
 
-from lightning_sym import _requirements
-from lightning_sym._requirements import Requirement, find_requirements, make, redirect
+from lightning_sym.cli import requirements
+from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
 
 
 def settings(folder: object = "runs/a/zoo", **trainer: object) -> Namespace:
@@ -50,7 +50,7 @@ def calls(monkeypatch):
                 (folder / "member-0000.safetensors").touch()
             return Process.status
 
-    monkeypatch.setattr(_requirements.subprocess, "Popen", Process)
+    monkeypatch.setattr(requirements.subprocess, "Popen", Process)
     return seen, Process
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.layers import FullMap, Port
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork, stitch_ports
+from lightning_sym.stitching import CutNetwork, FullMap, PlantedStitches, Port, StitchedNetwork, stitch_ports
 
 torch.set_num_threads(1)
 

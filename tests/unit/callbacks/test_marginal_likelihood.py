@@ -11,9 +11,9 @@ from pytorch_lightning import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.callbacks.marginal_likelihood import _short
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter_groups
 from lightning_sym.datamodules import DigitsDataModule, InputDataModule
 from lightning_sym.layers import ResidualPathways

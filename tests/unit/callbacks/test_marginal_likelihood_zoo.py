@@ -10,8 +10,8 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from torch import nn
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import MarginalLikelihood
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter_groups
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, Network

@@ -12,11 +12,11 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import MatchingReport
+from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.connectivity import barrier
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.symmetry import barrier
 from lightning_sym.tasks import MatchingTask, ZooTask
 from lightning_sym.zoo import rebuild_manifest, write_member
 

@@ -11,9 +11,9 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import RotationPenalty
 from lightning_sym.callbacks.rotation_penalty import _interval
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import RotationTask, ZooTask

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import SymmetryMonitor
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.figures import symmetry_curves
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN

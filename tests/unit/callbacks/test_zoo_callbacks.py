@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sym._files
-from lightning_sym._metrics_csv import MetricsCSV
 from lightning_sym.callbacks import ZooExport, ZooReport
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import ZooTask

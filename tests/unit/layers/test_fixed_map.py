@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from lightning_sym.layers import FixedMap, Port
+from lightning_sym.stitching import FixedMap, Port
 
 MATRIX = torch.tensor([[0.0, 1.0, -1.0], [2.0, 0.0, 0.5]])
 

@@ -6,15 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sym.layers import (
-    AssignmentMap,
-    GroupMap,
-    Port,
-    SoftSortMap,
-    _group_maps,
-    nearest_permutation,
-    stitching_map,
-)
+from lightning_sym.stitching import AssignmentMap, GroupMap, Port, SoftSortMap, nearest_permutation, stitching_map
+from lightning_sym.stitching.maps import group_maps
 
 WIDTH = 5
 RELU = Port(WIDTH, WIDTH, scales=True)
@@ -163,7 +156,7 @@ def test_a_stale_assignment_in_a_checkpoint_is_recomputed():
 
 def test_rounding_is_not_repeated(monkeypatch):
     calls = []
-    monkeypatch.setattr(_group_maps, "nearest_permutation", lambda m: calls.append(1) or nearest_permutation(m))
+    monkeypatch.setattr(group_maps, "nearest_permutation", lambda m: calls.append(1) or nearest_permutation(m))
     stitch = GroupMap(RELU)
     stitch.mode = "hard"
     for _ in range(3):

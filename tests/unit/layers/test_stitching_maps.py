@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lightning_sym.layers import (
+from lightning_sym.stitching import (
     STITCHING_MAPS,
     AssignmentMap,
     FeatureMoments,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._distributed import device_of, wide
 from lightning_sym.networks import (
     CIFARResNet,
     MyrtleCNN,
@@ -13,7 +14,6 @@ from lightning_sym.networks import (
     preserved_statistics,
     recalibrate_batch_norm,
 )
-from lightning_sym.networks.batch_norm import device_of, wide
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sym.connectivity import Barrier, average, barrier, interpolate
+from lightning_sym.connectivity.interpolation import curve_losses
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, batch_norms, recalibrate_batch_norm
-from lightning_sym.symmetry import Barrier, average, barrier, interpolate
-from lightning_sym.symmetry.interpolation import curve_losses
 
 torch.set_num_threads(1)
 

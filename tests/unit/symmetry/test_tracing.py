@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from lightning_sym.symmetry import rules
-from lightning_sym.symmetry.rules import register_rule
-from lightning_sym.symmetry.tracing import trace_symmetry
+from lightning_sym.symmetry.trace import trace_symmetry
+from lightning_sym.symmetry.tracing import rules
+from lightning_sym.symmetry.tracing.rules import register_rule
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ import torch
 from pytorch_lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sym.connectivity import barrier
 from lightning_sym.datamodules import DigitsDataModule, Resized
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.symmetry import barrier
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 

@@ -8,8 +8,8 @@ import torch
 from pytorch_lightning import Trainer
 
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.layers import FixedMap, IdentityMap
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.stitching import FixedMap, IdentityMap
 from lightning_sym.tasks import MatchingTask, RotationTask
 from lightning_sym.tasks.rotation import Rotation
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member

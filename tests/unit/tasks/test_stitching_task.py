@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import DigitsDataModule, Resized
-from lightning_sym.layers import FullMap, GroupMap, Port, StitchingMap
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.stitching import CutNetwork, StitchedNetwork
+from lightning_sym.stitching import CutNetwork, FullMap, GroupMap, Port, StitchedNetwork, StitchingMap
 from lightning_sym.tasks import StitchingTask
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
@@ -597,8 +596,8 @@ def test_families_from_yaml_have_the_name_that_they_have_in_python(matching_zoo)
         "full",
         {"class_path": doubled},
         {"class_path": doubled, "init_args": {"factor": 0.5}},
-        {"class_path": "lightning_sym.layers.FullMap"},
-        {"class_path": "lightning_sym.layers.GroupMap", "init_args": {"projection": "euclidean"}},
+        {"class_path": "lightning_sym.stitching.FullMap"},
+        {"class_path": "lightning_sym.stitching.GroupMap", "init_args": {"projection": "euclidean"}},
     ]
     maps = parser.instantiate_classes(parser.parse_object({"maps": given})).maps
     names = list(StitchingTask(str(matching_zoo), maps=maps).families)

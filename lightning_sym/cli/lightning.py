@@ -1,0 +1,472 @@
+"""LightningCLI with run folders, recipes and one-line errors."""
+
+import atexit
+import inspect
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities import rank_zero_only
+from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ignore[attr-defined]
+from safetensors.torch import save as save_safetensors
+
+import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
+from lightning_sym._files import write_atomically
+from lightning_sym._text import USAGE
+from lightning_sym.callbacks import ZooExport
+from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
+from lightning_sym.cli.messages import class_at, explain, show_traceback
+from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
+
+# What follows from the data, and is linked from a datamodule into a task's network.
+_SIZES = ("in_channels", "image_size", "num_classes")
+
+
+class RecipeParser(LightningArgumentParser):
+    """A parser whose errors are one line, with the nearest valid name.
+
+    Args:
+        kwargs: Passed on.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)  # --trainer.max_epoch is a misspelling, not max_epochs
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print what was wrong and exit with status 2."""
+        if ex is not None and show_traceback():
+            raise ex
+        print(f"lightning-sym: error: {explain(message)}", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
+        raise SystemExit(2)
+
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Add an instantiator that is not told of sizes which the class it builds does not take.
+
+        jsonargparse reports every link to Lightning's instantiator, also those whose target does not exist, and that
+        would store them in the checkpoint or fail: tasks need not have a network, nor networks all sizes.
+        """
+
+        def instantiate(
+            kind: type, *values: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
+        ) -> object:
+            network = named.get("network")
+            taken = {} if network is None else inspect.signature(type(network)).parameters
+            links = {key: value for key, value in applied_instantiation_links.items() if key.split(".")[-1] in taken}
+            return instantiator(kind, *values, applied_instantiation_links=links, **named)
+
+        super().add_instantiator(instantiate, *args, **kwargs)
+
+
+class RunConfig(SaveConfigCallback):
+    """Write the settings of a command into the run folder: ``config.yaml`` of a fit, else ``config_<command>.yaml``.
+
+    ``fit --config config.yaml`` repeats the run: the file does not say that the run was resumed or that it replaced
+    another one. It is written when training can start: what is wrong with settings or data comes to light before the
+    run that is to be replaced is removed.
+
+    Args:
+        parser: Writes the settings.
+        config: The settings.
+        config_filename: Name of the file.
+        overwrite: Whether an existing file is replaced.
+        multifile: See ``SaveConfigCallback``.
+        save_to_log_dir: See ``SaveConfigCallback``.
+        replaced: Files and folders of the run that is replaced.
+    """
+
+    def __init__(
+        self,
+        parser: LightningArgumentParser,
+        config: Any,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+        replaced: Sequence[Path] = (),
+    ) -> None:
+        super().__init__(parser, config, config_filename, overwrite, multifile, save_to_log_dir)
+        self._replaced = replaced
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the settings of other commands than fit."""
+        if stage != "fit":
+            super().setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the earlier run and write the settings of this one."""
+        for path in self._replaced if trainer.is_global_zero else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        self.config = self.config.clone()
+        self.config.ckpt_path, self.config.overwrite = None, False
+        super().setup(trainer, pl_module, "fit")
+
+
+class RecipeCLI(LightningCLI):
+    """The command line of ``lightning-sym`` from ``fit`` on.
+
+    On top of LightningCLI: a run folder (``--run_dir``) that holds everything a run leaves behind, sizes linked
+    from the data into the network, ``--ckpt_path last`` that fails when there is nothing to resume, and model
+    settings of the command line that win over those of a checkpoint.
+
+    Args:
+        args: Command and options.
+    """
+
+    def __init__(self, args: Sequence[str]) -> None:
+        for name in ("pytorch_lightning", "lightning_fabric"):  # no advertisements, no list of absent devices
+            for part in ("utilities.rank_zero", "utilities.seed"):
+                logging.getLogger(f"{name}.{part}").setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", category=PossibleUserWarning)
+        # Lightning 2.6 on torch >= 2.13; nothing that a user could act on.
+        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+        # A validation split of nothing is what val_fraction 0 asks for.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+        # Going on with a run, or testing its checkpoint from another folder, is nothing to warn of.
+        warnings.filterwarnings("ignore", message="(Checkpoint directory .* is not empty|The dirpath has changed from)")
+        self._command = args[0]
+        super().__init__(
+            model_class=LightningModule,
+            datamodule_class=LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=RecipeParser,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            save_config_callback=RunConfig,
+            save_config_kwargs={"overwrite": True},
+            args=list(args),
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # there it is static
+        """Return the command that was given, alone: parsers for all four were half of the time before a run starts."""
+        return {self._command: LightningCLI.subcommands()[self._command]}
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.config = parser.parse_args(_with_resets(_with_checkpoint_settings(args, Path(folder))))
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run folder and the checkpoint, and link the data's sizes into the network."""
+        parser.add_argument(
+            "--run_dir",
+            type=str,
+            default="runs/default",
+            help="Folder for everything that the run leaves behind.",
+        )
+        parser.add_argument(
+            "--overwrite",
+            type=bool,
+            default=False,
+            help="Replace the run that run_dir holds: its logs, checkpoints, results, and members of the same numbers.",
+        )
+        parser.add_argument(
+            "--zoo_dir", type=str | None, default=None, help="Zoo that members are exported to; default run_dir/zoo."
+        )
+        parser.add_argument(
+            "--requires",
+            type=dict[str, str],
+            default={},
+            help="Recipes that make what the run needs, by the option that names its folder, for example "
+            "{model.zoo: zoo/mnist5k}; fit runs them first if the folder is not there.",
+        )
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                # Not all there are: a recipe's batch size, and so its result, is that of one.
+                "trainer.devices": 1,
+                # One file, last.ckpt, written anew after every epoch (not after validation, which comes before the
+                # epoch's end: a run resumed from there would miss what tasks do at the end of an epoch).
+                "checkpoint.filename": "last",
+                "checkpoint.enable_version_counter": False,
+                "checkpoint.save_on_train_epoch_end": True,
+                "checkpoint.auto_insert_metric_name": False,
+            }
+        )
+        for size in _SIZES:
+            parser.link_arguments(f"data.{size}", f"model.init_args.network.init_args.{size}", apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the settings as given: those of a checkpoint came first, so that the command line wins."""
+
+    @property
+    def _first_rank(self) -> bool:
+        return int(rank_zero_only.rank) == 0  # type: ignore[attr-defined]
+
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self._get(self.config, "run_dir"))
+
+    def before_instantiate_classes(self) -> None:
+        """Prepare the run folder and find the checkpoint, before anything is built."""
+        config = self.config[self.subcommand]
+        if self.subcommand != "fit" and config.get("ckpt_path") is None:
+            config.ckpt_path = "last"  # untrained weights are never what is meant
+        if config.get("ckpt_path") == "last":
+            last = self._run_dir / "checkpoints" / "last.ckpt"
+            if not last.is_file():
+                raise FileNotFoundError(
+                    f"Nothing to go on from: {last.absolute()} does not exist (the first checkpoint is written after "
+                    "the first epoch); start with lightning-sym fit without --ckpt_path, or give another --run_dir or "
+                    "a file as --ckpt_path."
+                )
+            config.ckpt_path = str(last)
+        elif config.get("ckpt_path") and not Path(config.ckpt_path).is_file():
+            raise FileNotFoundError(f"No checkpoint at {Path(config.ckpt_path).absolute()}; give a file, or last.")
+        self._required: list[Requirement] = []
+        self._trial: Path | None = None
+        if self.subcommand == "fit":
+            self._prepare_run_dir(config)
+            self._required = [found for found in find_requirements(config.requires, config) if not found.met]
+            if self._required and config.trainer.get("fast_dev_run"):
+                self._try_requirements(config)
+
+    def _try_requirements(self, config: Namespace) -> None:
+        """Let a trial of this run try what it requires too, in a folder that is removed when the process ends."""
+        self._trial = Path(tempfile.mkdtemp(prefix="lightning-sym-"))
+        atexit.register(shutil.rmtree, self._trial, ignore_errors=True)
+        folders = [self._trial / str(number) for number in range(len(self._required))]
+        for requirement, folder in zip(self._required, folders, strict=True):
+            redirect(config, requirement.option, folder)
+        self._required = [
+            replace(requirement, folder=folder) for requirement, folder in zip(self._required, folders, strict=True)
+        ]
+
+    def _earlier_run(self) -> list[Path]:
+        """Return what earlier commands left in the run folder; the zoo is no part of it.
+
+        Event files alone are none: a fit that failed before it started leaves one.
+        """
+        commands = ("", "_validate", "_test", "_predict")
+        names = [f"config{command}.yaml" for command in commands]
+        names += [*(f"metrics{command}.csv" for command in commands), "checkpoints", "results"]
+        paths = [path for path in (self._run_dir / name for name in names) if path.exists()]
+        logs = [self._run_dir / "hparams.yaml", *self._run_dir.glob("events.out.tfevents.*")]
+        return [*paths, *logs] if paths else []
+
+    def _prepare_run_dir(self, config: Any) -> None:
+        if not self._first_rank or config.trainer.get("fast_dev_run"):
+            return
+        run_dir = self._run_dir
+        earlier = [] if config.get("ckpt_path") else self._earlier_run()
+        if earlier and not config.overwrite:
+            raise ValueError(
+                f"{run_dir} already holds a run; go on with it (--ckpt_path last), put this one elsewhere "
+                "(--run_dir FOLDER), or replace it (--overwrite true)."
+            )
+        if earlier and not earlier[0].name.startswith("config"):
+            # Without the file that every run has, a folder called results may be anything.
+            raise ValueError(
+                f"{run_dir} holds {earlier[0].name}, but no config.yaml as a run does, and is not replaced; choose "
+                "another folder (--run_dir FOLDER), or delete what is there."
+            )
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=run_dir):
+                pass
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"The run folder {run_dir.absolute()} cannot be written to ({error.strerror}); choose another one with "
+                "--run_dir",
+            ) from None
+
+    def after_instantiate_classes(self) -> None:
+        """Check sizes that were given, and let members be replaced where the run is."""
+        self._check_sizes()
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ZooExport):
+                callback.overwrite |= self._get(self.config, "overwrite")
+                callback.dirpath = self._get(self.config, "zoo_dir") or callback.dirpath
+
+    def _check_sizes(self) -> None:
+        """Check that sizes follow from the data also where they were given: those of the data are used."""
+        network = (self._get(self.config, "model").get("init_args") or {}).get("network")
+        if not isinstance(network, Namespace) or (kind := class_at(network.get("class_path", ""))) is None:
+            return
+        for name in _SIZES:
+            given, follows = network.init_args.get(name), getattr(self.datamodule, name, None)
+            parameter = inspect.signature(kind).parameters.get(name)
+            if parameter is None or follows is None or given in (None, parameter.default):
+                continue
+            if given != follows and (given, given) != follows:
+                raise ValueError(
+                    f"model.network.{name} is set to {given}, but follows from the data: {follows} with "
+                    f"{type(self.datamodule).__name__}; leave it out, or choose data that fit."
+                )
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Make what the run requires and run the command.
+
+        If it fails, the processes that it started, which would wait for this one, are ended.
+        """
+        for requirement in self._required:
+            make(requirement, self._get(self.config, "trainer"), self._trial)
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception:
+            kill = getattr(self.trainer.strategy.launcher, "kill", None)
+            if kill is not None:
+                kill(signal.SIGTERM)
+            raise
+
+    def predict(self, **kwargs: Any) -> None:
+        """Run ``Trainer.predict`` and write what the task returns to ``results/predictions.safetensors``.
+
+        Raises:
+            ValueError: If there are several processes, each of which would see a share of the images.
+        """
+        if self.trainer.world_size > 1:
+            raise ValueError(f"predict runs in one process, got {self.trainer.world_size}; set --trainer.devices 1.")
+        batches = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        tensors = [batch.cpu() for batch in batches or [] if isinstance(batch, torch.Tensor)]
+        if not tensors or len(tensors) < len(batches or []):
+            return  # fast_dev_run, or a task whose callbacks take care of what it returns
+        # The last axis holds what is predicted of an image, the one before it the images.
+        predictions = torch.cat(tensors, dim=-2)
+        file = self._run_dir / "results" / "predictions.safetensors"
+        write_atomically(file, save_safetensors({"predictions": predictions.contiguous()}))
+        print(f"  predictions, shape {list(predictions.shape)}: {file}")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the trainer with the run folder's loggers and checkpoints; a logger set by the user stays."""
+        config = self._get(self.config_init, "trainer")
+        run_dir = self._run_dir
+        if config.get("logger") in (None, True):
+            kwargs["logger"] = [
+                # validate would add a point at step 0 to the curves of the fit.
+                *([TensorBoardLogger(run_dir.parent, run_dir.name, "")] if self.subcommand != "validate" else []),
+                # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
+                MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
+            ]
+        if config.get("accelerator") == "auto" and torch.backends.mps.is_available():
+            kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64, in which metrics are added up
+        if config.get("default_root_dir") is None:
+            kwargs["default_root_dir"] = str(run_dir)
+        plugins = config.get("plugins") or []
+        kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        callbacks = config.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config.get("enable_progress_bar") is not False and not bars:
+            kwargs["callbacks"] = [*callbacks, TQDMProgressBar()]  # one line, also in a narrow terminal
+        checkpoint = self._get(self.config_init, "checkpoint")
+        if checkpoint.dirpath is None:
+            checkpoint.dirpath = str(run_dir / "checkpoints")
+        if config.get("enable_checkpointing") is False:
+            self._parser(self.subcommand).callback_keys.remove("checkpoint")
+        if self.subcommand != "fit":
+            self.save_config_kwargs["config_filename"] = f"config_{self.subcommand}.yaml"
+        elif self._first_rank and self._get(self.config, "overwrite") and not self._get(self.config, "ckpt_path"):
+            self.save_config_kwargs["replaced"] = self._earlier_run()
+        return super().instantiate_trainer(**kwargs)
+
+
+def _with_checkpoint_settings(args: list[str], folder: Path) -> list[str]:
+    """Put the model settings that a checkpoint holds in front of all others, as a config file.
+
+    Args:
+        args: Command and options.
+        folder: Where the config file is written.
+    """
+    given = [arg.removeprefix("--ckpt_path=") for arg in args if arg.startswith("--ckpt_path=")]
+    given += [value for arg, value in pairwise(args) if arg == "--ckpt_path"]
+    if not given or not Path(given[-1]).is_file():
+        return args
+    settings = _load_checkpoint(given[-1]).get("hyper_parameters", {})
+    class_path = settings.pop("_class_path", None)
+    if class_path is None:  # written from Python, without the command line
+        return args
+    # Some are there to be read only, such as the name of the optimizer.
+    kind = class_at(class_path)
+    settings = {name: value for name, value in settings.items() if kind and name in inspect.signature(kind).parameters}
+    file = folder / "checkpoint.yaml"
+    file.write_text(yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}))
+    return [args[0], "--config", str(file), *args[1:]]
+
+
+def _with_resets(args: list[str]) -> list[str]:
+    """Put ``--model.optimizer=null`` before an optimizer that replaces one of another class; schedulers likewise.
+
+    Otherwise jsonargparse hands arguments of the same name on, for example the weight decay that a recipe chose for
+    Adam to the SGD of the command line.
+
+    Args:
+        args: Command and options.
+    """
+    chosen: dict[str, str] = {}
+    result: list[str] = []
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        option, given, value = arg.partition("=")
+        value = value if given else following
+        named: dict[str, str] = {}
+        if option in ("--config", "-c"):
+            text = Path(value).read_text(encoding="utf-8") if os.path.isfile(value) else value
+            named = _callables(_section(_yaml(text), "model"))
+        elif match := re.fullmatch(rf"--model\.(?:init_args\.)?({_CALLABLE})", option):
+            named = _callables({"init_args": {match[1]: _yaml(value)}})
+        for name, kind in named.items():
+            if chosen.setdefault(name, kind) != kind:
+                result.append(f"--model.{name}=null")
+            chosen[name] = kind
+        result.append(arg)
+    return result
+
+
+# Arguments of tasks that are classes still to be called.
+_CALLABLE = r"\w*(?:optimizer|scheduler)"
+
+
+def _callables(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the classes, without modules, that a model's settings choose for optimizer and scheduler."""
+    classes = {
+        name: value.get("class_path") if isinstance(value, dict) else value
+        for name, value in _section(model, "init_args").items()
+        if re.fullmatch(_CALLABLE, name)
+    }
+    return {name: kind.rsplit(".")[-1] for name, kind in classes.items() if isinstance(kind, str)}
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:  # the parser says what is wrong
+        return None
+
+
+def _section(settings: Any, name: str) -> dict[str, Any]:
+    section = settings.get(name) if isinstance(settings, Mapping) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _load_checkpoint(path: str) -> dict[str, Any]:
+    try:
+        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    except (UnpicklingError, RuntimeError, EOFError) as error:  # torch raises RuntimeError for damaged archives
+        raise ValueError(f"{path} is damaged, or no checkpoint of lightning-sym.") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
+    return checkpoint

@@ -1,0 +1,176 @@
+"""The command line, ``lightning-sym``.
+
+Only what a command needs is imported: help and the list of recipes do not wait for torch.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_sym import __version__
+from lightning_sym._text import TRACEBACK, USAGE, unknown
+
+_COMMANDS = {
+    "fit": "train, for example: lightning-sym fit --config zoo/mnist5k",
+    "validate": "evaluate on the validation split",
+    "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
+    "predict": "predict the test split",
+    "recipes": "list the shipped recipes; with a name, show one",
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: The arguments after the program's name; default those of the process.
+
+    Returns:
+        The exit status: 0 done, 1 the command failed (one line on standard error says why; the environment
+        variable ``LIGHTNING_SYM_TRACEBACK=1`` shows the traceback), 2 it was not understood.
+    """
+    try:
+        status = _command(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()  # here, where a reader that has gone is noticed, not when Python ends
+    except BrokenPipeError:  # ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _command(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if args[0] == "--version":
+        print(f"lightning-sym {__version__}")
+        return 0
+    command, *rest = args
+    if command not in _COMMANDS:
+        return _misunderstood(unknown("command", command, _COMMANDS))
+    if command == "recipes":
+        return _recipes(rest)
+    try:
+        rest = _resolve_configs(rest)
+    except ValueError as error:
+        return _misunderstood(str(error))
+    return _run([command, *rest])
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {text}" for name, text in _COMMANDS.items())
+    return (
+        f"lightning-sym {__version__}: experiments on the symmetries of neural networks\n\n"
+        f"{USAGE}\n\n"
+        f"{commands}\n\n"
+        "Options after --config win over it. All of them: lightning-sym fit --help; of one class:\n"
+        "lightning-sym fit --model.help lightning_sym.tasks.ZooTask. What would run:\n"
+        "lightning-sym fit --config zoo/mnist5k --print_config=skip_default."
+    )
+
+
+def _recipes(args: list[str]) -> int:
+    from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
+
+    if len(args) > 1 or any(arg.startswith("-") for arg in args):
+        wanted = args in (["-h"], ["--help"])
+        print("usage: lightning-sym recipes [NAME]", file=sys.stdout if wanted else sys.stderr)
+        return 0 if wanted else 2
+    try:
+        if args:
+            print(recipe_path(args[0]).read_text(encoding="utf-8"), end="")
+        else:
+            width = max(map(len, recipe_names()))
+            for name in recipe_names():
+                print(f"{name:{width}}  {recipe_summary(name)}")
+    except ValueError as error:
+        return _misunderstood(str(error))
+    return 0
+
+
+def _resolve_configs(args: list[str]) -> list[str]:
+    """Replace names of recipes after ``--config`` by their files."""
+    resolved: list[str] = []
+    following = False
+    for arg in args:
+        if following:
+            resolved.append(_config_file(arg))
+            following = False
+        elif arg.startswith("--config="):
+            resolved.append("--config=" + _config_file(arg.removeprefix("--config=")))
+        else:
+            resolved.append(arg)
+            following = arg in ("--config", "-c")
+    return resolved
+
+
+def _config_file(name: str) -> str:
+    from lightning_sym.recipes import recipe_names, recipe_path
+
+    if os.path.isfile(name):  # False, not an error, for YAML text that is too long for a name
+        _check_config(name)
+        return name
+    if name.removesuffix(".yaml") in recipe_names():
+        return str(recipe_path(name))
+    if name.startswith("{") or "\n" in name:
+        return name  # YAML text in place of a file, as jsonargparse allows
+    raise ValueError(unknown("recipe or file", name, recipe_names()))
+
+
+def _check_config(name: str) -> None:
+    """Check that a file is YAML with sections; the parser's own errors do not name the file."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not a text file; --config takes YAML, or the name of a recipe.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} holds no configuration; expected sections such as model, data and trainer.")
+
+
+def _misunderstood(message: str) -> int:
+    print(f"lightning-sym: error: {message}\n{USAGE}", file=sys.stderr)
+    return 2
+
+
+def _run(args: list[str]) -> int:
+    from lightning_sym.cli.lightning import RecipeCLI
+    from lightning_sym.cli.messages import explain, is_expected, root_cause, show_traceback
+
+    try:
+        RecipeCLI(args=args)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has cleaned up after the interrupted fit
+            return _interrupted()
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return _interrupted()
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if show_traceback():
+            raise
+        cause = root_cause(error)
+        kind = "" if is_expected(cause) else f"{type(cause).__name__}: "
+        print(f"lightning-sym: error: {kind}{explain(_sentence(cause))}", file=sys.stderr)
+        print(f"({TRACEBACK}=1 shows the traceback)", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:  # str() would begin with the number
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or repr(error)
+
+
+def _interrupted() -> int:
+    print("lightning-sym: interrupted; go on with --ckpt_path last", file=sys.stderr)
+    return 130

@@ -1,0 +1,188 @@
+"""What a failed command line says: one line, in plain words, with the nearest valid name."""
+
+import importlib
+import inspect
+import os
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+
+import torch
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
+
+from lightning_sym._text import TRACEBACK
+from lightning_sym.datamodules import ImageTransform
+from lightning_sym.networks import Network
+
+_SECTIONS = [
+    "model",
+    "data",
+    "trainer",
+    "checkpoint",
+    "run_dir",
+    "zoo_dir",
+    "overwrite",
+    "seed_everything",
+    "ckpt_path",
+    "config",
+]
+
+
+def explain(message: str) -> str:
+    """Return an error's message on one line, and a parser's in plain words with the nearest valid name."""
+    line = " ".join(message.split())
+    if path := _foreign_class(line):
+        return (
+            f"{path} is of the package lightning, whose classes are others than those of pytorch_lightning, with which "
+            f"lightning_sym works; use {path.replace('lightning.pytorch', 'pytorch_lightning')}, and import from there."
+        )
+    if match := re.search(
+        r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|"
+        r"does not accept (?:option|nested key) '([^']+)'|[Uu]nrecognized arguments: (?:--)?([^\s=]+)",
+        line,
+    ):
+        return _unknown_option(next(filter(None, match.groups())))
+    if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
+        missing = ", ".join(f"--{name.split('.', 1)[-1]}" for name in (match[1] or match[2]).split(", "))
+        return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
+    if match := re.search(
+        r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
+    ):
+        line = match[1]  # older versions of jsonargparse hand a constructor's error on as text only
+    return _wrong_class(line) or _wrong_value(line) or line
+
+
+def _unknown_option(given: str) -> str:
+    head, dot, rest = given.partition(".")
+    if given in _option_names():  # of another class than the one that was named
+        return (
+            f"Option {given!r} does not belong to the class that was named; name its class first, as in --model CLASS."
+        )
+    if not dot:
+        return f"Unknown option {given!r}.{_hint(given, [*_SECTIONS, *_option_names()])}"
+    if head not in _SECTIONS:
+        return f"Unknown option {given!r}.{_hint(head, _SECTIONS, after=dot + rest)}"
+    parents, _, name = given.rpartition(".")
+    return f"Unknown option {given!r}.{_hint(name, _option_names(), before=parents + '.')}"
+
+
+def _wrong_class(line: str) -> str | None:
+    """Return the sentence for a class that was not found or is of the wrong kind; None if that is not the trouble."""
+    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
+        return f"There is no class {match[1]}.{match[2]}.{_hint(match[2], _class_names())}"
+    if match := re.search(r"No module named '([\w.]+)'", line):
+        return (
+            f"There is no module {match[1]!r}.{_hint(match[1], ('lightning_sym', 'pytorch_lightning', 'torch'))} "
+            "The folder of a module of your own has to be on PYTHONPATH."
+        )
+    # A class without its path; a plain word may be a wrong value where a class is one of several things accepted.
+    basic = re.search(r"Expected an? <class '(?!NoneType)", line)
+    if (match := re.search(r"Expected a dot import path string: (\w+)", line)) and (
+        basic is None or match[1][0].isupper()
+    ):
+        hint = _hint(match[1], _class_names())
+        return f"Unknown class {match[1]!r}; give its full path, or the name of one of ours.{hint}"
+    if match := re.search(r"does not correspond to a subclass of (\w+)", line):
+        return f"{_key(line)}{' or '.join(_misfits(line))} is not a subclass of {match[1]}."
+    return None
+
+
+def _wrong_value(line: str) -> str | None:
+    """Return the sentence for a value of the wrong type; None if that is not the trouble."""
+    value = re.search(r"(?:Got value|Given value): (.*)$", line)
+    # Literals are written out, types are not: <class 'int'>.
+    kinds = [
+        "null" if kind == "NoneType" else kind.rsplit(".")[-1] or f"one of {options}"
+        for kind, options in re.findall(r"Expected an? (?:<class '([\w.]+)'>|(?:typing\.)?Literal\[([^\]]*)\])", line)
+    ]
+    if value is None or not set(kinds) - {"null"}:
+        return None
+    kinds = [
+        "a list" if kind in ("Sequence", "list") else kind for kind in dict.fromkeys(sorted(kinds, key="null".__eq__))
+    ]
+    return f"{_key(line)}expected {' or '.join(kinds)}, got {value[1]!r}."
+
+
+def _key(line: str) -> str:
+    match = re.search(r'Parser key "([^"]+)"', line)
+    return f"{match[1]}: " if match else ""
+
+
+def _foreign_class(line: str) -> str | None:
+    """Return the class of the package ``lightning`` that a message is about, or one derived from it."""
+    if match := re.search(r"\b(?<![\w.])(lightning\.(?:pytorch|fabric)(?:\.\w+)*\.[A-Z]\w*)", line):
+        return match[1]
+    for path in _misfits(line):
+        for base in inspect.getmro(class_at(path) or object):
+            if base.__module__.startswith(("lightning.pytorch.", "lightning.fabric.")):
+                return f"{base.__module__}.{base.__qualname__}"
+    return None
+
+
+def _misfits(line: str) -> list[str]:
+    """Return the classes that a message says are not of the kind that is needed."""
+    paths = re.findall(r"Import path ([\w.]+) does not correspond", line)
+    if not paths and "does not correspond" in line:  # within lists and unions only the value says which
+        paths = re.findall(r"\b[a-z_]\w*(?:\.\w+)*\.[A-Z]\w*", line.rpartition("Given value: ")[2])
+    return list(dict.fromkeys(paths))
+
+
+def class_at(path: str) -> type | None:
+    """Return the class at a dotted path; None if there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError):
+        return None
+    return found if isinstance(found, type) else None
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that a parser wrapped while it built classes; other errors as they are."""
+    inner: BaseException | None = error
+    while inner is not None:
+        frames = traceback.extract_tb(inner.__traceback__)
+        if frames and "jsonargparse" not in Path(frames[-1].filename).parts:
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
+
+
+def is_expected(error: BaseException) -> bool:
+    """Return whether an error's message is meant for users, so that its type need not be named."""
+    return isinstance(error, ValueError | OSError | MisconfigurationException)
+
+
+def show_traceback() -> bool:
+    """Return whether the user asked for tracebacks."""
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
+
+
+def _hint(given: str, names: Iterable[str], before: str = "", after: str = "") -> str:
+    nearest = get_close_matches(given, sorted(set(names)), n=2, cutoff=0.6)
+    # Two if both are as near: which class an option was meant for is not known here.
+    likeness = [SequenceMatcher(None, name, given).ratio() for name in nearest]
+    nearest = [name for name, ratio in zip(nearest, likeness, strict=True) if ratio > likeness[0] - 0.1]
+    return f" Did you mean {' or '.join(repr(before + name + after) for name in nearest)}?" if nearest else ""
+
+
+def _classes() -> Iterator[type]:
+    """Yield the classes that a recipe may name: ours, torch's, Lightning's, and those of imported modules."""
+    kinds = [Callback, ImageTransform, LightningDataModule, LightningModule, Network, torch.optim.Optimizer]
+    kinds.append(torch.optim.lr_scheduler.LRScheduler)
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if not kind.__name__.startswith("_"):
+            yield kind
+
+
+def _class_names() -> list[str]:
+    return [kind.__name__ for kind in _classes()]
+
+
+def _option_names() -> list[str]:
+    return [name for kind in (Trainer, *_classes()) for name in inspect.signature(kind).parameters]

@@ -1,0 +1,447 @@
+"""Networks between networks: straight lines and means in weight space, and the loss barrier along a line."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+
+from lightning_sym._distributed import Batches, device_of, moved, ranks, summed, together, wide
+from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+
+LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+def interpolate(a: nn.Module, b: nn.Module, t: float) -> nn.Module:
+    """Return a network on the straight line through two networks.
+
+    Its parameters and buffers with floating point (or complex) values are ``(1 - t) a + t b``, running statistics
+    included; for batch norms these are not the statistics of the new weights, see
+    :func:`lightning_sym.networks.recalibrate_batch_norm`. At ``t = 0`` and ``t = 1`` they are bitwise those of ``a``
+    and ``b``.
+
+    Args:
+        a: The network at ``t = 0``; all else (integer buffers, dtype, device, ``requires_grad``, train mode, classes)
+            is taken from it.
+        b: The network at ``t = 1``, of the same structure, shapes and dtypes; it may be on another device.
+        t: Any finite number, unitless; outside of [0, 1] the line goes on.
+
+    Returns:
+        A new network, a deep copy of ``a`` with other values. Neither argument changes.
+
+    Raises:
+        ValueError: If ``t`` is not finite or the networks differ in structure, shape or dtype; the message names the
+            first difference.
+
+    Example:
+        >>> a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+        >>> with torch.no_grad():
+        ...     _ = a.weight.fill_(1.0), b.weight.fill_(3.0)
+        >>> interpolate(a, b, 0.25).weight.item()
+        1.5
+    """
+    if not math.isfinite(t):
+        raise ValueError(f"t must be finite, got {t}.")
+    check_same_structure(a, b)
+    result = copy.deepcopy(a)
+    line(a, b, result)(t)
+    return result
+
+
+def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = None) -> nn.Module:
+    """Return the weighted mean of networks.
+
+    Args:
+        networks: At least one, all of the same structure, shapes and dtypes; as for :func:`interpolate`, what is
+            no floating-point value is taken from the first.
+        weights: One number for each network, unitless, finite, with a sum other than 0; they are divided by their
+            sum. None: all equal.
+
+    Returns:
+        A new network. Means are summed in double precision, so that equal networks have themselves as mean, up to
+        rounding in double precision.
+
+    Raises:
+        ValueError: If there are no networks, they differ, or the weights do not fit.
+    """
+    networks = list(networks)
+    if not networks:
+        raise ValueError("networks must have at least one network, got none.")
+    given = [1.0] * len(networks) if weights is None else [float(weight) for weight in weights]
+    if len(given) != len(networks):
+        raise ValueError(f"weights must have one number for each of {len(networks)} networks, got {len(given)}.")
+    total = math.fsum(given)
+    if not all(map(math.isfinite, given)) or total == 0:
+        raise ValueError(f"weights must be finite with a sum other than 0, got {given}.")
+    for network in networks[1:]:
+        check_same_structure(networks[0], network)
+    result = copy.deepcopy(networks[0])
+    others = [_floating(network) for network in networks]
+    with torch.no_grad():
+        for name, target in _floating(result).items():
+            dtype = torch.promote_types(target.dtype, wide(target.device))
+            mean = torch.zeros_like(target, dtype=dtype)
+            for weight, tensors in zip(given, others, strict=True):
+                mean.add_(tensors[name].to(target.device, dtype), alpha=weight / total)
+            target.copy_(mean)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Loss and accuracy at several points in weight space.
+
+    Attributes:
+        loss: Mean loss over all samples at each point. Shape ``[T]``, float64, on the CPU.
+        accuracy: Fraction of samples classified correctly, in [0, 1]. Shape ``[T]``, float64, on the CPU. None if
+            the data are no classification.
+        samples: Number of samples, over all ranks.
+        recalibrated: Whether statistics of batch norms were measured anew at every point.
+    """
+
+    loss: Tensor
+    accuracy: Tensor | None
+    samples: int
+    recalibrated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Barrier(Curve):
+    r"""Loss and accuracy on the line between two networks, and how far they are worse there than at its ends.
+
+    Two definitions are in use, which agree where the ends are equally good. Both are positive where the line is worse
+    than its ends, for the accuracy too:
+
+    - against the line between the ends,
+      :math:`\max_t [L(t) - ((1-t) L(0) + t L(1))]`: ``loss_barrier``, ``accuracy_barrier``. Never negative, as both
+      ends count;
+    - against their mean, :math:`\max_t L(t) - (L(0) + L(1)) / 2` (Ainsworth et al. (2023), "Git Re-Basin",
+      arXiv:2209.04836): ``loss_barrier_mean``, ``accuracy_barrier_mean``. At least half the difference of the ends.
+
+    Attributes:
+        t: Points of the line, equally spaced in [0, 1], both ends included. Shape ``[T]``, float64, on the CPU.
+    """
+
+    t: Tensor
+
+    @property
+    def loss_barrier(self) -> float:
+        """The loss against the line between the ends, in units of the loss (nats for the cross-entropy)."""
+        return self._above_line(self.loss)
+
+    @property
+    def loss_barrier_mean(self) -> float:
+        """The loss against the mean of the ends, in units of the loss."""
+        return self._above_mean(self.loss)
+
+    @property
+    def accuracy_barrier(self) -> float | None:
+        """The accuracy lost against the line between the ends, a fraction; None without accuracy."""
+        return None if self.accuracy is None else self._above_line(-self.accuracy)
+
+    @property
+    def accuracy_barrier_mean(self) -> float | None:
+        """The accuracy lost against the mean of the ends, a fraction; None without accuracy."""
+        return None if self.accuracy is None else self._above_mean(-self.accuracy)
+
+    @property
+    def loss_ends(self) -> tuple[float, float]:
+        """The losses of both ends."""
+        return self.loss[0].item(), self.loss[-1].item()
+
+    @property
+    def accuracy_ends(self) -> tuple[float, float] | None:
+        """The accuracies of both ends; None without accuracy."""
+        return None if self.accuracy is None else (self.accuracy[0].item(), self.accuracy[-1].item())
+
+    def _above_line(self, values: Tensor) -> float:
+        return float((values - ((1 - self.t) * values[0] + self.t * values[-1])).max())
+
+    @staticmethod
+    def _above_mean(values: Tensor) -> float:
+        return float(values.max() - (values[0] + values[-1]) / 2)
+
+
+def barrier(
+    a: nn.Module,
+    b: nn.Module,
+    data: LabelledBatches,
+    *,
+    points: int = 25,
+    loss: Loss | None = None,
+    recalibrate: bool | Literal["auto"] = "auto",
+    recalibration_data: Batches | None = None,
+    progress: bool = False,
+) -> Barrier:
+    """Measure loss and accuracy along the straight line between two networks.
+
+    Networks are evaluated in eval mode and without gradients, in one scratch network into which the weights of each
+    point are written. If they have batch norms, the statistics are measured anew at every point, **at both ends too**,
+    so that all points are treated alike; the ends are then not quite the networks as they were given. Without this
+    the barrier is dominated by activations whose variance collapses between the ends.
+
+    With several processes (``torch.distributed`` initialised) every rank passes its share of the data, without
+    duplicates, and all get the same result. An error on one rank is raised on all.
+
+    Args:
+        a: The network at ``t = 0``. Unchanged. Its device is used.
+        b: The network at ``t = 1``, of the same structure. Unchanged.
+        data: Batches ``(images, labels)``, read once for every point: a list or a loader, not an iterator, and
+            without random augmentation. Batches are moved to the network's device.
+        points: Number of points, >= 2, equally spaced, both ends included.
+        loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats.
+        recalibrate: ``"auto"``: if the networks have batch norms with running statistics. True: likewise, and an
+            error if there are none. False: statistics are interpolated like weights.
+        recalibration_data: What to measure statistics with: batches of images, of which tuples and lists count by
+            their first entry; read once for every point. None: ``data``. Pass training data in batches of equal size,
+            the largest that fit; see :func:`lightning_sym.networks.recalibrate_batch_norm`.
+        progress: Show a progress bar (on rank 0).
+
+    Returns:
+        Curves and barriers. Accuracies are there if labels are integers of shape ``[B]`` and outputs have shape
+        ``[B, C]`` with ``C >= 2``, whatever the loss.
+
+    Raises:
+        ValueError: If the networks differ, an argument is out of its range, ``data`` is empty, is an iterator or has
+            batches of another form, or a loss is not finite; the message names the point.
+
+    References:
+        Frankle et al. (2020), "Linear Mode Connectivity and the Lottery Ticket Hypothesis", arXiv:1912.05671, for the
+        barrier; Jordan et al. (2023), "REPAIR", arXiv:2211.08403, for the statistics.
+
+    Example:
+        >>> net = nn.Linear(2, 3)
+        >>> barrier(net, net, [(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))], points=5).loss_barrier
+        0.0
+    """
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        raise ValueError(f"points must be an integer >= 2, got {points!r}.")
+    check_same_structure(a, b)
+    t = torch.linspace(0, 1, points, dtype=torch.float64)
+    scratch = copy.deepcopy(a)
+    curve = curve_losses(
+        scratch,
+        line(a, b, scratch),
+        t.tolist(),
+        data,
+        loss=loss,
+        recalibrate=recalibrate,
+        recalibration_data=recalibration_data,
+        progress=progress,
+    )
+    return Barrier(curve.loss, curve.accuracy, curve.samples, curve.recalibrated, t)
+
+
+def curve_losses(
+    network: nn.Module,
+    place: Callable[[float], object],
+    points: Sequence[float],
+    data: LabelledBatches,
+    *,
+    loss: Loss | None = None,
+    recalibrate: bool | Literal["auto"] = "auto",
+    recalibration_data: Batches | None = None,
+    progress: bool = False,
+) -> Curve:
+    """Measure loss and accuracy at many points in weight space; what :func:`barrier` does for any curve.
+
+    Args:
+        network: A scratch network. Afterwards it has the weights of the last point, and its own train and eval modes.
+        place: Called with each point; writes the weights of that point into ``network`` in place.
+        points: What ``place`` takes, at least one, in the order of the result.
+        data: As for :func:`barrier`.
+        loss: As for :func:`barrier`.
+        recalibrate: As for :func:`barrier`.
+        recalibration_data: As for :func:`barrier`.
+        progress: As for :func:`barrier`.
+
+    Returns:
+        Loss and accuracy at each point.
+
+    Raises:
+        ValueError: As for :func:`barrier`, or if there are no points.
+    """
+    if len(points) == 0:
+        raise ValueError("points must have at least one point, got none.")
+    norms = batch_norms(network)
+    if recalibrate not in (True, False, "auto"):
+        raise ValueError(f"recalibrate must be True, False or 'auto', got {recalibrate!r}.")
+    if recalibrate is True and not norms:
+        raise ValueError(
+            "recalibrate=True, and the network has no batch norm with running statistics; use recalibrate='auto'."
+        )
+    recalibrated = bool(norms) and recalibrate is not False
+    _check_rereadable("data", data)
+    statistics_data: Batches = data
+    if recalibration_data is not None:
+        statistics_data = recalibration_data
+        _check_rereadable("recalibration_data", recalibration_data)
+    modes = [(module, module.training) for module in network.modules()]
+    rows = []
+    try:
+        with torch.no_grad():
+            for t in _tracked(points, progress):
+                place(t)
+                if recalibrated:
+                    try:
+                        recalibrate_batch_norm(network, statistics_data)
+                    except ValueError as error:
+                        raise ValueError(f"At t = {t:g}: {error}") from error
+                network.eval()
+                rows.append(_sums(network, data, F.cross_entropy if loss is None else loss))
+    finally:
+        for module, training in modes:
+            module.training = training
+    loss_sum, correct, classified, count = summed(torch.stack(rows)).cpu().double().unbind(1)
+    if count[0] == 0:
+        raise ValueError("data has no samples; pass at least one batch.")
+    losses = loss_sum / count
+    for t, value in zip(points, losses.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise ValueError(f"The loss at t = {t:g} is {value}; look for weights or data that are not finite.")
+    # Every batch on every rank must be a classification.
+    accuracy = correct / count if torch.equal(classified, count) else None
+    return Curve(losses, accuracy, int(count[0]), recalibrated)
+
+
+def line(a: nn.Module, b: nn.Module, target: nn.Module) -> Callable[[float], None]:
+    """Return a function that writes the point at ``t`` of the line from ``a`` to ``b`` into a third network.
+
+    Args:
+        a: The network at ``t = 0``.
+        b: The network at ``t = 1``; checked before by :func:`check_same_structure`.
+        target: A deep copy of ``a``, which is not ``a`` itself.
+
+    Returns:
+        The function; one ``lerp`` in place for each tensor, a copy at the ends (where ``lerp`` turns -0 into 0 and
+        what is not finite at the other end into NaN).
+    """
+    ends = _floating(b)
+    # On the target's device once, not at every point.
+    triples = [
+        (start, ends[name].to(start.device), out)
+        for (name, start), out in zip(_floating(a).items(), _floating(target).values(), strict=True)
+    ]
+
+    def place(t: float) -> None:
+        with torch.no_grad():
+            for start, end, out in triples:
+                if t == 0:
+                    out.copy_(start)
+                elif t == 1:
+                    out.copy_(end)
+                else:
+                    torch.lerp(start, end, t, out=out)
+
+    return place
+
+
+def check_same_structure(a: nn.Module, b: nn.Module) -> None:
+    """Check that two networks have the same modules, parameters, buffers and ties, with the same shapes and dtypes.
+
+    Args:
+        a: The first network.
+        b: The second network.
+
+    Raises:
+        ValueError: If not; one sentence that names the first difference.
+    """
+
+    def kinds(network: nn.Module) -> dict[str, str]:
+        return {
+            f"module {name!r}" if name else "whole network": f"{type(module).__module__}.{type(module).__qualname__}"
+            for name, module in network.named_modules(remove_duplicate=False)
+        }
+
+    def tensors(network: nn.Module) -> dict[str, str]:
+        own: dict[Tensor, str] = {}
+        found = {}
+        for kind, named in (
+            ("parameter", network.named_parameters(remove_duplicate=False)),
+            ("buffer", network.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in named:
+                if is_lazy(tensor):
+                    raise ValueError(f"The {kind} {name!r} is not initialised yet; call both networks once before.")
+                first = own.setdefault(tensor, name)
+                tie = "" if first == name else f", tied to {first!r}"
+                shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                found[f"{kind} {name!r}"] = f"of shape {shape} and dtype {dtype}{tie}"
+        return found
+
+    for describe, is_what in ((kinds, "a "), (tensors, "")):
+        first, second = describe(a), describe(b)
+        for name in (*first, *second):
+            if first.get(name) == second.get(name):
+                continue
+            if name not in first or name not in second:
+                which = "first" if name in first else "second"
+                raise ValueError(f"The networks differ in structure: only the {which} has the {name}.")
+            raise ValueError(
+                f"The networks differ: the {name} is {is_what}{first[name]} in the first and "
+                f"{is_what}{second[name]} in the second."
+            )
+
+
+def _floating(network: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that are interpolated, each once."""
+    return {
+        name: tensor.detach()
+        for name, tensor in (*network.named_parameters(), *network.named_buffers())
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+
+
+def _check_rereadable(name: str, data: object) -> None:
+    if not isinstance(data, Iterable):
+        raise ValueError(f"{name} must be a list or loader of batches, got {type(data).__name__}.")
+    if isinstance(data, Iterator):
+        raise ValueError(
+            f"{name} is read once for every point, and this iterator can be read only once; pass a list or a loader."
+        )
+
+
+def _tracked(points: Sequence[float], progress: bool) -> Iterable[float]:
+    """Return the points, behind a progress bar on rank 0 if wanted."""
+    if not progress or (ranks() > 1 and torch.distributed.get_rank() != 0):
+        return points
+    from rich.progress import track
+
+    return track(points, description="points on the curve")
+
+
+def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
+    """Return this rank's sums: loss, correct samples, samples that can be right or wrong, samples. Shape ``[4]``."""
+    device = device_of(network)
+    sums = torch.zeros(4, dtype=wide(device), device=device)
+
+    def run() -> None:
+        for batch in data:
+            if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
+                raise ValueError(f"data must give pairs (images, labels), got a {type(batch).__name__}.")
+            images, labels = (moved(tensor, device) for tensor in batch)
+            size = len(images)
+            if size == 0:
+                continue
+            outputs = network(images)
+            value = loss(outputs, labels)
+            if value.ndim != 0:
+                raise ValueError(f"loss must return the mean over a batch, a scalar; got shape {list(value.shape)}.")
+            sums[0] += value.to(sums) * size
+            if labels.shape == outputs.shape[:1] and outputs.ndim == 2 and outputs.shape[1] > 1 and _is_integer(labels):
+                sums[1] += (outputs.argmax(1) == labels).sum()
+                sums[2] += size
+            sums[3] += size
+
+    together(run)
+    return sums
+
+
+def _is_integer(labels: Tensor) -> bool:
+    return not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)

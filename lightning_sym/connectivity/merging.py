@@ -1,0 +1,159 @@
+"""Means of networks that are alike up to symmetry."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_sym._distributed import Batches
+from lightning_sym.connectivity.interpolation import average
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.matching.activations import activation_matching
+from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
+from lightning_sym.symmetry.matching.weights import parameter_distance, weight_matching
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """The mean of aligned networks.
+
+    Attributes:
+        network: The mean. Statistics of its batch norms are means, too, and belong to no network: measure them anew
+            by :func:`lightning_sym.networks.recalibrate_batch_norm`.
+        elements: One for each network: brings it to where it was averaged.
+        rounds: How many rounds were made, the last without a change included.
+        distances: Root of the mean squared distance to the mean (parameters only), in the gauge of the alignment,
+            before the first round and after every round. Non-increasing.
+    """
+
+    network: nn.Module
+    elements: tuple[Element, ...]
+    rounds: int
+    distances: tuple[float, ...]
+
+
+def merge(
+    symmetry: Symmetry,
+    networks: Sequence[nn.Module],
+    *,
+    method: Literal["weights", "activations"] = "weights",
+    batches: Batches | None = None,
+    reference: int = 0,
+    max_rounds: int = 20,
+    scales: bool = True,
+    signs: bool = True,
+    balance: bool = True,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> Merged:
+    """Align networks to one another, and return their mean.
+
+    All are balanced, and aligned to the reference (unless that takes them farther apart than they are). Then, in rounds
+    and random order, each but the reference is aligned anew to the mean of the others, begun where it is and taken only
+    if it comes nearer to them, until a round changes nothing. The mean is taken in the balanced gauge, and brought to
+    the scales of the reference.
+
+    Batch norms of the mean need statistics of their own, which need data: call
+    :func:`lightning_sym.networks.recalibrate_batch_norm` on the result.
+
+    Args:
+        symmetry: The symmetry of the architecture.
+        networks: At least one. Not changed.
+        method: "weights", or "activations": one alignment to the reference by activations, without rounds, as the mean
+            has no meaningful activations before its batch norms are recalibrated.
+        batches: Inputs for "activations"; read once for each network but the reference, so an iterator serves for two
+            networks only.
+        reference: The number of the network whose scales the result has, and to which all are aligned first.
+        max_rounds: Most rounds, >= 1.
+        scales: Whether magnitudes may change.
+        signs: Whether signs may change.
+        balance: Whether to balance; ignored without ``scales``.
+        seed: Of the order of networks and of groups.
+        device: As for :func:`weight_matching`.
+
+    Returns:
+        The mean, and how it came about.
+
+    Raises:
+        ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
+
+    References:
+        Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
+        reference and the gauge are added.
+    """
+    networks = list(networks)
+    if not networks:
+        raise ValueError("networks must have at least one network, got none.")
+    if not 0 <= reference < len(networks):
+        raise ValueError(f"reference must be the number of one of {len(networks)} networks, got {reference}.")
+    if method not in ("weights", "activations"):
+        raise ValueError(f"method must be 'weights' or 'activations', got {method!r}.")
+    if method == "activations" and batches is None:
+        raise ValueError("method='activations' needs batches of inputs; pass batches=...")
+    if method == "activations" and isinstance(batches, Iterator) and len(networks) > 2:
+        raise ValueError("batches are read once for each network, this iterator only once; pass a list or a loader.")
+    check_counts(max_rounds=max_rounds)
+    check_networks(symmetry, **{f"network {number}": network for number, network in enumerate(networks)})
+    with torch.no_grad():
+        gauges = [symmetry.identity() for _ in networks]
+        starts = networks
+        if scales and balance:
+            forms = [balanced(symmetry, network) for network in networks]
+            starts, gauges = [form[0] for form in forms], [form[1] for form in forms]
+        elements = [symmetry.identity() for _ in networks]
+        current = list(starts)
+
+        def align(number: int, target: nn.Module, begin: Element | None, salt: int) -> None:
+            if method == "activations":
+                assert batches is not None
+                match = activation_matching(symmetry, target, starts[number], batches, scales=False, signs=signs)
+            else:
+                match = weight_matching(
+                    symmetry,
+                    target,
+                    starts[number],
+                    scales=False,
+                    signs=signs,
+                    seed=seed + salt,
+                    initial=begin,
+                    device=device,
+                )
+            if begin is None or match.distance_after < parameter_distance(target, current[number]) * (1 - 1e-12):
+                elements[number], current[number] = match.element, match.network
+
+        distances = [_spread(current)]
+        for number in range(len(networks)):
+            if number != reference:
+                align(number, starts[reference], None, 0)
+        if _spread(current) > distances[0]:
+            # They were aligned better before.
+            elements, current = [symmetry.identity() for _ in networks], list(starts)
+        distances.append(_spread(current))
+        rounds = 1
+        generator = torch.Generator().manual_seed(seed)
+        while method == "weights" and len(networks) > 2 and rounds < max_rounds:
+            rounds += 1
+            for number in torch.randperm(len(networks), generator=generator).tolist():
+                if number != reference:
+                    mean = average([network for i, network in enumerate(current) if i != number])
+                    align(number, mean, elements[number], rounds)
+            distances.append(min(_spread(current), distances[-1]))  # greater by rounding only
+            if not distances[-1] < distances[-2] * (1 - 1e-9):
+                break
+        back = symmetry.inverse(gauges[reference])
+        merged = symmetry.act(back, average(current), inplace=True)
+        totals = [
+            symmetry.compose(back, symmetry.compose(element, gauge))
+            for element, gauge in zip(elements, gauges, strict=True)
+        ]
+        return Merged(merged, tuple(totals), rounds, tuple(distances))
+
+
+def _spread(networks: Sequence[nn.Module]) -> float:
+    """Return the root of the mean squared distance to the mean."""
+    mean = average(networks)
+    return math.sqrt(sum(parameter_distance(network, mean) ** 2 for network in networks) / len(networks))

@@ -1,0 +1,62 @@
+"""Stitching: networks cut at a site, joined to others by trainable maps, and the families of those maps."""
+
+from lightning_sym.stitching.maps.birkhoff import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
+from lightning_sym.stitching.maps.families import (
+    STITCHING_MAPS,
+    AssignmentMap,
+    FittedMap,
+    FixedMap,
+    FullMap,
+    GroupMap,
+    IdentityMap,
+    LassoMap,
+    LeastSquaresMap,
+    LowRankMap,
+    OrthogonalMap,
+    Port,
+    ProcrustesMap,
+    SoftSortMap,
+    StitchingMap,
+    stitching_map,
+)
+from lightning_sym.stitching.maps.moments import FeatureMoments
+from lightning_sym.stitching.networks import (
+    BatchNormMode,
+    Crossing,
+    CutNetwork,
+    PlantedStitches,
+    Ports,
+    StitchedNetwork,
+    stitch_ports,
+)
+
+__all__ = [
+    "STITCHING_MAPS",
+    "AssignmentMap",
+    "BatchNormMode",
+    "Crossing",
+    "CutNetwork",
+    "FeatureMoments",
+    "FittedMap",
+    "FixedMap",
+    "FullMap",
+    "GroupMap",
+    "IdentityMap",
+    "LassoMap",
+    "LeastSquaresMap",
+    "LowRankMap",
+    "OrthogonalMap",
+    "PlantedStitches",
+    "Port",
+    "Ports",
+    "ProcrustesMap",
+    "SoftSortMap",
+    "StitchedNetwork",
+    "StitchingMap",
+    "nearest_permutation",
+    "project_to_birkhoff",
+    "sinkhorn",
+    "soft_sort",
+    "stitch_ports",
+    "stitching_map",
+]

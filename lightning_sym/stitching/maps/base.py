@@ -1,0 +1,274 @@
+"""What every stitching map is: a matrix between the channels of two networks, in a soft and a hard form."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym._text import unknown
+from lightning_sym.stitching.maps.moments import FeatureMoments
+
+Mode = Literal["soft", "hard"]
+
+
+@dataclass(frozen=True)
+class Port:
+    """One tensor that crosses a stitch: how wide it is on either side, and which group acts on it.
+
+    The group is the image under phi of the intertwiner group of the activation in front of the stitch: for ReLU
+    permutations and positive scales, for tanh permutations and signs, for GELU permutations only, for a linear
+    network all invertible matrices. :class:`~lightning_sym.stitching.GroupMap` and
+    :class:`~lightning_sym.stitching.AssignmentMap` follow it; the other families need only widths and axis.
+
+    Args:
+        in_channels: Channels of the network in front, >= 1.
+        out_channels: Channels that the network behind expects, >= 1.
+        axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
+        permutations: Whether permutations belong to the group.
+        scales: Whether positive scales do.
+        signs: Whether signs do.
+        dense: Whether the group is that of all invertible matrices.
+
+    Raises:
+        ValueError: If a width is not an integer >= 1, or ``axis`` is no integer.
+    """
+
+    in_channels: int
+    out_channels: int
+    axis: int = 1
+    permutations: bool = True
+    scales: bool = False
+    signs: bool = False
+    dense: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("in_channels", "out_channels"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of a port must be an integer >= 1, got {value!r}.")
+        if isinstance(self.axis, bool) or not isinstance(self.axis, int):
+            raise ValueError(f"axis of a port must be an integer, 1 for images or -1 for tokens, got {self.axis!r}.")
+
+
+class StitchingMap(nn.Module, ABC):
+    """A linear map without bias from the channels of one network to those of another; one family is one subclass.
+
+    A family of your own needs :meth:`matrix`, and parameters made in its constructor, which takes the port first.
+
+    Its mode is explicit and does not follow :meth:`train` and :meth:`eval`: ``"soft"`` while it is trained,
+    ``"hard"`` for what the family stands for, for example a permutation. Families that need no rounding are the same
+    in both. The mode is not part of checkpoints.
+
+    Args:
+        port: Widths, axis and group of the features.
+
+    Attributes:
+        needs_equal_widths: Class attribute: maps of this family are square.
+        fitted: Class attribute: the map is not trained, all of it comes from :meth:`init_from_moments`, and using it
+            before is a ``RuntimeError``.
+        port: As given.
+
+    Raises:
+        ValueError: If the widths differ and the family needs equal ones.
+
+    References:
+        Godfrey et al. (2022), "On the Symmetries of Deep Learning Models and their Internal Representations",
+        arXiv:2205.14258, section 4 and appendix D.2; our specification, 6.2.
+    """
+
+    needs_equal_widths: ClassVar[bool] = False
+    fitted: ClassVar[bool] = False
+
+    _zero: Tensor
+
+    def __init__(self, port: Port) -> None:
+        super().__init__()
+        if self.needs_equal_widths and port.in_channels != port.out_channels:
+            raise ValueError(
+                f"{type(self).__name__} needs equal widths, got {port.in_channels} channels in and "
+                f"{port.out_channels} out; use FullMap, LowRankMap or LassoMap."
+            )
+        self.port = port
+        self._mode: Mode = "soft"
+        # Knows device and dtype, for families without parameters too.
+        self.register_buffer("_zero", torch.zeros(()), persistent=False)
+
+    @property
+    def mode(self) -> Mode:
+        """``"soft"``, as in training, or ``"hard"``, rounded; setting ``"hard"`` calls :meth:`refresh`."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        if mode not in ("soft", "hard"):
+            raise ValueError(unknown("mode of a stitching map", mode, ("soft", "hard")))
+        self._mode = mode
+        if mode == "hard":
+            self.refresh()
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """Return the matrix in the current mode. Shape ``[C2, C1]``; differentiable in soft mode.
+
+        ``C1`` are the port's input, ``C2`` its output channels; dtype and device are the map's.
+        """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map along the port's axis.
+
+        Args:
+            x: Features with ``C1`` channels along that axis; floating.
+
+        Returns:
+            Features with ``C2`` channels along that axis and otherwise the shape of ``x``.
+
+        Raises:
+            ValueError: If the channels are not there.
+        """
+        self._check(x)
+        return self._apply_matrix(self.matrix(), x)
+
+    def project(self) -> None:
+        """Bring the parameters back into their set, in place; to be called after each real optimizer step."""
+
+    def regularization(self) -> Tensor:
+        """Return what is added to the loss: a scalar on the map's device, by default 0. The mode does not matter."""
+        return self._zero.new_zeros(())
+
+    def init_from_moments(self, moments: FeatureMoments) -> None:
+        """Start from the family's member that fits features best in the sense of least squares.
+
+        Args:
+            moments: Of features in front of the map and those that should come out; reduced over ranks.
+
+        Raises:
+            NotImplementedError: If the family has no such start.
+            ValueError: If the widths are not the port's, or the moments are empty.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot start from moments of features; leave this start out, or override "
+            "init_from_moments."
+        )
+
+    def held_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are held at their value in the head start, the first part of training."""
+        return []
+
+    def undecayed_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that get no weight decay."""
+        return []
+
+    def refresh(self) -> None:
+        """Recompute what hard mode derives from the parameters, if they have changed."""
+
+    def dimension(self) -> int:
+        """Return the family's degrees of freedom; by default the number of parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @torch.no_grad()
+    def sparsity(self, threshold: float = 1e-3) -> float:
+        """Return the fraction of entries of the hard matrix that are at most ``threshold`` in magnitude.
+
+        For a permutation with scales it is ``1 - 1/C``.
+
+        Args:
+            threshold: In the units of the matrix, >= 0. The default is that of Godfrey et al., eq. D.1.
+
+        Returns:
+            In [0, 1].
+
+        Raises:
+            ValueError: If ``threshold`` is negative.
+        """
+        if not threshold >= 0:
+            raise ValueError(f"threshold must be >= 0, got {threshold}.")
+        mode = self.mode
+        try:
+            self.mode = "hard"
+            return float((self.matrix().abs() <= threshold).double().mean())
+        finally:
+            self.mode = mode
+
+    def extra_repr(self) -> str:
+        """Return widths and axis, for ``repr``."""
+        return f"{self.port.in_channels}, {self.port.out_channels}, axis={self.port.axis}"
+
+    def _check(self, x: Tensor) -> None:
+        """Raise unless features have the port's channels."""
+        axis, channels = self.port.axis, self.port.in_channels
+        if not -x.ndim <= axis < x.ndim or x.shape[axis] != channels:
+            raise ValueError(
+                f"{type(self).__name__} expects {channels} channels along axis {axis}, got features of shape "
+                f"{list(x.shape)}; make the port from the features that cross the stitch."
+            )
+
+    def _apply_matrix(self, matrix: Tensor, x: Tensor) -> Tensor:
+        """Return a matrix times features along the port's axis."""
+        axis = self.port.axis % x.ndim
+        if axis == x.ndim - 1:
+            return F.linear(x, matrix)
+        if axis == 1 and x.ndim == 4:
+            return F.conv2d(x, matrix[:, :, None, None])
+        return F.linear(x.movedim(axis, -1), matrix).movedim(-1, axis)
+
+    def _apply_group(self, x: Tensor, assignment: Tensor | None, scale: Tensor | None) -> Tensor:
+        """Return ``P diag(d) x`` along the port's axis, without a matrix; ``assignment`` is the index vector of P."""
+        axis = self.port.axis % x.ndim
+        if scale is not None:
+            scale = scale.to(x.dtype)  # else autocast's half precision features would come out single
+            x = x * scale.view([-1 if k == axis else 1 for k in range(x.ndim)])
+        return x if assignment is None else x.index_select(axis, assignment)
+
+    def _check_moments(self, moments: FeatureMoments) -> None:
+        """Raise unless moments have the port's widths and saw something."""
+        widths = (moments.in_channels, moments.out_channels)
+        if widths != (self.port.in_channels, self.port.out_channels):
+            raise ValueError(
+                f"{type(self).__name__} maps {self.port.in_channels} to {self.port.out_channels} channels, got moments "
+                f"of {widths[0]} and {widths[1]}; gather them at the map's own port."
+            )
+        if not moments.count:
+            raise ValueError("The moments are empty; update them with features of at least one batch.")
+
+
+class FittedMap(StitchingMap):
+    """A map without trainable parameters, all of which comes from moments; it keeps what it was fitted to be.
+
+    Raises:
+        RuntimeError: From every use before :meth:`init_from_moments`, or a checkpoint that was made after it.
+    """
+
+    fitted: ClassVar[bool] = True
+
+    _fit_done: Tensor
+
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        self.register_buffer("_fit_done", torch.zeros((), dtype=torch.int64))
+        self._usable = False  # the buffer's value, without waiting for the GPU
+
+    def init_from_moments(self, moments: FeatureMoments) -> None:
+        """Fit the map; see :meth:`StitchingMap.init_from_moments`."""
+        self._check_moments(moments)
+        with torch.no_grad():
+            self._fit(moments)
+            self._fit_done.fill_(1)
+        self._usable = True
+
+    @abstractmethod
+    def _fit(self, moments: FeatureMoments) -> None:
+        """Write the buffers."""
+
+    def _check_fitted(self) -> None:
+        if not self._usable:
+            raise RuntimeError(
+                f"{type(self).__name__} is not fitted yet; call init_from_moments with the FeatureMoments of its port, "
+                "or load a checkpoint of a fitted one."
+            )
+
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[no-untyped-call,arg-type]
+        self._usable = bool(self._fit_done)

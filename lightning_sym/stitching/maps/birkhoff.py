@@ -1,0 +1,213 @@
+"""The Birkhoff polytope of doubly stochastic matrices: ways into it, and from it to its corners, the permutations.
+
+Plain functions on square matrices; :class:`~lightning_sym.stitching.GroupMap` and
+:class:`~lightning_sym.stitching.SoftSortMap` are made of them.
+"""
+
+import math
+import warnings
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+_LOOK = 8  # iterations between two looks at the residual: each look makes the CPU wait for the GPU
+
+
+def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
+    r"""Scale rows and columns of the positive part of a matrix until it is doubly stochastic.
+
+    One iteration divides the rows by their sums, then the columns by theirs. Only the factors are iterated:
+    the result is :math:`\mathrm{diag}(r)\, K\, \mathrm{diag}(s)` with :math:`r = 1 / (K s)` and
+    :math:`s = 1 / (K^\top r)`, two matrix-vector products an iteration. Columns end exactly stochastic, rows as far
+    as the iterations have converged: to 1e-8 or better near the polytope, slowly (like one over the number of
+    iterations) where zeros leave no positive permutation.
+
+    It is not the Euclidean projection, see :func:`project_to_birkhoff`, but nearest in the sense of relative entropy.
+
+    Args:
+        matrix: Of any sign; negative entries count as 0. Shape ``[C, C]``, floating; half precision is computed in
+            float32.
+        iterations: >= 1.
+
+    Returns:
+        A new matrix with positive entries. Shape ``[C, C]``, dtype and device of ``matrix``; differentiable.
+
+    Raises:
+        TypeError: If the dtype is not floating.
+        ValueError: If the matrix is not square, or ``iterations`` < 1.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2. The floor is ours: there a row that is zero stays so.
+
+    Example:
+        >>> sinkhorn(torch.tensor([[3.0, -1.0], [0.0, 0.5]])).round(decimals=3)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    _check_square(matrix)
+    if iterations < 1:
+        raise ValueError(f"iterations must be >= 1, got {iterations}.")
+    size = len(matrix)
+    with full_precision(matrix):
+        kernel = at_least_single(matrix)
+        # A row or column that is all zero becomes all equal; elsewhere the floor is lost in the rounding.
+        kernel = kernel.clamp_min(torch.finfo(kernel.dtype).eps / size)
+        columns = kernel.new_ones(size)
+        for _ in range(iterations):
+            rows = (kernel @ columns).reciprocal()
+            columns = (rows @ kernel).reciprocal()
+        return (rows[:, None] * kernel * columns).to(matrix.dtype)
+
+
+def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations: int = 2000) -> Tensor:
+    r"""Project a matrix to the nearest doubly stochastic one in the Frobenius norm.
+
+    Dykstra's alternation of :math:`\max(X, 0)`, with its correction term, and the projection to unit row and column
+    sums, :math:`(I - J) X (I - J) + J` with :math:`J = \mathbf{1}\mathbf{1}^\top / C`, in float64.
+
+    Args:
+        matrix: Finite. Shape ``[C, C]``, floating.
+        tolerance: Up to which row and column sums may differ from 1, and entries from where the alternation would
+            leave them. Unitless, > 0.
+        max_iterations: >= 1. A warning says if they did not suffice.
+
+    Returns:
+        A new matrix with entries >= 0. Shape ``[C, C]``, dtype and device of ``matrix``.
+
+    Raises:
+        TypeError: If the dtype is not floating.
+        ValueError: If the matrix is not square or not finite, or a setting is out of range.
+
+    Note:
+        ``O(C^2)`` an iteration, of which there are tens near the polytope and hundreds far from it; not
+        differentiable. :func:`sinkhorn` is quicker by one to two orders of magnitude.
+
+    References:
+        Boyle and Dykstra (1986), "A Method for Finding Projections onto the Intersection of Convex Sets in Hilbert
+        Spaces", doi:10.1007/978-1-4613-9940-7_3; when to stop: Birgin and Raydan (2005), doi:10.1137/03060062X.
+
+    Example:
+        >>> project_to_birkhoff(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    _check_square(matrix)
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        raise ValueError(f"tolerance must be a number > 0, got {tolerance}.")
+    if max_iterations < 1:
+        raise ValueError(f"max_iterations must be >= 1, got {max_iterations}.")
+    _check_finite(matrix)
+    size = len(matrix)
+    device = "cpu" if matrix.device.type == "mps" else matrix.device  # which has no float64
+    point = matrix.detach().to(device, torch.float64)
+    correction = torch.zeros_like(point)
+    residual = math.inf
+    for iteration in range(1, max_iterations + 1):
+        # (I - J) X (I - J) + J; it is affine and needs no correction
+        mean = point.mean()
+        affine = point - (point.mean(1, keepdim=True) - mean - 1 / size) - point.mean(0, keepdim=True)
+        correction += affine
+        point = correction.clamp_min(0)
+        correction -= point
+        if iteration % _LOOK == 0 or iteration == max_iterations:
+            # Where neither set moves the point the alternation has ended, also its correction.
+            off = torch.stack([(point - affine).abs().max(), *((point.sum(k) - 1).abs().max() for k in (0, 1))])
+            residual = float(off.max())
+            if residual <= tolerance:
+                break
+    if residual > tolerance:
+        warnings.warn(
+            f"project_to_birkhoff stopped after {max_iterations} iterations with a residual of {residual:.1e} instead "
+            f"of {tolerance:.1e}; allow more iterations or a larger tolerance.",
+            stacklevel=2,
+        )
+    return point.to(matrix.device, matrix.dtype)
+
+
+def nearest_permutation(matrix: Tensor) -> Tensor:
+    r"""Return the permutation nearest to a matrix in the Frobenius norm, by linear assignment.
+
+    Maximises :math:`\mathrm{tr}(\Pi^\top M) = \sum_i M_{i, p(i)}` exactly, in float64 on the CPU.
+
+    Args:
+        matrix: Finite. Shape ``[C, C]``, floating.
+
+    Returns:
+        The index vector ``p``: row ``i`` of the permutation matrix has its 1 in column ``p[i]``. Shape ``[C]``,
+        int64, on the device of ``matrix``. Deterministic; of several optima an arbitrary one.
+
+    Raises:
+        TypeError: If the dtype is not floating.
+        ValueError: If the matrix is not square or not finite.
+
+    Note:
+        ``O(C^3)`` time at worst; not differentiable.
+
+    Example:
+        >>> nearest_permutation(torch.tensor([[0.4, 0.6], [0.1, 0.9]]))
+        tensor([0, 1])
+    """
+    _check_square(matrix)
+    _check_finite(matrix)
+    columns = linear_sum_assignment(matrix.detach().cpu().double().numpy(), maximize=True)[1]
+    return torch.as_tensor(columns, dtype=torch.int64, device=matrix.device)
+
+
+def soft_sort(scores: Tensor, tau: float) -> Tensor:
+    r"""Return the SoftSort matrix, a relaxation of the permutation that sorts scores in descending order.
+
+    Row ``i`` is the softmax over ``j`` of :math:`-|\mathrm{sort}(q)_i - q_j| / \tau`. Rows sum to 1, columns need
+    not. If no scores are equal, the largest entries of the rows are at ``q.argsort(descending=True)``.
+
+    Args:
+        scores: ``q``. Shape ``[C]``, floating.
+        tau: Temperature, in units of the scores, > 0; the permutation is the limit 0.
+
+    Returns:
+        Shape ``[C, C]``, dtype and device of ``scores``; differentiable where scores differ.
+
+    Raises:
+        TypeError: If the dtype is not floating.
+        ValueError: If ``scores`` is no vector, or ``tau`` is not a number > 0.
+
+    References:
+        Prillo and Eisenschlos (2020), "SoftSort: A Continuous Relaxation for the argsort Operator",
+        arXiv:2006.16038, with d(x, y) = abs(x - y).
+
+    Example:
+        >>> soft_sort(torch.tensor([1.0, 2.0]), tau=0.1).round(decimals=3)
+        tensor([[0., 1.],
+                [1., 0.]])
+    """
+    if not scores.dtype.is_floating_point:
+        raise TypeError(f"scores must be a floating tensor, got {scores.dtype}.")
+    if scores.ndim != 1 or not len(scores):
+        raise ValueError(f"scores must be a vector of shape [C] with C >= 1, got shape {list(scores.shape)}.")
+    if not (math.isfinite(tau) and tau > 0):
+        raise ValueError(f"tau must be a number > 0, got {tau}.")
+    ordered = scores.sort(descending=True, stable=True).values
+    distances = (ordered[:, None] - scores).abs()
+    return torch.softmax(-distances / tau, dim=1)
+
+
+def full_precision(like: Tensor) -> torch.autocast:
+    """Return the context in which autocast leaves products alone: matrices here are small, and precision counts."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def at_least_single(tensor: Tensor) -> Tensor:
+    """Return a tensor in its dtype, but half precision in float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _check_square(matrix: Tensor) -> None:
+    if not matrix.dtype.is_floating_point:
+        raise TypeError(f"The matrix must be floating, got {matrix.dtype}.")
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
+        raise ValueError(f"The matrix must be square, shape [C, C] with C >= 1, got shape {list(matrix.shape)}.")
+
+
+def _check_finite(matrix: Tensor) -> None:
+    if not bool(matrix.isfinite().all()):
+        raise ValueError("The matrix has entries that are not finite; look for a diverged training or overflow.")

@@ -1,0 +1,127 @@
+"""Stitching maps: the families of channel maps that can join two networks, and their names in recipes."""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import get_args
+
+from lightning_sym._text import unknown
+from lightning_sym.stitching.maps.base import FittedMap, Mode, Port, StitchingMap
+from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, Projection, SoftSortMap
+from lightning_sym.stitching.maps.linear_maps import (
+    FixedMap,
+    FullMap,
+    IdentityMap,
+    LassoMap,
+    LeastSquaresMap,
+    LowRankMap,
+    OrthogonalMap,
+    ProcrustesMap,
+)
+
+__all__ = [
+    "STITCHING_MAPS",
+    "AssignmentMap",
+    "FittedMap",
+    "FixedMap",
+    "FullMap",
+    "GroupMap",
+    "IdentityMap",
+    "LassoMap",
+    "LeastSquaresMap",
+    "LowRankMap",
+    "Mode",
+    "OrthogonalMap",
+    "Port",
+    "ProcrustesMap",
+    "Projection",
+    "SoftSortMap",
+    "StitchingMap",
+    "stitching_map",
+]
+
+#: The families by the name in front of the brackets.
+STITCHING_MAPS: Mapping[str, type[StitchingMap]] = MappingProxyType(
+    {
+        "full": FullMap,
+        "rank": LowRankMap,
+        "lasso": LassoMap,
+        "group": GroupMap,
+        "softsort": SoftSortMap,
+        "orthogonal": OrthogonalMap,
+        "identity": IdentityMap,
+        "least_squares": LeastSquaresMap,
+        "assignment": AssignmentMap,
+        "procrustes": ProcrustesMap,
+    }
+)
+_ACCEPTED = (
+    "full",
+    "rank(1)",
+    "lasso(0.01)",
+    "group",
+    "group(euclidean)",
+    *list(STITCHING_MAPS)[4:],
+)
+
+
+def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
+    """Return what makes a map of a family out of a port.
+
+    Args:
+        name: ``full``; ``rank(1)`` (any rank >= 1); ``lasso`` (penalty 0.01) or ``lasso(0.001)``; ``group`` or
+            ``group(euclidean)``, the projection; ``softsort``; ``orthogonal``; ``identity``; and without training
+            ``least_squares``, ``assignment`` and ``procrustes``. For other options use the class.
+
+    Returns:
+        A function of the :class:`Port`, to be called once for each.
+
+    Raises:
+        ValueError: If the name is not one of these, or its argument is missing, superfluous or out of range.
+
+    Example:
+        >>> stitching_map("rank(2)")(Port(8, 4)).dimension()
+        20
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", name) if isinstance(name, str) else None
+    kind, argument = (match[1], match[2]) if match else ("", None)
+    if kind == "rank":
+        return functools.partial(LowRankMap, rank=_rank(argument, name))
+    if kind == "lasso" and argument is not None:
+        return functools.partial(LassoMap, penalty=_penalty(argument, name))
+    if kind == "group" and argument is not None:
+        return functools.partial(GroupMap, projection=_projection(argument))
+    if kind in STITCHING_MAPS:
+        if argument is not None:
+            raise ValueError(f"The stitching map {kind!r} takes no argument, got {name!r}.")
+        return STITCHING_MAPS[kind]
+    raise ValueError(unknown("stitching map", name, _ACCEPTED))
+
+
+def _rank(text: str | None, name: str) -> int:
+    """Return the rank, an integer >= 1."""
+    if text is None or not re.fullmatch(r"\s*[0-9]+\s*", text, re.ASCII) or int(text) < 1:
+        raise ValueError(f"rank needs an integer >= 1, as in rank(1), got {name!r}.")
+    return int(text)
+
+
+def _penalty(text: str, name: str) -> float:
+    """Return the penalty of the lasso, a finite number >= 0."""
+    try:
+        penalty = float(text)
+    except ValueError:
+        penalty = math.nan
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise ValueError(f"The penalty of lasso must be a number >= 0, as in lasso(0.01), got {name!r}.")
+    return penalty
+
+
+def _projection(text: str) -> Projection:
+    """Return the projection of the group's relaxation."""
+    for projection in get_args(Projection):
+        if text.strip() == projection:
+            chosen: Projection = projection
+            return chosen
+    raise ValueError(unknown("projection of group", text.strip(), get_args(Projection)))

@@ -1,0 +1,79 @@
+"""The maps of each family that are best for given moments: all in float64 on the CPU, exact but for rounding.
+
+The objective is everywhere the sum over positions of ``|y - s x|^2 = tr(s xx s') - 2 tr(s yx') + const``.
+"""
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from lightning_sym.stitching.maps.moments import FeatureMoments
+
+
+def least_squares(moments: FeatureMoments) -> Tensor:
+    """Return the best matrix, ``yx`` times the inverse of ``xx``. Shape ``[C2, C1]``.
+
+    Channels of ``x`` are scaled to unit norm before and back after, so that a quiet channel is not mistaken for a
+    dependent one. Where channels depend on one another, the matrix of least norm in these units; 0 for dead ones.
+    """
+    xx, yx = _double(moments.xx), _double(moments.yx)
+    norms = xx.diagonal().sqrt()
+    inverse_norms = torch.where(norms > 0, 1 / norms, 0.0)
+    values, vectors = torch.linalg.eigh(inverse_norms[:, None] * xx * inverse_norms)
+    kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+    vectors = vectors[:, kept]
+    solution: Tensor = ((yx * inverse_norms) @ vectors / values[kept]) @ vectors.T * inverse_norms
+    return solution
+
+
+def reduced_rank(moments: FeatureMoments, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the factors, shapes ``[C2, rank]`` and ``[rank, C1]``, of the best matrix of this rank.
+
+    The residual of the least squares fit is orthogonal to everything linear in ``x``, so what remains is the best
+    approximation of the fitted values ``s x`` of lower rank: ``s`` projected on their leading ``rank`` left singular
+    vectors (Eckart and Young). These are eigenvectors of ``s xx s'``.
+    """
+    full = least_squares(moments)
+    vectors = torch.linalg.eigh(full @ _double(moments.xx) @ full.T).eigenvectors[:, -rank:]
+    return vectors, vectors.T @ full
+
+
+def procrustes(moments: FeatureMoments) -> Tensor:
+    """Return the best orthogonal matrix, the polar factor of ``yx``. Shape ``[C, C]``."""
+    left, _, right = torch.linalg.svd(_double(moments.yx))
+    polar: Tensor = left @ right
+    return polar
+
+
+def assign(moments: FeatureMoments, *, permutations: bool, scales: bool, signs: bool) -> tuple[Tensor, Tensor]:
+    """Return permutation ``p`` and scale ``d`` of the best ``P D``: output ``i`` is ``d[p[i]]`` times input ``p[i]``.
+
+    With the scales free, the pair (i, j) is best at ``d = <y_i, x_j> / |x_j|^2`` and lowers the objective by
+    ``<y_i, x_j>^2 / |x_j|^2``; with ``d >= 0`` by nothing if the product is negative. With unit scales it lowers it by
+    ``2 <y_i, x_j>``, or its absolute value if signs are free, up to terms that every permutation has alike.
+
+    Returns:
+        ``p`` (int64) and ``d`` (float64), both of shape ``[C]``. ``d`` is >= 0, of any sign, 1 or -1, or all 1, as
+        asked for; a dead input, for which every scale is as good, gets 1.
+    """
+    products, norms = _double(moments.yx), _double(moments.xx).diagonal()
+    if scales:
+        allowed = products if signs else products.clamp_min(0)
+        gains = torch.where(norms > 0, allowed.square() / norms, 0.0)
+    else:
+        gains = allowed = products.abs() if signs else products
+    if permutations:
+        p = torch.as_tensor(linear_sum_assignment(gains.numpy(), maximize=True)[1], dtype=torch.int64)
+    else:
+        p = torch.arange(len(norms))
+    rows = torch.arange(len(p))
+    scale = torch.ones_like(norms)
+    if scales:
+        scale[p] = torch.where(norms[p] > 0, allowed[rows, p] / norms[p], 1.0)
+    elif signs:
+        scale[p] = torch.where(products[rows, p] < 0, -1.0, 1.0).to(scale)
+    return p, scale
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)

@@ -1,0 +1,360 @@
+"""Stitching maps that follow the intertwiner group: permutations with scales or signs, trained or fitted."""
+
+import math
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._text import unknown
+from lightning_sym.stitching.maps import fits
+from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
+from lightning_sym.stitching.maps.birkhoff import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
+from lightning_sym.stitching.maps.moments import FeatureMoments
+
+Projection = Literal["sinkhorn", "euclidean"]
+
+_SMALLEST_SCALE = 1e-3  # of the largest: where SoftSort's logarithm starts for units that a fit switches off
+
+
+class GroupMap(StitchingMap):
+    r"""The group of the port, relaxed: :math:`s = P\,\mathrm{diag}(d)` with ``P`` doubly stochastic.
+
+    Soft mode is this matrix; :meth:`project` keeps ``P`` in the Birkhoff polytope, and the regularisation
+    :math:`-\alpha \|P\|_F` is to draw it to the corners, where it is a permutation (but see the note). Hard mode is the
+    group element itself: ``P`` rounded to the nearest permutation, applied by indices. The scales follow the port:
+
+    * positive scales only: ``d >= 0``;
+    * signs only: ``d`` relaxed to [-1, 1], and in hard mode 1 or -1 (1 for 0);
+    * both: any ``d``;
+    * neither: there is no ``d``.
+
+    Without permutations ``P`` is the identity and only ``d`` is there.
+
+    The hard permutation is the int64 buffer ``assignment``: output ``i`` gets input ``assignment[i]``. Before each
+    use in hard mode ``weights`` are compared with a copy of what was last rounded, so that it is never stale, however
+    they were changed; when a checkpoint is loaded it is recomputed anyway. Rounding is deterministic, hence
+    equal on all ranks.
+
+    Args:
+        port: Equal widths, the axis, and the group, which must not be ``dense``.
+        alpha: Weight of the regularisation, >= 0. The default is that of Godfrey et al.
+        projection: How ``P`` returns to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
+        iterations: Of Sinkhorn at each projection, >= 1.
+        initial_iterations: Of Sinkhorn for the start, from uniform random entries, >= 1.
+
+    Attributes:
+        weights: ``P``. Shape ``[C, C]``; None without permutations.
+        scale: ``d``, by input channel; starts as ones. Shape ``[C]``; None without scales and signs.
+        assignment: See above. Shape ``[C]``, int64.
+
+    Raises:
+        ValueError: If widths differ, the port's group is dense, or an option is out of range.
+
+    Note:
+        The gradient of the regularisation is along ``P``, and Sinkhorn's iterations undo any change of ``P`` by a
+        factor: it has an effect with the Euclidean projection only.
+
+        The head start holds ``scale`` at 1, but not where the port has signs: with these fixed, half of the pairs
+        would look worse than no match. Rounding is ``O(C^3)`` at worst on the CPU, 10 to 20 ms for 512 channels.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2; our specification, 6.2. The floor in Sinkhorn, the
+        Euclidean projection, signs and ports without scales are ours.
+    """
+
+    needs_equal_widths: ClassVar[bool] = True
+
+    weights: nn.Parameter | None
+    scale: nn.Parameter | None
+    assignment: Tensor
+
+    def __init__(
+        self,
+        port: Port,
+        alpha: float = 0.1,
+        projection: Projection = "sinkhorn",
+        iterations: int = 16,
+        initial_iterations: int = 100,
+    ) -> None:
+        super().__init__(port)
+        _check_not_dense(port, type(self).__name__, "FullMap")
+        if not (math.isfinite(alpha) and alpha >= 0):
+            raise ValueError(f"alpha of GroupMap must be a number >= 0, got {alpha}.")
+        if projection not in get_args(Projection):
+            raise ValueError(unknown("projection of GroupMap", projection, get_args(Projection)))
+        for name, value in (("iterations", iterations), ("initial_iterations", initial_iterations)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of GroupMap must be an integer >= 1, got {value!r}.")
+        self.alpha = alpha
+        self.projection = projection
+        self.iterations = iterations
+        size = port.in_channels
+        self.register_parameter("weights", None)
+        self.register_parameter("scale", None)
+        if port.permutations:
+            self.weights = nn.Parameter(sinkhorn(torch.rand(size, size), initial_iterations))
+        if port.scales or port.signs:
+            self.scale = nn.Parameter(torch.ones(size))
+        self.register_buffer("assignment", torch.arange(size))
+        self._rounded: Tensor | None = None  # the weights that assignment belongs to
+
+    def matrix(self) -> Tensor:
+        """Return ``P diag(d)`` in the current mode. Shape ``[C, C]``."""
+        if self.mode == "soft" and self.weights is not None:
+            return self.weights if self.scale is None else self.weights * self.scale
+        self.refresh()
+        scale = self._scale()
+        scale = self._zero.new_ones(self.port.in_channels) if scale is None else scale
+        return _group_matrix(self.assignment, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map, in hard mode by indices instead of a product; see :meth:`StitchingMap.forward`."""
+        if self.mode == "soft" and self.weights is not None:
+            return super().forward(x)
+        self._check(x)
+        self.refresh()
+        return self._apply_group(x, None if self.weights is None else self.assignment, self._scale())
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Bring ``P`` back into the polytope and ``d`` into its range, in place; no gradients."""
+        if self.weights is not None:
+            if self.projection == "sinkhorn":
+                self.weights.copy_(sinkhorn(self.weights, self.iterations))
+            else:
+                # What the weights' own rounding leaves of sums that are exact.
+                tolerance = max(1e-8, 10 * torch.finfo(self.weights.dtype).eps)
+                self.weights.copy_(project_to_birkhoff(self.weights, tolerance))
+        if self.scale is not None:
+            if not self.port.signs:
+                self.scale.clamp_(min=0)
+            elif not self.port.scales:
+                self.scale.clamp_(-1, 1)
+
+    def regularization(self) -> Tensor:
+        """Return ``-alpha`` times the Frobenius norm of ``P``, of the relaxed one in both modes; a scalar."""
+        if self.weights is None:
+            return super().regularization()
+        norm: Tensor = torch.linalg.vector_norm(self.weights)
+        return -self.alpha * norm
+
+    def init_from_moments(self, moments: FeatureMoments) -> None:
+        """Start from the best group element, ``P`` a permutation; see :meth:`StitchingMap.init_from_moments`."""
+        self._check_moments(moments)
+        assignment, scale = _assign(moments, self.port)
+        with torch.no_grad():
+            if self.weights is not None:
+                self.weights.copy_(_group_matrix(assignment, torch.ones_like(scale)))
+            if self.scale is not None:
+                self.scale.copy_(scale)
+        self.refresh()
+
+    def held_parameters(self) -> list[nn.Parameter]:
+        """Return ``scale``, unless it holds signs; see the note above."""
+        return [] if self.scale is None or self.port.signs else [self.scale]
+
+    def undecayed_parameters(self) -> list[nn.Parameter]:
+        """Return ``weights``: the projection would undo most of a decay, so that it acts on the scales only."""
+        return [] if self.weights is None else [self.weights]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round ``P`` to ``assignment`` if it changed since the last time, or a checkpoint was loaded."""
+        if self.weights is None:
+            return
+        last, now = self._rounded, self.weights.detach()
+        # Values, not version counters: those miss writes through .data.
+        if last is not None and (last.device, last.dtype) == (now.device, now.dtype) and torch.equal(last, now):
+            return
+        self.assignment.copy_(nearest_permutation(now))
+        self._rounded = now.clone()
+
+    def dimension(self) -> int:
+        """Return the number of free scales, ``C`` or 0; permutations and signs are discrete."""
+        return self.port.in_channels if self.port.scales else 0
+
+    def extra_repr(self) -> str:
+        """Return widths, axis, group and options, for ``repr``."""
+        return f"{super().extra_repr()}, {_group_repr(self.port)}, alpha={self.alpha:g}, projection={self.projection!r}"
+
+    def _scale(self) -> Tensor | None:
+        """Return ``d`` in the current mode."""
+        if self.scale is None or self.mode == "soft" or self.port.scales:
+            return self.scale
+        return torch.where(self.scale < 0, -1.0, 1.0).to(self.scale.dtype)
+
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[no-untyped-call,arg-type]
+        self._rounded = None  # the checkpoint's assignment may be older than its weights
+        if self.mode == "hard":
+            self.refresh()
+
+
+class SoftSortMap(StitchingMap):
+    r"""A permutation relaxed by sorting scores: :math:`s = \mathrm{SoftSort}(q)\,\mathrm{diag}(e^{l})`.
+
+    ``2 C`` degrees of freedom, or ``C`` if the port has no positive scales and there is no ``l``. Hard mode is the
+    permutation that sorts the scores in descending order, which is the largest entry of each row (ties in the order of
+    the channels). Signs of a port are not used.
+
+    Args:
+        port: Equal widths, the axis, and the group: with permutations, not dense.
+        tau: Temperature of the sort, in units of the scores, > 0. By default ``1/C``: scores start uniformly
+            in [-1, 1], so that about one neighbour on either side has weight.
+
+    Attributes:
+        scores: ``q``. Shape ``[C]``.
+        log_scale: ``l``, by input channel; starts as zeros. Shape ``[C]``; None without positive scales.
+
+    Raises:
+        ValueError: If widths differ, the group is dense or without permutations, or ``tau`` is out of range.
+
+    References:
+        Prillo and Eisenschlos (2020), arXiv:2006.16038; as a stitching map Godfrey et al. (2022), arXiv:2205.14258,
+        appendix D.2.
+    """
+
+    needs_equal_widths: ClassVar[bool] = True
+
+    log_scale: nn.Parameter | None
+
+    def __init__(self, port: Port, tau: float | None = None) -> None:
+        super().__init__(port)
+        _check_not_dense(port, type(self).__name__, "FullMap")
+        if not port.permutations:
+            raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which does without.")
+        if tau is not None and not (math.isfinite(tau) and tau > 0):
+            raise ValueError(f"tau of SoftSortMap must be a number > 0, got {tau}.")
+        size = port.in_channels
+        self.tau = 1 / size if tau is None else tau
+        self.scores = nn.Parameter(2 * torch.rand(size) - 1)
+        self.register_parameter("log_scale", None)
+        if port.scales:
+            self.log_scale = nn.Parameter(torch.zeros(size))
+
+    def matrix(self) -> Tensor:
+        """Return the matrix in the current mode. Shape ``[C, C]``."""
+        scale = torch.ones_like(self.scores) if self.log_scale is None else self.log_scale.exp()
+        if self.mode == "hard":
+            return _group_matrix(self._order(), scale)
+        return soft_sort(self.scores, self.tau) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map, in hard mode by indices instead of a product; see :meth:`StitchingMap.forward`."""
+        if self.mode == "soft":
+            return super().forward(x)
+        self._check(x)
+        return self._apply_group(x, self._order(), None if self.log_scale is None else self.log_scale.exp())
+
+    def init_from_moments(self, moments: FeatureMoments) -> None:
+        """Start from evenly spaced scores that sort into the best permutation.
+
+        See :meth:`StitchingMap.init_from_moments`. Scales that would be 0 start at 1e-3 of the largest.
+        """
+        self._check_moments(moments)
+        assignment, scale = fits.assign(moments, permutations=True, scales=self.port.scales, signs=False)
+        with torch.no_grad():
+            # The range of the random start; row i of the sort picks the i-th largest score.
+            self.scores[assignment.to(self.scores.device)] = torch.linspace(1, -1, len(scale)).to(self.scores)
+            if self.log_scale is not None:
+                largest = scale.max() if scale.max() > 0 else scale.new_ones(())
+                self.log_scale.copy_(scale.clamp_min(_SMALLEST_SCALE * largest).log())
+
+    def extra_repr(self) -> str:
+        """Return widths, axis and temperature, for ``repr``."""
+        return f"{super().extra_repr()}, tau={self.tau:g}"
+
+    def _order(self) -> Tensor:
+        # Not argmax of the rows, which ties would turn into a map that is no permutation.
+        return self.scores.detach().argsort(descending=True, stable=True)
+
+
+class AssignmentMap(FittedMap):
+    r"""The untrained group element ``P D`` that minimises :math:`\sum_m \|y_m - s x_m\|^2`, by linear assignment.
+
+    It follows the port: with positive scales ``d >= 0`` (0 for a pair whose features have a negative product, which
+    no positive scale helps), with signs too any ``d``, with signs only 1 or -1, otherwise 1. The scale of a dead input
+    is 1. Exact among all elements.
+
+    Args:
+        port: Equal widths, the axis, and the group, which must not be ``dense``.
+
+    Attributes:
+        assignment: Output ``i`` gets input ``assignment[i]``. Shape ``[C]``, int64.
+        scale: ``d``, by input channel. Shape ``[C]``.
+
+    Raises:
+        ValueError: If widths differ or the group is dense.
+
+    References:
+        Our specification, 6.2 and 8.4; for permutations alone it is the matching of activations of Ainsworth et al.
+        (2023), arXiv:2209.04836, section 3.1.
+    """
+
+    needs_equal_widths: ClassVar[bool] = True
+
+    assignment: Tensor
+    scale: Tensor
+
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        _check_not_dense(port, type(self).__name__, "LeastSquaresMap")
+        self.register_buffer("assignment", torch.arange(port.in_channels))
+        self.register_buffer("scale", torch.ones(port.in_channels))
+
+    def matrix(self) -> Tensor:
+        """Return the element as a matrix. Shape ``[C, C]``.
+
+        Raises:
+            RuntimeError: If it is not fitted yet.
+        """
+        self._check_fitted()
+        return _group_matrix(self.assignment, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the element by indices; see :meth:`StitchingMap.forward`.
+
+        Raises:
+            RuntimeError: If it is not fitted yet.
+        """
+        self._check_fitted()
+        self._check(x)
+        scaled = self.port.scales or self.port.signs
+        return self._apply_group(x, self.assignment if self.port.permutations else None, self.scale if scaled else None)
+
+    def dimension(self) -> int:
+        """Return the number of free scales, ``C`` or 0, all of them fitted."""
+        return self.port.in_channels if self.port.scales else 0
+
+    def extra_repr(self) -> str:
+        """Return widths, axis and group, for ``repr``."""
+        return f"{super().extra_repr()}, {_group_repr(self.port)}"
+
+    def _fit(self, moments: FeatureMoments) -> None:
+        assignment, scale = _assign(moments, self.port)
+        self.assignment.copy_(assignment)
+        self.scale.copy_(scale)
+
+
+def _assign(moments: FeatureMoments, port: Port) -> tuple[Tensor, Tensor]:
+    return fits.assign(moments, permutations=port.permutations, scales=port.scales, signs=port.signs)
+
+
+def _group_matrix(assignment: Tensor, scale: Tensor) -> Tensor:
+    """Return the matrix whose row ``i`` has ``scale[p[i]]`` in column ``p[i]``, differentiable in the scale."""
+    empty = scale.new_zeros(len(scale), len(scale))
+    return empty.scatter(1, assignment[:, None], scale[assignment][:, None])
+
+
+def _check_not_dense(port: Port, family: str, instead: str) -> None:
+    if port.dense:
+        raise ValueError(
+            f"{family} relaxes permutations and scales, but the port's group is that of all invertible matrices; use "
+            f"{instead}."
+        )
+
+
+def _group_repr(port: Port) -> str:
+    names = [name for name in ("permutations", "scales", "signs") if getattr(port, name)]
+    return f"group={'+'.join(names) or 'trivial'}"

@@ -1,0 +1,592 @@
+"""Stitching: the lower part of one network, a small map, and the upper part of another.
+
+A stitch is a set of ports. At the end of a residual block one tensor crosses the cut, inside a block two do: the
+branch and the skip connection. With one map for each of them, a network that differs from another by a symmetry only
+can be stitched to it without any loss, wherever it is cut (:class:`PlantedStitches`).
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_sym._distributed import on_device_of
+from lightning_sym._random import seeded
+from lightning_sym.networks import Network
+from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.stitching.maps.families import Port, StitchingMap, stitching_map
+from lightning_sym.stitching.maps.moments import FeatureMoments
+from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
+
+Family = str | Callable[[Port], StitchingMap]
+Ports = Literal["all", "branch"]
+BatchNormMode = Literal["batch", "frozen"]
+
+_TRIALS = 8  # elements that are tried to see which values have signs: a product of signs is overlooked in one of 2**7
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that crosses a cut.
+
+    Attributes:
+        name: The module whose output it is, otherwise the operation.
+        shape: Its shape without the batch axis; empty for what is no tensor.
+        axis: Its channel axis, counted with the batch axis: 1 for ``[N, C, H, W]``, 2 for ``[N, T, C]``.
+        mapped: Whether a stitch has a map here. The network's input, and what is no floating tensor with channels,
+            pass as they are.
+        permutations: Whether the network's symmetry permutes its channels.
+        scales: Whether it rescales them.
+        signs: Whether it flips their signs.
+        dense: Whether any invertible matrix may mix them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int = 1
+    mapped: bool = True
+    permutations: bool = False
+    scales: bool = False
+    signs: bool = False
+    dense: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return self.shape[self.axis - 1]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Shape without batch and channel axes: height and width, or nothing."""
+        return self.shape[: self.axis - 1] + self.shape[self.axis :]
+
+
+class CutNetwork:
+    """A frozen network that is cut at several sites, to be stitched to others.
+
+    Args:
+        network: The network. It is put in evaluation mode, and its parameters get ``requires_grad=False``; values stay
+            as they are.
+        sites: Where; default everywhere, see ``Network.sites``.
+        example: An input, shape ``[N, C, H, W]`` or whatever the network takes, N >= 1, of the weights' dtype. Moved to
+            the network's device.
+        before: Cut before the activations instead of after them.
+        like: A cut network of the same architecture, sites and ``before``, whose symmetry is taken over, as tracing
+            takes a second or so.
+
+    Attributes:
+        network: The network.
+        sites: Where it is cut, in the given order.
+
+    Raises:
+        TypeError: If the network is a module of another kind; ``Network.wrap`` makes one of it.
+        ValueError: If there is no such site, or a half does not compute what the network does.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        sites: Sequence[str] | None = None,
+        *,
+        example: Tensor,
+        before: bool = False,
+        like: "CutNetwork | None" = None,
+    ) -> None:
+        if not isinstance(network, Network):
+            name = type(network).__name__
+            raise TypeError(
+                f"network must be a Network, whose sites are known, got {name}; pass Network.wrap(network)."
+            )
+        network.eval().requires_grad_(False)
+        self.network = network
+        self._cuts = network.cuts(sites, before=before)
+        self.sites = list(self._cuts.sites)
+        self._example = on_device_of(network, example[:2])
+        self._like = like
+        self._symmetry: Symmetry | None = None
+        self._crossings: dict[str, tuple[Crossing, ...]] | None = None
+        with torch.no_grad():
+            expected = network(self._example)
+            values = self.values(self._example)
+            for site in self.sites:
+                if not torch.allclose(self._cuts.uppers[site](values[site]), expected, rtol=0, atol=0, equal_nan=True):
+                    raise ValueError(
+                        f"{type(network).__name__} cut at {site!r} does not compute what it does in one piece; look "
+                        "for operations that change a tensor in place, or draw random numbers in evaluation mode."
+                    )
+        self._shapes = {site: tuple(map(_shape, found)) for site, found in values.items()}
+
+    @property
+    def lower(self) -> nn.Module:
+        """The part up to the last cut: from images to a tuple for each site of all that crosses there."""
+        return self._cuts.lower
+
+    def to(self, *args: Any, **kwargs: Any) -> "CutNetwork":
+        """Move the network and its parts, as ``nn.Module.to`` does."""
+        # The parts too: buffers that the network itself reads, not one of its modules, are theirs under the same name.
+        for module in (self.network, self._cuts.lower, *self._cuts.uppers.values(), self._cuts.whole):
+            module.to(*args, **kwargs)
+        return self
+
+    def values(self, images: Tensor) -> dict[str, tuple[Any, ...]]:
+        """Return what crosses each cut, for a batch of images, on the network's device; without gradients."""
+        with torch.no_grad(), self.network.explaining(images):
+            return dict(zip(self.sites, self._cuts.lower(on_device_of(self.network, images)), strict=True))
+
+    def upper(self, site: str, *, own_parameters: bool = False) -> nn.Module:
+        """Return the part after a cut.
+
+        Modules and buffers are copies. Parameters are the network's own; or copies too, with gradients.
+        """
+        upper = self._cuts.uppers[site]
+        shared: dict[int, Any] = {} if own_parameters else {id(p): p for p in upper.parameters()}
+        copied: nn.Module = copy.deepcopy(upper, shared)
+        return copied.requires_grad_(True) if own_parameters else copied
+
+    def crossings(self, site: str) -> tuple[Crossing, ...]:
+        """Return the values that cross a cut, the site's activation first, and what the symmetry does to each."""
+        if self._crossings is None:
+            if self._like is not None:
+                self._crossings = {site: self._like.crossings(site) for site in self.sites}
+            else:
+                with seeded(0):  # the caller's random numbers do not depend on who asks first
+                    self._crossings = self._find_crossings()
+        return self._crossings[site]
+
+    def widths(self, site: str) -> tuple[Crossing, ...]:
+        """Return the values that cross a cut, as :meth:`crossings` does, but without asking for the symmetry."""
+        return tuple(
+            Crossing(name, shape, axis=_usual_axis(shape), mapped=bool(shape))
+            for name, shape in zip(self._cuts.crossing[site], self._shapes[site], strict=True)
+        )
+
+    @property
+    def symmetry(self) -> Symmetry:
+        """The symmetry of the network with a probe at each port, see :class:`PlantedStitches`."""
+        if self._symmetry is None:
+            if self._like is not None:
+                return self._like.symmetry
+            self.crossings(self.sites[0])
+        assert self._symmetry is not None
+        return self._symmetry
+
+    @property
+    def probed(self) -> nn.Module:
+        """The network with a probe at each port."""
+        places = [(site, i) for site in self.sites for i in range(len(self._shapes[site]))]
+        axes = [self.crossings(site)[i].axis if self._shapes[site][i] else 0 for site, i in places]
+        return _Probed(self._cuts.whole, [s for site in self.sites for s in self._shapes[site]], axes)
+
+    def probe(self, site: str, index: int) -> str:
+        """Return the name of a probe's weight in :attr:`probed`."""
+        number = sum(len(self._shapes[other]) for other in self.sites[: self.sites.index(site)]) + index
+        return f"probes.{number}.weight"
+
+    def _find_crossings(self) -> dict[str, tuple[Crossing, ...]]:
+        shapes = [shape for site in self.sites for shape in self._shapes[site]]
+        names = [name for site in self.sites for name in self._cuts.crossing[site]]
+        axes = self._channel_axes(names, shapes)
+        example = self._example.to(next(self.network.parameters()))
+        probed = _Probed(self._cuts.whole, shapes, axes).to(example)
+        self._symmetry = symmetry = trace_symmetry(probed, example)
+        moved = _diagonals(
+            symmetry,
+            {
+                f"probes.{number}.weight": shape[axis - 1]
+                for number, (shape, axis) in enumerate(zip(shapes, axes, strict=True))
+                if shape
+            },
+        )
+        inputs = {node.name for node in self._cuts.whole.graph.nodes if node.op == "placeholder"}  # type: ignore[union-attr]
+        found = []
+        for number, (name, shape, axis) in enumerate(zip(names, shapes, axes, strict=True)):
+            if not shape or name in inputs:
+                found.append(Crossing(name, shape, axis or 1, mapped=False))
+                continue
+            weight = f"probes.{number}.weight"
+            own = [g for g in symmetry.groups if any(o.tensor == weight and o.axis == 1 for o in g.occurrences)]
+            found.append(
+                Crossing(
+                    name,
+                    shape,
+                    axis,
+                    permutations=any(group.movable for group in own),
+                    scales=not torch.allclose(moved[weight].abs(), torch.ones_like(moved[weight])),
+                    signs=bool((moved[weight] < 0).any()),
+                    dense=any(group.dense for group in own),
+                )
+            )
+        whole = iter(found)
+        return {site: tuple(next(whole) for _ in self._shapes[site]) for site in self.sites}
+
+    def _channel_axes(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """Return the channel axis of each value; 0 for what is no tensor."""
+        usual = [_usual_axis(shape) if shape else 0 for shape in shapes]
+        tokens = any(isinstance(module, nn.LayerNorm | nn.MultiheadAttention) for module in self.network.modules())
+        if not tokens and all(len(shape) != 2 for shape in shapes):
+            return usual
+        # Channels are on the axis on which the symmetry acts, of the value itself or of others of its shape.
+        example = self._example.to(next(self.network.parameters()))
+        taps = {tap.module: tap.axis for g in trace_symmetry(self.network, example).groups for tap in g.taps}
+        known = {shape: taps[name] for name, shape in zip(names, shapes, strict=True) if name in taps}
+        return [
+            taps.get(name, known.get(shape, axis)) if shape else 0
+            for name, shape, axis in zip(names, shapes, usual, strict=True)
+        ]
+
+
+class PlantedStitches:
+    r"""A network that differs from another by a symmetry only, and the stitches between the two, which are exact.
+
+    For :math:`B = g A` and every cut, the values of ``B`` are those of ``A`` times :math:`\varphi(g)` (Theorem 4.2 of
+    Godfrey et al. 2022); :meth:`matrices` are these. They are found by giving ``A`` a further output at each port, a
+    linear map that is the identity (a probe): acting on network and probes, ``g`` multiplies a probe by the inverse of
+    what it does to the values.
+
+    Args:
+        source: Network ``A``.
+        element: An element of ``source.symmetry``; default a random one.
+        generator: Of the random element.
+        scale: Standard deviation of the logarithm of its scales, >= 0.
+
+    Attributes:
+        element: The element.
+        network: Network ``B``.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, Theorem 4.2. The probes, and a map for each port, are ours.
+    """
+
+    def __init__(
+        self,
+        source: CutNetwork,
+        element: Element | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        scale: float = 0.5,
+    ) -> None:
+        self._source = source
+        symmetry = source.symmetry
+        self.element = symmetry.sample(generator, scale=scale) if element is None else element
+        probed = source.probed.to(next(source.network.parameters()))
+        moved = symmetry.act(self.element, probed)
+        self._probes = {name: parameter for name, parameter in moved.named_parameters() if name.startswith("probes.")}
+        # The probed network has the network's own tensors, under a longer name.
+        state = moved.state_dict()
+        self.network = copy.deepcopy(source.network)
+        self.network.load_state_dict({name: state[f"network.{name}"] for name in self.network.state_dict()})
+
+    def matrices(self, site: str) -> tuple[Tensor | None, ...]:
+        """Return for each value that crosses the cut what takes that of ``A`` to that of ``B``.
+
+        Each of shape ``[C, C]``, None where a value passes as it is.
+        """
+        return tuple(
+            torch.linalg.inv(self._probes[self._source.probe(site, index)].detach()) if crossing.mapped else None
+            for index, crossing in enumerate(self._source.crossings(site))
+        )
+
+
+class StitchedNetwork(nn.Module):
+    """The lower part of one network, a map for each value that crosses, and the upper part of another.
+
+    Both parts are frozen (but see ``train_upper``): parameters have no gradients, the lower part is always in
+    evaluation mode and run without gradients. Batch norms of the upper part have statistics of their own, and in train
+    mode use those of the batch (``batch_norm="batch"``) or the upper network's (``"frozen"``).
+
+    Args:
+        source: Network ``A``, the lower one.
+        target: Network ``B``, the upper one.
+        site: Where ``A`` is cut.
+        target_site: Where ``B`` is cut; default the same.
+        family: Makes the map of a port: a name for :func:`lightning_sym.stitching.stitching_map`, or any callable that
+            takes a :class:`lightning_sym.stitching.Port`, such as a subclass of
+            :class:`lightning_sym.stitching.StitchingMap`.
+        ports: ``"all"``: a map for each value that crosses. ``"branch"``: one for the site's activation only, as the
+            paper; a skip connection then comes from ``A`` as it is.
+        batch_norm: See above.
+        resize: Average the positions of a value of ``A`` where it has whole multiples of those of ``B``.
+        train_upper: Let the upper part have parameters of its own, a copy of ``B``'s, that are trained.
+
+    Attributes:
+        maps: The maps, in the order of the ports.
+        upper: The upper part.
+        site: Where ``A`` is cut.
+        target_site: Where ``B`` is cut.
+
+    Raises:
+        ValueError: If widths, positions or the number of ports do not fit.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, section 4 and appendix D.2, after Lenc and Vedaldi (2015) and Bansal et
+        al. (2021). Maps for skip connections are ours.
+
+    Example:
+        >>> from lightning_sym.networks import MultiLayerPerceptron
+        >>> a, b = (MultiLayerPerceptron([5, 4], image_size=2).fresh(seed) for seed in (0, 1))
+        >>> images = torch.rand(3, 1, 2, 2)
+        >>> a, b = (CutNetwork(network, example=images) for network in (a, b))
+        >>> StitchedNetwork(a, b, "activation1", family="full")(images).shape
+        torch.Size([3, 10])
+    """
+
+    def __init__(
+        self,
+        source: CutNetwork,
+        target: CutNetwork,
+        site: str,
+        target_site: str | None = None,
+        *,
+        family: Family = "group",
+        ports: Ports = "all",
+        batch_norm: BatchNormMode = "batch",
+        resize: bool = False,
+        train_upper: bool = False,
+    ) -> None:
+        super().__init__()
+        if batch_norm not in ("batch", "frozen"):
+            raise ValueError(f'batch_norm must be "batch" or "frozen", got {batch_norm!r}.')
+        target_site = site if target_site is None else target_site
+        found = stitch_ports(source, target, site, target_site, ports=ports, resize=resize)
+        make = stitching_map(family) if isinstance(family, str) else family
+        self.site, self.target_site, self.batch_norm = site, target_site, batch_norm
+        self._lower = (source.lower, source.sites.index(site))  # in a tuple: no part of what is trained and saved
+        self.upper = target.upper(target_site, own_parameters=train_upper)
+        self.train_upper = train_upper
+        self.maps = nn.ModuleList(make(port) for port in found if port is not None)
+        for module in self.maps:
+            if not isinstance(module, StitchingMap):
+                raise TypeError(f"A family must make a StitchingMap from a Port, got {type(module).__name__}.")
+        self._mapped = [port is not None for port in found]
+        shapes = [crossing.positions for crossing in target.crossings(target_site)]
+        given = [crossing.shape for crossing in source.widths(site)]
+        self._axes = [port.axis if port is not None else 0 for port in found]
+        self._sizes = [
+            size if port is not None and _positions(shape, port.axis) != size else None
+            for port, size, shape in zip(found, shapes, given, strict=False)
+        ]
+        self.train()
+
+    def train(self, mode: bool = True) -> "StitchedNetwork":
+        """Set the mode: of the maps, of the upper part if it is trained, otherwise of its batch norms only."""
+        super().train(mode)
+        if not self.train_upper:
+            self.upper.eval()  # no dropout
+        for module in self.upper.modules():
+            if isinstance(module, _BatchNorm):
+                module.train(mode and self.batch_norm == "batch")
+        return self
+
+    @property
+    def trained(self) -> nn.Module:
+        """The part that is trained: the maps, or all but the lower part."""
+        return self if self.train_upper else self.maps
+
+    def batch_norms(self) -> dict[str, _BatchNorm]:
+        """Return the batch norms of the upper part that have statistics, by name."""
+        return {f"upper.{name}": module for name, module in batch_norms(self.upper).items()}
+
+    def set_mode(self, mode: Literal["soft", "hard"]) -> None:
+        """Use the maps as they are trained (``soft``) or as they are evaluated (``hard``: rounded, cut off)."""
+        for module in self.stitching_maps:
+            module.mode = mode
+
+    def mapped(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what the upper part takes, for all that crosses the cut of the lower network."""
+        maps = iter(self.maps)
+        sized = self._sized(values)
+        return tuple(next(maps)(v) if is_mapped else v for v, is_mapped in zip(sized, self._mapped, strict=True))
+
+    def _sized(self, values: Sequence[Any]) -> list[Any]:
+        """Return the values that are taken from the lower network, with as many positions as the upper one has."""
+        return [
+            value if size is None else _pooled(value, axis, size)
+            for value, axis, size in zip(values, self._axes, self._sizes, strict=False)
+        ]
+
+    def add_moments(self, values: Sequence[Any], wanted: Sequence[Any], moments: Sequence[FeatureMoments]) -> None:
+        """Add a batch to the moments that maps are fitted from.
+
+        Args:
+            values: What crosses the cut of the lower network.
+            wanted: What crosses the cut of the upper network, for the same images.
+            moments: One for each map; changed in place.
+        """
+        mapped = [
+            (x, y, axis)
+            for x, y, axis, is_mapped in zip(self._sized(values), wanted, self._axes, self._mapped, strict=True)
+            if is_mapped
+        ]
+        for (x, y, axis), own in zip(mapped, moments, strict=True):
+            own.update(x, y, axis)
+
+    def stitched(self, values: Sequence[Any]) -> Tensor:
+        """Return logits ``[N, C]`` for what crosses the cut of the lower network."""
+        logits: Tensor = self.upper(self.mapped(values))
+        return logits
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits ``[N, C]`` for images."""
+        lower, index = self._lower
+        with torch.no_grad():
+            values = lower(images)[index]
+        return self.stitched(values)
+
+    def regularization(self) -> Tensor:
+        """Return the sum of the maps' regularisers, a scalar."""
+        return sum((module.regularization() for module in self.stitching_maps), torch.zeros(()))
+
+    def project(self) -> None:
+        """Project all maps, after an optimizer's step."""
+        for module in self.stitching_maps:
+            module.project()
+
+    @property
+    def stitching_maps(self) -> list[StitchingMap]:
+        """The maps, as what they are."""
+        return [module for module in self.maps if isinstance(module, StitchingMap)]
+
+
+def stitch_ports(
+    source: CutNetwork,
+    target: CutNetwork,
+    site: str,
+    target_site: str,
+    *,
+    ports: Ports = "all",
+    resize: bool = False,
+) -> list[Port | None]:
+    """Return the port of each value that crosses the target's cut; None for one that passes as it is.
+
+    Arguments and errors are those of :class:`StitchedNetwork`.
+    """
+    if ports not in ("all", "branch"):
+        raise ValueError(f'ports must be "all" or "branch", got {ports!r}.')
+    for cut, name in ((source, site), (target, target_site)):
+        if name not in cut.sites:
+            raise ValueError(f"The network is not cut at {name!r}, only at {', '.join(cut.sites)}.")
+    wanted, given = target.crossings(target_site), source.widths(site)
+    where = f"{site!r} of the lower network and {target_site!r} of the upper one"
+    if len(given) < len(wanted):
+        raise ValueError(
+            f"{where} cannot be stitched: {len(wanted)} values cross the upper network's cut "
+            f"({', '.join(crossing.name for crossing in wanted)}), and only {len(given)} the lower network's; choose a "
+            "site at the end of a block."
+        )
+    found: list[Port | None] = []
+    for index, crossing in enumerate(wanted):
+        own = given[index]
+        if not crossing.mapped or (ports == "branch" and index > 0):
+            if own.shape != crossing.shape:
+                raise ValueError(
+                    f"{where} cannot be stitched: {crossing.name} would pass without a map, but has shape "
+                    f"{list(own.shape)} below and {list(crossing.shape)} above; "
+                    + ('use ports="all".' if crossing.mapped else "choose other sites.")
+                )
+            found.append(None)
+            continue
+        if len(own.shape) != len(crossing.shape):
+            raise ValueError(
+                f"{where} cannot be stitched: a value of shape {list(own.shape)} (without batch) cannot become one of "
+                f"shape {list(crossing.shape)}; choose sites of the same kind."
+            )
+        positions = _positions(own.shape, crossing.axis)
+        if positions != crossing.positions:
+            fits = all(a % b == 0 for a, b in zip(positions, crossing.positions, strict=True))
+            if not (resize and fits):
+                advice = "set resize=True to average positions" if fits else "choose sites with whole multiples of them"
+                raise ValueError(
+                    f"{where} cannot be stitched: {own.name} has {_times(positions)} positions and {crossing.name} has "
+                    f"{_times(crossing.positions)}; {advice}."
+                )
+        found.append(
+            Port(
+                own.shape[crossing.axis - 1],
+                crossing.channels,
+                axis=crossing.axis,
+                permutations=crossing.permutations,
+                scales=crossing.scales,
+                signs=crossing.signs,
+                dense=crossing.dense,
+            )
+        )
+    return found
+
+
+class _Probed(nn.Module):
+    """A network with further outputs: of values inside, each through a linear map of its channels."""
+
+    def __init__(self, whole: nn.Module, shapes: Sequence[tuple[int, ...]], axes: Sequence[int]) -> None:
+        super().__init__()
+        self.network = whole
+        self._axes = tuple(axes)
+        self.probes = nn.ModuleList(
+            _identity(shape[axis - 1]) if shape else nn.Identity() for shape, axis in zip(shapes, axes, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        output, *values = self.network(x)
+        seen = [
+            probe(value.movedim(axis, -1))
+            for probe, value, axis in zip(self.probes, values, self._axes, strict=True)
+            if isinstance(probe, nn.Linear)
+        ]
+        return (output, *seen)
+
+
+def _diagonals(symmetry: Symmetry, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return by what elements without permutations multiply the channels of probes, shape ``[trials, C]`` each.
+
+    What an element does to the identity that a probe holds shows what it does to the values. The elements are generic:
+    of evenly spaced scales, or equal signs only, those of several factors could cancel.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, list[Tensor]] = {name: [] for name in sizes}
+    for trial in range(_TRIALS):
+        sign = 1 - 2 * torch.randint(2, (symmetry.signs,), generator=generator).double()
+        element = replace(
+            symmetry.identity(),
+            log_scale=torch.rand(symmetry.scales, generator=generator, dtype=torch.float64) + 0.1,
+            sign=sign if trial else -torch.ones_like(sign),
+        )
+        units = {name: torch.eye(size, dtype=torch.float64) for name, size in sizes.items()}
+        for name, moved in symmetry.act_on(element, units).items():
+            found[name].append(moved.diagonal())
+    return {name: torch.stack(diagonals) for name, diagonals in found.items()}
+
+
+def _identity(channels: int) -> nn.Linear:
+    layer = nn.Linear(channels, channels, bias=False, device="meta").to_empty(device="cpu")  # draws nothing
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(channels))
+    return layer
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2:
+        return tuple(value.shape[1:])
+    return ()
+
+
+def _usual_axis(shape: tuple[int, ...]) -> int:
+    """Return 1, as of images and vectors; 2 of tokens ``[N, T, C]``."""
+    return 2 if len(shape) == 2 else 1
+
+
+def _positions(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[: axis - 1] + shape[axis:]
+
+
+def _times(positions: Mapping[int, int] | Sequence[int]) -> str:
+    return "x".join(map(str, positions)) or "single"
+
+
+def _pooled(value: Tensor, axis: int, size: tuple[int, ...]) -> Tensor:
+    """Return the means over positions such that ``size`` are left."""
+    pool: Callable[..., Tensor] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(size) - 1]
+    return pool(value.movedim(axis, 1), size).movedim(1, axis)

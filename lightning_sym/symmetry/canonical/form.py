@@ -1,0 +1,292 @@
+"""Canonical forms: one member for each orbit of a network's symmetry group."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.norms import NOTHING, Bools, Floats, Plan, Squares, joint_sums, plan_of
+from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
+from lightning_sym.symmetry.canonical.scales import Scales
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.structure import Slot
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Incoming against outgoing norms of the units of one axis group.
+
+    Attributes:
+        incoming: Squared norm of what a unit's scale multiplies, times the exponent. Shape (size,), float64.
+        outgoing: Squared norm of what the scale divides, times the exponent. Shape (size,), float64.
+        difference: ``incoming - outgoing``. Shape (size,), float64.
+        dead: Number of units with nothing coming in or nothing going out.
+    """
+
+    incoming: Tensor
+    outgoing: Tensor
+    difference: Tensor
+    dead: int
+
+
+@dataclass(frozen=True)
+class CanonicalForm:
+    """A network's canonical form, and how it was reached.
+
+    Attributes:
+        network: The canonical member of the orbit, in the dtype and on the device of the given network.
+        element: The element that maps the given network to it.
+        dead: For each axis group that holds dead units (incoming or outgoing weights all zero): which units, by their
+            place in the group before sorting. Each of shape (size,), bool.
+        sweeps: Passes over all scales that balancing took, Newton steps included.
+        residual: Largest relative difference of incoming and outgoing norms that is left, unitless.
+        converged: Whether all scale gauges were reached.
+        notes: What was left as it was, and why.
+    """
+
+    network: nn.Module
+    element: Element
+    dead: dict[str, Tensor]
+    sweeps: int
+    residual: float
+    converged: bool
+    notes: tuple[str, ...]
+
+
+def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
+    r"""Measure for every unit the norm of its incoming weights against that of its outgoing weights.
+
+    For a unit with a free scale :math:`\lambda` (spec 4.2) whose weights move by :math:`w_k \to \lambda^{a_k} w_k`,
+    gradient flow conserves :math:`\sum_k a_k w_k^2`: incoming minus outgoing squared norm, each term weighted by its
+    exponent. Weight decay drives it to 0. Where several scales belong to a unit, the one that both multiplies and
+    divides weights is taken: with batch norm before the activation the scale of what the unit puts out, so that
+    incoming means ``gamma^2 + beta^2``, and outgoing the next layer's columns. (The other scale, in front of the batch
+    norm, only multiplies: gradient flow conserves the norm of the rows themselves.) Without a free scale (tanh, GELU)
+    incoming means the first module's weights and biases, outgoing all others, and nothing is conserved.
+
+    Args:
+        symmetry: Of the network's architecture.
+        network: Not changed.
+
+    Returns:
+        By the names of the axis groups, in their order.
+
+    Raises:
+        ValueError: If the network has another structure than the traced one.
+
+    Note:
+        One pass over the weights; computed in float64 on the CPU.
+
+    Example:
+        >>> from lightning_sym.symmetry.trace import trace_symmetry
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> balance(trace_symmetry(network, torch.randn(2, 5)), network)["0"].difference.shape
+        torch.Size([8])
+    """
+    symmetry.require(network)
+    plan = plan_of(symmetry)
+    squares = Squares(plan, state_tensors(network))
+    slices = squares.slices(np.ones(plan.total))
+    return dict(_balances(symmetry, plan, slices))
+
+
+def _balances(symmetry: Symmetry, plan: Plan, slices: Floats) -> Iterator[tuple[str, Balance]]:
+    up, down = plan.up @ slices, plan.down @ slices
+    has_up = np.diff(plan.up.indptr) > 0
+    has_down = np.diff(plan.down.indptr) > 0
+    structure = symmetry.structure
+    for index, group in enumerate(symmetry.groups):
+        table = structure.scale_table[index]
+        both = [c for c in range(table.shape[1]) if has_up[table[0, c]] and has_down[table[0, c]]]
+        if table.shape[1] and not group.dense:
+            chosen = table[:, both[0] if both else 0]
+            incoming, outgoing = up[chosen], down[chosen]
+            one_sided = not both
+        else:
+            columns = structure.columns[index]
+            incoming = slices[columns[:, plan.first[index]]].sum(1)
+            later = ~plan.first[index] & plan.parameter[columns[0]]
+            outgoing = slices[columns[:, later]].sum(1) + joint_sums(symmetry, plan, slices)[group.units.numpy()]
+            one_sided = not later.any() and not outgoing.any()
+        dead = incoming <= NOTHING if one_sided else (incoming <= NOTHING) | (outgoing <= NOTHING)
+        one, two = torch.from_numpy(incoming), torch.from_numpy(outgoing)
+        yield group.name, Balance(one, two, one - two, int(dead.sum()))
+
+
+def canonicalize(
+    symmetry: Symmetry,
+    network: nn.Module,
+    *,
+    scales: Literal["balanced", "unit"] | None = "balanced",
+    signs: bool = True,
+    order: bool = True,
+    inplace: bool = False,
+) -> CanonicalForm:
+    r"""Return the canonical member of a network's orbit: the same function, the same weights for every member.
+
+    **Scales** (spec 4.2). A scale that only multiplies weights (the one in front of a batch norm) has no member of
+    smallest norm; the weights that it multiplies get squared norm 1 (or their number, if it acts on the rows of several
+    modules, as does the scale of a residual stream on all its last batch norms). Weights that are normalised that way
+    are constant, so that a scale that otherwise only divides such weights is one-sided, too: hence
+    :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. Biases before a batch norm are 0. The
+    scales that are left, which multiply some weights and divide others, take
+
+    - ``"balanced"``: the values of smallest L2 norm: incoming and outgoing norms are equal. The squared norm is a
+      convex function of the logarithms; cyclic sweeps with the factor :math:`(q_- / q_+)^{1/4}`, then Newton's method.
+    - ``"unit"``: incoming weights and bias of norm 1, layer by layer; for a residual stream those of the first module
+      that writes into it.
+
+    **Signs.** The gain of a norm layer is positive. Otherwise the entry of largest magnitude among the incoming weights
+    and bias is positive; if the largest ones tie and disagree, the sum of the cubes is, then the plain sum.
+
+    **Order** (spec 4.3). Within its cell, dead units last; then by falling norm of the incoming weights; ties by the
+    norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and sums weighted by the
+    place of the units on the other side. Units that are alike in all of these (copies, dead units) keep their order,
+    with a note.
+
+    Args:
+        symmetry: Of the network's architecture.
+        network: Not changed unless ``inplace``.
+        scales: The gauge of the scales. None leaves scales and biases before batch norms as they are.
+        signs: Whether to fix signs.
+        order: Whether to sort units and blocks.
+        inplace: Whether to change the network itself.
+
+    Returns:
+        The canonical form. Computed in float64, stored in the network's dtype.
+
+    Raises:
+        ValueError: If ``scales`` is unknown, the network has another structure than the traced one, or a weight is not
+            finite.
+
+    Note:
+        Units whose incoming or outgoing weights are all zero are dead: their scale stays, everything else is found as
+        if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
+        the orbit's member.
+        Cells on which any invertible matrix acts (`AxisGroup.dense`) stay as they are, with a note. Sorting is not
+        continuous: near networks may have far canonical forms (spec 4.4).
+
+    Example:
+        >>> from lightning_sym.symmetry.trace import trace_symmetry
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+        >>> symmetry = trace_symmetry(network, torch.randn(2, 5))
+        >>> other = symmetry.act(symmetry.sample(), network)
+        >>> one, two = (canonicalize(symmetry, member).network for member in (network, other))
+        >>> torch.allclose(one[0].weight, two[0].weight, rtol=0, atol=1e-12)
+        True
+    """
+    if scales not in ("balanced", "unit", None):
+        raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
+    symmetry.require(network)
+    if not (signs and symmetry.structure.absorbed):
+        return _pass(symmetry, network, scales=scales, signs=signs, order=order, inplace=inplace)
+    # What biases take up of signs counts for all that comes after them: again, until no more signs change.
+    first = last = _pass(symmetry, network, scales=scales, signs=True, order=order, inplace=False)
+    element = first.element
+    for _ in symmetry.structure.absorbed:
+        if bool((last.element.sign > 0).all()):
+            break
+        last = _pass(symmetry, last.network, scales=scales, signs=True, order=order, inplace=True)
+        element = symmetry.compose(last.element, element)
+    result = symmetry.act(element, network, inplace=inplace)
+    return replace(last, network=result, element=element, dead=first.dead)
+
+
+def _pass(
+    symmetry: Symmetry,
+    network: nn.Module,
+    *,
+    scales: Literal["balanced", "unit"] | None,
+    signs: bool,
+    order: bool,
+    inplace: bool,
+) -> CanonicalForm:
+    """Bring a network to its canonical form, as if no bias took up what changes of sign add."""
+    tensors = state_tensors(network)
+    plan = plan_of(symmetry)
+    squares = Squares(plan, tensors)
+    for name, tensor in tensors.items():
+        # Summing the squares is cheaper for large tensors than looking at every entry again.
+        seen = squares.squares.get(name)
+        finite = bool(torch.isfinite(tensor).all()) if seen is None else math.isfinite(float(seen.sum()))
+        if not finite:
+            raise ValueError(
+                f"{name} holds values that are not finite; expected a network whose weights are all finite."
+            )
+    structure = symmetry.structure
+    notes: list[str] = []
+    identity = symmetry.identity()
+    log_scale = np.zeros(symmetry.scales)
+    sweeps, residual, converged = 0, 0.0, True
+    dead_scales = np.zeros(symmetry.scales, bool)
+    if scales is not None and symmetry.scales:
+        found = Scales(symmetry, plan, squares, scales)
+        log_scale, dead_scales = found.log_scale, found.dead
+        notes += found.notes
+        sweeps, residual, converged = found.sweeps, found.residual, found.converged
+    gauged = Gauged(symmetry, plan, tensors, log_scale)
+    # What has no scale of its own says nothing of the living units that it touches: it counts as absent.
+    determined = abs(plan.forms) @ dead_scales.astype(np.float64) == 0
+    slices = squares.slices(gauged.scale**2 * determined)
+    dead = _dead_units(symmetry, plan, slices, dead_scales)
+    gauged.shown = determined
+    sign = find_signs(symmetry, plan, gauged) if signs and symmetry.signs else identity.sign.numpy()
+    gauged.shown = np.ones_like(determined)
+    shift = list(identity.shift)
+    if scales is not None:
+        for index, (places, _) in enumerate(structure.shifts):
+            shift[index] = torch.from_numpy(-gauged.weight(structure.slots[places[0]].tensor).ravel())
+    permutation = identity.permutation.numpy()
+    if order:
+        # Biases before batch norms are zero by now, and the running means have moved with them.
+        for (places, _), by in zip(structure.shifts, shift, strict=True) if scales is not None else ():
+            first, *others = (structure.slots[place] for place in places)
+            moved = {slot.tensor: _shifted(gauged, slot, by) for slot in others}
+            gauged.tensors = {**gauged.tensors, first.tensor: torch.zeros_like(by), **moved}
+        gauged.shown = determined
+        last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
+        permutation = find_order(symmetry, plan, slices, gauged, last, notes)
+    if structure.dense:
+        notes.append(
+            f"{len(structure.dense)} cells on which invertible matrices act stay as they are: the form is canonical up "
+            "to these matrices only"
+        )
+    element = Element(
+        symmetry.fingerprint,
+        torch.from_numpy(permutation.copy()),
+        torch.from_numpy(log_scale),
+        torch.from_numpy(np.asarray(sign, np.float64).copy()),
+        identity.dense,
+        tuple(shift),
+    )
+    result = symmetry.act(element, network, inplace=inplace)
+    return CanonicalForm(result, element, dead, sweeps, residual, converged, tuple(dict.fromkeys(notes)))
+
+
+def _shifted(gauged: Gauged, slot: Slot, by: Tensor) -> Tensor:
+    """Return a running mean (or bias) that, under the gauge's scale and sign, equals the scaled one plus the shift."""
+    at = gauged.plan.at(slot)
+    factor = torch.from_numpy(gauged.scale[at] * gauged.sign[at])
+    return gauged.tensors[slot.tensor].detach().to("cpu", torch.float64) + by / factor
+
+
+def _dead_units(symmetry: Symmetry, plan: Plan, slices: Floats, dead_scales: Bools) -> dict[str, Tensor]:
+    """Return for each axis group which units are dead, where any are."""
+    result = {}
+    for index, (name, found) in enumerate(_balances(symmetry, plan, slices)):
+        table = symmetry.structure.scale_table[index]
+        if table.shape[1]:
+            units = dead_scales[table].any(1)
+        elif found.dead:
+            units = ((found.incoming <= NOTHING) | (found.outgoing <= NOTHING)).numpy()
+        else:
+            continue
+        if units.any():
+            result[name] = torch.from_numpy(units)
+    return result

@@ -1,0 +1,306 @@
+"""Matching by activations: units belong together that are active on the same inputs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.matching.assignment_costs import Chosen, Gain, Tables, matched_groups, within_cells
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks
+from lightning_sym.symmetry.matching.coordinate_descent import Descent, best_blocks, block_systems
+from lightning_sym.symmetry.matching.magnitudes import refined
+from lightning_sym.symmetry.matching.weights import Match, match_of
+from lightning_sym.symmetry.tracing.capture import evaluating
+
+
+class ActivationMoments:
+    """Streaming moments of the units' activations of two networks, per axis group, for :func:`activation_matching`.
+
+    Sums of x, y, x^2, y^2 (per unit) and of x y^T (per pair of units) in float64; all positions of an image, or tokens,
+    count as samples. Where a group can be watched at several places (an axis group of a residual stream runs through
+    many blocks), the last one that is no pooling, flattening, dropout or identity is used, as given by `places`.
+
+    Args:
+        symmetry: The symmetry of the architecture.
+        a: The first network (x). Run in evaluation mode; not changed.
+        b: The second network (y).
+
+    Attributes:
+        places: The module that is watched, by the name of the axis group. Groups of which no module's output shows all
+            units are missing.
+        samples: Number of samples so far, by the name of the group.
+
+    Raises:
+        ValueError: If a network is not of the traced architecture, or holds a value that is not finite.
+    """
+
+    def __init__(self, symmetry: Symmetry, a: nn.Module, b: nn.Module) -> None:
+        check_networks(symmetry, a=a, b=b)
+        self.symmetry = symmetry
+        self._a, self._b = a, b
+        modules = dict(a.named_modules())
+        self._taps: dict[str, Tap] = {}
+        for group in symmetry.groups:
+            if not group.taps or not (group.movable or group.signs):
+                continue
+            real = [tap for tap in group.taps if not _passes_through(modules[tap.module])]
+            self._taps[group.name] = (real or list(group.taps))[-1]
+        self.places = {name: tap.module for name, tap in self._taps.items()}
+        device = device_of(a)
+        self._sums: dict[str, dict[str, Tensor]] = {}
+        for name, tap in self._taps.items():
+            size = len(tap.positions)
+            shapes = {"n": (), **dict.fromkeys(("x", "y", "xx", "yy"), (size,)), "xy": (size, size)}
+            self._sums[name] = {
+                key: torch.zeros(shape, dtype=wide(device), device=device) for key, shape in shapes.items()
+            }
+        # By group, the columns of its sign table that show at its place; found at the first update.
+        self.visible_signs: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Number of samples so far, by the name of the group."""
+        return {name: int(sums["n"].item()) for name, sums in self._sums.items()}
+
+    def update(self, inputs: Tensor | Sequence[Any]) -> None:
+        """Run both networks on a batch and add it to the sums.
+
+        Args:
+            inputs: A batch, moved to each network's device; of a tuple or list the first entry.
+
+        Raises:
+            ValueError: If there is no tensor, or an activation is not finite.
+        """
+        images = inputs[0] if isinstance(inputs, list | tuple) and inputs else inputs
+        if not isinstance(images, Tensor):
+            kind = type(inputs).__name__
+            raise ValueError(f"inputs must be a tensor, or a tuple or list that starts with one, got {kind}.")
+        if len(images) == 0 or not self._taps:
+            return
+        if not self.visible_signs:
+            self._find_visible_signs(images[:2])
+        ours, theirs = (self._watch(network, images) for network in (self._a, self._b))
+        for name, sums in self._sums.items():
+            x, y = (watched[name].to(sums["xy"]) for watched in (ours, theirs))
+            if not bool(x.isfinite().all() and y.isfinite().all()):
+                place = self.places[name]
+                raise ValueError(f"The activations of {place} are not finite; look for such weights or inputs.")
+            sums["n"] += len(x)
+            sums["x"] += x.sum(0)
+            sums["y"] += y.sum(0)
+            sums["xx"] += x.square().sum(0)
+            sums["yy"] += y.square().sum(0)
+            sums["xy"] += x.T @ y
+
+    def _watch(self, network: nn.Module, images: Tensor) -> dict[str, Tensor]:
+        """Return the activations of each group. Each of shape (samples, size)."""
+        found: dict[str, list[Tensor]] = {name: [] for name in self._taps}
+        modules = dict(network.named_modules())
+        handles = []
+        for name, tap in self._taps.items():
+
+            def keep(module: nn.Module, args: Any, output: Any, *, name: str = name, tap: Tap = tap) -> None:
+                values = output.detach().movedim(tap.axis, -1)
+                found[name].append(values.reshape(-1, values.shape[-1])[:, tap.positions.to(values.device)].clone())
+
+            handles.append(modules[tap.module].register_forward_hook(keep))
+        try:
+            with torch.no_grad(), evaluating(network):
+                network(images.to(device_of(network)))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def _find_visible_signs(self, images: Tensor) -> None:
+        """Flip signs of the first network, one column of all groups' tables at a time; see where activations change."""
+        structure = self.symmetry.structure
+        visible: dict[str, list[int]] = {name: [] for name in self._taps}
+        most = max((table.shape[1] for table in structure.sign_table), default=0)
+        before = self._watch(self._a, images) if most else {}
+        for k in range(most):
+            element = self.symmetry.identity()
+            for group, table in zip(self.symmetry.groups, structure.sign_table, strict=True):
+                if table.shape[1] > k and not group.dense:
+                    element.sign[torch.from_numpy(table[:, k])] = -1.0
+            after = self._watch(self.symmetry.act(element, self._a), images)
+            for group, table in zip(self.symmetry.groups, structure.sign_table, strict=True):
+                if group.name in self._taps and table.shape[1] > k and not group.dense:
+                    old, new = before[group.name].double(), after[group.name].double()
+                    if float((new - old).square().sum()) > 1e-6 * float(old.square().sum()):
+                        visible[group.name].append(k)
+        self.visible_signs = {name: tuple(columns) for name, columns in visible.items()}
+
+    def reduce(self) -> None:
+        """Replace the sums by those over all ranks (`torch.distributed`); to be called once, on every rank."""
+        if ranks() == 1:
+            return
+        for name in sorted(self._sums):
+            self._sums[name] = {key: summed(value) for key, value in sorted(self._sums[name].items())}
+        # A rank without batches has not seen which signs show.
+        known: list[Any] = [None] * ranks()
+        torch.distributed.all_gather_object(known, self.visible_signs)
+        self.visible_signs = next((signs for signs in known if signs), {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, as nested dictionaries of tensors."""
+        return {
+            "sums": {name: {key: value.clone() for key, value in sums.items()} for name, sums in self._sums.items()},
+            "visible_signs": {name: list(columns) for name, columns in self.visible_signs.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over sums.
+
+        Raises:
+            ValueError: If they are of other groups.
+        """
+        if {n: v["xy"].shape for n, v in state["sums"].items()} != {n: v["xy"].shape for n, v in self._sums.items()}:
+            raise ValueError("the state holds other axis groups; expected one of the same architecture")
+        for name, sums in state["sums"].items():
+            self._sums[name] = {key: value.to(self._sums[name][key]).clone() for key, value in sums.items()}
+        self.visible_signs = {name: tuple(columns) for name, columns in state["visible_signs"].items()}
+
+    def product(self, name: str) -> Tensor:
+        """Return the mean product of the units' activations. Shape (size, size), float64."""
+        return self._sums[name]["xy"] / self._sums[name]["n"]
+
+    def correlation(self, name: str) -> Tensor:
+        """Return the correlation of the units of ``a`` (rows) and ``b``. Shape (size, size), float64.
+
+        Zero where one of the units is constant (up to rounding): it tells nothing.
+        """
+        sums = self._sums[name]
+        n = sums["n"]
+        mean_x, mean_y = sums["x"] / n, sums["y"] / n
+        centred = sums["xy"] / n - mean_x[:, None] * mean_y[None, :]
+        scale = []
+        for square, mean in ((sums["xx"], mean_x), (sums["yy"], mean_y)):
+            variance = square / n - mean.square()
+            alive = variance > 1e-12 * (square / n)
+            scale.append(torch.where(alive, torch.where(alive, variance, 1.0).rsqrt(), 0.0))
+        return centred * scale[0][:, None] * scale[1][None, :]
+
+
+def _passes_through(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return any(word in name for word in ("Pool", "Flatten", "Dropout", "Identity"))
+
+
+def activation_matching(
+    symmetry: Symmetry,
+    a: nn.Module,
+    b: nn.Module,
+    data: Batches | ActivationMoments,
+    *,
+    measure: Literal["correlation", "product"] = "correlation",
+    scales: bool = True,
+    signs: bool = True,
+    balance: bool = True,
+    refine: bool = False,
+    seed: int = 0,
+) -> Match:
+    r"""Find the member of a network's orbit whose units are active when those of another network are.
+
+    For each axis group the assignment that maximises :math:`\sum_i C_{i p(i)}` with the correlations (or mean
+    products) :math:`C` of activations, exactly and in one pass; :math:`|C|` where the activations' sign is free. Cells
+    and blocks are respected. What activations do not show follows from the weights, given the assignments: other
+    signs, magnitudes, and groups that no module's output shows.
+
+    Under `torch.distributed` each rank passes its own batches, and all get the same match.
+
+    Args:
+        symmetry: The symmetry of the architecture.
+        a: The reference. Not changed.
+        b: The network that is moved. Not changed.
+        data: Batches (of a tuple or list the first entry is used), or moments of ``a`` and ``b``, reduced by the
+            caller.
+        measure: "correlation", or "product": uncentred, depends on the units' scales.
+        scales: Whether magnitudes (and shifts of biases in front of batch norms) may change.
+        signs: Whether signs may change.
+        balance: Whether both networks are brought to the balanced gauge before signs and other groups are matched by
+            weights; ignored without ``scales``.
+        refine: As for :func:`weight_matching`.
+        seed: Of the order in which groups without activations are matched.
+
+    Returns:
+        The match.
+
+    Raises:
+        ValueError: If a network is not of the traced architecture or not finite, there are no data or moments of
+            another architecture, or `measure` is unknown.
+
+    References:
+        Li et al. (2016), "Convergent Learning", arXiv:1511.07543; Ainsworth et al. (2022), section 3.1,
+        arXiv:2209.04836, with products.
+    """
+    if measure not in ("correlation", "product"):
+        raise ValueError(f"measure must be 'correlation' or 'product', got {measure!r}.")
+    if isinstance(data, ActivationMoments):
+        check_networks(symmetry, a=a, b=b)
+        if data.symmetry.fingerprint != symmetry.fingerprint:
+            raise ValueError("the moments are those of another architecture; expected moments of a and b")
+        moments = data
+    else:
+        moments = ActivationMoments(symmetry, a, b)
+
+        def run() -> None:
+            for batch in data:
+                moments.update(batch)  # type: ignore[arg-type]
+
+        together(run)
+        moments.reduce()
+    if not moments._sums or min(moments.samples.values()) == 0:
+        raise ValueError(
+            "there are no activations; pass at least one batch, and a network whose modules show its units."
+        )
+    if measure == "product" and signs and symmetry.structure.absorbed:
+        raise ValueError(
+            "products do not show which activations were flipped to offset - x (affine=True); pass "
+            "measure='correlation' or signs=False."
+        )
+    where = device_of(a)
+    with torch.no_grad():
+        groups = matched_groups(symmetry)
+        gains: dict[int, Gain] = {}  # by the group's number
+        for group, axis_group in zip(groups, symmetry.groups, strict=True):
+            if axis_group.name in moments._sums and not group.dense:
+                name = axis_group.name
+                table = moments.correlation(name) if measure == "correlation" else moments.product(name)
+                # Of several signs that show in one place any one will do; a unit's own is the more exact choice.
+                visible = [k for k in (*group.free, *group.shared) if k in moments.visible_signs.get(name, ())]
+                gains[group.index] = Gain({tuple(visible[:1] if signs else ()): table}, signs, group.shared)
+        tables = {index: Tables(gain) for index, gain in gains.items()}
+        chosen: dict[int, Chosen] = {}
+        for system in block_systems(symmetry, groups):
+            if all(group.index in tables for group, _ in system.kinds):
+                chosen.update(best_blocks(system, tables, {})[1])
+        chosen |= {index: within_cells(groups[index], own) for index, own in tables.items() if index not in chosen}
+        left, right = symmetry.identity(), symmetry.identity()
+        target, source = a, b
+        if scales and balance:
+            target, left = balanced(symmetry, a)
+            source, right = balanced(symmetry, b)
+        descent = Descent(symmetry, target, source, signs=signs, device=where)
+        descent.restart(descent.element_of(chosen))
+        undecided = {}
+        for index, own in chosen.items():
+            # What was never active in either network is undecided: by weights, among itself.
+            nothing = tables[index].tables[0] == 0
+            silent = nothing.all(1) & nothing.all(0)[own.source]
+            undecided[index] = tuple(kept for cell in groups[index].cells if len(kept := cell[silent[cell]]))
+        descent.hold(undecided, {i: {k for pattern in gain.parts for k in pattern} for i, gain in gains.items()})
+        if signs:
+            descent.improve_signs()
+        descent.run(torch.Generator().manual_seed(seed), 100, lambda sweep, objective: None)
+        element = symmetry.compose(symmetry.inverse(left), symmetry.compose(descent.element, right))
+        if scales and refine:
+            element = refined(symmetry, a, b, element, where)
+        identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in gains}
+        before, after = (sum(gain.of(own[i]) for i, gain in gains.items()) for own in (identity, chosen))
+        return match_of(symmetry, a, b, element, (before, after), 1, (after,), "activations")

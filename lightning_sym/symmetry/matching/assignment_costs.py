@@ -1,0 +1,412 @@
+"""What is won where a unit of one network takes the place of a unit of another: slices, gain tables, assignments.
+
+Every parameter is cut into slices along the axes on which an axis group stands. The inner products of one network's
+slices with the other's are the gains, one table of them for each set of signs that acts on the slices.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import AxisGroup
+from lightning_sym.symmetry.tracing.structure import Slot
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+# Columns of a group's table of signs: the generators, one per unit and column, that act on some slices.
+Pattern: TypeAlias = tuple[int, ...]
+
+# Sign generators that meet on one position are tried in all combinations up to this number.
+_MOST_JOINT_SIGNS = 3
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Where the units of a group stand in one parameter: on an axis, at these positions (None: at all, in order)."""
+
+    tensor: str
+    axis: int
+    positions: Tensor | None
+
+    def of(self, tensor: Tensor, size: int) -> Tensor:
+        """Return one row per unit: everything that stands at its positions. Shape (size, entries per unit)."""
+        moved = tensor.movedim(self.axis, 0)
+        if self.positions is not None:
+            moved = moved.index_select(0, self.positions.to(tensor.device))
+        return moved.reshape(size, -1)
+
+
+def stacked(slices: Sequence[Slices], tensors: Mapping[str, Tensor], size: int) -> Tensor:
+    """Return one row per unit: its slices of all tensors, side by side. Shape (size, entries per unit)."""
+    parts = [part.of(tensors[part.tensor], size) for part in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Where the units of a group stand in a grouped convolution's weight: rows, their columns, and the units there."""
+
+    tensor: str
+    rows: Ints
+    columns: Ints
+    members: Ints
+    pattern: Pattern
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the slices, columns in the order of the members. Shape (columns, rows * kernel)."""
+        rows, columns = (torch.from_numpy(index).to(tensor.device) for index in (self.rows, self.columns))
+        chosen = tensor[rows[:, None], columns]
+        return chosen.transpose(0, 1).reshape(len(self.members), -1)
+
+
+@dataclass(frozen=True)
+class MatchingGroup:
+    """What matching needs to know about an axis group.
+
+    Attributes:
+        index: Its number among the symmetry's groups.
+        units: The units' numbers, rising.
+        cells: For each cell, the units' places in the group.
+        movable: Whether units change places within their cells.
+        dense: Whether any invertible matrix may mix the units of a cell.
+        free: The columns of the table of signs whose generators belong to one unit alone.
+        shared: The columns whose generators belong to a whole cell.
+        slices: Where the units stand, by the free and shared signs that act there.
+        joints: The same for columns of grouped convolutions.
+        tensors: The parameters on which the units stand.
+        quadratic: Whether the units stand on two axes of one parameter.
+    """
+
+    index: int
+    units: Ints
+    cells: tuple[Ints, ...]
+    movable: bool
+    dense: bool
+    free: tuple[int, ...]
+    shared: tuple[int, ...]
+    slices: dict[Pattern, tuple[Slices, ...]]
+    joints: tuple[Joint, ...]
+    tensors: frozenset[str]
+    quadratic: bool
+
+
+class _Places:
+    """Which unit stands at each position of all slots, and which generators of signs act there."""
+
+    def __init__(self, symmetry: Symmetry) -> None:
+        structure = symmetry.structure
+        self.matrix = structure.signs.tocsr()
+        self.by_generator = self.matrix.tocsc()
+        self.joint_slots = [slot for slot in structure.slots if len(slot.axes) == 2]
+        self.offset = {(slot.tensor, slot.axes): slot.offset for slot in structure.slots}
+        self.unit_at = np.full(self.matrix.shape[0], -1)
+        for slot in structure.slots:
+            self.unit_at[slot.offset : slot.offset + slot.size] = slot.unit.ravel()
+        self.type_of_unit = np.full(structure.units, -1)
+        for index, units in enumerate(structure.orbits):
+            self.type_of_unit[units] = index
+        # The first and the last unit on which each generator acts.
+        entries = self.matrix.tocoo()
+        odd = np.mod(np.rint(entries.data), 2) == 1
+        self.first = np.full(self.matrix.shape[1], structure.units)
+        self.last = np.full(self.matrix.shape[1], -1)
+        np.minimum.at(self.first, entries.col[odd], self.unit_at[entries.row[odd]])
+        np.maximum.at(self.last, entries.col[odd], self.unit_at[entries.row[odd]])
+        # A depthwise weight has two labels on its rows: the one of the second axis adds its signs.
+        self.second_label: dict[int, int] = {}
+        for slot in self.joint_slots:
+            if slot.shape[1] == 1:
+                rows = self.offset[slot.tensor, (0,)]
+                self.second_label.update({rows + r: slot.offset + r for r in range(slot.shape[0])})
+
+    def own(self, generators: Ints, units: Ints) -> bool:
+        """Whether each generator acts on its unit alone."""
+        return bool(np.all(self.first[generators] == units) and np.all(self.last[generators] == units))
+
+    def of_cell(self, generators: Ints, units: Ints) -> bool:
+        """Whether all units of a cell have one generator, which acts on nothing else."""
+        if np.any(generators != generators[0]):
+            return False
+        lo, hi = self.by_generator.indptr[generators[0] : generators[0] + 2]
+        return bool(np.isin(self.unit_at[self.by_generator.indices[lo:hi]], units).all())
+
+    def pattern(self, position: int, generators: Ints, columns: tuple[int, ...]) -> Pattern:
+        """Return in which of the columns the generators (one per column) of a position's unit act on it."""
+        odd: set[int] = set()
+        for place in (position, self.second_label.get(position, -1)):
+            if place >= 0:
+                row = slice(self.matrix.indptr[place], self.matrix.indptr[place + 1])
+                odd ^= set(self.matrix.indices[row][np.mod(np.rint(self.matrix.data[row]), 2) == 1].tolist())
+        return tuple(k for k in columns if int(generators[k]) in odd)
+
+
+def matched_groups(symmetry: Symmetry) -> list[MatchingGroup]:
+    """Return for each axis group of a symmetry, in their order, where its units stand in the parameters."""
+    places = _Places(symmetry)
+    return [_matched_group(symmetry, places, index, group) for index, group in enumerate(symmetry.groups)]
+
+
+def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisGroup) -> MatchingGroup:
+    units, table = symmetry.structure.orbits[index], symmetry.structure.sign_table[index]
+    numbers = group.cells.numpy()
+    cells = tuple(np.flatnonzero(numbers == cell) for cell in np.unique(numbers))
+    columns = range(table.shape[1])
+    free = tuple(k for k in columns if places.own(table[:, k], units))
+    shared = tuple(
+        k for k in columns if k not in free and all(places.of_cell(table[cell, k], units[cell]) for cell in cells)
+    )
+    known = () if group.dense else free + shared
+    axes_of: dict[str, set[int]] = {}
+    slices: dict[Pattern, list[Slices]] = {}
+    for occurrence in group.occurrences:
+        if not occurrence.is_parameter:
+            continue
+        axes_of.setdefault(occurrence.tensor, set()).add(occurrence.axis)
+        start = places.offset.get((occurrence.tensor, (occurrence.axis,)))
+        by_pattern: dict[Pattern, list[int]] = {}
+        for column, position in enumerate(occurrence.positions[0].tolist()):
+            pattern = () if start is None else places.pattern(start + position, table[0], known)
+            by_pattern.setdefault(pattern, []).append(column)
+        # A parameter without axes (PReLU's) has one position.
+        length = 1 if start is None else symmetry.layout[occurrence.tensor][0][occurrence.axis]
+        for pattern, chosen in by_pattern.items():
+            flat = occurrence.positions[:, chosen].reshape(-1)
+            whole = flat.numel() == length and torch.equal(flat, torch.arange(length))
+            slices.setdefault(pattern, []).append(Slices(occurrence.tensor, occurrence.axis, None if whole else flat))
+    joints: list[Joint] = []
+    for slot in places.joint_slots:
+        held = slot.unit[slot.unit >= 0]
+        if slot.shape[1] > 1 and np.any(places.type_of_unit[held] == index):
+            axes_of.setdefault(slot.tensor, set()).add(1)
+            joints += _joints(places, slot, index, units, table, known)
+    return MatchingGroup(
+        index=index,
+        units=units,
+        cells=cells,
+        movable=group.movable,
+        dense=group.dense,
+        free=free,
+        shared=shared,
+        slices={pattern: tuple(parts) for pattern, parts in slices.items()},
+        joints=tuple(joints),
+        tensors=frozenset(axes_of),
+        quadratic=any(len(axes) > 1 for axes in axes_of.values()),
+    )
+
+
+def _joints(places: _Places, slot: Slot, index: int, units: Ints, table: Ints, columns: tuple[int, ...]) -> list[Joint]:
+    """Return where the units of one group stand on the second axis of a grouped convolution's weight."""
+    result = []
+    order = np.argsort(slot.unit, axis=1, kind="stable")
+    held = np.take_along_axis(slot.unit, order, axis=1)
+    for members in np.unique(held, axis=0):
+        if np.any(members < 0) or not np.all(places.type_of_unit[members] == index):
+            continue
+        reading = np.flatnonzero((held == members).all(1))
+        local = np.searchsorted(units, members)
+        corner = slot.offset + int(reading[0]) * slot.shape[1] + int(order[reading[0], 0])
+        pattern = places.pattern(corner, table[local[0]], columns)
+        result.append(Joint(slot.tensor, reading, order[reading], local, pattern))
+    return result
+
+
+class Gain:
+    """How much is won where a unit of B takes the place of a unit of A; the best signs are taken.
+
+    With the gains M_p over the positions on which the generators p act, the signs s win
+    sum_p (prod_{k in p} s_k) M_p. A generator that never meets another adds |M_k|; those that meet are tried in all
+    combinations, the others given them. Generators that a whole cell shares are tried in all combinations, too: each of
+    the `cases` holds signs of these, and the gain given them.
+
+    Args:
+        parts: M_p by p. Each of shape (size of A's group, size of B's), one dtype and device.
+        signs: Whether signs are free; without, the parts are added up.
+        shared: Columns of signs that a whole cell shares.
+
+    Attributes:
+        parts: As above, added up where signs count as 1.
+        shared: Those of the shared columns that are in the parts; none if they are too many, all are 1 then.
+        met: Columns that meet others; none if they are too many.
+        exact: Whether they are not too many; else they count as 1 where they meet.
+        signed: Whether any sign is to be chosen.
+    """
+
+    def __init__(self, parts: Mapping[Pattern, Tensor], signs: bool, shared: tuple[int, ...] = ()) -> None:
+        if not signs:
+            parts = _folded(parts, dict.fromkeys({k for pattern in parts for k in pattern}, 1.0))
+        self.shared = tuple(k for k in shared if any(k in pattern for pattern in parts))
+        if len(self.shared) > _MOST_JOINT_SIGNS:
+            parts = _folded(parts, dict.fromkeys(self.shared, 1.0))
+            self.shared = ()
+        self.met = sorted({k for pattern in parts if len(pattern) > 1 for k in pattern})
+        self.exact = len(self.met) <= _MOST_JOINT_SIGNS
+        if not self.exact:
+            self.met = []
+            if not self.shared:
+                alone = {pattern: part for pattern, part in parts.items() if len(pattern) == 1}
+                rest = {pattern: part for pattern, part in parts.items() if len(pattern) != 1}
+                parts = alone | _folded(rest, dict.fromkeys({k for pattern in rest for k in pattern}, 1.0))
+        self.parts = parts
+        self.signed = signs and any(parts)  # any pattern that is not empty
+
+    def cases(self) -> list[tuple[dict[int, float], "Gain"]]:
+        """Return all choices of the shared signs, and the gain given each."""
+        # Not an attribute: the gain itself is one of them, and a cycle would hold its memory.
+        if not self.shared:
+            return [({}, self)]
+        choices = itertools.product((1.0, -1.0), repeat=len(self.shared))
+        given = [dict(zip(self.shared, values, strict=True)) for values in choices]
+        return [(signs, Gain(_folded(self.parts, signs), True)) for signs in given]
+
+    def _split(self) -> tuple[dict[Pattern, Tensor], dict[int, Tensor]]:
+        """Return the parts on which signs meet (or none acts), and the part of each sign that is alone."""
+        joint, single = {}, {}
+        for pattern, part in self.parts.items():
+            if len(pattern) == 1 and pattern[0] not in self.met:
+                single[pattern[0]] = part
+            else:
+                joint[pattern] = part
+        return joint, single
+
+    def total(self) -> Tensor:
+        """Return the gain of each pair. Shape (size, size), dtype and device of the parts."""
+        joint, single = self._split()
+        best: Tensor | None = None
+        for signs in itertools.product((1.0, -1.0), repeat=len(self.met)) if joint else ():
+            value = _folded(joint, dict(zip(self.met, signs, strict=True)))[()]
+            best = value if best is None else torch.maximum(best, value)
+        for part in single.values():
+            best = part.abs() if best is None else best + part.abs()
+        assert best is not None
+        return best
+
+    def signs_at(self, rows: Ints, columns: Ints) -> dict[int, Floats]:
+        """Return the best signs of pairs, by generator. Each of shape (pairs,)."""
+        joint, single = self._split()
+        at = torch.from_numpy(rows), torch.from_numpy(columns)
+
+        def values(part: Tensor) -> Floats:
+            return np.asarray(part.cpu()[at].double().numpy())
+
+        result = {k: np.where(values(part) < 0, -1.0, 1.0) for k, part in single.items()}
+        if self.met:
+            options = list(itertools.product((1.0, -1.0), repeat=len(self.met)))
+            held = [(pattern, values(part)) for pattern, part in joint.items()]
+            table = np.zeros((len(options), len(rows)))
+            for number, option in enumerate(options):
+                of = dict(zip(self.met, option, strict=True))
+                for pattern, value in held:
+                    table[number] += math.prod(of[k] for k in pattern) * value
+            chosen = np.array(options)[table.argmax(0)]
+            result |= {k: chosen[:, i] for i, k in enumerate(self.met)}
+        return result
+
+    def of(self, chosen: "Chosen") -> float:
+        """Return what a choice wins."""
+        rows, columns = torch.arange(len(chosen.source)), torch.from_numpy(chosen.source)
+        return sum(
+            float(chosen.sign(pattern) @ part.cpu()[rows, columns].double().numpy())
+            for pattern, part in self.parts.items()
+        )
+
+
+def _folded(parts: Mapping[Pattern, Tensor], given: Mapping[int, float]) -> dict[Pattern, Tensor]:
+    """Put the given signs into gains."""
+    result: dict[Pattern, Tensor] = {}
+    for pattern, part in parts.items():
+        left = tuple(k for k in pattern if k not in given)
+        value = -part if math.prod(given[k] for k in pattern if k in given) < 0 else part
+        result[left] = result[left] + value if left in result else value
+    return result
+
+
+@dataclass
+class Chosen:
+    """Which unit of a group comes to each place, and with which signs.
+
+    Attributes:
+        source: For each place the unit that comes there, by its place in the group. Shape (size,).
+        signs: By the column of the table of signs, +1 or -1 for each place; all +1 for a column that is missing. Each
+            of shape (size,).
+    """
+
+    source: Ints
+    signs: dict[int, Floats]
+
+    def sign(self, pattern: Pattern) -> Floats:
+        """Return the product of some columns' signs. Shape (size,)."""
+        own = (self.signs[k] for k in pattern if k in self.signs)
+        return math.prod(own, start=np.ones(len(self.source)))
+
+    @property
+    def moves(self) -> bool:
+        """Whether any unit changes its place or sign."""
+        return not np.array_equal(self.source, np.arange(len(self.source))) or any(
+            bool((sign < 0).any()) for sign in self.signs.values()
+        )
+
+
+class Tables:
+    """The gains of a group on the CPU, in float64, one table for each case of shared signs."""
+
+    def __init__(self, gain: Gain) -> None:
+        self.signed = gain.signed
+        self.cases = gain.cases()
+        self.tables = [case.total().double().cpu().numpy() for _, case in self.cases]
+
+    def best(self, rows: Ints, columns: Ints) -> tuple[float, int, Ints]:
+        """Return the best assignment's gain, its case of shared signs, and each row's place among the columns."""
+        best = (-math.inf, 0, np.arange(len(rows)))
+        for number, table in enumerate(self.tables):
+            part = table[np.ix_(rows, columns)]
+            chosen = best_assignment(part)
+            value = float(part[np.arange(len(rows)), chosen].sum())
+            if value > best[0]:
+                best = value, number, chosen
+        return best
+
+    def put(self, chosen: Chosen, rows: Ints, columns: Ints) -> None:
+        """Assign some columns to some rows in the best way."""
+        _, number, own = self.best(rows, columns)
+        chosen.source[rows] = columns[own]
+        self.set_signs(chosen, rows, number)
+
+    def set_signs(self, chosen: Chosen, rows: Ints, number: int) -> None:
+        """Choose the best signs of what was assigned to some rows, given a case of shared signs."""
+        if not self.signed:
+            return
+        given, case = self.cases[number]
+        signs = {k: np.full(len(rows), sign) for k, sign in given.items()}
+        signs |= case.signs_at(rows, chosen.source[rows])
+        for k, sign in signs.items():
+            chosen.signs.setdefault(k, np.ones(len(chosen.source)))[rows] = sign
+
+
+def best_assignment(gain: Floats) -> Ints:
+    """Return for each row its column; rows keep their own where that is as good."""
+    rows, columns = linear_sum_assignment(gain, maximize=True)
+    own = np.arange(len(gain))
+    if gain[rows, columns].sum() <= gain[own, own].sum():
+        return own
+    return np.asarray(columns, dtype=np.int64)
+
+
+def within_cells(group: MatchingGroup, tables: Tables) -> Chosen:
+    """Return the best assignment within cells, and its signs; only signs, where units do not change places."""
+    chosen = Chosen(np.arange(len(group.units)), {})
+    for cell in group.cells:
+        if group.movable:
+            tables.put(chosen, cell, cell)
+        else:
+            diagonal = [float(table[cell, cell].sum()) for table in tables.tables]
+            tables.set_signs(chosen, cell, int(np.argmax(diagonal)))
+    return chosen

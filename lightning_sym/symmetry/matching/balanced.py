@@ -1,0 +1,74 @@
+"""What matching starts from: checked networks, in the balanced gauge, as tensors of one dtype."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.tracing.capture import state_tensors
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
+    """Check that networks, named by the keys, are of the traced architecture and finite.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for which, network in networks.items():
+        try:
+            symmetry.require(network)
+        except ValueError as error:
+            raise ValueError(f"{which} is not of the traced architecture: {error}.") from error
+        for name, tensor in state_tensors(network).items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
+
+
+def check_counts(**numbers: int) -> None:
+    """Check that numbers, named by the keys, are integers >= 1.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+
+
+def balanced(symmetry: Symmetry, network: nn.Module) -> tuple[nn.Module, Element]:
+    """Return the network in the balanced gauge, and the element that brings it there."""
+    form = canonicalize(symmetry, network, scales="balanced", signs=False, order=False)
+    return form.network, form.element
+
+
+def working(
+    network: nn.Module, symmetry: Symmetry, device: torch.device, like: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the parameters on a device, in the dtypes of others or else their own, in at least single precision."""
+    tensors = {}
+    for name, tensor in state_tensors(network).items():
+        if name in symmetry.parameter_names:
+            dtype = tensor.dtype if like is None else like[name].dtype
+            single = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+            tensors[name] = tensor.detach().to(device, single)
+    return tensors
+
+
+def inner(one: Tensor, two: Tensor) -> float:
+    """Return the inner product of two tensors of one shape and dtype."""
+    return float(torch.dot(one.reshape(-1), two.reshape(-1)))
+
+
+def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:
+    """Return the sum over all other axes. Shape (sizes of the axes), float64."""
+    others = [axis for axis in range(tensor.ndim) if axis not in axes]
+    total = tensor.sum(others) if others else tensor
+    return np.asarray(total.double().cpu().numpy())

@@ -1,0 +1,466 @@
+"""Coordinate descent on the inner product of one network's parameters with those of a member of another's orbit."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._distributed import ranks
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.matching.assignment_costs import (
+    Chosen,
+    Floats,
+    Gain,
+    Ints,
+    MatchingGroup,
+    Pattern,
+    Tables,
+    best_assignment,
+    matched_groups,
+    stacked,
+    within_cells,
+)
+from lightning_sym.symmetry.matching.balanced import along, inner, working
+
+# Relative to |A| |B|: what is smaller is rounding of inner products, and no improvement.
+_NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
+
+
+@dataclass
+class Blocks:
+    """Blocks that change places as wholes.
+
+    Attributes:
+        kinds: For each kind of member (units of one cell of a group in each block): the group, and the members' places
+            in it. Each of shape (blocks, members).
+        count: The number of blocks.
+    """
+
+    kinds: list[tuple[MatchingGroup, Ints]]
+    count: int
+
+
+def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Blocks]:
+    """Return the symmetry's systems of blocks."""
+    structure = symmetry.structure
+    type_of, cell_of = np.zeros(structure.units, np.int64), np.zeros(structure.units, np.int64)
+    for group in groups:
+        type_of[group.units] = group.index
+        cell_of[group.units] = structure.cells[group.index]
+    systems = []
+    for table in structure.blocks:
+        keys = [(int(type_of[u]), int(cell_of[u])) for u in table[0]]
+        kinds = []
+        for key in dict.fromkeys(keys):
+            members = table[:, [i for i, other in enumerate(keys) if other == key]]
+            group = groups[key[0]]
+            kinds.append((group, np.searchsorted(group.units, members)))
+        systems.append(Blocks(kinds, len(table)))
+    return systems
+
+
+def polar(matrix: Tensor) -> Tensor:
+    """Return the orthogonal O that maximises tr(O^T M). Shape of M, float64, on the CPU."""
+    u, _, v = torch.linalg.svd(matrix.double().cpu())
+    result: Tensor = u @ v
+    return result
+
+
+def best_blocks(
+    system: Blocks, tables: Mapping[int, Tables], raw: Mapping[int, Tensor]
+) -> tuple[Ints, dict[int, Chosen]]:
+    """Return which block comes to which place, and for each group which of its units come to the places.
+
+    The gain of a block at a place is that of the best assignment of its members; dense members count with the nuclear
+    norm, what the best rotation gives.
+    """
+    count = system.count
+    total = np.zeros((count, count))
+    for group, places in system.kinds:
+        if group.dense:
+            matrix = raw[group.index].double().cpu()
+            index = torch.from_numpy(places)
+            pairs = matrix[index[:, None, :, None], index[None, :, None, :]]
+            total += torch.linalg.svdvals(pairs).sum(-1).numpy()
+            continue
+        for new, old in itertools.product(range(count), repeat=2):
+            total[new, old] += tables[group.index].best(places[new], places[old])[0]
+    order = best_assignment(total)
+    chosen: dict[int, Chosen] = {}
+    for group, places in system.kinds:
+        own = chosen.setdefault(group.index, Chosen(np.arange(len(group.units)), {}))
+        for new, old in enumerate(order):
+            if group.dense:
+                own.source[places[new]] = places[old]
+            else:
+                tables[group.index].put(own, places[new], places[old])
+    return order, chosen
+
+
+class Descent:
+    """Coordinate descent. Holds the parameters of A and those of the current member of B's orbit.
+
+    Args:
+        symmetry: Of both networks.
+        a: The reference.
+        b: The network that is moved.
+        signs: Whether signs may change.
+        device: Where gains are computed, in A's dtypes.
+
+    Attributes:
+        target: A's parameters, by name.
+        start: B's parameters.
+        current: Those of the current member of B's orbit.
+        element: Brings B there.
+        groups: What there is to be assigned.
+        systems: What blocks change places.
+    """
+
+    def __init__(self, symmetry: Symmetry, a: nn.Module, b: nn.Module, *, signs: bool, device: torch.device) -> None:
+        self.symmetry = symmetry
+        self.signs = signs
+        self.groups = matched_groups(symmetry)
+        self.systems = block_systems(symmetry, self.groups)
+        self._held: set[int] = set()  # the groups that keep their assignment
+        self._kept_signs: dict[int, set[int]] = {}  # by group, the columns of signs that are not to be flipped alone
+        self.target = working(a, symmetry, device)
+        self.start = working(b, symmetry, device, like=self.target)
+        self.current = dict(self.start)
+        self.element = symmetry.identity()
+        # By weight, the biases that take up what flips of its columns add.
+        self._absorbing: dict[str, list[str]] = {}
+        for bias, weight, _, _ in symmetry.structure.absorbed:
+            self._absorbing.setdefault(weight, []).append(bias)
+        self._absorbers = {bias for biases in self._absorbing.values() for bias in biases}
+        used = {name for group in self.groups for name in group.tensors} | self._absorbers
+        self._moving = [name for name in self.target if name in used]
+        norm = math.prod(math.sqrt(sum(inner(t, t) for t in tensors.values())) for tensors in (self.target, self.start))
+        dtypes = {tensor.dtype for tensor in self.target.values()}
+        self._tolerance = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0) * max(norm, 1e-300)
+        self._products = {name: self._product(name, self.current[name]) for name in self.target}
+        self._rows: dict[tuple[int, Pattern], Tensor] = {}
+        self._dense_cells: dict[int, list[int]] = {}
+        for cell_index, cell in enumerate(symmetry.structure.dense):
+            owner = next(g.index for g in self.groups if np.isin(cell[0], g.units))
+            self._dense_cells.setdefault(owner, []).append(cell_index)
+        self._neighbours = {
+            g.index: {h.index for h in self.groups if h.index != g.index and h.tensors & g.tensors} for g in self.groups
+        }
+
+    def _product(self, name: str, tensor: Tensor) -> float:
+        product = inner(self.target[name], tensor)
+        if name in self._absorbers:  # the only ones whose norm changes
+            product += (inner(self.start[name], self.start[name]) - inner(tensor, tensor)) / 2
+        return product
+
+    @property
+    def objective(self) -> float:
+        """The inner product of A's parameters with the current ones, less half of what their square has grown."""
+        return math.fsum(self._products.values())
+
+    def restart(self, element: Element) -> None:
+        """Begin again at a member of B's orbit."""
+        self.element = element
+        self.current.update(self._moved(element, self.start, self._moving))
+        for name in self._moving:
+            self._products[name] = self._product(name, self.current[name])
+
+    def hold(self, cells: Mapping[int, tuple[Ints, ...]], signs: Mapping[int, set[int]]) -> None:
+        """Keep some groups as they are.
+
+        Args:
+            cells: By the group's number, the units of it that may yet change places with one another.
+            signs: By the group's number, the columns of its table of signs that are not to be flipped.
+        """
+        self._held = {index for index, free in cells.items() if not free}
+        for index, free in cells.items():
+            self.groups[index] = replace(self.groups[index], cells=free)
+        self.systems = [s for s in self.systems if not any(group.index in cells for group, _ in s.kinds)]
+        self._kept_signs = dict(signs)
+
+    def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        return self.symmetry.act_on(element, {name: tensors[name] for name in names}, shifts=False)
+
+    # Gains.
+
+    def gain(self, group: MatchingGroup) -> Gain:
+        """Return what is won where a group's units change places, all other groups as they are."""
+        size = len(group.units)
+        parts: dict[Pattern, Tensor] = {}
+        for pattern, slices in group.slices.items():
+            key = (group.index, pattern)
+            if key not in self._rows:
+                self._rows[key] = stacked(slices, self.target, size)
+            parts[pattern] = self._rows[key] @ stacked(slices, self.current, size).T
+        for joint in group.joints:
+            part = joint.of(self.target[joint.tensor]) @ joint.of(self.current[joint.tensor]).T
+            index = torch.from_numpy(joint.members).to(part.device)
+            total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=part.dtype, device=part.device))
+            total.index_put_((index[:, None], index[None, :]), part, accumulate=True)
+        return Gain(parts, self.signs, group.shared)
+
+    # Moves.
+
+    def _try(self, element: Element, tensors: Iterable[str]) -> bool:
+        """Make a move, which changes these tensors, if it is an improvement."""
+        names = dict.fromkeys(name for name in tensors if name in self.current)
+        names |= dict.fromkeys(bias for name in names for bias in self._absorbing.get(name, ()))
+        moved = self._moved(element, self.current, names)
+        products = {name: self._product(name, tensor) for name, tensor in moved.items()}
+        change = math.fsum(products[name] - self._products[name] for name in products)
+        if not change > self._tolerance:
+            return False
+        self.current.update(moved)
+        self._products.update(products)
+        self.element = self.symmetry.compose(element, self.element)
+        return True
+
+    def element_of(self, chosen: Mapping[int, Chosen]) -> Element:
+        """Return the element that brings the chosen units to their places."""
+        element = self.symmetry.identity()
+        for index, own in chosen.items():
+            units = self.groups[index].units
+            element.permutation[torch.from_numpy(units)] = torch.from_numpy(units[own.source])
+            table = self.symmetry.structure.sign_table[index]
+            for k, sign in own.signs.items():
+                element.sign[torch.from_numpy(table[own.source, k])] = torch.from_numpy(sign)
+        return element
+
+    def _improve_group(self, group: MatchingGroup) -> bool:
+        """Assign a group's units, or turn them."""
+        if group.dense:
+            return self._rotate(group)
+        gain = self.gain(group)
+        if not gain.parts:
+            return False
+        chosen = within_cells(group, Tables(gain))
+        return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+
+    def _rotate(self, group: MatchingGroup) -> bool:
+        """Turn dense cells by the best rotation (orthogonal Procrustes)."""
+        gain = self.gain(group)
+        if not gain.parts:
+            return False
+        matrix = gain.parts[()]
+        dense = list(self.symmetry.identity().dense)
+        for cell_index in self._dense_cells.get(group.index, ()):
+            places = np.searchsorted(group.units, self.symmetry.structure.dense[cell_index])
+            at = torch.from_numpy(places).to(matrix.device)
+            dense[cell_index] = polar(matrix[at[:, None], at[None, :]])
+        return self._try(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
+
+    def _improve_blocks(self, system: Blocks) -> bool:
+        """Let blocks change places, their members in the best order."""
+        involved = {group.index: group for group, _ in system.kinds}
+        gains = {index: self.gain(group) for index, group in involved.items()}
+        if not all(gain.parts for gain in gains.values()):
+            return False
+        tables = {i: Tables(gain) for i, gain in gains.items() if not involved[i].dense}
+        raw = {i: g.parts[()] for i, g in gains.items() if involved[i].dense}
+        order, chosen = best_blocks(system, tables, raw)
+        if np.array_equal(order, np.arange(system.count)):
+            return False
+        element = self.element_of(chosen)
+        dense = list(element.dense)
+        for group, places in system.kinds:
+            if group.dense:
+                for new, old in enumerate(order):
+                    units = group.units[places[old]]
+                    cell = self.symmetry._dense_cells[tuple(units.tolist())]
+                    rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
+                    dense[cell] = polar(raw[group.index][rows[:, None], columns[None, :]])
+        tensors = frozenset().union(*(group.tensors for group in involved.values()))
+        return self._try(replace(element, dense=tuple(dense)), tensors)
+
+    def improve_signs(self) -> bool:
+        """Flip generators of signs, one column of a group's table at a time, where that is an improvement."""
+        structure = self.symmetry.structure
+        improved = False
+        for group in self.groups:
+            table = structure.sign_table[group.index]
+            for k in range(table.shape[1]):
+                if group.dense or k in self._kept_signs.get(group.index, ()):
+                    continue
+                names, slopes = self._slopes(table[:, k])
+                flipped = np.unique(table[slopes < 0, k])
+                if not len(flipped):
+                    continue
+                element = self.symmetry.identity()
+                element.sign[torch.from_numpy(flipped)] = -1.0
+                if self._try(element, names):
+                    improved = True
+                    continue
+                # Those that act on common entries: one by one.
+                for generator in flipped:
+                    element = self.symmetry.identity()
+                    element.sign[int(generator)] = -1.0
+                    improved |= self._try(element, names)
+        return improved
+
+    @cached_property
+    def sign_columns(self) -> Any:
+        """Where each generator of signs acts: sparse (positions of all slots, generators), modulo 2, by columns."""
+        matrix = self.symmetry.structure.signs.copy().tocsc()
+        matrix.data = np.mod(np.rint(matrix.data), 2)
+        matrix.eliminate_zeros()
+        return matrix
+
+    def _slopes(self, generators: Ints) -> tuple[list[str], Floats]:
+        """Return the tensors on which generators act, and the inner products there, by generator."""
+        acting = self.sign_columns[:, generators]
+        rows = np.unique(acting.indices)
+        slopes = np.zeros(len(generators))
+        names = []
+        for slot in self.symmetry.structure.slots:
+            lo, hi = np.searchsorted(rows, (slot.offset, slot.offset + slot.size))
+            if lo == hi or slot.tensor not in self.current:
+                continue
+            names.append(slot.tensor)
+            products = along(self.target[slot.tensor] * self.current[slot.tensor], slot.axes)
+            slopes += acting[slot.offset : slot.offset + slot.size].T @ products.reshape(-1)
+        return list(dict.fromkeys(names)), slopes
+
+    # Sweeps.
+
+    def run(self, generator: torch.Generator, max_sweeps: int, report: Callable[[int, float], None]) -> list[float]:
+        """Sweep over all groups until nothing improves.
+
+        Args:
+            generator: Of the order of groups.
+            max_sweeps: Most sweeps.
+            report: Called with the number of each sweep and the objective after it.
+
+        Returns:
+            The objective before the first and after each sweep.
+        """
+        history = [self.objective]
+        able = {g.index for g in self.groups if g.movable or g.free or g.shared} - self._held
+        dirty = set(able)
+        block_dirty = set(range(len(self.systems)))
+        loose = self.signs and any(
+            len(g.free) + len(g.shared) < self.symmetry.structure.sign_table[g.index].shape[1]
+            for g in self.groups
+            if not g.dense
+        )
+        sweeps = 0
+
+        def touched(indices: Iterable[int]) -> None:
+            for index in indices:
+                dirty.update(self._neighbours[index] & able)
+                if self.groups[index].quadratic and index in able:
+                    dirty.add(index)
+            for number, system in enumerate(self.systems):
+                kinds = {group.index for group, _ in system.kinds}
+                if any(i in kinds or self._neighbours[i] & kinds for i in indices):
+                    block_dirty.add(number)
+
+        while sweeps < max_sweeps and (dirty or block_dirty):
+            sweeps += 1
+            improved = False
+            for number in sorted(block_dirty):
+                block_dirty.discard(number)
+                if self._improve_blocks(self.systems[number]):
+                    improved = True
+                    kinds = {group.index for group, _ in self.systems[number].kinds}
+                    touched(kinds)
+                    dirty.update(kinds & able)
+            order = torch.randperm(len(self.groups), generator=generator).tolist()
+            # Rotations last: they would spoil what assignments can still recognise.
+            for index in sorted(order, key=lambda index: self.groups[index].dense):
+                if index not in dirty:
+                    continue
+                dirty.discard(index)
+                if self._improve_group(self.groups[index]):
+                    improved = True
+                    touched([index])
+            if loose and self.improve_signs():
+                improved = True
+                dirty.update(able)
+            history.append(self.objective)
+            report(sweeps, history[-1])
+            if not improved:
+                break
+        return history
+
+
+@dataclass(frozen=True)
+class Descended:
+    """The best of several descents.
+
+    Attributes:
+        element: Brings B to the best member of its orbit that was found.
+        objective: Before and after every sweep of the best descent.
+        sweeps: Their number.
+        restarts: The final objective of every descent.
+    """
+
+    element: Element
+    objective: tuple[float, ...]
+    sweeps: int
+    restarts: tuple[float, ...]
+
+
+def descend(
+    descent: Descent,
+    *,
+    restarts: int,
+    seed: int,
+    max_sweeps: int,
+    initial: Element | None = None,
+    progress: bool = False,
+) -> Descended:
+    """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`."""
+    symmetry = descent.symmetry
+    best: tuple[Element, list[float]] | None = None
+    objectives = []
+    with _bar(progress, restarts, max_sweeps) as report:
+        for number in range(restarts):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            start = symmetry.identity()
+            if initial is not None:
+                dense = tuple(polar(matrix) for matrix in initial.dense)
+                start = replace(start, permutation=initial.permutation, sign=initial.sign, dense=dense)
+            elif number:
+                start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
+            descent.restart(start)
+            history = descent.run(generator, max_sweeps, report(number))
+            objectives.append(history[-1])
+            if best is None or history[-1] > best[1][-1]:
+                best = descent.element, history
+    assert best is not None
+    element, history = best
+    return Descended(element, tuple(history), len(history) - 1, tuple(objectives))
+
+
+@contextmanager
+def _bar(progress: bool, restarts: int, max_sweeps: int) -> Iterator[Callable[[int], Callable[[int, float], None]]]:
+    """Show a progress bar.
+
+    Yields:
+        What makes of a restart's number the function to call with each sweep's number and objective.
+    """
+    if not progress or (ranks() > 1 and torch.distributed.get_rank() != 0):
+        yield lambda number: lambda sweep, objective: None
+        return
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        task = bar.add_task("matching", total=restarts * max_sweeps)
+
+        def report(number: int) -> Callable[[int, float], None]:
+            def show(sweep: int, objective: float) -> None:
+                text = f"matching: restart {number + 1}, sweep {sweep}, objective {objective:.6g}"
+                bar.update(task, completed=number * max_sweeps + sweep, description=text)
+
+            return show
+
+        yield report
+        bar.update(task, completed=restarts * max_sweeps)

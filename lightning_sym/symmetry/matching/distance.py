@@ -1,0 +1,173 @@
+"""How far apart two networks are up to symmetry: bounds from above and below."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._distributed import device_of, wide
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
+from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
+from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
+
+
+@dataclass(frozen=True, eq=False)
+class OrbitDistance:
+    """Bounds for the distance of two networks up to symmetry, both in the balanced gauge.
+
+    Attributes:
+        upper: Distance to a member of the orbit that was found.
+        lower: No member of the orbit is nearer than this, up to rounding. 0 where no bound is known.
+    """
+
+    upper: float
+    lower: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether both bounds agree to a relative 1e-6."""
+        return self.upper - self.lower <= 1e-6 * max(self.upper, 1e-300)
+
+
+def orbit_distance(
+    symmetry: Symmetry,
+    a: nn.Module,
+    b: nn.Module,
+    *,
+    balance: bool = True,
+    signs: bool = True,
+    restarts: int = 1,
+    seed: int = 0,
+    max_sweeps: int = 100,
+    device: torch.device | str | None = None,
+) -> OrbitDistance:
+    r"""Bound the distance of two networks up to symmetry: :math:`\min_g |\theta_a - g\,\theta_b|`, both balanced.
+
+    The upper bound is that of :func:`weight_matching`. The lower bound is a relaxation: parameters on which one axis
+    group stands, on one axis, are matched exactly for that group alone; all others are compared as sorted lists of
+    numbers, which no permutation of their entries can beat (of absolute values, where signs are free). With one axis
+    group both bounds agree.
+
+    Args:
+        symmetry: The symmetry of the architecture.
+        a: The first network.
+        b: The second network.
+        balance: Whether both are balanced first. Without it, magnitudes are compared as they are.
+        signs: Whether signs are free.
+        restarts: As for :func:`weight_matching`.
+        seed: As for :func:`weight_matching`.
+        max_sweeps: As for :func:`weight_matching`.
+        device: As for :func:`weight_matching`.
+
+    Returns:
+        Both bounds. The lower one is 0 if matrices act on some units, for which none is known.
+
+    Raises:
+        ValueError: As for :func:`weight_matching`.
+
+    Note:
+        The bounds are for permutations and signs of the balanced networks. A dead unit has no balanced form; it is
+        left as it is.
+    """
+    check_counts(restarts=restarts, max_sweeps=max_sweeps)
+    check_networks(symmetry, a=a, b=b)
+    where = torch.device(device) if device is not None else device_of(a)
+    with torch.no_grad():
+        if balance:
+            a, b = (balanced(symmetry, network)[0] for network in (a, b))
+        descent = Descent(symmetry, a, b, signs=signs, device=where)
+        descent.restart(descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps).element)
+        # Subtracted, not computed from inner products: near 0 these cancel.
+        pairs = [(tensor, descent.current[name]) for name, tensor in descent.target.items()]
+        upper = math.sqrt(sum(float((one - two).square().sum(dtype=wide(where))) for one, two in pairs))
+        return OrbitDistance(upper, min(lower_bound(descent), upper))
+
+
+def lower_bound(descent: Descent) -> float:
+    """Return a distance below which no permutation and no signs bring A's parameters and B's.
+
+    Parameters on which one axis group stands, on one axis, are matched exactly for that group alone; of all others the
+    entries are compared in their order. 0 if any invertible matrix acts on some units.
+    """
+    structure = descent.symmetry.structure
+    if structure.dense:
+        return 0.0
+    owners: dict[str, list[MatchingGroup]] = {}
+    for group in descent.groups:
+        for name in group.tensors:
+            owners.setdefault(name, []).append(group)
+    begins = descent.sign_columns.tocsr().indptr
+    signed = {
+        slot.tensor
+        for slot in structure.slots
+        if descent.signs and begins[slot.offset] < begins[slot.offset + slot.size]
+    }
+    # What these biases take up of signs may bring them anywhere.
+    anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
+    joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}
+    target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
+    start = {name: tensor.double().cpu() for name, tensor in descent.start.items()}
+    total = 0.0
+    alone: dict[int, list[str]] = {}
+    for name, tensor in target.items():
+        own = owners.get(name, [])
+        moving = [group for group in own if group.movable or (descent.signs and group.free)]
+        if name in anywhere:
+            continue
+        if not moving and name not in signed:
+            total += float((tensor - start[name]).square().sum())
+        elif len(own) == len(moving) == 1 and not own[0].quadratic and name not in joint:
+            alone.setdefault(own[0].index, []).append(name)
+        else:
+            total += _in_order(tensor, start[name], name in signed)
+    for index, names in alone.items():
+        mine, theirs = ({name: tensors[name] for name in names} for tensors in (target, start))
+        total += _of_group(descent, descent.groups[index], mine, theirs)
+    return math.sqrt(total)
+
+
+def _in_order(one: Tensor, two: Tensor, signed: bool) -> float:
+    """Return the least square of the distance over all permutations of entries (and signs)."""
+    lists = [(t.abs() if signed else t).flatten().sort().values for t in (one, two)]
+    return float((lists[0] - lists[1]).square().sum())
+
+
+def _of_group(
+    descent: Descent, group: MatchingGroup, target: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> float:
+    """Return the least square of the distance of some parameters on which only this group stands, on one axis."""
+    slices = {
+        pattern: kept
+        for pattern, parts in group.slices.items()
+        if (kept := tuple(part for part in parts if part.tensor in target))
+    }
+    size = len(group.units)
+    rows = {pattern: (stacked(kept, target, size), stacked(kept, start, size)) for pattern, kept in slices.items()}
+    gain = Gain({pattern: one @ two.T for pattern, (one, two) in rows.items()}, descent.signs)
+    signs = descent.symmetry.structure.sign_table[group.index].shape[1]
+    if not gain.exact or (descent.signs and len(group.free) < signs):
+        # Shared signs, or too many: the bound by absolute values.
+        return sum(_in_order(target[name], start[name], True) for name in target)
+    # Blocks may change places: relaxed to all permutations.
+    whole = replace(group, cells=(np.arange(size),)) if descent.systems else group
+    chosen = within_cells(whole, Tables(gain))
+    total = 0.0
+    for pattern, (one, two) in rows.items():
+        moved = two[torch.from_numpy(chosen.source)] * torch.from_numpy(chosen.sign(pattern))[:, None]
+        total += float((one - moved).square().sum())
+    # Entries of these parameters at which no unit of the group stands are fixed.
+    for name, tensor in target.items():
+        parts = [part for part in itertools.chain(*slices.values()) if part.tensor == name]
+        axis = parts[0].axis
+        stands = torch.zeros(tensor.shape[axis] if tensor.ndim else 1, dtype=torch.bool)
+        for part in parts:
+            stands[slice(None) if part.positions is None else part.positions] = True
+        if not bool(stands.all()):
+            rest = (~stands).nonzero().flatten()
+            total += float((tensor - start[name]).index_select(axis, rest).square().sum())
+    return total

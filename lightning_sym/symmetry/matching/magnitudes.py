@@ -1,0 +1,216 @@
+"""Magnitudes that bring one network as near as possible to another, given which unit comes to which place."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor, nn
+
+from lightning_sym._distributed import wide
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.matching.assignment_costs import Floats, Ints
+from lightning_sym.symmetry.matching.balanced import along, working
+from lightning_sym.symmetry.tracing.capture import state_tensors
+
+
+def refined(
+    symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, device: torch.device, sweeps: int = 20
+) -> Element:
+    r"""Adjust magnitudes to a reference: cyclic descent on |a - g b|^2 over the generators.
+
+    As a function of one factor f, with exponents +1 and -1 only, the square is
+    -2 P f + Q f^2 - 2 R / f + S / f^2 + constant, whose stationary points solve Q f^4 - P f^3 + R f - S = 0.
+    All generators of a column of a group's table are changed at once, if that is an improvement (it is, unless they
+    act on common entries: then with half and a quarter of the steps' logarithms, or not at all). Columns with other
+    exponents, and matrices, stay.
+
+    Args:
+        symmetry: Of both networks.
+        a: The reference.
+        b: The network that is moved.
+        element: Moves `b`.
+        device: Where inner products are computed, in the dtypes of `a`.
+        sweeps: Most passes over all columns.
+
+    Returns:
+        The element with other magnitudes and shifts.
+    """
+    element = _shifted(symmetry, a, b, element)
+    structure = symmetry.structure
+    dense = {int(unit) for cell in structure.dense for unit in cell}
+    columns = [
+        np.unique(table[:, k])
+        for units, table in zip(structure.orbits, structure.scale_table, strict=True)
+        for k in range(table.shape[1])
+        if int(units[0]) not in dense
+    ]
+    if not columns:
+        return element
+    target = working(a, symmetry, device)
+    begin = symmetry.act_on(element, working(b, symmetry, device, like=target))
+    current = dict(begin)
+    plans = _scale_plans(symmetry, columns, current)
+    cross: dict[int, Floats] = {}
+    own: dict[int, Floats] = {}
+    by_tensor: dict[str, list[int]] = {}
+    for number in sorted({number for plan in plans for number, _, _ in plan.parts}):
+        by_tensor.setdefault(structure.slots[number].tensor, []).append(number)
+
+    def measure(names: Iterable[str]) -> None:
+        for name in names:
+            products, squares = target[name] * current[name], current[name].square()
+            for number in by_tensor[name]:
+                axes = structure.slots[number].axes
+                cross[number], own[number] = (along(t, axes).reshape(-1) for t in (products, squares))
+
+    def distance(tensors: Mapping[str, Tensor]) -> float:
+        return math.fsum(float((target[n] - t).square().sum(dtype=wide(t.device))) for n, t in tensors.items())
+
+    measure(by_tensor)
+    total = np.zeros(symmetry.scales)
+    whole = distance({name: current[name] for name in by_tensor})
+    for _ in range(sweeps):
+        won = 0.0
+        for plan in plans:
+            p, q, r, s = np.zeros((4, len(plan.column)))
+            for number, plus, minus in plan.parts:
+                p += plus @ cross[number]
+                q += plus @ own[number]
+                r += minus @ cross[number]
+                s += minus @ own[number]
+            step = best_factors(p, q, r, s)
+            names = list(dict.fromkeys(structure.slots[number].tensor for number, _, _ in plan.parts))
+            for damping in (1.0, 0.5, 0.25) if plan.coupled else (1.0,):
+                if not np.any(np.abs(step) > 1e-15):
+                    break
+                f = np.exp(step * damping)
+                gain = float(np.sum(-2 * p * (1 - f) + q * (1 - f**2) - 2 * r * (1 - 1 / f) + s * (1 - f**-2.0)))
+                if not plan.coupled and gain <= 0:
+                    break
+                move = symmetry.identity()
+                move.log_scale[torch.from_numpy(plan.column)] = torch.from_numpy(step * damping)
+                moved = symmetry.act_on(move, {name: current[name] for name in names})
+                if plan.coupled:
+                    gain = distance({name: current[name] for name in names}) - distance(moved)
+                if gain > 0:
+                    current.update(moved)
+                    measure(names)
+                    total[plan.column] += step * damping
+                    won += gain
+                    break
+        whole -= won
+        if won <= 1e-4 * whole:
+            break
+    # Rounding of single precision could have made it worse.
+    if not distance(current) < distance(begin):
+        return element
+    return symmetry.compose(replace(symmetry.identity(), log_scale=torch.from_numpy(total)), element)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What happens when the generators of one column of a group's table change.
+
+    Attributes:
+        column: The generators.
+        parts: The number of each slot where they act, and for the exponents +1 and -1 which generator acts at which
+            position: sparse (generators, positions).
+        coupled: Whether some act on common entries.
+    """
+
+    column: Ints
+    parts: list[tuple[int, sparse.csr_matrix, sparse.csr_matrix]]
+    coupled: bool
+
+
+def _scale_plans(symmetry: Symmetry, columns: list[Ints], tensors: Mapping[str, Tensor]) -> list[_Plan]:
+    """Return a plan for each column of generators that acts on these tensors, with exponents +1 and -1 only."""
+    structure = symmetry.structure
+    forms = structure.magnitudes.tocsc()
+    offsets = np.array([slot.offset for slot in structure.slots], np.int64)
+    plans: list[_Plan] = []
+    for column in columns:
+        acting = forms[:, column]
+        if not np.all(np.isin(np.rint(acting.data * 1e9) / 1e9, (-1.0, 1.0))):
+            continue
+        parts = []
+        numbers = np.unique(np.searchsorted(offsets, acting.indices, side="right") - 1)
+        acting = acting.tocsr()
+        for number in numbers.tolist():
+            slot = structure.slots[number]
+            if slot.tensor in tensors:
+                part = acting[slot.offset : slot.offset + slot.size]
+                parts.append((number, (part > 0).T.astype(np.float64).tocsr(), (part < 0).T.astype(np.float64).tocsr()))
+        if parts:
+            held = [structure.slots[number].tensor for number, _, _ in parts]
+            # Two generators of one column on one position would also be common; they are rare, and count as such.
+            rows_alone = acting.getnnz(axis=1).max(initial=0) <= 1
+            plans.append(_Plan(column, parts, len(set(held)) < len(held) or not rows_alone))
+    return plans
+
+
+def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -> Element:
+    """Shift the biases in front of batch norms to those of the reference: they are free.
+
+    Where several biases share a shift, their mean difference is the nearest.
+    """
+    if not symmetry.structure.shifts:
+        return element
+    slots = symmetry.structure.slots
+    ours = state_tensors(symmetry.act(element, b))
+    theirs = state_tensors(a)
+    shift = []
+    for places, _ in symmetry.structure.shifts:
+        names = [name for name in (slots[place].tensor for place in places) if name in symmetry.parameter_names]
+        shift.append(
+            torch.stack([theirs[n].detach().double().cpu() - ours[n].detach().double().cpu() for n in names]).mean(0)
+        )
+    return symmetry.compose(replace(symmetry.identity(), shift=tuple(shift)), element)
+
+
+def best_factors(p: Floats, q: Floats, r: Floats, s: Floats) -> Floats:
+    """Return the logarithms of the factors f > 0 that minimise -2 p f + q f^2 - 2 r / f + s / f^2; 0 where none does.
+
+    Args:
+        p: The coefficients of f, any sign. Shape (n,).
+        q: Those of f^2, >= 0. Shape (n,).
+        r: Those of 1 / f. Shape (n,).
+        s: Those of 1 / f^2, >= 0. Shape (n,).
+
+    Returns:
+        Shape (n,), within [-20, 20].
+    """
+    result = np.zeros(len(p))
+    tiny = 1e-300
+    both = (q > tiny) & (s > tiny)
+    only = (q > tiny) & ~both & (p > 0)
+    result[only] = np.log(p[only] / q[only])
+    inverse = (s > tiny) & ~both & (r > 0)
+    result[inverse] = -np.log(r[inverse] / s[inverse])
+    if both.any():
+        at = np.flatnonzero(both)
+        # In units of f0 = (s/q)^(1/4) the polynomial is g^4 - u g^3 + v g - 1.
+        f0 = (s[at] / q[at]) ** 0.25
+        norm = np.sqrt(q[at] * s[at])
+        u, v = p[at] * f0 / norm, r[at] / f0 / norm
+        companion = np.zeros((len(at), 4, 4))
+        companion[:, 0, 0], companion[:, 0, 2], companion[:, 0, 3] = u, -v, 1.0
+        companion[:, (1, 2, 3), (0, 1, 2)] = 1.0
+        roots = np.linalg.eigvals(companion)
+        real = np.where((np.abs(roots.imag) < 1e-6 * np.abs(roots)) & (roots.real > 0), roots.real, np.nan)
+        candidates = np.concatenate([real, (1 / f0)[:, None]], axis=1)
+        with np.errstate(all="ignore"):
+            value = -2 * u[:, None] * candidates + candidates**2 - 2 * v[:, None] / candidates + candidates**-2.0
+        best = candidates[np.arange(len(at)), np.nanargmin(value, axis=1)]
+        # Newton in the logarithm: roots of a companion matrix have half the digits where they nearly meet.
+        for _ in range(3):
+            slope = -u * best + best**2 + v / best - best**-2.0
+            bend = -u * best + 2 * best**2 - v / best + 2 * best**-2.0
+            step = np.where(bend > 0, -slope / np.where(bend > 0, bend, 1.0), 0.0)
+            best *= np.exp(np.clip(step, -0.1, 0.1))
+        result[at] = np.log(best * f0)
+    return np.clip(result, -20.0, 20.0)

@@ -1,0 +1,179 @@
+"""From one network to the member of its orbit that is nearest to another network, by weights.
+
+Generic over :class:`lightning_sym.symmetry.Symmetry`: which units may change places, and which parameters move with
+them, was found by tracing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_sym._distributed import device_of, wide
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
+from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
+from lightning_sym.symmetry.matching.magnitudes import refined
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """An element that brings one network near to another.
+
+    Attributes:
+        element: Maps ``b`` to ``network``.
+        network: ``act(element, b)``: the function of ``b``, in the order, with the signs and in the scales of ``a``.
+        objective: Inner product of the parameters of both networks (in the balanced gauge, if they were balanced)
+            before the first sweep and after every sweep of the best restart, less half of what the squares of biases
+            have grown that take up changes of sign (sigmoid, ``affine=True``). Non-decreasing. For activation matching
+            the sum of the matched correlations (or products) at the identity and at the end.
+        distance_before: Euclidean distance of the parameters of ``a`` and ``b``, buffers left out.
+        distance_after: The same of ``a`` and ``network``.
+        sweeps: Number of sweeps of the best restart, the last without an improvement included.
+        restarts: The final objective of every restart.
+        method: "weights" or "activations".
+    """
+
+    element: Element
+    network: nn.Module
+    objective: tuple[float, ...]
+    distance_before: float
+    distance_after: float
+    sweeps: int
+    restarts: tuple[float, ...]
+    method: str
+
+
+def parameter_distance(a: nn.Module, b: nn.Module) -> float:
+    """Return the Euclidean distance of the parameters of two networks, each counted once, buffers left out.
+
+    Args:
+        a: The first network.
+        b: The second network, with parameters of the same names and shapes; it may be on another device.
+    """
+    others = dict(b.named_parameters())
+    squares = 0.0
+    with torch.no_grad():
+        for name, tensor in a.named_parameters():
+            other = others[name].to(tensor)
+            squares += float((tensor - other).square().sum(dtype=wide(tensor.device)))
+    return math.sqrt(squares)
+
+
+def weight_matching(
+    symmetry: Symmetry,
+    a: nn.Module,
+    b: nn.Module,
+    *,
+    scales: bool = True,
+    signs: bool = True,
+    restarts: int = 1,
+    seed: int = 0,
+    initial: Element | None = None,
+    max_sweeps: int = 100,
+    balance: bool = True,
+    refine: bool = False,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Match:
+    r"""Find the member of a network's orbit that is near to another network, by weights alone.
+
+    Coordinate descent on :math:`\langle\theta_a, g\,\theta_b\rangle` over the axis groups in random order. With all
+    other groups fixed, the best assignment of one group's units is a linear assignment problem with the gain
+
+    .. math:: M_{ij} = \sum_{\text{parameters, axes, tags}} \langle a_{i}, (g_{-} b)_{j} \rangle,
+
+    solved exactly; where signs are free, with the best signs of each pair, e.g. :math:`|M_{ij}|`. Groups whose
+    neighbours have not changed since their last assignment are skipped. Networks are balanced before (inner products
+    are not invariant under scales), and ``b`` is brought from there to the scales of ``a``.
+
+    - Units change places within their cell; blocks of cells (heads, convolution groups) are permuted as wholes by a
+      second move, with the gains of their members' best assignments. A grouped convolution's weight counts for its
+      rows, and within a block for its columns; between blocks, columns are compared in the order that they have, so
+      that several restarts are worth while.
+    - A group on two axes of one parameter makes the problem quadratic: it is linearised, and only improvements are
+      taken. The same holds for blocks, and for more than three free signs that meet on one parameter.
+    - Cells on which any invertible matrix acts are rotated (orthogonal Procrustes); other matrices are not searched.
+    - Buffers are left out of the gain, and move along.
+
+    Args:
+        symmetry: The symmetry of the architecture.
+        a: The reference. Not changed.
+        b: The network that is moved. Not changed.
+        scales: Whether magnitudes (and shifts of biases in front of batch norms) may change.
+        signs: Whether signs may change.
+        restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, the others at random
+            permutations (if ``initial`` is given, all there, and only the order of the groups differs).
+        seed: Of the order of groups and the restarts; no other generator is used or changed.
+        initial: Where to begin, an element for ``b``; only its permutation, signs and matrices are used.
+        max_sweeps: Most sweeps over all groups in a descent, >= 1.
+        balance: Whether both networks are brought to the balanced gauge first; ignored without ``scales``.
+        refine: Whether, at the end, every scale is adjusted to the least distance to ``a`` (and shifts, exactly), in
+            closed form, one after another; ignored without ``scales``. Scales with exponents other than +1 and -1
+            stay. For distances, not for interpolation: of networks that are not alike it makes the incoming weights of
+            unmatched units small, and the loss between the networks grows.
+        device: Where gains are computed, in the dtype of ``a`` (half precision in float32); by default, where ``a``
+            is. Assignments are solved on the CPU in float64.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The match; its network is on ``b``'s device.
+
+    Raises:
+        ValueError: If a network is not of the traced architecture, holds a value that is not finite, or an argument is
+            out of its range.
+
+    Note:
+        ``O(H^3)`` for a group of ``H`` units and sweep. A local optimum, except with a single axis group, where one
+        sweep is exact. Deterministic given ``seed``, on one machine and thread number.
+
+    References:
+        Ainsworth et al. (2022), "Git Re-Basin: Merging Models modulo Permutation Symmetries", Algorithm 1,
+        arXiv:2209.04836. Scales, signs, blocks, rotations and the skipping of unchanged groups are added.
+    """
+    check_counts(restarts=restarts, max_sweeps=max_sweeps)
+    check_networks(symmetry, a=a, b=b)
+    if initial is not None:
+        symmetry._own(initial)
+    where = torch.device(device) if device is not None else device_of(a)
+    with torch.no_grad():
+        left, right = symmetry.identity(), symmetry.identity()
+        target, source = a, b
+        if scales and balance:
+            target, left = balanced(symmetry, a)
+            source, right = balanced(symmetry, b)
+        descent = Descent(symmetry, target, source, signs=signs, device=where)
+        found = descend(
+            descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=initial, progress=progress
+        )
+        element = symmetry.compose(symmetry.inverse(left), symmetry.compose(found.element, right))
+        if scales and refine:
+            element = refined(symmetry, a, b, element, where)
+        return match_of(symmetry, a, b, element, found.objective, found.sweeps, found.restarts, "weights")
+
+
+def match_of(
+    symmetry: Symmetry,
+    a: nn.Module,
+    b: nn.Module,
+    element: Element,
+    objective: Sequence[float],
+    sweeps: int,
+    restarts: Sequence[float],
+    method: str,
+) -> Match:
+    """Move ``b`` by an element, and report how near to ``a`` that is; the other arguments are kept as they are."""
+    network = symmetry.act(element, b)
+    return Match(
+        element=element,
+        network=network,
+        objective=tuple(objective),
+        distance_before=parameter_distance(a, b),
+        distance_after=parameter_distance(a, network),
+        sweeps=sweeps,
+        restarts=tuple(restarts),
+        method=method,
+    )

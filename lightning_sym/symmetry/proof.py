@@ -1,0 +1,359 @@
+"""The proof that a group is a network's symmetry: random elements act on it, and its outputs must not change."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.tracing.capture import constant_names, copied, plain, state_tensors
+from lightning_sym.symmetry.tracing.structure import Structure
+
+# The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
+_EXACT = 1e-10
+
+
+class Group(Protocol):
+    """What the proof asks of a symmetry: random elements, and what they do to a network."""
+
+    structure: Structure
+
+    def sample(self, generator: torch.Generator | None = None, *, scale: float = 0.5) -> Element:
+        """Return a random element."""
+
+    def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
+
+    def _act(self, element: Element, network: nn.Module) -> nn.Module: ...
+
+
+def tolerance_of(precision: torch.dtype) -> float:
+    """Return the change of the output that rounding may cause in a network that computes in some precision.
+
+    1e-10 in double precision; in lower ones a thousand roundings (1.2e-4 in single precision), at most a tenth.
+    """
+    return min(max(_EXACT, 1000 * torch.finfo(precision).eps), 0.1) if precision != torch.float64 else _EXACT
+
+
+class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the lowest floating-point precision to which an operation rounds.
+
+    Attributes:
+        dtype: That precision.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = torch.float64
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        came = [_real(leaf.dtype) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.float64 in came:  # what is only made of constants is the same before and after
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and (dtype := _real(leaf.dtype)).is_floating_point:
+                    self.dtype = max(self.dtype, dtype, key=lambda d: torch.finfo(d).eps)
+        return result
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def double(inputs: Any) -> Any:
+    """Return floating tensors in float64."""
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
+
+
+def double_copy(network: nn.Module) -> nn.Module:
+    """Return a copy in float64, without a copy in between; tensors that are plain attributes of modules, too."""
+    kept = [value for module in network.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    made: dict[int, Any] = {id(tensor): tensor.detach().double() for tensor in kept if tensor.is_floating_point()}
+    for tensor in state_tensors(network).values():
+        if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
+            exact = tensor.detach().to(torch.float64, copy=True)
+            made[id(tensor)] = nn.Parameter(exact, tensor.requires_grad) if type(tensor) is nn.Parameter else exact
+    return copied(network, made).double()
+
+
+def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Return every tensor that a network puts out."""
+    found = pytree.tree_leaves(plain(network(*arguments)))
+    return [t.detach() for t in found if isinstance(t, Tensor)]
+
+
+def _all_outputs(network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> list[list[Tensor]]:
+    """Return the outputs for several batches.
+
+    Raises:
+        ValueError: If the network does not run.
+    """
+    try:
+        return [outputs_of(network, batch) for batch in batches]
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"a copy of the network in float64 does not run ({type(error).__name__}: {reason[:200]}), so that nothing "
+            "can be tested; expected a network that computes in the precision of its weights and inputs, on its own "
+            "example; check=False leaves the test out"
+        ) from error
+
+
+def noisy(inputs: Any, generator: torch.Generator) -> Any:
+    """Return floating inputs with noise as large as they are; integers (tokens) and masks stay as they are."""
+
+    def add(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        finite = tensor[torch.isfinite(tensor)]
+        size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+        drawn = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+        return tensor + (size or 1.0) * drawn.to(tensor.device)
+
+    return pytree.tree_map_only(Tensor, add, inputs)
+
+
+def batches_of(
+    network: nn.Module, inputs: tuple[Any, ...], generator: torch.Generator, *, thrifty: bool = False
+) -> list[tuple[Any, ...]]:
+    """Return inputs to test a network on: the example's first samples, and others with noise around the first.
+
+    One sample may be a special point: zeros, padding, dead units.
+
+    Args:
+        network: Decides, by an error, whether a batch of another size than the example's can be had.
+        inputs: The positional arguments, in float64.
+        generator: Where the noise comes from.
+        thrifty: Whether to take as few samples as can be: one, and another one with noise around it.
+    """
+    tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    if all(t.ndim for t in tensors) and len({len(t) for t in tensors}) == 1:
+        few = pytree.tree_map_only(Tensor, lambda t: t[:1] if thrifty else t[:2], inputs)
+        around = noisy(pytree.tree_map_only(Tensor, lambda t: t[:1], inputs), generator)
+        leaves, structure = pytree.tree_flatten(few)
+        both = [
+            torch.cat([one, two]) if isinstance(one, Tensor) else one
+            for one, two in zip(leaves, pytree.tree_leaves(around), strict=True)
+        ]
+        batches = [few, around] if thrifty else [pytree.tree_unflatten(both, structure)]
+        try:
+            outputs_of(network, batches[0])
+        except Exception:
+            pass
+        else:
+            return batches
+    return [inputs, noisy(inputs, generator)]
+
+
+def change(
+    before: Sequence[Tensor], after: Sequence[Tensor], rounded: Sequence[Tensor] | None = None, rounding: float = 1.0
+) -> float:
+    """Return the largest change of an element of some outputs, relative to its own and to a typical magnitude.
+
+    Of each output by itself. Typical is the median over the elements that are not bitwise the same (a mask of the
+    smallest number there is, or of infinities, does not count), or more if rounding the weights says so: what is left
+    of a difference of equal numbers is known only as well as these. Where there is no finite number before, nothing is
+    compared, but what was finite must stay so.
+
+    Args:
+        before: The outputs.
+        after: With the weights that an element changed.
+        rounded: With these rounded otherwise.
+        rounding: By how much.
+    """
+    worst = 0.0
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old.shape != new.shape:
+            return math.inf
+        if not old.is_floating_point():
+            worst = worst if torch.equal(old, new) else math.inf
+            continue
+        finite = torch.isfinite(old)
+        if not bool(torch.isfinite(new[finite]).all()) or bool(torch.isfinite(new[torch.isinf(old)]).any()):
+            return math.inf
+        changed = finite & (old != new)
+        if not bool(changed.any()):
+            continue
+        sizes, apart = old[changed].double().abs(), (new - old)[changed].double().abs()
+        medians = [float(sizes[sizes > 0].median())] if bool((sizes > 0).any()) else []
+        if rounded is not None:
+            loose = ((rounded[index] - new)[changed].double() / rounding).abs().nan_to_num(0.0, 0.0, 0.0)
+            medians += [float(loose[loose > 0].median())] if bool((loose > 0).any()) else []
+        worst = max(worst, float((apart / (sizes + max(medians, default=1.0))).max()))
+    return worst
+
+
+def moving_element(symmetry: Group, generator: torch.Generator, scale: float, flip: Tensor | None) -> Element:
+    """Draw an element that moves every unit that can move.
+
+    Args:
+        symmetry: The group.
+        generator: Where randomness comes from.
+        scale: Standard deviation of the logarithms of the magnitudes.
+        flip: Signs that it shall not have, so that each sign is changed by this element or the one before it.
+    """
+    element = symmetry.sample(generator, scale=scale)
+    permutation = torch.from_numpy(symmetry._random_permutation(generator, cycles=True))
+    return replace(element, permutation=permutation, sign=element.sign if flip is None else -flip)
+
+
+def _informative(outputs: Iterable[Tensor]) -> bool:
+    return any(bool(torch.isfinite(o).any()) if o.is_floating_point() else o.numel() > 0 for o in outputs)
+
+
+def largest_change(
+    symmetry: Group,
+    network: nn.Module,
+    batches: Sequence[Sequence[tuple[Any, ...]]],
+    *,
+    samples: int,
+    scale: float,
+    generator: torch.Generator,
+    noise: Sequence[float] = (0.0,),
+    tolerance: float | None = None,
+) -> tuple[float, torch.dtype]:
+    """Let random elements act on a network, and return the largest change of an output.
+
+    Every element moves all units that can move, and two have no sign in common. Each time the changed weights go
+    through a state dict into a network that has not been changed: what a state dict does not hold cannot have moved.
+
+    Args:
+        symmetry: The group.
+        network: In float64 and evaluation mode; its weights are replaced.
+        batches: What it is run on: for the first, second, ... element, then again from the first.
+        samples: How many elements are tried.
+        scale: Standard deviation of the logarithms of their magnitudes.
+        generator: Where randomness comes from.
+        noise: For each element in the same way: how much noise is added to the weights before, relative to their root
+            mean square; infinity for weights that are nothing but noise.
+        tolerance: Above which a change is looked at more closely; by default what the network's precision asks for.
+
+    Returns:
+        The change, and the lowest precision to which the network rounds.
+
+    Raises:
+        ValueError: If no output is finite, or the network puts out something else every time.
+    """
+    worst, seen, precision = 0.0, False, torch.float64
+    signs: Tensor | None = None
+    for sample in range(samples):
+        own, amount = batches[sample % len(batches)], noise[sample % len(noise)]
+        lowest = LowestPrecision()
+        try:
+            with lowest if not sample else contextlib.nullcontext():
+                before = _perturbed_outputs(symmetry, network, own, amount, generator)
+        except ValueError:  # some operations (torch.cond) do not run while others watch: then nothing lower is allowed
+            before = _perturbed_outputs(symmetry, network, own, amount, generator)
+        precision = lowest.dtype if not sample else precision
+        seen = seen or any(_informative(outputs) for outputs in before)
+        element = moving_element(symmetry, generator, scale, signs)
+        signs = element.sign
+        network.load_state_dict(symmetry._act(element, network).state_dict())
+        after = _all_outputs(network, own)
+        found = max(change(old, new) for old, new in zip(before, after, strict=True))
+        if found > (tolerance if tolerance is not None else tolerance_of(precision)):
+            found = _looked_at_closely(network, own, before, after, precision, generator)
+        worst = max(worst, found)
+    if not seen:
+        raise ValueError(
+            "no output of the network is finite on the example, so nothing can be tested; expected an example input on "
+            "which it puts out finite numbers"
+        )
+    return worst, precision
+
+
+def _perturbed_outputs(
+    symmetry: Group,
+    network: nn.Module,
+    batches: Sequence[tuple[Any, ...]],
+    amount: float,
+    generator: torch.Generator,
+) -> list[list[Tensor]]:
+    """Add noise to the weights, and return the outputs: less of it where they are not finite.
+
+    Some networks need weights that are like their own (a positive one under a logarithm or a root).
+    """
+    if not amount:
+        return _all_outputs(network, batches)
+    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    usual: int | None = None  # how many finite numbers the network puts out with its own weights
+    for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
+        if less:
+            perturb(symmetry, network, less, generator)
+        outputs = _all_outputs(network, batches)
+        if not less or _finite(outputs) == sum(t.numel() for found in outputs for t in found):
+            break
+        noisy_weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        network.load_state_dict(kept)
+        usual = usual if usual is not None else _finite(_all_outputs(network, batches))
+        if _finite(outputs) >= usual:
+            network.load_state_dict(noisy_weights)
+            break
+    return outputs
+
+
+def _finite(outputs: Iterable[Iterable[Tensor]]) -> int:
+    return sum(int(t.isfinite().sum()) for found in outputs for t in found)
+
+
+def _looked_at_closely(
+    network: nn.Module,
+    batches: Sequence[tuple[Any, ...]],
+    before: Sequence[list[Tensor]],
+    after: Sequence[list[Tensor]],
+    precision: torch.dtype,
+    generator: torch.Generator,
+) -> float:
+    """Return the change of the outputs, relative to what other roundings of the weights would do to them."""
+    again = _all_outputs(network, batches)
+    for one, two in zip(itertools.chain(*after), itertools.chain(*again), strict=True):
+        if not bool(((one == two) | (one != one) & (two != two)).all()):
+            raise ValueError(
+                "the network puts out something else every time, in evaluation mode too, so nothing can be tested; "
+                "expected a network that draws no random numbers then (check F.dropout without training=self.training)"
+            )
+    rounding = max(torch.finfo(precision).eps, 1e-14)
+    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    for tensor in network.state_dict().values():
+        if tensor.is_floating_point():
+            drawn = torch.randn(tensor.shape[-1:], dtype=tensor.dtype, generator=generator).to(tensor.device)
+            tensor.mul_(1 + rounding * drawn)
+    rounded = _all_outputs(network, batches)
+    network.load_state_dict(kept)
+    return max(change(*outputs, rounding) for outputs in zip(before, after, rounded, strict=True))
+
+
+def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch.Generator) -> None:
+    """Add noise to weights and statistics, relative to their root mean square: values that happen to be special go.
+
+    Args:
+        symmetry: Says which buffers are running variances: these are multiplied.
+        network: Changed.
+        amount: How much; if infinite, what was there is replaced, and units that were dead come to life.
+        generator: Where the noise comes from.
+    """
+    variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
+    constants = constant_names(network)
+    for name, tensor in state_tensors(network).items():
+        if name in constants or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            continue  # what comes with the architecture, integers, and masks of -inf
+        # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
+        drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
+        noise = drawn.repeat(-(-tensor.numel() // max(len(drawn), 1)))[: tensor.numel()]
+        noise = noise.reshape(tensor.shape).to(tensor.device)
+        size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+        with torch.no_grad():
+            if name in variances:
+                tensor.mul_((min(amount, 0.3) * noise).exp())
+            elif math.isinf(amount):
+                tensor.copy_(noise * (size or 0.1))
+            else:
+                tensor.add_(noise, alpha=amount * (size or 0.1))

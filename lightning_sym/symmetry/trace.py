@@ -1,0 +1,192 @@
+"""From a network to its symmetry."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize
+
+from lightning_sym._distributed import on_device_of
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.proof import (
+    batches_of,
+    double,
+    double_copy,
+    largest_change,
+    tolerance_of,
+)
+from lightning_sym.symmetry.tracing.capture import capture, constant_names, evaluating, state_tensors
+from lightning_sym.symmetry.tracing.rules import leaf_types
+from lightning_sym.symmetry.tracing.structure import build_structure
+from lightning_sym.symmetry.tracing.walk import Walk
+
+# Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
+_LARGE = 5e5
+
+
+def trace_symmetry(
+    network: nn.Module,
+    example_input: Any,
+    *,
+    more_examples: Sequence[Any] = (),
+    affine: bool = False,
+    check: bool = True,
+    tolerance: float | None = None,
+) -> Symmetry:
+    """Find the weight-space symmetry of a network, and prove it on random elements.
+
+    The network is run once on tensors without data; what each operation demands is written down, position by position,
+    and solved. The result holds for every network of this architecture, in evaluation mode, for any weights, and for
+    inputs of any values and size: what a slice or an index leaves out at the example's size is fixed, as a longer input
+    may reach it. Only a function that branches on the size needs an example for each branch.
+
+    Args:
+        network: Any network whose operations do not depend on values. Not changed.
+        example_input: An input (a tensor of any batch size, on any device), or a tuple of positional arguments.
+        more_examples: Further inputs, as `example_input`, of other lengths or image sizes: the group is what all of
+            them allow. A part of a weight that one of them reaches need not be fixed.
+        affine: Whether to count changes of sign that add a constant, where the next bias can take it up: the units of
+            sigmoid networks then have signs, as those of tanh networks do (spec 1.3).
+        check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
+            with weights near its own and one with random weights, on samples of every example and on noise around
+            them, each through a round trip of the state dict.
+        tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
+            lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
+
+    Returns:
+        The symmetry.
+
+    Raises:
+        TypeError: If a parameter is complex or not floating, or an example holds no tensor.
+        ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, a weight
+            that is not finite), or puts out no finite number.
+        RuntimeError: If the self-test fails, because the rule of some operation allows too much.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> symmetry = trace_symmetry(network, torch.randn(2, 5))
+        >>> symmetry.dimension
+        8
+        >>> other = symmetry.act(symmetry.sample(), network)
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
+    if not isinstance(more_examples, (list, tuple)):
+        raise TypeError(f"more_examples must be a list of inputs, got {type(more_examples).__name__}")
+    examples = [_arguments(example) for example in (example_input, *more_examples)]
+    _check_network(network)
+    examples = on_device_of(network, examples)
+    captures = [capture(network, inputs, leaf_types()) for inputs in examples]
+    states, unsaved = state_tensors(network), constant_names(network)
+    trace = Walk(states, constants=unsaved, affine=affine)
+    for captured in captures:
+        trace.run(captured)
+    trace.finish()
+    read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
+    unused = [name for name in dict(network.named_parameters()) if name not in read]
+    structure = build_structure(trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
+    notes = list(trace.constraints.notes)
+    if unused:
+        shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {shown}"
+        notes.insert(0, note)
+        warnings.warn(note, stacklevel=2)
+    symmetry = Symmetry(
+        structure,
+        network,
+        notes,
+        {node.name: name for node, name in captures[0].results.items()},
+        constants=[name for name in read if name in unsaved or not states[name].is_floating_point()],
+        examples=examples,
+    )
+    if check:
+        values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
+        volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
+        _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
+    return symmetry
+
+
+def _arguments(example: Any) -> tuple[Any, ...]:
+    """Return an example as a tuple of positional arguments.
+
+    Raises:
+        TypeError: If it holds no tensor.
+        ValueError: If one is empty.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    tensors = [t for t in torch.utils._pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+    if not tensors:
+        raise TypeError(f"the example input must be a tensor or a tuple with tensors, got {type(example).__name__}")
+    if any(t.numel() == 0 for t in tensors):
+        raise ValueError("the example input is empty; expected at least one sample")
+    return arguments
+
+
+def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, thrifty: bool) -> None:
+    """Try random elements, and raise an error if one of them changes the outputs."""
+    exact = double_copy(network)
+    examples = double(symmetry.examples)
+    symmetry.elements_tried = 2
+    with torch.no_grad(), evaluating(exact):
+        for few in (True, False) if thrifty else (False,):
+            generator = torch.Generator().manual_seed(0)
+            batches = [batch for example in examples for batch in batches_of(exact, example, generator, thrifty=few)]
+            try:
+                symmetry.worst_error, symmetry.precision = largest_change(
+                    symmetry,
+                    exact,
+                    [batches[::2], batches[1::2]] if few else [batches],
+                    samples=2,
+                    scale=0.5,
+                    generator=generator,
+                    noise=(0.3, math.inf),
+                    tolerance=tolerance,
+                )
+                break
+            except ValueError:
+                if not few:  # one sample may be too few
+                    raise
+    symmetry.tolerance = tolerance if tolerance is not None else tolerance_of(symmetry.precision)
+    if not symmetry.worst_error <= symmetry.tolerance:
+        raise RuntimeError(
+            f"the self-test changed the output by {symmetry.worst_error:.1e} (relative; at most "
+            f"{symmetry.tolerance:.1g} was expected): the rule of some operation allows too much, or the network keeps "
+            "something computed from its weights from one call to the next; check your own rules, or report the network"
+        )
+
+
+def _check_network(network: nn.Module) -> None:
+    for name, module in network.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the network'} is a scripted or traced module of TorchScript, whose operations cannot be "
+                "seen; expected the module that it was made from"
+            )
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{name or 'the network'} has parametrised weights, whose symmetry is that of what they are computed "
+                "from; remove the parametrisation first (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+        hooks = getattr(module, "_forward_pre_hooks", {}).values()
+        if hook := next((h for h in hooks if type(h).__name__ in ("SpectralNorm", "WeightNorm")), None):
+            kind = type(hook).__name__
+            raise ValueError(
+                f"{name or 'the network'} has weights that a {kind} hook computes before every forward; remove the "
+                "hook first (torch.nn.utils.remove_spectral_norm or remove_weight_norm)"
+            )
+    for name, tensor in state_tensors(network).items():
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ValueError(f"{name} has no shape yet (a lazy module); run the network once on an example first")
+    for name, parameter in network.named_parameters():
+        if parameter.is_complex() or not parameter.is_floating_point():
+            raise TypeError(f"{name} has dtype {parameter.dtype}; expected real floating-point parameters")
+    weights = dict(network.named_parameters())
+    for name, tensor in state_tensors(network).items():
+        # Other buffers may hold infinities: masks do.
+        finite = name in weights or name.endswith(("running_mean", "running_var"))
+        if finite and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds values that are not finite; expected finite weights and statistics")

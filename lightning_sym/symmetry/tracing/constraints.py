@@ -1,0 +1,200 @@
+"""What the operations of a network demand of its symmetries: labels, and the constraints in which rules write."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+UNSET = -1  # the tag of a parameter's position until something is known that it goes with
+
+
+@dataclass(frozen=True, eq=False)
+class Label:
+    """Who acts on which element of a tensor.
+
+    Attributes:
+        axes: The tensor's axes along which the label changes, in order; () if one unit holds the whole tensor.
+        atom: For each position on these axes, the unit that it belongs to: what a permutation moves.
+        tag: Which of its unit's several positions this is (after flattening: where in the image).
+        scale: The variable that scales it.
+    """
+
+    axes: tuple[int, ...]
+    atom: Ints
+    tag: Ints
+    scale: Ints
+
+    @property
+    def size(self) -> int:
+        """The number of positions."""
+        return self.atom.size
+
+    def on(self, axes: tuple[int, ...]) -> "Label":
+        """Return the same label on other axes, of the same sizes."""
+        return Label(axes, self.atom, self.tag, self.scale)
+
+    def scaled_by(self, scale: Ints) -> "Label":
+        """Return the same units with other scales."""
+        return Label(self.axes, self.atom, self.tag, scale)
+
+    def take(self, index: Ints) -> "Label":
+        """Return the positions of a label on one axis that an index array names, on the axes 0, 1, ... of the index."""
+        return Label(tuple(range(index.ndim)), self.atom[index], self.tag[index], self.scale[index])
+
+
+@dataclass
+class Sighting:
+    """A place where labels are seen: an axis of a parameter (`tensor`), or a value of the graph.
+
+    Attributes:
+        label: One entry per position.
+        tensor: The parameter or buffer, or None.
+        axis: Its axis, or the axes' numbers of a label over several.
+        node: The name of the graph's operation, for values.
+        kind: "value", or "variance" for a running variance, which moves by (spec 2.3) v' = s^2 (v + eps) - eps.
+        epsilon: That eps.
+    """
+
+    label: Label
+    tensor: str | None = None
+    axis: int | tuple[int, ...] = 0
+    node: str | None = None
+    kind: str = "value"
+    epsilon: float = 0.0
+
+
+@dataclass
+class Shift:
+    """A vector that may be added to biases, as running means behind them take it off again (spec 2.3, c).
+
+    Attributes:
+        states: The biases, then the running means: usually one of each; more where layers share a norm, or norms one
+            layer.
+        label: The units on their axis.
+    """
+
+    states: tuple[str, ...]
+    label: Label
+
+
+@dataclass
+class Constraints:
+    """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign."""
+
+    atoms: int = 0
+    scales: int = 0
+    tags: dict[tuple[int, int], int] = field(default_factory=dict)
+    merges: list[tuple[Ints, Ints]] = field(default_factory=list)
+    magnitude_equations: list[tuple[Ints, NDArray[np.float64]]] = field(default_factory=list)
+    sign_equations: list[tuple[Ints, NDArray[np.float64]]] = field(default_factory=list)
+    fixed_atoms: list[Ints] = field(default_factory=list)
+    fixed_magnitudes: list[Ints] = field(default_factory=list)
+    fixed_signs: list[Ints] = field(default_factory=list)
+    restricted: list[Ints] = field(default_factory=list)
+    blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
+    occurrences: list[Sighting] = field(default_factory=list)
+    shifts: list[Shift] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._pending = np.zeros(0, np.int64)
+
+    def fresh_scales(self, shape: tuple[int, ...]) -> Ints:
+        """Return new variables of a shape."""
+        size = int(np.prod(shape))
+        self.scales += size
+        return np.arange(self.scales - size, self.scales).reshape(shape)
+
+    def scales_like(self, *scales: Ints) -> Ints:
+        """Return new variables, one for each combination of variables that stand at one position."""
+        stacked = np.stack([scale.ravel() for scale in scales])
+        unique, inverse = np.unique(stacked, axis=1, return_inverse=True)
+        return self.fresh_scales((unique.shape[1],))[inverse.ravel()].reshape(scales[0].shape)
+
+    def fresh(self, axes: tuple[int, ...], shape: tuple[int, ...], *, tag: int = 0) -> Label:
+        """Return new units with new scales."""
+        size = int(np.prod(shape))
+        self.atoms += size
+        if self.atoms > len(self._pending):
+            self._pending = np.r_[self._pending, np.full(max(self.atoms, 4096), UNSET)]
+        atom = np.arange(self.atoms - size, self.atoms).reshape(shape)
+        return Label(axes, atom, np.full(shape, tag), self.fresh_scales(shape))
+
+    def resolve(self, label: Label) -> Label:
+        """Return a label whose positions know their tags; those without one yet are their unit's only position."""
+        unset = label.tag == UNSET
+        if not unset.any():
+            return label
+        atoms = label.atom[unset]
+        self._pending[atoms] = np.where(self._pending[atoms] == UNSET, 0, self._pending[atoms])
+        tag = np.array(label.tag)
+        tag[unset] = self._pending[atoms]
+        return Label(label.axes, label.atom, tag, label.scale)
+
+    def derive_tags(self, tag: Ints, coordinate: Ints) -> Ints:
+        """Return tags that say of each position, besides what `tag` says, which coordinate it had."""
+        pairs, inverse = np.unique(np.stack([tag.ravel(), coordinate.ravel()]), axis=1, return_inverse=True)
+        new = np.array([self.tags.setdefault((int(t), int(c)), len(self.tags) + 1) for t, c in pairs.T], np.int64)
+        return new[inverse.ravel()].reshape(tag.shape)
+
+    def same_units(self, one: Label, two: Label) -> Label:
+        """Demand that two labels of one shape move together; return the first with its tags known."""
+        one, two = self._agree(one, two)
+        apart = one.tag != two.tag
+        if apart.any():
+            self.fix_units(one.atom[apart], "positions that would have to move differently meet")
+            self.fix_units(two.atom[apart])
+        different = one.atom != two.atom
+        if different.any():
+            self.merges.append((one.atom[different], two.atom[different]))
+        return one
+
+    def _agree(self, one: Label, two: Label) -> tuple[Label, Label]:
+        for label, other in ((one, two), (two, one)):
+            unset = label.tag == UNSET
+            if unset.any():
+                atoms = label.atom[unset]
+                free = self._pending[atoms] == UNSET
+                known = other.tag[unset]
+                known = np.where(known == UNSET, self._pending[other.atom[unset]], known)
+                self._pending[atoms[free]] = known[free]
+        return self.resolve(one), self.resolve(two)
+
+    def equate(self, terms: list[tuple[Ints, float]], *, signs: bool = True, magnitudes: bool = True) -> None:
+        """Demand that the sum of coefficient x log-scale vanishes (and the product of signs to those powers is 1)."""
+        variables = np.stack([variable.ravel() for variable, _ in terms], axis=1)
+        coefficients = np.array([coefficient for _, coefficient in terms], float)
+        if magnitudes:
+            self.magnitude_equations.append((variables, coefficients))
+        if signs:
+            odd = np.mod(np.rint(coefficients), 2) == 1
+            if odd.any():
+                self.sign_equations.append((variables[:, odd], np.ones(int(odd.sum()))))
+
+    def fix_units(self, atom: Ints, note: str | None = None) -> None:
+        """Demand that units stay where they are."""
+        self.fixed_atoms.append(np.unique(atom))
+        if note and atom.size:
+            self.notes[note] = None
+
+    def fix_scales(self, scale: Ints, *, magnitudes: bool = True, signs: bool = True) -> None:
+        """Demand that variables are 1: their magnitudes, their signs, or both."""
+        if magnitudes:
+            self.fixed_magnitudes.append(scale.ravel())
+        if signs:
+            self.fixed_signs.append(scale.ravel())
+
+    def restrict(self, label: Label) -> None:
+        """Say that an operation met these units which no mixture of units passes."""
+        self.restricted.append(label.atom.ravel())
+
+    def fix(self, label: Label, note: str | None = None) -> None:
+        """Demand that nothing acts on a label."""
+        self.fix_units(label.atom.ravel(), note)
+        self.fix_scales(label.scale)
+        self.restrict(label)
+
+    def block(self, parents: Ints, members: Ints) -> None:
+        """Demand that units which share a parent number stay together (`parents` and `members` of equal shape)."""
+        self.blocks.append((parents.ravel(), members.ravel()))

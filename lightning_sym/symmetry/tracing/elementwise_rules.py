@@ -1,0 +1,394 @@
+"""Rules for elementwise operations, pooling, and operations that only move elements about (spec 2.2)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.memory import choose
+from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value
+
+# Elementwise operations.
+
+
+@register_rule(
+    "aten::relu", "aten::relu6", "aten::leaky_relu", "aten::gelu", "aten::silu", "aten::elu", "aten::hardtanh"
+)
+def _activation(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
+    assert trace.node is not None
+    assert isinstance(trace.node.target, torch._ops.OpOverload)
+    result = pointwise(out_of_place(trace.node.target), trace, value, *args, **kwargs)
+    assert isinstance(result, Value)
+    return result
+
+
+@register_rule("aten::prelu", "aten::_prelu_kernel")
+def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
+    # The slopes go with their channels; they are not scaled.
+    axis = 1 if value.ndim > 1 else 0
+    for label in slope.labels:
+        trace.constraints.fix_scales(label.scale)
+    if math.prod(slope.shape) > 1:
+        shape = tuple(slope.shape[0] if a == axis else 1 for a in range(value.ndim))
+        if slope.ndim == 1:
+            slope = Value(shape, tuple(label.on((axis,)) for label in slope.labels))
+        value = trace.join(value, slope, product=True)
+    else:
+        for label in slope.labels:
+            trace.constraints.fix_units(label.atom.ravel())
+    return trace.elementwise(value, positive_scales=True)
+
+
+@register_rule("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::contiguous", "aten::clone")
+@register_rule("aten::alias", "aten::detach", "aten::positive", "aten::neg")
+@register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::float", "aten::double")
+def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
+    return trace.carry(value, Value(value.shape, value.labels, value.concrete, by_size=value.by_size))
+
+
+@register_rule("aten::to", "aten::_to_copy", "aten::type_as")
+def _cast(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
+    """Casting rounds: to whole numbers or truth values so coarsely that no scale passes."""
+    assert trace.node is not None
+    source = trace.node.args[0]
+    assert isinstance(source, torch.fx.Node)
+    if source.meta["val"].is_floating_point() and not trace.node.meta["val"].is_floating_point():
+        return trace.permutations_only(value)
+    return _pass(trace, value)
+
+
+def _number(number: Any, shape: Sequence[int]) -> Value:
+    """Return a constant that is one number everywhere."""
+    # In double precision, which holds the least number of every type: masks are filled with it.
+    return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
+
+
+def _binary(product: bool, divide: bool = False) -> Rule:
+    def rule(trace: Trace, one: Any, two: Any, *args: Any, **kwargs: Any) -> Value:
+        if kwargs.get("rounding_mode"):
+            return trace.permutations_only(rule(trace, one, two))
+        if isinstance(one, Value) and isinstance(two, Value):
+            if product and not divide and (one.is_zero or two.is_zero):
+                return _number(0.0, trace.output_shape())
+            return trace.join(one, two, product=product, divide=divide)
+        value = one if isinstance(one, Value) else two
+        if not isinstance(one, Value) and divide:
+            return trace.elementwise(value, positive_scales=True, signs=True, exponent=-1.0)
+        if product or (isinstance(two, (int, float)) and two == 0):
+            return Value(value.shape, tuple(trace.constraints.resolve(label) for label in value.labels))
+        return trace.permutations_only(value)
+
+    return rule
+
+
+for _name in ("aten::add", "aten::sub", "aten::rsub"):
+    register_rule(_name)(_binary(product=False))
+register_rule("aten::mul", "aten::multiply")(_binary(product=True))
+register_rule("aten::div", "aten::true_divide", "aten::divide")(_binary(product=True, divide=True))
+
+
+def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
+    """Return one value where a constant mask holds, and another one elsewhere; None if that tells no units apart."""
+    shape = trace.output_shape()
+    if mask.concrete is None:
+        return None
+    wide = mask.concrete.bool().expand(shape)
+    values = [part for part in (one, two) if isinstance(part, Value)]
+    units = {len(shape) - value.ndim + axis for value in values for label in value.labels for axis in label.axes}
+    spread = [axis for axis in units if shape[axis] > 1 and wide.stride(axis)]
+    if not spread:
+        return None
+
+    def expand(tensor: Tensor) -> Tensor:
+        return tensor.expand(shape)
+
+    parts = []
+    for part in (one, two):
+        value = trace.carry(part, trace.move(part, expand), expand) if isinstance(part, Value) else _number(part, shape)
+        if mask.by_size:  # for an input of another size, another mask
+            value = replace(trace.free_of(value, spread, "chosen by positions"), sources=value.sources)
+        parts.append(value)
+    return choose(trace, wide, parts[0], lambda t: t, parts[1])
+
+
+@register_rule("aten::masked_fill")
+def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
+    chosen = _chosen(trace, mask, fill, value)
+    if chosen is not None:
+        return chosen
+    if isinstance(fill, Value) or fill != 0:
+        value = trace.permutations_only(value)
+    return trace.join(value, trace.permutations_only(mask), product=True)
+
+
+@register_rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::softmin")
+def _softmax(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -> Value:
+    along = [label for label in value.labels if axis % value.ndim in label.axes and len(label.axes) > 1]
+    if along:
+        value = trace.free_of(value, [axis], "acts along an axis on which units live")
+    return trace.permutations_only(value)
+
+
+@register_rule("aten::cumsum")
+def _cumsum(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -> Value:
+    return trace.linear_along(value, [axis], value.shape)
+
+
+@register_rule("aten::log_sigmoid", "aten::log_sigmoid_forward")
+def _log_sigmoid(trace: Trace, value: Value) -> Any:
+    assert trace.node is not None
+    result = trace.permutations_only(value)
+    return result if isinstance(trace.node.meta["val"], Tensor) else [result, Value(value.shape)]
+
+
+@register_rule("aten::addcmul")
+def _addcmul(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Value:
+    return trace.join(added, trace.join(one, two, product=True), product=False)
+
+
+@register_rule("aten::where")
+def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
+    values = [part for part in (one, two) if isinstance(part, Value)]
+    if not values:
+        return unknown(trace, condition)
+    chosen = _chosen(trace, condition, one, two)
+    if chosen is not None:
+        return chosen
+    if len(values) == 2:
+        value = trace.join(values[0], values[1], product=False)
+    else:
+        zero = any(not isinstance(part, Value) and part == 0 for part in (one, two))
+        value = values[0] if zero else trace.permutations_only(values[0])
+    return trace.join(value, trace.permutations_only(condition), product=True)
+
+
+@register_rule("aten::gt", "aten::lt", "aten::ge", "aten::le", "aten::greater", "aten::less")
+def _compare(trace: Trace, one: Value, two: Any) -> Value:
+    """Comparing with 0 does not see positive scales; comparing anything else does."""
+    if isinstance(two, Value):
+        return trace.permutations_only(trace.join(one, two, product=False))
+    if two != 0:
+        return trace.permutations_only(one)
+    return _unscaled(trace, trace.elementwise(one, positive_scales=True))
+
+
+def _unscaled(trace: Trace, value: Value) -> Value:
+    """Return what moves with the units of a value, but does not see their positive scales (comparisons, indices)."""
+    labels = []
+    for label in value.labels:
+        scale = trace.constraints.scales_like(label.scale)
+        trace.constraints.fix_scales(scale)
+        labels.append(label.scaled_by(scale))
+    return value.with_labels(*labels)
+
+
+@register_rule("aten::maximum", "aten::minimum")
+def _maximum(trace: Trace, one: Value, two: Value) -> Value:
+    return trace.elementwise(trace.join(one, two, product=False), positive_scales=True)
+
+
+@register_rule("aten::glu")
+def _glu(trace: Trace, value: Value, axis: int = -1) -> Value:
+    first, second = trace.move(value, lambda t: torch.chunk(t, 2, axis))
+    for half in (first, second):
+        for label in half.labels:
+            trace.see(label)
+    return trace.join(first, trace.permutations_only(second), product=True)
+
+
+# Data movement: labels follow the coordinates.
+
+_MOVEMENTS = (
+    *("view", "reshape", "_unsafe_view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
+    *("permute", "transpose", "t", "numpy_T", "mT", "adjoint", "movedim", "swapaxes", "swapdims"),
+    *("slice", "select", "narrow", "index", "index_select", "gather", "take", "diagonal", "unfold", "im2col"),
+    *("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"),
+    *("hsplit", "vsplit", "dsplit", "expand", "expand_as", "repeat", "tile", "repeat_interleave"),
+    *("roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+)
+
+
+def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
+    assert trace.node is not None
+    target: Any = trace.node.target
+    if isinstance(value, (list, tuple)):
+        return unknown(trace, value, *args, **kwargs)
+
+    def unwrap(item: Any) -> Any:
+        return item.concrete if isinstance(item, Value) else item
+
+    if any(v.concrete is None for v in values_in((args, kwargs))):
+        return unknown(trace, value, *args, **kwargs)
+    if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
+        trace.cut_by_size(value)
+    args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
+    if target._schema.name in ("aten::view", "aten::_unsafe_view"):
+        if not isinstance(args[0], (list, tuple)):
+            return unknown(trace, value, *args)
+
+        def move(t: Tensor) -> Any:
+            return t.reshape(args[0])
+    else:
+
+        def move(t: Tensor) -> Any:
+            return target(t, *args, **kwargs)
+
+    moved = trace.move(value, move)
+    if isinstance(moved, Value):
+        return trace.carry(value, moved, move)
+    return [
+        trace.carry(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
+        for index, part in enumerate(moved)
+    ]
+
+
+def _is_cut_to_length(trace: Trace, value: Value) -> bool:
+    """Whether an operation takes as many elements along an axis as an input is long: of a longer one perhaps more."""
+    assert trace.node is not None
+    meta = trace.node.meta["val"]
+    if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
+        return False
+    return any(new < old and new in trace.lengths for new, old in zip(meta.shape, value.shape, strict=True))
+
+
+register_rule(*(f"aten::{name}" for name in _MOVEMENTS))(_movement)
+
+
+@register_rule("aten::pad", "aten::constant_pad_nd")
+def _pad(trace: Trace, value: Value, sizes: Sequence[int], *args: Any) -> Any:
+    assert trace.node is not None
+    target: Any = trace.node.target
+    mode = args[0] if args and isinstance(args[0], str) else "constant"
+    fill = next((a for a in args if isinstance(a, (int, float))), 0) or 0
+
+    def pad(t: Tensor) -> Tensor:
+        return nn.functional.pad(t, list(sizes)) if mode == "constant" else target(t.contiguous(), sizes, *args)
+
+    return trace.carry(value, trace.move(value, pad, filled_by_zero=mode != "constant" or fill == 0), pad)
+
+
+@register_rule("aten::cat", "aten::concat", "aten::concatenate")
+def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
+    shape = trace.output_shape()
+    axis %= len(shape)
+    values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
+    values = [replace(v, labels=tuple(_whole(trace, v, label, axis) for label in v.labels)) for v in values]
+    others = {label.axes for value in values for label in value.labels if axis not in label.axes}
+    result: list[Label] = []
+    for axes in others:
+        parts = [next((label for label in v.labels if label.axes == axes), None) for v in values]
+        if any(part is None for part in parts):
+            for value, part in zip(values, parts, strict=True):
+                if part is not None:
+                    trace.fix(value.with_labels(part), "joined with a tensor on which nothing acts")
+            continue
+        joined = parts[0]
+        assert joined is not None
+        for part in parts[1:]:
+            assert part is not None
+            scale = joined.scale
+            joined = trace.constraints.same_units(joined, part)
+            trace.constraints.equate([(scale, 1.0), (part.scale, -1.0)])
+        result.append(joined)
+    along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
+    kinds = {label.axes for label in along if label is not None}
+    if len(kinds) == 1:
+        (axes,) = kinds
+        place = axes.index(axis)
+        parts = []
+        for value, label in zip(values, along, strict=True):
+            if label is None:
+                label = trace.constraints.fresh(axes, tuple(value.shape[a] for a in axes))
+                if not value.is_zero:  # zeros (a bias that there is not) accept anything
+                    trace.constraints.fix(label)
+            parts.append(trace.constraints.resolve(label))
+        arrays = (np.concatenate([getattr(p, name) for p in parts], place) for name in ("atom", "tag", "scale"))
+        joined = Label(axes, *arrays)
+        if len(np.unique(joined.atom)) < joined.size:
+            tag = trace.constraints.derive_tags(joined.tag, trace._rank(joined))
+            joined = Label(axes, joined.atom, tag, joined.scale)
+        result.append(joined)
+    elif kinds:
+        for value, label in zip(values, along, strict=True):
+            if label is not None:
+                trace.fix(value.with_labels(label), "joined tensors carry labels on different axes")
+    return trace._disjoint(Value(shape, tuple(result)))
+
+
+def _whole(trace: Trace, value: Value, label: Label, axis: int) -> Label:
+    """A unit that fills a whole tensor lives on the axis of joining as well as anywhere."""
+    return trace._spread(label, axis, value.shape[axis]) if not label.axes else label
+
+
+@register_rule("aten::stack")
+def _stack(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
+    axis %= values[0].ndim + 1
+    moved = [trace.move(value, lambda t: t.unsqueeze(axis)) for value in values]
+    return _cat(trace, moved, axis)
+
+
+@register_rule("aten::upsample_bilinear2d", "aten::upsample_linear1d", "aten::upsample_trilinear3d")
+@register_rule("aten::upsample_bicubic2d", "aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa")
+@register_rule("aten::avg_pool1d", "aten::avg_pool2d", "aten::avg_pool3d")
+@register_rule("aten::adaptive_avg_pool1d", "aten::adaptive_avg_pool2d", "aten::adaptive_avg_pool3d")
+@register_rule("aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d")
+def _spatial_mean(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
+    return trace.linear_along(value, range(-_spatial(trace), 0), trace.output_shape())
+
+
+def _spatial(trace: Trace) -> int:
+    """Return how many axes an operation called ...1d, ...2d, ...3d acts on."""
+    assert trace.node is not None
+    name = trace.node.target._schema.name  # type: ignore[union-attr]
+    return next(count for count in (1, 2, 3) if f"{count}d" in name)
+
+
+@register_rule("aten::max_pool1d", "aten::max_pool2d", "aten::max_pool3d")
+@register_rule("aten::max_pool1d_with_indices", "aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices")
+@register_rule("aten::adaptive_max_pool1d", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool3d")
+def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
+    count = _spatial(trace)
+    meta = trace.node.meta["val"]  # type: ignore[union-attr]
+    shape = tuple((meta if isinstance(meta, Tensor) else meta[0]).shape)
+    value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+    value = trace.elementwise(Value(shape, value.labels), positive_scales=True)
+    return value if isinstance(meta, Tensor) else [value, _unscaled(trace, value)]
+
+
+@register_rule("aten::mean", "aten::sum")
+def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
+    return _reduce(trace, value, axes)
+
+
+@register_rule("aten::amax", "aten::amin")
+def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
+    return _reduce(trace, trace.elementwise(value, positive_scales=True), axes or None)
+
+
+def _reduce(trace: Trace, value: Value, axes: Any) -> Value:
+    shape = trace.output_shape()
+    keep = len(shape) == value.ndim
+    axes = range(value.ndim) if axes is None else [axes] if isinstance(axes, int) else axes
+    gone = {axis % value.ndim for axis in axes}
+    if not gone:
+        gone = set(range(value.ndim))
+    labels = []
+    for label in value.labels:
+        label = trace.constraints.resolve(label)
+        if not gone & set(label.axes):
+            place = {axis: axis if keep else axis - sum(g < axis for g in gone) for axis in label.axes}
+            labels.append(label.on(tuple(place[axis] for axis in label.axes)))
+        elif set(label.axes) <= gone:
+            # A sum over all units does not mind their order.
+            trace.constraints.restrict(label)
+            trace.constraints.fix_scales(label.scale)
+        else:
+            trace.fix(value.with_labels(label), "sums over a part of the units")
+    return Value(shape, tuple(labels))

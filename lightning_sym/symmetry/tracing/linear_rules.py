@@ -1,0 +1,412 @@
+"""Rules for linear maps, normalisation and attention (spec 2.2 to 2.5)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.rules import register_rule, unknown
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value
+
+# Linear maps.
+
+
+@register_rule("aten::linear")
+def _linear(trace: Trace, value: Value, weight: Value, bias: Value | None = None) -> Any:
+    last = value.ndim - 1
+    if weight.ndim != 2:
+        return unknown(trace, value, weight, bias)
+    result = trace.contract(value, last, weight, 1, [*range(last), None], [last, None], trace.output_shape())
+    return _biased(trace, result, bias, last)
+
+
+def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value:
+    if bias is None:
+        return result
+    shape = tuple(bias.shape[0] if a == axis else 1 for a in range(result.ndim))
+    on_axis = Value(shape, tuple(label.on((axis,)) for label in bias.labels))
+    restricted = len(trace.constraints.restricted)
+    result = trace.join(result, on_axis, product=False)
+    if trace.label(result, axis) is not None:
+        del trace.constraints.restricted[restricted:]  # a bias is mixed along with its units
+    if bias.state is not None and trace.node is not None:
+        trace.shifts.add(bias.state, trace.node)
+    return Value(result.shape, result.labels, producer=bias.state)
+
+
+@register_rule("aten::matmul", "aten::bmm", "aten::mm", "aten::mv")
+def _matmul(trace: Trace, one: Value, two: Value) -> Any:
+    shape = trace.output_shape()
+    rank = len(shape)
+    if one.ndim == 1 or two.ndim == 1:
+        if one.ndim == 1 and two.ndim == 1:
+            return trace.contract(one, 0, two, 0, [None], [None], shape)
+        if two.ndim == 1:
+            return trace.contract(one, -1, two, 0, [*range(one.ndim - 1), None], [None], shape)
+        axes = [*range(two.ndim - 2), None, two.ndim - 2]
+        return trace.contract(one, 0, two, -2, [None], axes, shape)
+    first = [*range(rank - one.ndim, rank - 1), None]
+    second = [*range(rank - two.ndim, rank - 2), None, rank - 1]
+    return trace.contract(one, -1, two, -2, first, second, shape)
+
+
+@register_rule("aten::addmm", "aten::baddbmm")
+def _addmm(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Any:
+    result = _matmul(trace, one, two)
+    # A factor before the bias is none of a plain layer's: shifts of that bias would be multiplied.
+    if added.ndim == 1 and kwargs.get("beta", 1) == 1:
+        return _biased(trace, result, added, result.ndim - 1)
+    return trace.join(added, result, product=False)
+
+
+@register_rule("aten::einsum")
+def _einsum(trace: Trace, equation: str, values: Sequence[Value], **kwargs: Any) -> Any:
+    shape = trace.output_shape()
+    equation = equation.replace(" ", "")
+    inputs, _, output = equation.partition("->")
+    terms = inputs.split(",")
+    if "->" not in equation or "." in equation or any(len(set(t)) < len(t) for t in terms):
+        return unknown(trace, values)
+    if len(values) == 1:
+        (value,), (term,) = values, terms
+        if sorted(term) == sorted(output):
+            return trace.move(value, lambda t: torch.einsum(equation, t))
+        return unknown(trace, values)
+    if len(values) != 2:
+        return unknown(trace, values)
+    summed = [letter for letter in terms[0] if letter not in output]
+    if len(summed) != 1 or summed[0] not in terms[1] or any(c not in output and c != summed[0] for c in terms[1]):
+        return unknown(trace, values)
+    axes = [[output.index(c) if c in output else None for c in term] for term in terms]
+    return trace.contract(
+        values[0], terms[0].index(summed[0]), values[1], terms[1].index(summed[0]), axes[0], axes[1], shape
+    )
+
+
+def _convolution(count: int, transposed: bool) -> Rule:
+    def rule(
+        trace: Trace,
+        value: Value,
+        weight: Value,
+        bias: Value | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        *args: Any,
+    ) -> Value:
+        # conv: dilation, groups; transposed: output_padding, groups, dilation
+        groups = args[1] if len(args) > 1 else 1
+        shape = trace.output_shape()
+        channel = value.ndim - count - 1
+        value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
+        weight = trace.free_of(weight, range(2, weight.ndim), "")
+        if groups == 1:
+            inner, outer = (0, 1) if transposed else (1, 0)
+            into: list[int | None] = [None] * weight.ndim
+            into[outer] = channel
+            kept: list[int | None] = [axis if axis != channel else None for axis in range(value.ndim)]
+            # The kernel's axes carry no labels any more, and go nowhere.
+            result = trace.contract(value, channel, weight, inner, kept, into, shape)
+        else:
+            result = _grouped(trace, value, weight, groups, channel, transposed, shape)
+        return _biased(trace, result, bias, channel)
+
+    return rule
+
+
+def _grouped(
+    trace: Trace, value: Value, weight: Value, groups: int, channel: int, transposed: bool, shape: tuple[int, ...]
+) -> Value:
+    """Groups of channels stay together; inside a group both sides permute freely (spec 2.2)."""
+    constraints = trace.constraints
+    label = trace.label(value, channel)
+    rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
+    name = weight.state
+    outer, inner = (trace.label(weight, axis) for axis in ((1, 0) if transposed else (0, 1)))
+    if weight.concrete is not None and weight.shape[1] == 1 and shape[channel] == value.shape[channel]:
+        # One filter for each channel, as for blurring: channels with the same filter may change places.
+        filters = trace.move(weight, lambda t: t.reshape(*[1] * channel, groups, -1))
+        return Value(
+            shape, (*rest, trace.beside_constant(constraints.resolve(label), filters)) if label is not None else rest
+        )
+    if label is None or name is None or outer is None or inner is None:
+        trace.fix(value, "grouped convolution of what nothing acts on")
+        if name is not None and name in trace.grouped:
+            trace.constraints.fix(trace.grouped.pop(name))
+        trace.fix(weight)
+        return Value(shape)
+    assert trace.node is not None
+    trace.grouped_by.setdefault(name, set()).add(trace.node)
+    label = constraints.resolve(label)
+    ins, rows = value.shape[channel] // groups, shape[channel] // groups
+    # Which input (output) channel each entry of the weight's second axis stands for depends on the group, hence on the
+    # first axis. The label of the second axis therefore lives on both.
+    if transposed:
+        out = constraints.fresh((channel,), (groups * rows,))
+        constraints.same_units(label.on(inner.axes), inner)
+        constraints.equate([(inner.scale, 1.0), (label.scale, 1.0)])
+        constraints.fix(outer)
+        index = (np.arange(groups * ins) // ins * rows)[:, None] + np.arange(rows)
+        joint = out.take(index)
+    else:
+        out = constraints.resolve(Label((channel,), outer.atom, outer.tag, outer.scale))
+        constraints.fix(inner)
+        index = (np.arange(groups * rows) // rows * ins)[:, None] + np.arange(ins)
+        inverse = constraints.fresh_scales(label.scale.shape)
+        constraints.equate([(inverse, 1.0), (label.scale, 1.0)])
+        joint = label.scaled_by(inverse).take(index)
+    if name in trace.grouped:  # used before: by the same units
+        constraints.same_units(trace.grouped[name], joint)
+        constraints.equate([(trace.grouped[name].scale, 1.0), (joint.scale, -1.0)])
+    trace.grouped[name] = joint
+    if ins == 1 and rows == 1:
+        scale = out.scale
+        out = constraints.same_units(out, Label((channel,), label.atom, label.tag, label.scale)).scaled_by(scale)
+        constraints.restrict(out)
+    else:
+        parents = constraints.fresh((channel,), (groups,))
+        trace.see(parents)
+        constraints.block(np.repeat(parents.atom, ins), label.atom)
+        constraints.block(np.repeat(parents.atom, rows), out.atom)
+        constraints.restrict(label)
+        constraints.restrict(out)
+    return Value(shape, (*rest, out.on((channel,))))
+
+
+for _count in (1, 2, 3):
+    register_rule(f"aten::conv{_count}d")(_convolution(_count, transposed=False))
+    register_rule(f"aten::conv_transpose{_count}d")(_convolution(_count, transposed=True))
+
+
+@register_rule("aten::embedding")
+def _embedding(trace: Trace, weight: Value, index: Value, *args: Any) -> Value:
+    shape = trace.output_shape()
+    trace.free_of(weight, [0], "")
+    last = len(shape) - 1
+    return Value(
+        shape, tuple(trace.constraints.resolve(label).on((last,)) for label in weight.labels if label.axes == (1,))
+    )
+
+
+# Normalisation.
+
+
+def _affine(trace: Trace, value: Value, weight: Value | None, bias: Value | None, axes: Sequence[int]) -> Value:
+    """Multiply by a weight and add a bias that live on some axes."""
+    for part, product in ((weight, True), (bias, False)):
+        if part is not None:
+            shape = tuple(value.shape[a] if a in axes else 1 for a in range(value.ndim))
+            place = dict(enumerate(axes))
+            labels = tuple(label.on(tuple(place[a] for a in label.axes)) for label in part.labels)
+            value = trace.join(value, Value(shape, labels), product=product)
+    return value
+
+
+def _signs_only(trace: Trace, value: Value, epsilon: float) -> Value:
+    """Normalise each unit by itself: its sign passes; its magnitude is divided out, exactly if no eps is added."""
+    labels = []
+    for label in value.labels:
+        label = trace.constraints.resolve(label)
+        trace.constraints.restrict(label)
+        scale = trace.constraints.scales_like(label.scale)
+        trace.constraints.fix_scales(scale, signs=False)
+        trace.constraints.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
+        if epsilon != 0:
+            trace.constraints.fix_scales(label.scale, signs=False)
+        labels.append(label.scaled_by(scale))
+    return value.with_labels(*labels)
+
+
+@register_rule("aten::batch_norm", "aten::cudnn_batch_norm")
+def _batch_norm(
+    trace: Trace,
+    value: Value,
+    weight: Value | None,
+    bias: Value | None,
+    mean: Value | None,
+    variance: Value | None,
+    training: bool,
+    momentum: float,
+    epsilon: float,
+    *args: Any,
+) -> Value:
+    others = [axis for axis in range(value.ndim) if axis != 1]
+    producer = value.producer
+    node = trace.node
+    value = trace.free_of(value, others, "acts along an axis on which units live")
+    label = trace.label(value, 1)
+    if training or mean is None or variance is None:
+        value = _signs_only(trace, value, epsilon)
+        return _affine(trace, value, weight, bias, [1])
+    if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
+        rank = [1, -1, *[1] * (value.ndim - 2)]
+        for constant, product in ((-mean.concrete, False), ((variance.concrete + epsilon).rsqrt(), True)):
+            shape = (1, len(constant), *rank[2:])
+            by_size = mean.by_size or variance.by_size
+            value = trace.join(value, Value(shape, concrete=constant.reshape(rank), by_size=by_size), product=product)
+        return _affine(trace, value, weight, bias, [1])
+    for state in (mean, variance):
+        if label is None or not state.labels:
+            trace.fix(state)
+            if label is not None:
+                trace.fix(value.with_labels(label), "normalises by statistics of which only some are saved")
+            continue
+        (own,) = state.labels
+        trace.constraints.same_units(own, label)
+        trace.constraints.equate([(own.scale, 1.0), (label.scale, -1.0)])
+        if state.state is None:
+            trace.fix(state)
+    if variance.state is not None:
+        known = trace.kinds.setdefault(variance.state, ("variance", epsilon))
+        if known != ("variance", epsilon):
+            trace.fix(variance, "one running variance is used with different eps")
+    if label is not None and mean.state is not None and node is not None:
+        trace.shifts.take(producer, mean.state, node)
+    if label is None:
+        normal = value
+    else:
+        # What is divided out by the running variance is the magnitude: the running mean and variance follow it.
+        label = trace.constraints.resolve(label)
+        trace.constraints.restrict(label)
+        scale = trace.constraints.scales_like(label.scale)
+        trace.constraints.fix_scales(scale, signs=False)
+        trace.constraints.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
+        normal = value.with_labels(label.scaled_by(scale).on((1,)))
+    return _affine(trace, normal, weight, bias, [1])
+
+
+@register_rule("aten::instance_norm")
+def _instance_norm(
+    trace: Trace,
+    value: Value,
+    weight: Value | None,
+    bias: Value | None,
+    mean: Value | None,
+    variance: Value | None,
+    use_input: bool,
+    momentum: float,
+    epsilon: float,
+    *args: Any,
+) -> Value:
+    if not use_input:
+        return _batch_norm(trace, value, weight, bias, mean, variance, False, momentum, epsilon)
+    value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
+    for state in (mean, variance):
+        if state is not None:
+            trace.fix(state)
+    return _affine(trace, _signs_only(trace, value, epsilon), weight, bias, [1])
+
+
+def _normalised_together(trace: Trace, label: Label, parents: Any, epsilon: float) -> Label:
+    """Units normalised by common statistics change sign together, and scale together if nothing is added."""
+    constraints = trace.constraints
+    constraints.restrict(label)
+    groups = int(parents.max()) + 1
+    common = constraints.fresh_scales((groups,))
+    constraints.equate([(label.scale, 1.0), (common[parents], -1.0)])
+    if epsilon != 0:
+        constraints.fix_scales(common, signs=False)
+    scale = constraints.scales_like(label.scale)
+    constraints.fix_scales(scale, signs=False)
+    constraints.equate([(scale, 1.0), (common[parents], 1.0)], magnitudes=False)
+    return label.scaled_by(scale)
+
+
+@register_rule("aten::layer_norm")
+def _layer_norm(
+    trace: Trace,
+    value: Value,
+    normalized_shape: Sequence[int],
+    weight: Value | None = None,
+    bias: Value | None = None,
+    epsilon: float = 1e-5,
+    *args: Any,
+) -> Value:
+    axes = list(range(value.ndim - len(normalized_shape), value.ndim))
+    labels = []
+    for label in value.labels:
+        if not set(label.axes) & set(axes):
+            labels.append(_signs_only(trace, value.with_labels(label), epsilon).labels[0])
+        elif set(label.axes) <= set(axes) or not label.axes:
+            label = trace.constraints.resolve(label)
+            parents = np.zeros(label.atom.shape, np.int64)
+            labels.append(_normalised_together(trace, label, parents, epsilon))
+        else:
+            trace.fix(value.with_labels(label), "normalises a part of the units")
+    return _affine(trace, value.with_labels(*labels), weight, bias, axes)
+
+
+@register_rule("aten::rms_norm")
+def _rms_norm(
+    trace: Trace,
+    value: Value,
+    normalized_shape: Sequence[int],
+    weight: Value | None = None,
+    epsilon: float | None = None,
+) -> Value:
+    axes = list(range(value.ndim - len(normalized_shape), value.ndim))
+    labels = []
+    for label in value.labels:
+        label = trace.constraints.resolve(label)
+        # The root mean square is even in every unit: signs pass one by one.
+        trace.constraints.restrict(label)
+        trace.constraints.fix_scales(label.scale, signs=False)
+        labels.append(label)
+    return _affine(trace, value.with_labels(*labels), weight, None, axes)
+
+
+@register_rule("aten::group_norm")
+def _group_norm(
+    trace: Trace,
+    value: Value,
+    groups: int,
+    weight: Value | None = None,
+    bias: Value | None = None,
+    epsilon: float = 1e-5,
+    *args: Any,
+) -> Value:
+    value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
+    label = trace.label(value, 1)
+    if label is not None:
+        label = trace.constraints.resolve(label)
+        size = value.shape[1] // groups
+        parents = np.arange(value.shape[1]) // size
+        if groups > 1:
+            coarse = trace.constraints.fresh((1,), (groups,))
+            trace.see(coarse)
+            if size > 1:
+                trace.constraints.block(coarse.atom[parents], label.atom)
+        value = value.with_labels(_normalised_together(trace, label, parents, epsilon))
+    return _affine(trace, value, weight, bias, [1])
+
+
+# Attention.
+
+
+@register_rule("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu")
+def _attention(
+    trace: Trace,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Softmax(Q K^T) V per head (spec 2.5): queries against keys cancel, values pass, heads move as blocks."""
+    rank = query.ndim
+    if kwargs.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
+        return unknown(trace, query, key, value, mask)
+    batch = list(range(rank - 2))
+    scores = (*query.shape[:-1], key.shape[-2])
+    logits = trace.contract(query, -1, key, -1, [*batch, rank - 2, None], [*batch, rank - 1, None], scores)
+    if mask is not None and mask.labels:
+        logits = trace.join(logits, mask, product=False)
+    weights = trace.permutations_only(logits)
+    for label in weights.labels:
+        trace.see(label)
+    return trace.contract(
+        weights, -1, value, -2, [*batch, rank - 2, None], [*batch, None, rank - 1], trace.output_shape()
+    )

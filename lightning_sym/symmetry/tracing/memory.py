@@ -1,0 +1,265 @@
+"""Which tensors of a network share memory, and what a write through one of them leaves in the others."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+
+Place = tuple[fx.Node, int | None]  # a tensor of the graph: a node, or one of the list that it returns
+
+
+class Memory:
+    """Which tensors of a graph lie in memory that some operation writes into.
+
+    Views share the memory of their base, whatever operation made them; each element of memory has a number, and each
+    tensor knows from its offset and strides which elements it shows. A write through one of them is seen in all others.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._written = {self._memory(node, None) for user in graph.nodes for node in written_by(user)}
+        self._places: dict[int, list[Place]] = {}
+
+    @staticmethod
+    def _tensor(node: fx.Node, item: int | None) -> Tensor:
+        value = node.meta["val"]
+        tensor: Tensor = value if item is None else value[item]
+        return tensor
+
+    @classmethod
+    def _memory(cls, node: fx.Node, item: int | None) -> int:
+        return int(cls._tensor(node, item).untyped_storage()._cdata)
+
+    @classmethod
+    def _elements(cls, place: Place) -> Tensor:
+        """Return the numbers of the elements of memory that a tensor shows, in its shape."""
+        tensor = cls._tensor(*place)
+        elements = torch.full((), tensor.storage_offset())
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            elements = elements[..., None] + torch.arange(size) * stride
+        return elements
+
+    def hold(self, node: fx.Node) -> None:
+        """Note where the results of an operation lie."""
+        value = node.meta.get("val") if self._written else None
+        items = [None] if isinstance(value, Tensor) else range(len(value)) if isinstance(value, (list, tuple)) else []
+        for item in items:
+            tensor = self._tensor(node, item)
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                memory = self._memory(node, item)
+                if memory in self._written:
+                    self._places.setdefault(memory, []).append((node, item))
+
+    def write(self, trace: Trace, environment: dict[fx.Node, Any], target: fx.Node, new: Value) -> None:
+        """Let all tensors that share the target's memory show what was written through it."""
+
+        def show(place: Place, value: Value) -> None:
+            node, item = place
+            if item is None:
+                environment[node] = value
+            else:
+                environment[node] = [value if at == item else old for at, old in enumerate(environment[node])]
+
+        places = self._places[self._memory(target, None)]
+        elements = {place: self._elements(place) for place in places}
+        written = elements[target, None]
+        if all(torch.equal(own, written) for own in elements.values()):
+            for place in places:
+                show(place, new)
+            return
+        first = places[0]
+        base = environment[first[0]] if first[1] is None else environment[first[0]][first[1]]
+        if base.concrete is not None and new.concrete is not None:
+            return  # the operation was run for real, on memory that its tensors share
+        number_of = torch.full((max(int(own.max()) for own in elements.values() if own.numel()) + 1,), -1)
+        number_of[elements[first].reshape(-1)] = torch.arange(elements[first].numel())
+        if any(bool((number_of[own] < 0).any()) for own in elements.values()):
+            trace.note("writes through a view that is larger than what it was made from")
+            for place in places:
+                value = environment[place[0]] if place[1] is None else environment[place[0]][place[1]]
+                show(place, trace.fix(value))
+            return
+        updated = overwrite(trace, base, number_of[written], new)
+
+        def part(at: Tensor) -> Value:
+            def move(tensor: Tensor) -> Tensor:
+                return tensor.reshape(-1)[at]
+
+            return trace.carry(updated, trace.move(updated, move), move)
+
+        for place, own in elements.items():
+            if torch.equal(own, written):
+                show(place, new)
+            elif place == first:
+                show(place, updated)
+            elif bool(torch.isin(own, written).any()):
+                show(place, part(number_of[own]))
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors into which an operation writes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.op != "call_function":
+        return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+    given |= node.kwargs
+    written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    flat = [target for part in written for target in (part if isinstance(part, (list, tuple)) else [part])]
+    return [target for target in flat if isinstance(target, fx.Node)]
+
+
+_REPLACING: tuple[str, ...] = ("copy", "fill", "zero", "index_put", "index_copy", "index_fill", "scatter")
+_REPLACING += ("slice_scatter", "select_scatter", "diagonal_scatter")
+
+
+def replaces(node: fx.Node) -> bool:
+    """Return whether an operation puts values in the place of its first argument's, without reading these."""
+    name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::").removesuffix("_")
+    return name in _REPLACING and True not in (*node.args[3:4], node.kwargs.get("accumulate"))
+
+
+def overwrite(trace: Trace, base: Value, where: Tensor, new: Value) -> Value:
+    """Return a value some of whose elements are another one's.
+
+    Args:
+        trace: The trace.
+        base: The value that is written into.
+        where: For each element of `new`, the element of `base` whose place it takes, as a position in the flattened
+            tensor. Of the shape of `new`, int64, without repetition.
+        new: What is written.
+    """
+    where = where.reshape(-1)
+    inside = torch.zeros(math.prod(base.shape), dtype=torch.bool)
+    inside[where] = True
+    inside = inside.reshape(base.shape)
+
+    def put(tensor: Tensor) -> Tensor:
+        result = torch.zeros(inside.numel(), dtype=tensor.dtype)
+        result[where] = tensor.reshape(-1)
+        return result.reshape(base.shape)
+
+    return choose(trace, inside, new, put, base)
+
+
+def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Tensor], base: Value) -> Value:
+    """Return a value that shows one value at some places, and another at all others.
+
+    Args:
+        trace: The trace.
+        inside: Where it shows the first. Of the result's shape, bool.
+        new: The first.
+        put: Moves it to the result's shape; what comes out elsewhere than inside is not looked at.
+        base: The second, of the result's shape.
+    """
+
+    def show(tensor: Tensor) -> Tensor:
+        moved = put(tensor)
+        return torch.where(inside, moved, torch.zeros((), dtype=moved.dtype))
+
+    def keep(tensor: Tensor) -> Tensor:
+        return torch.where(inside, torch.zeros((), dtype=tensor.dtype), tensor)
+
+    if base.concrete is not None and new.concrete is not None:
+        chosen = torch.where(inside, put(new.concrete), base.concrete)
+        return replace(base, concrete=chosen, by_size=base.by_size or new.by_size)
+    if not bool(inside.any()):
+        return base
+    if bool(inside.all()):
+        return trace.carry(new, trace.move(new, put), put)
+    # What stands at no place of the other is zero there, so that the result is a sum.
+    added, kept = _placed(trace, new, show, inside), _placed(trace, base, keep, ~inside)
+    for value, shown in ((added, inside), (kept, ~inside)):
+        for label in value.labels:
+            _see_where(trace, label, shown)
+    axes = list(dict.fromkeys(label.axes for value in (added, kept) for label in value.labels))
+
+    def followed(result: Value) -> Value:
+        return trace.carry(base, trace.carry(new, result, show), keep)
+
+    if not axes:
+        return followed(base.with_labels())
+    parts = [
+        _completed(trace, value, axes, shown if old.concrete is None else trace.move(old, move))
+        for value, old, shown, move in ((added, new, inside, show), (kept, base, ~inside, keep))
+    ]
+    alive_anywhere = torch.zeros_like(inside)
+    for value, shown, move in ((new, inside, show), (base, ~inside, keep)):
+        alive_anywhere |= shown if value.concrete is None else move(value.concrete) != 0
+    result = trace.join(*parts, product=False)
+    for label in result.labels:
+        # Units that are zero always may change places and be scaled, as channels that a padding adds.
+        alive = _along(alive_anywhere, label.axes)
+        trace.constraints.restrict(Label((), label.atom[~alive], label.tag[~alive], label.scale[~alive]))
+    return followed(result)
+
+
+def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
+    """Write down at which places units are shown: two may change places only if these are the same."""
+    label = trace.constraints.resolve(label)
+    others = [axis for axis in range(shown.ndim) if axis not in label.axes]
+    rows = shown.permute(*label.axes, *others).reshape(label.size, -1).numpy()
+    _, kind = np.unique(rows, axis=0, return_inverse=True)
+    tag = trace.constraints.derive_tags(label.tag.ravel(), kind.ravel())
+    held = rows.any(1)
+    trace.see(Label((), label.atom.ravel()[held], tag[held], label.scale.ravel()[held]))
+
+
+def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return at which positions of some axes a mask holds anywhere."""
+    others = [axis for axis in range(mask.ndim) if axis not in axes]
+    result: NDArray[np.bool_] = (mask.any(others) if others else mask).numpy()
+    return result
+
+
+def _placed(trace: Trace, value: Value, function: Any, shown: Tensor) -> Value:
+    """Move a value to where it stands among zeros."""
+    restricted = len(trace.constraints.restricted)
+    result: Value = trace.move(value, function)
+    del trace.constraints.restricted[restricted:]  # the zeros are other units that are to come, mixtures of them too
+    labels = []
+    for label in result.labels:
+        # One unit that fills the value fills only a part of the result: the other positions are other units.
+        axes = tuple(a for a in range(shown.ndim) if bool((shown != shown.narrow(a, 0, 1)).any()))
+        if label.axes or not axes:
+            labels.append(label)
+            continue
+        held = _along(shown, axes)
+        spread = trace.constraints.fresh(axes, held.shape)
+        arrays = (np.where(held, own, other) for own, other in ((label.atom, spread.atom), (label.scale, spread.scale)))
+        atom, scale = arrays
+        tag = np.where(held, trace.constraints.resolve(label).tag, spread.tag)
+        if held.sum() > 1:
+            tag = trace.constraints.derive_tags(tag, np.arange(tag.size).reshape(tag.shape))
+        labels.append(Label(axes, atom, tag, scale))
+    return replace(result, labels=tuple(labels))
+
+
+def _completed(trace: Trace, value: Value, axes: Sequence[tuple[int, ...]], content: Value | Tensor) -> Value:
+    """Label a value on all of some axes.
+
+    Args:
+        trace: The trace.
+        value: Has labels on some of them.
+        axes: Those on which the result has labels.
+        content: Itself, where it is constant; else where it shows anything (bool): that is fixed.
+    """
+    labels = list(value.labels)
+    for own in axes:
+        if any(label.axes == own for label in labels):
+            continue
+        shape = tuple(value.shape[axis] for axis in own)
+        label = trace.constraints.fresh(own, shape)
+        if isinstance(content, Tensor):
+            fixed = _along(content, own)
+            trace.constraints.fix(Label((), label.atom[fixed], label.tag[fixed], label.scale[fixed]))
+        else:
+            label = trace.beside_constant(label, content, added=True)
+        labels.append(label)
+    return value.with_labels(*labels)

@@ -1,0 +1,224 @@
+"""What each operation allows: one rule per operation (spec 2.2), and the registry for users' own."""
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
+from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value
+
+RuleT = TypeVar("RuleT", bound=Callable[..., Any])
+_RULES: dict[str, Rule] = {}
+_MODULE_RULES: dict[type[nn.Module], Rule] = {}
+
+
+def register_rule(*operations: Any) -> Callable[[RuleT], RuleT]:
+    """Say which symmetries an operation or a module of yours allows.
+
+    The rule is called with a `Trace` and the operation's arguments, tensors replaced by `Value`s; its methods
+    (`elementwise`, `permutations_only`, `linear_along`, `move`, `join`, `contract`, `fix`) write down what the
+    operation demands and return what comes out. For a module class it is called as `rule(trace, module, *inputs)`; the
+    module's parameters are `trace.parameter(module, "weight")`. Every traced network is tested with random elements,
+    so a rule that allows too much is an error, not a wrong answer.
+
+    Args:
+        operations: Operations (`torch.ops.aten.cosh`, `torch.ops.mylib.myop`), their names ("aten::cosh"), or
+            subclasses of `nn.Module`. The in-place variant follows the same rule.
+
+    Raises:
+        TypeError: If something else is given.
+    """
+    names = []
+    for operation in operations:
+        is_module = isinstance(operation, type) and issubclass(operation, nn.Module)
+        if is_module or (isinstance(operation, str) and "::" in operation):
+            names.append(operation)
+        elif isinstance(operation, torch._ops.OpOverloadPacket):
+            names.append(operation._qualified_op_name)
+        elif isinstance(operation, torch._ops.OpOverload):
+            names.append(operation._schema.name)
+        else:
+            raise TypeError(
+                f"a rule belongs to an operation (torch.ops.aten.cosh), its name ('aten::cosh') or a subclass of "
+                f"nn.Module, not to {operation!r}"
+            )
+
+    def register(rule: RuleT) -> RuleT:
+        for name in names:
+            if isinstance(name, str):
+                _RULES[name.removesuffix("_")] = rule
+            else:
+                _MODULE_RULES[name] = rule
+        return rule
+
+    return register
+
+
+def leaf_types() -> tuple[type[nn.Module], ...]:
+    """Return the module classes for which users wrote rules."""
+    return tuple(_MODULE_RULES)
+
+
+def rule_for(target: Any) -> Rule:
+    """Return the rule of an operation of the graph."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return _PYTHON.get(target, unknown)
+    name = target._schema.name.removesuffix("_")
+    if name in _RULES:
+        return _RULES[name]
+    target = out_of_place(target)
+    if torch.Tag.pointwise in target.tags:
+        return functools.partial(pointwise, target)
+    return functools.partial(_untagged, target) if name.startswith("aten::") else unknown
+
+
+def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """Return the variant of an operation that leaves its input alone: only that one is tagged."""
+    namespace, _, name = target._schema.name.partition("::")
+    if not name.endswith("_") or name.startswith("__"):
+        return target
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None) or target
+
+
+def values_in(arguments: Any) -> list[Value]:
+    """Return the tensors among an operation's arguments."""
+    return [v for v in torch.utils._pytree.tree_leaves(arguments) if isinstance(v, Value)]
+
+
+def results_of(trace: Trace) -> Any:
+    """Return the results of the operation at hand, with nothing acting on them."""
+    assert trace.node is not None
+    meta = trace.node.meta.get("val")
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: Value(tuple(t.shape)), meta)
+
+
+def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
+    """An operation without a rule: nothing may act on what goes in."""
+    for value in values_in((args, kwargs)):
+        trace.fix(value, "no rule for this operation")
+    return results_of(trace)
+
+
+def _untagged(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
+    """Some elementwise operations are not marked as such; measuring them tells."""
+    assert trace.node is not None
+    values = values_in((args, kwargs))
+    shape = getattr(trace.node.meta.get("val"), "shape", None)
+    if len(values) != 1 or values[0] not in args or shape is None or tuple(shape) != values[0].shape:
+        return unknown(trace, *args, **kwargs)
+    group = _measured_group(target, trace, values[0], args, kwargs)
+    return unknown(trace, *args, **kwargs) if group is None else _by_group(trace, values[0], group)
+
+
+def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: Any) -> IntertwinerGroup | None:
+    """Measure an operation of one tensor; None if it is not elementwise, or not defined everywhere."""
+    position = args.index(value)
+    rest = (*args[:position], *args[position + 1 :])
+    try:
+        group: IntertwinerGroup = _measured(target, position, rest, tuple(sorted(kwargs.items())), trace.affine)
+    except (ValueError, RuntimeError, TypeError):  # TypeError: what comes out is not real (a comparison, say)
+        return None
+    return group
+
+
+def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
+    if group.dense:
+        return value
+    if group.offset:
+        return replace(trace.elementwise(value, signs=True), offset=group.offset)
+    return trace.elementwise(
+        value, positive_scales=group.positive_scales, signs=group.signs, exponent=group.exponent, even=group.even
+    )
+
+
+_PASS_OFFSETS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "dropout", "feature_dropout", "contiguous")
+
+
+def passes_offset(target: Any) -> bool:
+    """Whether an operation leaves a constant that was added to its input as it is."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name in {f"aten::{n}" for n in _PASS_OFFSETS}
+
+
+def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
+    """Whether an operation can take up what changes of sign add to its input (spec 1.3); notes in which bias it does.
+
+    It can if it is linear and has a bias; a convolution only without padding, as the padding stays zero.
+    """
+    if passes_offset(target):
+        return True
+    name = getattr(getattr(target, "_schema", None), "name", "")
+    if not name.startswith(("aten::linear", "aten::conv")) or "transpose" in name or len(arguments) < 3:
+        return False
+    first, weight, bias = arguments[:3]
+    rest = list(arguments[3:])
+    if first is not value or not isinstance(bias, Value) or bias.state is None or weight.state is None:
+        return False
+    if rest and (any(np.atleast_1d(rest[1] if len(rest) > 1 else 0)) or (len(rest) > 3 and rest[3] != 1)):
+        return False
+    absorbed = (bias.state, weight.state, 1, value.offset)
+    if absorbed in trace.absorbed_before:  # in the walk before this one
+        return True
+    if any(bias.state == known for known, *_ in trace.absorbed):
+        return False
+    trace.absorbed.append(absorbed)
+    return True
+
+
+def _ignore(trace: Trace, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _item(trace: Trace, values: Any, index: int) -> Any:
+    return values[index]
+
+
+_PYTHON: dict[Any, Rule] = {torch._C._set_grad_enabled: _ignore, operator.getitem: _item}
+
+
+@register_rule("lightning_sym::leaf")
+def _leaf(trace: Trace, inputs: list[Value], weights: list[Value], key: int) -> list[Value]:
+    module = trace.capture.leaves[key]
+    trace.leaf = dict(zip(state_tensors(module), weights, strict=True))
+    rule = next(rule for kind, rule in reversed(_MODULE_RULES.items()) if isinstance(module, kind))
+    result = rule(trace, module, *inputs)
+    parts = [result] if isinstance(result, Value) else result
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, Value) for part in parts):
+        raise TypeError(
+            f"the rule for {type(module).__name__} returned {type(result).__name__}; expected the Value that comes "
+            "out, or a list of them"
+        )
+    return [result] if isinstance(result, Value) else list(result)
+
+
+@functools.lru_cache(maxsize=512)
+def _measured(
+    target: Any, position: int, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...], affine: bool
+) -> Any:
+    def function(x: Tensor) -> Any:
+        args = [*arguments[:position], x.clone(), *arguments[position:]]
+        return target(*args, **dict(keywords))
+
+    return intertwiner_group(function, affine=affine)
+
+
+def pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
+    """A pointwise operation without a rule of its own: measured if it has one tensor, else units tied, scales fixed."""
+    values = values_in((args, kwargs))
+    if len(values) == 1 and values[0] in args:
+        group = _measured_group(target, trace, values[0], args, kwargs)
+        return trace.permutations_only(values[0]) if group is None else _by_group(trace, values[0], group)
+    result: Value | None = None
+    if any(value.labels for value in values):
+        trace.note("combines several tensors in a way that is not known; units may change places, scales are fixed")
+    for value in values:
+        value = trace.permutations_only(value)
+        result = value if result is None else trace.join(result, value, product=False)
+    return results_of(trace) if result is None else result

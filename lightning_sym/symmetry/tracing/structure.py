@@ -1,0 +1,429 @@
+"""From all constraints to the group that meets them all: who may change places, what may be scaled."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
+from lightning_sym.symmetry.tracing.equations import solve
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Hashes = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The labelled positions of one parameter or buffer: an axis of it, or (grouped convolution) two at once.
+
+    Attributes:
+        tensor: Its name.
+        axes: One axis, or two.
+        offset: Where its positions start among those of all slots.
+        shape: Sizes of the axes.
+        unit: For each position, the unit that it belongs to, or -1.
+        kind: "value", or "variance": v' = s^2 (v + epsilon) - epsilon.
+        epsilon: See `kind`.
+    """
+
+    tensor: str
+    axes: tuple[int, ...]
+    offset: int
+    shape: tuple[int, ...]
+    unit: Ints
+    kind: str
+    epsilon: float
+
+    @property
+    def size(self) -> int:
+        """The number of positions."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The group of one network, as arrays.
+
+    Attributes:
+        slots: Every labelled axis.
+        units: How many units there are.
+        orbits: Units that may ever change places with one another, or, where nothing may, that were made together.
+        movable: For each orbit, whether its units may change places at all.
+        columns: For each orbit (units, columns): at which position of all slots each unit stands; units of an orbit
+            stand at the same places.
+        cells: For each orbit, for each unit the number of its cell: units of one cell change places freely.
+        blocks: Systems of blocks (blocks, members): whole blocks change places, member by member.
+        magnitudes: Generators of scales: sparse (positions of all slots, generators), the exponents.
+        signs: The same for signs, modulo 2.
+        scale_table: For each orbit (units, m), its units' generators of scales, in one order for all units.
+        sign_table: The same for signs.
+        dense: Cells (arrays of units, in order) on which any invertible matrix acts.
+        shifts: For each free shift: the slots to which it is added (biases first, then running means), and its size.
+        taps: For each orbit, for each node that shows all its units on one axis: node, axis, positions.
+        absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
+    """
+
+    slots: tuple[Slot, ...]
+    units: int
+    orbits: tuple[Ints, ...]
+    movable: tuple[bool, ...]
+    columns: tuple[Ints, ...]
+    cells: tuple[Ints, ...]
+    blocks: tuple[Ints, ...]
+    magnitudes: sparse.csr_matrix
+    signs: sparse.csr_matrix
+    scale_table: tuple[Ints, ...]
+    sign_table: tuple[Ints, ...]
+    dense: tuple[Ints, ...]
+    shifts: tuple[tuple[tuple[int, ...], int], ...]
+    taps: tuple[tuple[tuple[str, int, Ints], ...], ...]
+    absorbed: tuple[tuple[str, str, int, float], ...] = ()
+
+
+def _mix(values: Ints | Hashes) -> Hashes:
+    """Scramble integers (splitmix64), so that sums of them identify multisets."""
+    x = values.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
+        x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return x ^ (x >> np.uint64(32))
+
+
+def _sum_by(index: Ints, values: Hashes, number: int) -> Hashes:
+    """Add hashes that share an index, modulo 2^64."""
+    total = np.zeros(number, np.uint64)
+    with np.errstate(over="ignore"):
+        np.add.at(total, index, values)
+    return total
+
+
+def _sorted_groups(keys: Ints | Hashes) -> list[Ints]:
+    """Return the positions of equal keys, as one array per key, in the order of their first appearance."""
+    if not len(keys):
+        return []
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    groups = np.split(order, starts[1:])
+    return sorted(groups, key=lambda group: int(group[0]))
+
+
+def _components(number: int, merges: list[tuple[Ints, Ints]]) -> Ints:
+    """Return for each atom the smallest atom merged with it."""
+    one = np.concatenate([a for a, _ in merges] or [np.zeros(0, np.int64)])
+    two = np.concatenate([b for _, b in merges] or [np.zeros(0, np.int64)])
+    graph = sparse.coo_matrix((np.ones(len(one), np.int8), (one, two)), shape=(number, number))
+    _, labels = sparse.csgraph.connected_components(graph, directed=False)
+    first = np.full(labels.max(initial=-1) + 1, number)
+    np.minimum.at(first, labels, np.arange(number))
+    result: Ints = first[labels]
+    return result
+
+
+def build_structure(
+    constraints: Constraints,
+    axis_labels: dict[str, tuple[Label, ...]],
+    grouped: dict[str, Label],
+    kinds: dict[str, tuple[str, float]],
+    absorbed: list[tuple[str, str, int, float]],
+) -> Structure:
+    """Solve all constraints."""
+    number = constraints.atoms
+    root = _components(number, constraints.merges)
+
+    def flat(parts: list[Ints]) -> Ints:
+        return np.concatenate([part.ravel() for part in parts] or [np.zeros(0, np.int64)])
+
+    magnitudes = solve(constraints.scales, constraints.magnitude_equations, flat(constraints.fixed_magnitudes))
+    signs = solve(constraints.scales, constraints.sign_equations, flat(constraints.fixed_signs), modulo_two=True)
+
+    # Every place at which units are seen: first the parameters' axes, then the values of the graph.
+    places: list[Sighting] = []
+    for name, labels in axis_labels.items():
+        kind, epsilon = kinds.get(name, ("value", 0.0))
+        for label in labels:
+            unset = label.tag == UNSET
+            tag = np.where(unset, np.maximum(constraints._pending[label.atom], 0), label.tag)
+            places.append(Sighting(Label(label.axes, label.atom, tag, label.scale), name, kind=kind, epsilon=epsilon))
+    parameters = len(places)
+    places += constraints.occurrences
+    size = np.array([place.label.size for place in places], np.int64)
+    offset = np.r_[0, np.cumsum(size)]
+    own = int(offset[parameters])
+    raw = flat([place.label.atom for place in places])
+    atom = root[raw]
+    tag = flat([place.label.tag for place in places])
+    where = np.repeat(np.arange(len(places)), size)
+    scale = flat([place.label.scale for place in places[:parameters]])
+
+    fixed = np.zeros(number, bool)
+    fixed[root[flat(constraints.fixed_atoms)]] = True
+    # One unit twice at one place (queries and keys stacked in one weight): told apart by where else each of the two was
+    # seen before they were found to be one; if even that is the same, nobody knows which is which.
+    for told_apart in (False, True):
+        key = _mix(_mix(_mix(where) ^ tag.astype(np.uint64)) ^ atom.astype(np.uint64))
+        _, inverse, count = np.unique(key, return_inverse=True, return_counts=True)
+        twice = count[inverse] > 1
+        if told_apart:
+            fixed[atom[twice]] = True
+        elif twice.any():
+            seen = _sum_by(raw, _mix(_mix(where) ^ tag.astype(np.uint64)), number)
+            one, two = flat([a for a, _ in constraints.merges]), flat([b for _, b in constraints.merges])
+            for _ in range(3):  # what it was merged with counts, too: colour refinement
+                seen = (
+                    _mix(seen)
+                    + _sum_by(one, _mix(seen)[two], number)
+                    + _sum_by(two, _mix(seen)[one] * np.uint64(3), number)
+                )
+            tag = np.where(twice, (_mix(seen[raw]) >> np.uint64(1)).astype(np.int64), tag)
+
+    # Which of the roots are units: those that stand in a parameter and may move or be scaled.
+    position_magnitudes = magnitudes.forms[scale]
+    position_signs = signs.forms[scale]
+    scaled = (np.diff(position_magnitudes.indptr) > 0) | (np.diff(position_signs.indptr) > 0)
+    carries = np.zeros(number, bool)
+    carries[atom[:own][scaled]] = True
+    present = np.zeros(number, bool)
+    present[atom[:own]] = True
+    is_unit = present & (~fixed | carries)
+    unit_of = np.full(number, -1)
+    roots = np.flatnonzero(is_unit)
+    unit_of[roots] = np.arange(len(roots))
+
+    # Signatures: all places where a unit stands. Fixed units are told apart by being fixed only for naming.
+    pattern = _mix(np.diff(position_magnitudes.indptr).astype(np.int64) * 64 + np.diff(position_signs.indptr))
+    place_key = _mix(_mix(where) ^ tag.astype(np.uint64))
+    place_key[:own] ^= pattern
+    place_key = _mix(place_key)
+    total = _sum_by(atom, place_key, number)
+    total = _mix(total ^ fixed.astype(np.uint64))
+
+    # Blocks: members know their parents; parents that share members move together.
+    parent = root[flat([p for p, _ in constraints.blocks])]
+    member = root[flat([m for _, m in constraints.blocks])]
+    pairs = np.unique(np.stack([parent, member]), axis=1) if len(parent) else np.zeros((2, 0), np.int64)
+    parent, member = pairs
+    cell_key = _mix(total ^ _sum_by(member, _mix(parent.astype(np.uint64)), number))
+    # A parent (a head) moves with its members only: it is a cell of its own.
+    cell_key[parent] = _mix(parent)
+
+    orbits = [np.asarray(group) for group in _sorted_groups(total[roots])]
+    columns, cells, movable = [], [], []
+    order = np.lexsort((tag[:own], where[:own], atom[:own]))
+    order = order[unit_of[atom[order]] >= 0]
+    stands = unit_of[atom[order]]
+    starts = np.searchsorted(stands, np.arange(len(roots)))
+    ends = np.searchsorted(stands, np.arange(len(roots)), side="right")
+    for group in orbits:
+        width = int(ends[group[0]] - starts[group[0]])
+        if fixed[roots[group[0]]]:
+            widths = ends[group] - starts[group]
+            width = int(widths.min())
+        matrix = order[starts[group][:, None] + np.arange(width)]
+        columns.append(matrix)
+        movable.append(not fixed[roots[group[0]]])
+        _, cell = np.unique(cell_key[roots[group]], return_inverse=True)
+        cells.append(np.arange(len(group)) if fixed[roots[group[0]]] else cell)
+
+    blocks = _blocks(parent, member, total, cell_key, fixed, unit_of, number)
+    dense = _dense(orbits, cells, columns, movable, position_magnitudes, constraints, root, roots, grouped)
+
+    slots = []
+    for index in range(parameters):
+        place = places[index]
+        shape = tuple(place.label.atom.shape)
+        slots.append(
+            Slot(
+                place.tensor or "", place.label.axes, int(offset[index]), shape,
+                unit_of[atom[offset[index] : offset[index + 1]]].reshape(shape), place.kind, place.epsilon,
+            )
+        )  # fmt: skip
+    joint_scales = []
+    position = own
+    for name, label in grouped.items():
+        shape = label.atom.shape
+        slots.append(Slot(name, (0, 1), position, shape, unit_of[root[label.atom]].reshape(shape), "value", 0.0))
+        # Positions of a label over two axes: within a row, units stand in the order of their columns.
+        joint_scales.append(label.scale.ravel())
+        position += label.size
+    if joint_scales:
+        extra = np.concatenate(joint_scales)
+        position_magnitudes = sparse.vstack([position_magnitudes, magnitudes.forms[extra]]).tocsr()
+        position_signs = sparse.vstack([position_signs, signs.forms[extra]]).tocsr()
+    position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes))
+    position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs))
+    if scales_out or signs_out:
+        constraints.notes[
+            f"{scales_out} scales and {signs_out} signs that only act together with others are left out"
+        ] = None
+
+    slot_of = {(slot.tensor, slot.axes): i for i, slot in enumerate(slots)}
+    shifts = tuple(
+        (tuple(slot_of[(state, (0,))] for state in shift.states), int(shift.label.size)) for shift in constraints.shifts
+    )
+    taps = _taps(orbits, places[parameters:], offset[parameters:], atom, unit_of)
+    return Structure(
+        slots=tuple(slots),
+        units=len(roots),
+        orbits=tuple(orbits),
+        movable=tuple(movable),
+        columns=tuple(columns),
+        cells=tuple(cells),
+        blocks=blocks,
+        magnitudes=position_magnitudes,
+        signs=position_signs,
+        scale_table=scale_table,
+        sign_table=sign_table,
+        dense=dense,
+        shifts=shifts,
+        taps=taps,
+        absorbed=tuple(absorbed),
+    )
+
+
+def _used(forms: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Drop generators that touch no parameter."""
+    forms = forms.tocsr()
+    used = np.unique(forms.indices)
+    result = forms[:, used].tocsr()
+    result.sort_indices()
+    return result
+
+
+def _tabled(columns: list[Ints], forms: sparse.csr_matrix) -> tuple[sparse.csr_matrix, tuple[Ints, ...], int]:
+    """Return forms, each unit's generators in one order for all units of an orbit, and how many had to be left out.
+
+    A generator belongs to a unit if, at some place of the unit, it is the only one that is not known from other places.
+    Those that only ever act together are left out, since nothing says how permutations carry them along.
+    """
+    left_out = 0
+    while True:
+        tables = tuple(_table(matrix, forms) for matrix in columns)
+        known = np.zeros(forms.shape[1], bool)
+        for table in tables:
+            known[table] = True
+        if known.all():
+            return forms, tables, left_out
+        left_out += int((~known).sum())
+        forms = forms[:, np.flatnonzero(known)].tocsr()
+        forms.sort_indices()
+
+
+def _table(matrix: Ints, forms: sparse.csr_matrix) -> Ints:
+    count = np.diff(forms.indptr)[matrix]
+    chosen: list[Ints] = []
+    seen: set[int] = set()
+    later = []
+    for number, column in zip(count.T, matrix.T, strict=True):
+        if (number == 1).all():
+            generators = forms.indices[forms.indptr[column]].astype(np.int64)
+            if int(generators[0]) not in seen:
+                seen.add(int(generators[0]))
+                chosen.append(generators)
+        elif number.size and number.min() > 1:
+            later.append(column)
+    held = [{int(column[unit]) for column in chosen} for unit in range(len(matrix))] if later else []
+    grew = bool(later)
+    while grew:
+        grew = False
+        for column in later:
+            rest = [
+                set(forms.indices[forms.indptr[place] : forms.indptr[place + 1]].tolist()) - own
+                for place, own in zip(column.tolist(), held, strict=True)
+            ]
+            if all(len(own) == 1 for own in rest):
+                generators = np.array([own.pop() for own in rest], np.int64)
+                chosen.append(generators)
+                for own, generator in zip(held, generators.tolist(), strict=True):
+                    own.add(generator)
+                grew = True
+    return np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
+
+
+def _blocks(
+    parent: Ints, member: Ints, total: Hashes, cell_key: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, number: int
+) -> tuple[Ints, ...]:
+    """Find blocks that may change places as wholes."""
+    if not len(parent):
+        return ()
+    # Parents that share members form one block, together with all their members.
+    graph = sparse.coo_matrix((np.ones(len(parent), np.int8), (parent, member)), shape=(number, number))
+    _, component = sparse.csgraph.connected_components(graph, directed=False)
+    involved = np.unique(np.r_[parent, member])
+    # What a block is made of: of each unit its orbit and the orbits of its parents.
+    role = _mix(total ^ _sum_by(member, _mix(total[parent]), number))
+    blocks: dict[int, list[int]] = {}
+    for index in involved:
+        blocks.setdefault(int(component[index]), []).append(int(index))
+    parents = set(parent.tolist())
+    signatures: dict[int, list[Ints]] = {}
+    for atoms in blocks.values():
+        array = np.array(atoms)
+        own = [index for index in atoms if index in parents]
+        if fixed[array].any() or len({int(total[index]) for index in own}) < len(own):
+            continue
+        array = array[np.lexsort((array, role[array]))]
+        with np.errstate(over="ignore"):
+            key = int(_mix(role[array]).sum())
+        signatures.setdefault(key, []).append(array)
+    result = []
+    for group in signatures.values():
+        if len(group) < 2:
+            continue
+        table = unit_of[np.stack(group)]
+        table = table[:, (table >= 0).all(0)]
+        if table.shape[1]:
+            result.append(table)
+    return tuple(result)
+
+
+def _dense(
+    orbits: list[Ints], cells: list[Ints], columns: list[Ints], movable: list[bool], forms: sparse.csr_matrix,
+    constraints: Constraints, root: Ints, roots: Ints, grouped: dict[str, Label],
+) -> tuple[Ints, ...]:  # fmt: skip
+    """Find cells of units that only linear operations touch: any invertible matrix mixes them."""
+    restricted = np.zeros(constraints.atoms, bool)
+    for atoms in constraints.restricted:
+        restricted[root[atoms]] = True
+    for label in grouped.values():
+        restricted[root[label.atom.ravel()]] = True
+    count = np.diff(forms.indptr)
+    result = []
+    for group, cell, matrix, moves in zip(orbits, cells, columns, movable, strict=True):
+        if not moves or restricted[roots[group]].any() or (count[matrix] != 1).any():
+            continue
+        exponent = forms.data[forms.indptr[matrix]]
+        if not np.all(np.abs(exponent) == 1):
+            continue
+        if np.bincount(cell).min() < 2:
+            continue  # matrices of size 1 are scales with signs
+        result += [group[cell == number] for number in range(int(cell.max()) + 1)]
+    return tuple(result)
+
+
+def _taps(
+    orbits: list[Ints], places: list[Sighting], offset: Ints, atom: Ints, unit_of: Ints
+) -> tuple[tuple[tuple[str, int, Ints], ...], ...]:
+    """Find values that show every unit of an orbit once, on one axis."""
+    orbit_of = np.full(max((int(group.max()) for group in orbits), default=-1) + 1, -1)
+    for index, group in enumerate(orbits):
+        orbit_of[group] = index
+    taps: list[list[tuple[str, int, Ints]]] = [[] for _ in orbits]
+    for index, place in enumerate(places):
+        if len(place.label.axes) != 1:
+            continue
+        unit = unit_of[atom[offset[index] : offset[index + 1]]]
+        known = unit >= 0
+        for kind in np.unique(orbit_of[unit[known]]) if known.any() else ():
+            at = np.flatnonzero(known & (np.where(known, orbit_of[np.maximum(unit, 0)], -1) == kind))
+            group = orbits[kind]
+            if len(at) != len(group) or len(np.unique(unit[at])) != len(group):
+                continue
+            place_of = np.empty(len(group), np.int64)
+            place_of[np.searchsorted(group, unit[at])] = at
+            taps[kind].append((place.node or "", place.label.axes[0], place_of))
+    return tuple(tuple(own) for own in taps)

@@ -1,0 +1,224 @@
+"""Walk through a captured network, and have each operation's rule write down what it demands."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.constraints import Label, Shift
+from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
+from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+
+# Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
+_OF_NO_SIZE = {
+    *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "lift_fresh", "lift_fresh_copy", "clone", "alias", "detach"),
+    *(
+        "to",
+        "_to_copy",
+        "float",
+        "double",
+        "type_as",
+        "contiguous",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "permute",
+    ),
+    *("unsqueeze", "squeeze", "transpose", "t", "numpy_T", "mT", "movedim", "expand", "expand_as", "repeat", "copy"),
+    *("slice", "select", "narrow", "index", "index_select", "gather", "chunk", "split", "split_with_sizes", "unbind"),
+    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
+    *("cos", "sin", "sigmoid", "tanh", "relu", "bitwise_not", "logical_not", "stack", "cat", "fill", "zero"),
+    *("eq", "ne", "gt", "lt", "ge", "le", "where", "masked_fill", "sum", "mean", "softmax"),
+}
+_MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
+
+
+def _lengths(inputs: Sequence[fx.Node]) -> set[int]:
+    """Return the sizes of the inputs' axes that may be other ones: not of the batch, nor of features of a vector."""
+    tensors = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    return {size for t in tensors if t.ndim > 2 or not t.is_floating_point() for size in t.shape[1:]}
+
+
+def _uniform(value: Value) -> bool:
+    """Whether a constant is one number everywhere, so that each part of it is, too."""
+    constant = value.concrete
+    return constant is not None and (constant.numel() == 0 or bool((constant == constant.reshape(-1)[0]).all()))
+
+
+def _is_device(item: Any) -> bool:
+    return isinstance(item, torch.device)
+
+
+class Walk(Trace):
+    """A trace that finds the rule of each operation; see :meth:`run`."""
+
+    def run(self, capture: Capture) -> list[Value]:
+        """Walk through a capture of the network; return its outputs."""
+        self.capture = capture
+        self.walks += 1
+        self.made_of_states = {}
+        varying: set[fx.Node] = set(capture.inputs)
+        self.lengths = _lengths(capture.inputs)
+        self.absorbed_before = tuple(self.absorbed)
+        environment: dict[fx.Node, Any] = {}
+        memory = Memory(capture.graph)
+        outputs: list[Value] = []
+        for node in capture.graph.nodes:
+            self.node = node
+            if node.op == "placeholder":
+                if node in capture.states:
+                    environment[node] = self.state_value(capture.states[node]) if node.users else None
+                else:
+                    meta = node.meta["val"]
+                    environment[node] = Value(tuple(meta.shape)) if isinstance(meta, Tensor) else meta
+                memory.hold(node)
+            elif node.op == "get_attr":
+                held = getattr(node.graph.owning_module, str(node.target))
+                if isinstance(held, Tensor):
+                    held = Value(tuple(held.shape), concrete=held.detach().to("cpu", copy=True))
+                environment[node] = held
+                memory.hold(node)
+            elif node.op == "output":
+                arguments = fx.map_arg(node.args[0], lambda n: environment[n])
+                outputs = [value for value in arguments if isinstance(value, Value)]
+                for value in outputs:
+                    self.read(value)
+                    self.fix(value)
+            else:
+                result = self._operate(node, environment)
+                environment[node] = result
+                if any(argument in varying for argument in node.all_input_nodes):
+                    varying.add(node)
+                else:
+                    self.made_of_states |= {id(v): v for v in torch.utils._pytree.tree_leaves(result)}
+                memory.hold(node)
+                for target in written_by(node):
+                    # An operation that writes and returns nothing is none that is known.
+                    new = result if isinstance(result, Value) else self.fix(environment[target])
+                    memory.write(self, environment, target, new)
+                for value in result if isinstance(result, (list, tuple)) else [result]:
+                    if isinstance(value, Value):
+                        for label in value.labels:
+                            self.see(label)
+        self._fix_unread()
+        self.shifts.check(capture)
+        for node, state in capture.states.items():
+            if not set(node.users) <= self.grouped_by.pop(state, set(node.users)):
+                self.mixed_uses.add(state)
+        return outputs
+
+    def _operate(self, node: fx.Node, environment: dict[fx.Node, Any]) -> Any:
+        """Return the result of an operation, whose demands are put down; of constants it is computed."""
+        arguments: Any = fx.map_arg(node.args, lambda n: environment[n])
+        keywords: Any = fx.map_arg(node.kwargs, lambda n: environment[n])
+        result = self._constant(node, arguments, keywords)
+        if result is not None:
+            return result
+        if self.affine:
+            self._only_where_absorbed(node, arguments, keywords)
+        rule = rule_for(node.target) if "out" not in node.kwargs else unknown
+        result = rule(self, *arguments, **keywords)
+        if self.affine and isinstance(result, Value) and passes_offset(node.target):
+            result = replace(result, offset=arguments[0].offset)
+        self._read_by(result, (arguments[1:] if replaces(node) else arguments, keywords))
+        return result
+
+    def finish(self) -> None:
+        """Put down what only all walks together tell: what of the weights none of them reached, and the free shifts."""
+        for name, labels in self.axis_labels.items():  # a part of it was taken, and nothing done with that
+            if name not in self.reads:
+                root = Value(tuple(self.tensors[name].shape), labels, state=name)
+                self.reads[name] = (root, [])
+        self._fix_unread(states=True)
+        for name in self.mixed_uses:  # what its second axis means depends on the group, and elsewhere it does not
+            if name in self.grouped:
+                self.constraints.fix(self.grouped.pop(name))
+            self.fix(Value(tuple(self.tensors[name].shape), self.axis_labels[name]))
+        self.constraints.shifts += [
+            Shift(names, self.axis_labels[names[0]][0]) for names in self.shifts.free() if names[0] in self.axis_labels
+        ]
+
+    def _read_by(self, result: Any, arguments: Any) -> None:
+        """Note what an operation reads: all of its arguments, unless it only moves them."""
+        leaves = torch.utils._pytree.tree_leaves
+        results = [part for part in leaves(result) if isinstance(part, Value)]
+        carried = {id(root) for part in results for root, _ in (*part.sources, (part, ()))}
+        for value in leaves(arguments):
+            if isinstance(value, Value) and not any(id(root) in carried for root, _ in value.sources or ((value, ()),)):
+                self.read(value)
+
+    def _fix_unread(self, states: bool = False) -> None:
+        """Fix what slices left out of a weight, or of what is made of weights only: longer inputs may reach it."""
+        for key, (root, paths) in list(self.reads.items()):
+            if (root.state is not None) != states:
+                continue
+            del self.reads[key]
+            if () in paths or not (states or key in self.made_of_states):
+                continue
+            for label in root.labels:
+                reached = np.zeros(label.size + 1, bool)
+                for path in paths:
+                    part = self._coordinates(root.shape, label)
+                    for step in path:
+                        part = step(part)
+                    reached[self._core(part).long().reshape(-1).numpy()] = True
+                missed = int((~reached[1:]).sum())
+                if missed:
+                    # Where a part is left out, a shorter input may leave out more; several examples tell what is.
+                    parts = (array.reshape(-1)[~reached[1:]] for array in (label.atom, label.tag, label.scale))
+                    self.constraints.fix(label if self.walks == 1 else Label((), *parts))
+                    where = f"{root.state}{list(label.axes)}" if root.state is not None else "what is made of weights"
+                    self.constraints.notes[
+                        f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
+                    ] = None
+
+    def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
+        """Fix the signs of units whose change of sign adds a constant that the operation at hand cannot take up."""
+        for value in torch.utils._pytree.tree_leaves((arguments, keywords)):
+            if isinstance(value, Value) and value.offset and not absorbs_offset(self, node.target, value, arguments):
+                for label in value.labels:
+                    self.constraints.fix_scales(label.scale, magnitudes=False)
+
+    def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
+        """Run operations on constants for real: their results may say which elements another operation takes."""
+        values = [v for v in torch.utils._pytree.tree_leaves((arguments, keywords)) if isinstance(v, Value)]
+        if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
+            if not str(node.target).startswith(_MAKE_ANOTHER):
+                return None
+            # Of the tensor whose size and type are taken nothing else is needed.
+            arguments = [
+                Value(v.shape, concrete=torch.empty(v.shape, dtype=argument.meta["val"].dtype, device="meta"))
+                if isinstance(v, Value) and isinstance(argument, fx.Node)
+                else v
+                for argument, v in zip(node.args, arguments, strict=True)
+            ]
+            keywords = {**keywords, "device": "cpu", "pin_memory": None}
+        elif not values and not isinstance(node.meta.get("val"), Tensor):
+            return None
+
+        def unwrap(item: Any) -> Any:
+            return item.concrete if isinstance(item, Value) else torch.device("cpu") if _is_device(item) else item
+
+        arguments, keywords = torch.utils._pytree.tree_map(unwrap, (arguments, keywords))
+        function: Any = node.target
+        result = function(*arguments, **keywords)
+        if "empty" in str(node.target):
+            result = torch.zeros_like(result)  # what was there before nobody may read
+        name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::").removesuffix("_")
+        by_size = name not in _OF_NO_SIZE or any(value.by_size for value in values)
+
+        def wrapped(tensor: Tensor) -> Value:
+            part = any(
+                v.concrete is not None and tensor.numel() < v.concrete.numel() and not _uniform(v) for v in values
+            )
+            return Value(tuple(tensor.shape), concrete=tensor, by_size=by_size or part)
+
+        return torch.utils._pytree.tree_map_only(Tensor, wrapped, result)

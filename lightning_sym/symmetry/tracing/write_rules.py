@@ -1,0 +1,116 @@
+"""Rules for operations that write into tensors: each says what stands there afterwards."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.memory import overwrite
+from lightning_sym.symmetry.tracing.rules import register_rule, unknown
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+
+
+def _elements(value: Value) -> Tensor:
+    return torch.arange(math.prod(value.shape)).reshape(value.shape)
+
+
+def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = False) -> Value:
+    """Write a number or a value that broadcasts to where it goes."""
+    if not where.numel():
+        return base
+    if int(torch.bincount(where.reshape(-1)).max()) > 1:
+        if isinstance(new, Value):
+            trace.fix(new, "writes more than once into one place")
+        return trace.fix(base, "writes more than once into one place")
+    if isinstance(new, Value):
+        shape = tuple(where.shape)
+        if new.shape != shape:
+            new = trace.move(new, lambda t: t.expand(shape))
+    else:
+        new = Value(tuple(where.shape), concrete=torch.full(where.shape, new, dtype=torch.float64))
+    if add:
+        new = trace.join(trace.move(base, lambda t: t.reshape(-1)[where]), new, product=False)
+    return overwrite(trace, base, where, new)
+
+
+@register_rule("aten::copy")
+def _copy(trace: Trace, target: Value, source: Value, *args: Any) -> Value:
+    return _put(trace, target, _elements(target), source)
+
+
+@register_rule("aten::fill")
+def _fill(trace: Trace, target: Value, number: Any) -> Value:
+    return _put(trace, target, _elements(target), number)
+
+
+@register_rule("aten::zero")
+def _zero(trace: Trace, target: Value) -> Value:
+    return _put(trace, target, _elements(target), 0.0)
+
+
+def _known(*indices: Any) -> bool:
+    return all(index is None or index.concrete is not None for index in indices)
+
+
+@register_rule("aten::index_put", "aten::_index_put_impl")
+def _index_put(
+    trace: Trace, base: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False, *args: Any
+) -> Any:
+    if not _known(*indices):
+        return unknown(trace, base, indices, values)
+    where = _elements(base)[tuple(slice(None) if i is None else i.concrete for i in indices)]
+    return _put(trace, base, where, values, add=accumulate)
+
+
+@register_rule("aten::index_copy", "aten::index_add")
+def _index_copy(trace: Trace, base: Value, axis: int, index: Value, new: Value, alpha: float = 1) -> Any:
+    if not _known(index):
+        return unknown(trace, base, index, new)
+    assert index.concrete is not None
+    assert trace.node is not None
+    add = "index_add" in trace.node.target._schema.name  # type: ignore[union-attr]
+    return _put(trace, base, _elements(base).index_select(axis, index.concrete), new, add=add)
+
+
+@register_rule("aten::index_fill")
+def _index_fill(trace: Trace, base: Value, axis: int, index: Value, number: Any) -> Any:
+    if not _known(index):
+        return unknown(trace, base, index)
+    assert index.concrete is not None
+    return _put(trace, base, _elements(base).index_select(axis, index.concrete), number)
+
+
+@register_rule("aten::scatter", "aten::scatter_add")
+def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, **kwargs: Any) -> Any:
+    if not _known(index) or kwargs:
+        return unknown(trace, base, index, new)
+    assert index.concrete is not None
+    assert trace.node is not None
+    where = _elements(base).gather(axis, index.concrete)
+    if isinstance(new, Value) and new.shape != tuple(where.shape):
+        cut = tuple(slice(size) for size in where.shape)
+        new = trace.move(new, lambda t: t[cut])
+    add = "scatter_add" in trace.node.target._schema.name  # type: ignore[union-attr]
+    return _put(trace, base, where, new, add=add)
+
+
+@register_rule("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter")
+def _view_scatter(trace: Trace, base: Value, new: Value, *args: Any, **kwargs: Any) -> Value:
+    """Out-of-place twins of writing into a slice, a row or a diagonal."""
+    assert trace.node is not None
+    name = trace.node.target._schema.name.removeprefix("aten::").removesuffix("_scatter")  # type: ignore[union-attr]
+    view = {"slice": torch.ops.aten.slice, "select": torch.ops.aten.select, "diagonal": torch.ops.aten.diagonal}[name]
+    return _put(trace, base, view(_elements(base), *args, **kwargs), new)
+
+
+@register_rule("aten::max_unpool2d", "aten::max_unpool3d")
+def _max_unpool(trace: Trace, value: Value, indices: Value, *args: Any) -> Value:
+    """Units go back to where they came from; everywhere else is zero."""
+    assert trace.node is not None
+    count = 2 if "2d" in trace.node.target._schema.name else 3  # type: ignore[union-attr]
+    value, indices = (
+        trace.free_of(v, range(-count, 0), "acts along an axis on which units live") for v in (value, indices)
+    )
+    return Value(trace.output_shape(), trace.join(value, indices, product=True).labels)
