@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import ranks
 from lightning_sym.curvature.blocks import CurvatureError, Factors, NonFiniteError, Spectrum
 from lightning_sym.curvature.groups import Groups
@@ -102,8 +103,7 @@ class Evidence:
     def __init__(
         self, factors: Factors, squared_norms: Mapping[str, float], groups: Groups, *, temperature: float = 1.0
     ) -> None:
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature must be positive, got {temperature}.")
+        check_numbers("> 0", temperature=temperature)
         for name in factors.blocks:
             if name not in groups.precisions or name not in squared_norms:
                 raise ValueError(f"Parameter {name!r} has a curvature block but no precision group or squared norm.")
@@ -339,8 +339,7 @@ class PrecisionOptimizer:
         bounds: tuple[float, float] = (-20.0, 20.0),
         noise_bounds: tuple[float, float] = (-10.0, 10.0),
     ) -> None:
-        if not lr > 0:
-            raise ValueError(f"lr of the precisions must be positive, got {lr}.")
+        check_numbers("> 0", of="the precisions", lr=lr)
         for low, high in (bounds, noise_bounds):
             if not -700 <= low < high <= 700:
                 raise ValueError(f"bounds of a logarithm must be ascending and within 700 of 0, got {(low, high)}.")
@@ -370,8 +369,7 @@ class PrecisionOptimizer:
             raise ValueError(
                 "The evidence has other groups of precisions than the optimizer; make both from one network."
             )
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be an integer >= 1, got {steps!r}.")
+        check_integers(steps=steps)
         lr = self.lr if lr is None else lr
         if not (lr >= 0 and math.isfinite(lr)):
             raise ValueError(f"lr of the steps must be a finite number >= 0, got {lr}.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_numbers
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.groups import Groups, parameter_groups
@@ -84,8 +85,7 @@ def to_laplace(
         )
     if likelihood == "classification" and log_noise != 0:
         raise ValueError(f"A classification has no noise, got log_noise={log_noise}; leave it out.")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be positive, got {temperature}.")
+    check_numbers("> 0", temperature=temperature)
     found = factors(network, loader, likelihood, engine=engine, samples=samples, generator=generator)
     _check_sizes(found)
     with warnings.catch_warnings():

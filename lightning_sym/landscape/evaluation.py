@@ -14,9 +14,9 @@ from torch.func import functional_call, vmap
 
 from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
-from lightning_sym.landscape._closed_form import ReluLine, is_relu_line
 from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
 from lightning_sym.landscape.planes import WeightPlane, trainable
+from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
 
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

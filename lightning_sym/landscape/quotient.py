@@ -10,8 +10,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
+from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
-from lightning_sym.landscape.walks import NetworkOutputs
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.elements import AxisGroup

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vjp, vmap
 
 from lightning_sym._text import unknown
-from lightning_sym.landscape.walks import NetworkOutputs
+from lightning_sym.landscape.outputs import NetworkOutputs
 
 Evaluate = Callable[[Tensor], Tensor]
 # Points that are evaluated at once, and iterations for the largest curvature.

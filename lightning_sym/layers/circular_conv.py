@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.layers._checks import check_counts, check_features, check_kernel
+from lightning_sym._checks import check_features, check_integers, check_kernel
 
 
 def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
@@ -64,7 +64,7 @@ class CircularConv(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3) -> None:
         super().__init__()
-        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         check_kernel(self, kernel_size)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         weight = torch.empty(out_channels, in_channels, kernel_size, kernel_size)

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
-from lightning_sym.layers._checks import check_counts
 
 
 class PolyphasePool(nn.Module):
@@ -40,7 +40,7 @@ class PolyphasePool(nn.Module):
         super().__init__()
         if norm not in ("max", "l2"):
             raise ValueError(unknown("norm of PolyphasePool", norm, ("max", "l2")))
-        check_counts(self, groups=groups)
+        check_integers(of=self, groups=groups)
         self.norm, self.groups = norm, groups
 
     def forward(self, x: Tensor) -> Tensor:

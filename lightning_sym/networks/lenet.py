@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import Network
 
@@ -39,8 +39,8 @@ class LeNet5(Network):
         padding: int | None = None,
     ) -> None:
         super().__init__()
-        check_counts(in_channels=in_channels, num_classes=num_classes)
-        size = height_width(image_size)
+        check_integers(in_channels=in_channels, num_classes=num_classes)
+        size = height_width(image_size, "image_size")
         if size not in ((28, 28), (32, 32)):
             raise ValueError(f"LeNet5 takes images of 28x28 or 32x32 pixels, got image_size={image_size!r}.")
         if padding is None:

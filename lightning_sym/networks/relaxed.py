@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym._text import unknown
 from lightning_sym.layers import (
     CircularConv,
@@ -19,7 +20,6 @@ from lightning_sym.layers import (
     SparseConv,
     SparseFactoredFullyConnected,
 )
-from lightning_sym.networks._checks import check_counts, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import Network
 
@@ -121,7 +121,7 @@ class RelaxedNetwork(Network):
         image_size: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
+        check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
         if not (math.isfinite(relaxed_gain) and relaxed_gain > 0):
             raise ValueError(f"relaxed_gain of RelaxedNetwork must be a finite number > 0, got {relaxed_gain}.")
         names = _path_names(paths)
@@ -227,7 +227,7 @@ def _path_names(paths: Sequence[str]) -> dict[str, str]:
 
 def _grid(grid: int | tuple[int, int] | None, image_size: int | tuple[int, int] | None) -> tuple[int, int]:
     """Return height and width from the two arguments that may say so."""
-    given = {height_width(size) for size in (grid, image_size) if size is not None}
+    given = {height_width(size, "image_size") for size in (grid, image_size) if size is not None}
     if len(given) > 1:
         raise ValueError(
             f"grid of RelaxedNetwork is {grid!r}, but images are {image_size!r}; leave grid out, or resize the data."

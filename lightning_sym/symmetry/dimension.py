@@ -12,6 +12,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import on_device_of
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.proof import double
@@ -137,10 +138,8 @@ def local_dimension(
         >>> found.nullity, found.orbit_dimension
         (4, 4)
     """
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance must be in (0, 1), got {tolerance}.")
-    if max_parameters < 1:
-        raise ValueError(f"max_parameters must be at least 1, got {max_parameters}.")
+    check_numbers("in (0, 1)", tolerance=tolerance)
+    check_integers(max_parameters=max_parameters)
     symmetry.require(network)
     count = sum(p.numel() for p in network.parameters())
     if count > max_parameters:

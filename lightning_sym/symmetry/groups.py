@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._checks import check_integers
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.networks.activations import Gaussian, IdentityActivation, Polynomial, make_activation
@@ -107,7 +108,7 @@ class GroupElement:
         Raises:
             ValueError: If ``size`` < 1.
         """
-        _check_size(size)
+        check_integers(size=size)
         device = device or "cpu"
         return cls._of(torch.arange(size, device=device), torch.ones(size, dtype=dtype, device=device))
 
@@ -332,7 +333,7 @@ class IntertwinerGroup:
         Raises:
             ValueError: If ``size`` or ``scale`` is out of range.
         """
-        _check_size(size)
+        check_integers(size=size)
         if not 0 <= scale < math.inf:
             raise ValueError(f"scale must be >= 0 and finite, got {scale}.")
         options: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -431,7 +432,7 @@ class IntertwinerGroup:
 
     def dimension(self, size: int) -> int:
         """Return the dimension of the continuous part for ``size`` >= 1 units: ``H**2``, ``H`` or 0."""
-        _check_size(size)
+        check_integers(size=size)
         return size**2 if self.dense else size if self.positive_scales else 0
 
     def log10_components(self, size: int) -> float:
@@ -439,7 +440,7 @@ class IntertwinerGroup:
 
         Components: ``H!``, times ``2**H`` with signs; 2 for a dense group.
         """
-        _check_size(size)
+        check_integers(size=size)
         if self.dense:
             return math.log10(2)
         return math.lgamma(size + 1) / math.log(10) + (size * math.log10(2) if self.signs else 0.0)
@@ -843,12 +844,6 @@ def _check_values(call: Callable[[Tensor], Tensor], name: str, x: Tensor, y: Ten
 def _first_line(error: BaseException) -> str:
     """Return the first line of an error's text, without its full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _check_size(size: int) -> None:
-    """Raise unless a number of units is a positive integer."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"size must be an integer >= 1, got {size!r}.")
 
 
 def _check_matrix(matrix: Tensor, *, finite: bool = True) -> None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_vector
 from lightning_sym.landscape.quotient import orbit_distances
 from lightning_sym.landscape.sampling import sample_sgld
-from lightning_sym.landscape.walks import LevelSetWalk, NetworkOutputs, walk_level_set
+from lightning_sym.landscape.walks import LevelSetWalk, walk_level_set
 from lightning_sym.networks import MultiLayerPerceptron
 
 MIXED, SAME_SIGN = (0.8, -0.6, 0.7, 0.5), (0.8, 0.6, 0.7, 0.5)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.moments import FeatureMoments
 
@@ -45,10 +46,7 @@ class Port:
     dense: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("in_channels", "out_channels"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of a port must be an integer >= 1, got {value!r}.")
+        check_integers(of="a port", in_channels=self.in_channels, out_channels=self.out_channels)
         if isinstance(self.axis, bool) or not isinstance(self.axis, int):
             raise ValueError(f"axis of a port must be an integer, 1 for images or -1 for tokens, got {self.axis!r}.")
 

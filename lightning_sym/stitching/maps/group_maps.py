@@ -1,11 +1,11 @@
 """Stitching maps that follow the intertwiner group: permutations with scales or signs, trained or fitted."""
 
-import math
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps import fits
 from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
@@ -79,13 +79,10 @@ class GroupMap(StitchingMap):
     ) -> None:
         super().__init__(port)
         _check_not_dense(port, type(self).__name__, "FullMap")
-        if not (math.isfinite(alpha) and alpha >= 0):
-            raise ValueError(f"alpha of GroupMap must be a number >= 0, got {alpha}.")
+        check_numbers(">= 0", of="GroupMap", alpha=alpha)
         if projection not in get_args(Projection):
             raise ValueError(unknown("projection of GroupMap", projection, get_args(Projection)))
-        for name, value in (("iterations", iterations), ("initial_iterations", initial_iterations)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of GroupMap must be an integer >= 1, got {value!r}.")
+        check_integers(of="GroupMap", iterations=iterations, initial_iterations=initial_iterations)
         self.alpha = alpha
         self.projection = projection
         self.iterations = iterations
@@ -224,8 +221,8 @@ class SoftSortMap(StitchingMap):
         _check_not_dense(port, type(self).__name__, "FullMap")
         if not port.permutations:
             raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which does without.")
-        if tau is not None and not (math.isfinite(tau) and tau > 0):
-            raise ValueError(f"tau of SoftSortMap must be a number > 0, got {tau}.")
+        if tau is not None:
+            check_numbers("> 0", of="SoftSortMap", tau=tau)
         size = port.in_channels
         self.tau = 1 / size if tau is None else tau
         self.scores = nn.Parameter(2 * torch.rand(size) - 1)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_sym._checks import check_integers
+
 _ROWS = 65_536  # positions cast to double precision at a time, so that this copy stays small
 
 
@@ -40,9 +42,7 @@ class FeatureMoments:
     """
 
     def __init__(self, in_channels: int, out_channels: int, device: torch.device | str | None = None) -> None:
-        for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        check_integers(in_channels=in_channels, out_channels=out_channels)
         self.in_channels = in_channels
         self.out_channels = out_channels
         device = torch.device(device or "cpu")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of, wide
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
 
@@ -134,7 +135,7 @@ def weight_matching(
         Ainsworth et al. (2022), "Git Re-Basin: Merging Models modulo Permutation Symmetries", Algorithm 1,
         arXiv:2209.04836. Scales, signs, blocks, rotations and the skipping of unchanged groups are added.
     """
-    check_counts(restarts=restarts, max_sweeps=max_sweeps)
+    check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
     if initial is not None:
         symmetry._own(initial)

@@ -341,7 +341,7 @@ def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
         ({"every_n_epochs": 0}, "every_n_epochs must be an integer >= 1, got 0"),
         ({"steps": 1.5}, "steps must be an integer >= 1"),
         ({"samples": 0}, "samples must be an integer >= 1 or null"),
-        ({"lr": 0.0}, "lr of the precisions must be positive"),
+        ({"lr": 0.0}, "lr of the precisions must be a number > 0"),
         ({"engine": "jax"}, "engine"),
         ({"granularity": "per_weight"}, "granularity"),
         ({"ffc": "dense"}, "ffc"),

@@ -9,7 +9,7 @@ from pytorch_lightning import Callback, Trainer
 from safetensors.torch import save_file
 
 from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
-from lightning_sym.landscape import Moments, distance
+from lightning_sym.landscape.two_unit import Moments, distance
 from lightning_sym.networks import LeNet5, MultiLayerPerceptron
 from lightning_sym.tasks import EquivalenceTask
 from lightning_sym.tasks._divergence import Divergence

@@ -1,13 +1,11 @@
 """The quadric in which a 3-plane cuts the large stratum of a same-sign class of the two-unit network."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_sym.landscape.planes import WeightPlane
+from lightning_sym.landscape.planes import WeightPlane
 
 _FLAT = 1e-9  # curvatures and slopes below this are zero: planes are known to about 1e-12
 
@@ -42,7 +40,7 @@ class PlaneQuadric:
         ValueError: If the plane is not of dimension 3 in R^4.
     """
 
-    def __init__(self, plane: "WeightPlane", level: float, moment: float, sign: int) -> None:
+    def __init__(self, plane: WeightPlane, level: float, moment: float, sign: int) -> None:
         self._origin, self._basis = (t.detach().double().cpu() for t in (plane.centre, plane.basis))
         if self._basis.shape != (4, 3):
             raise ValueError(f"plane must be of dimension 3 in R^4, got a basis of shape {[*self._basis.shape]}.")
