@@ -10,6 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
+from lightning_sym._linear_algebra import best_scales
 from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.symmetry.base import Symmetry
@@ -289,36 +290,8 @@ class _Layer:
         fixed = ours.square().sum(2)[:, :, None]
         if not self.scaled:
             return fixed - 2 * (inner[0] + inner[1]) + squares[0] + squares[1], torch.ones_like(inner[0])
-        return _best_scales(inner[0], inner[1], squares[0], squares[1], fixed)
-
-
-def _best_scales(p: Tensor, r: Tensor, q: Tensor, s: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return the infimum of :math:`q a^2 - 2 p a - 2 r / a + s / a^2 + fixed` over a > 0, and where it is.
-
-    Stationary points solve :math:`q a^4 - p a^3 + r a - s = 0`. With q = 0 or s = 0 the infimum may be at a = infinity
-    or 0, where all but the fixed part vanishes.
-    """
-    regular = (q > 0) & (s > 0)
-    q_safe, s_safe = torch.where(regular, q, 1.0), torch.where(regular, s, 1.0)
-    # With a = unit * b the first and last coefficient are equal, and b^4 - u b^3 + v b - 1 = 0.
-    unit = (s_safe / q_safe) ** 0.25
-    companion = torch.zeros(*p.shape, 4, 4, dtype=p.dtype)
-    companion[..., 1, 0] = companion[..., 2, 1] = companion[..., 3, 2] = 1.0
-    companion[..., 0, 3] = 1.0
-    companion[..., 1, 3] = -r * unit / s_safe
-    companion[..., 3, 3] = p * unit**3 / s_safe
-    # Real parts of complex roots are no stationary points, but as good as any other scale: the least one wins.
-    scales = torch.linalg.eigvals(companion).real * unit[..., None]
-    linear = torch.where(q > 0, p / torch.where(q > 0, q, 1.0), s / torch.where(r > 0, r, 1.0))
-    linear = torch.where((q > 0) | (r > 0), linear, -1.0)
-    scales = torch.where(regular[..., None], scales, linear[..., None])
-    a = torch.where(scales > 0, scales, 1.0)
-    values = q[..., None] * a**2 - 2 * p[..., None] * a - 2 * r[..., None] / a + s[..., None] / a**2
-    values, best = torch.where(scales > 0, values, math.inf).min(-1)
-    chosen = a.gather(-1, best[..., None])[..., 0]
-    limit = ~regular & (values > 0)
-    chosen = torch.where(limit, torch.where(q > 0, 0.0, math.inf), chosen)
-    return torch.where(limit, 0.0, values) + fixed, chosen
+        values, scales = best_scales(inner[0], squares[0], inner[1], squares[1])
+        return values + fixed, scales
 
 
 def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.networks.activations import Gaussian, IdentityActivation, Polynomial, make_activation
@@ -342,7 +343,7 @@ class IntertwinerGroup:
         if self.positive_scales:
             magnitudes = (scale * torch.randn(size, dtype=dtype, **options)).exp()
         if self.dense:
-            left, right = (_orthogonal(torch.randn(size, size, dtype=dtype, **options)) for _ in range(2))
+            left, right = (random_orthogonal(size, generator, dtype=dtype) for _ in range(2))
             unit = GroupElement.identity(size, dtype=dtype, device=generator.device)
             return GroupElement._of(unit.permutation, unit.scale, left * magnitudes @ right)
         if self.signs:
@@ -885,10 +886,3 @@ def _invertible(matrix: Tensor, tolerance: float) -> bool:
         return False
     values = torch.linalg.svdvals(matrix)
     return bool(values[-1] > tolerance * values[0])
-
-
-def _orthogonal(gaussian: Tensor) -> Tensor:
-    """Return a Haar-distributed orthogonal matrix from a square Gaussian one (Mezzadri 2007, section 5)."""
-    q, r = torch.linalg.qr(gaussian)
-    signed: Tensor = q * r.diagonal().sign()
-    return signed

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from symmetry_family_cases import C, L, Program, buffer, of, parameter, sequential
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.convnext import CNBlock
@@ -37,24 +38,7 @@ from lightning_sym.symmetry.trace import trace_symmetry
 torch.set_num_threads(1)
 
 EXACT = 1e-10
-L, C = nn.Linear, nn.Conv2d
 VECTOR, SEQUENCE, IMAGE = (2, 5), (2, 5, 5), (2, 3, 8, 8)
-
-
-class Functional(nn.Module):
-    """A network written as one function of itself and its inputs; tensors become buffers."""
-
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self, *inputs)
 
 
 @dataclass
@@ -96,27 +80,7 @@ f = math.factorial
 
 def functional(function: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Callable[..., Case]:
     """Return a maker of a case, whose parts are given by functions that make them."""
-
-    def make(**parts: Callable[[], Any]) -> Case:
-        return Case(lambda: Functional(function, **{k: p() for k, p in parts.items()}), shape, *args, **kwargs)
-
-    return make
-
-
-def sequential(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(part() for part in parts))
-
-
-def of(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    return lambda: kind(*args, **kwargs)
-
-
-def constant(*shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randn(shape)
-
-
-def parameter(*shape: int) -> Callable[[], nn.Parameter]:
-    return lambda: nn.Parameter(torch.randn(shape))
+    return lambda **parts: Case(lambda: Program(function, parts), shape, *args, **kwargs)
 
 
 RELU, TANH, FLAT = nn.ReLU, nn.Tanh, nn.Flatten
@@ -141,7 +105,7 @@ LINEAR_CASES = {
         lambda s, x: F.conv2d(F.max_pool2d(F.relu(F.batch_norm(F.conv2d(x, s.a), s.m, s.v, s.g, s.b)), 2), s.c),
         IMAGE, [6], 12, 6,
     )(
-        a=parameter(6, 3, 3, 3), m=constant(6), v=lambda: torch.rand(6) + 0.5, g=parameter(6), b=parameter(6),
+        a=parameter(6, 3, 3, 3), m=buffer(6), v=lambda: torch.rand(6) + 0.5, g=parameter(6), b=parameter(6),
         c=parameter(2, 6, 1, 1),
     ),
     "transposed_weight": functional(
@@ -446,7 +410,7 @@ CONSTANT_CASES = {
         lambda s, x: s.b(torch.relu(s.a(x) + torch.linspace(-1, 1, 40).reshape(5, 8))), SEQUENCE, [], 0, 0
     )(a=of(L, 5, 8), b=of(L, 8, 2)),
     "position_buffer": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0)(
-        a=of(L, 5, 8), p=constant(5, 8), b=of(L, 8, 2)
+        a=of(L, 5, 8), p=buffer(5, 8), b=of(L, 8, 2)
     ),
     "position_parameter": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0)(
         a=of(L, 5, 8), p=parameter(1, 5, 8), b=of(L, 8, 2)
@@ -693,13 +657,9 @@ CASES = {
     **BLOCK_CASES,
     **ATTENTION_CASES,
     **{
-        f"activation_{name}": Case(
-            of(Functional, lambda s, x, _a=activation: s.b(_a(s.a(x))), a=L(5, 8), b=L(8, 2)),
-            VECTOR,
-            [8],
-            scales,
-            signs,
-        )
+        f"activation_{name}": functional(
+            lambda s, x, activation=activation: s.b(activation(s.a(x))), VECTOR, [8], scales, signs
+        )(a=of(L, 5, 8), b=of(L, 8, 2))
         for name, (activation, scales, signs) in ACTIVATIONS.items()
     },
 }

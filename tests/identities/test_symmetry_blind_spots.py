@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import EXACT, L, Program, difference, evaluate, of
+from symmetry_family_cases import EXACT, L, Program, difference, evaluate, of, sequential
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -84,10 +84,6 @@ def register(*, wrong: bool) -> None:
 
 def program(function: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
     return lambda: Program(function, parts)
-
-
-def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(layer() for layer in layers))
 
 
 def edited(make: Callable[[], nn.Module], edit: Callable[[Any], Any]) -> Callable[[], nn.Module]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import ranks
+from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import (
@@ -65,13 +66,6 @@ def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Block
             kinds.append((group, np.searchsorted(group.units, members)))
         systems.append(Blocks(kinds, len(table)))
     return systems
-
-
-def polar(matrix: Tensor) -> Tensor:
-    """Return the orthogonal O that maximises tr(O^T M). Shape of M, float64, on the CPU."""
-    u, _, v = torch.linalg.svd(matrix.double().cpu())
-    result: Tensor = u @ v
-    return result
 
 
 def best_blocks(
@@ -254,7 +248,7 @@ class Descent:
         for cell_index in self._dense_cells.get(group.index, ()):
             places = np.searchsorted(group.units, self.symmetry.structure.dense[cell_index])
             at = torch.from_numpy(places).to(matrix.device)
-            dense[cell_index] = polar(matrix[at[:, None], at[None, :]])
+            dense[cell_index] = polar_factor(matrix[at[:, None], at[None, :]])
         return self._try(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
 
     def _improve_blocks(self, system: Blocks) -> bool:
@@ -276,7 +270,7 @@ class Descent:
                     units = group.units[places[old]]
                     cell = self.symmetry._dense_cells[tuple(units.tolist())]
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
-                    dense[cell] = polar(raw[group.index][rows[:, None], columns[None, :]])
+                    dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
         tensors = frozenset().union(*(group.tensors for group in involved.values()))
         return self._try(replace(element, dense=tuple(dense)), tensors)
 
@@ -426,7 +420,7 @@ def descend(
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             start = symmetry.identity()
             if initial is not None:
-                dense = tuple(polar(matrix) for matrix in initial.dense)
+                dense = tuple(polar_factor(matrix) for matrix in initial.dense)
                 start = replace(start, permutation=initial.permutation, sign=initial.sign, dense=dense)
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
