@@ -18,6 +18,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._text import ranges
+from lightning_sym.curvature import PopulationPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler
@@ -77,6 +78,8 @@ class PopulationTask(LightningModule):
         history: What was logged in each epoch of a fit, by name, for instance ``"val/loss"``: one row for each epoch,
             one value for each member, NaN for those that were stopped.
         history_epochs: How many epochs had been trained when it was logged, by split.
+        prior: :class:`lightning_sym.curvature.PopulationPrior` of the members, set by subclasses that have one;
+            None if they have none.
 
     Class attributes:
         own_batches: Whether every member has its own order of the training data: batches are ``[M, B, ...]`` then;
@@ -131,6 +134,7 @@ class PopulationTask(LightningModule):
         self.lr_scheduler_interval = lr_scheduler_interval
         self.weight_decay_on = weight_decay_on
         self.keep = keep
+        self.prior: PopulationPrior | None = None
         # Refuses bad settings now.
         self._settings = self._describe_optimizer()
         self.kept: dict[int, dict[str, Any]] = {}
@@ -354,6 +358,8 @@ class PopulationTask(LightningModule):
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer is not None else self.default_optimizer(parameters)
         check_optimizer(optimizer, self.execution)
+        if self.prior is not None:
+            self.prior.check_optimizers([optimizer])
         return optimizer
 
     def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -379,6 +385,8 @@ class PopulationTask(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Keep what is not finite away from the optimizer; in a loop, stopped members stay as they are."""
+        if self.prior is not None:
+            self.prior.add_gradients()
         for number in self.skipped:
             self.population.drop_gradients(number)
 
@@ -395,8 +403,11 @@ class PopulationTask(LightningModule):
     # ---- training
 
     def on_fit_start(self) -> None:
-        """Leave running statistics to :meth:`agree`: DDP would overwrite all ranks' with those of rank 0."""
+        """Let the members' prior act, if they have one, and leave running statistics to :meth:`agree`."""
+        if self.prior is not None:
+            self.prior.start(self.trainer.optimizers, getattr(self.trainer, "datamodule", None), self)
         if isinstance(self.trainer.strategy.model, DistributedDataParallel):
+            # Otherwise rank 0's running statistics, which come from its share of the data, would overwrite the others'.
             self.trainer.strategy.model.broadcast_buffers = False
 
     def on_train_start(self) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym.curvature import PopulationPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.tasks.losses import CrossEntropy
@@ -62,6 +63,12 @@ class ZooTask(PopulationTask):
             Default the mean cross-entropy, in nats. With another loss there are no accuracies: only it is logged, and
             the best epoch is that with the lowest one. In YAML the path of a function or of a class, as
             ``torch.nn.MSELoss``.
+        prior_precision: Precision of the Gaussian prior of all weights at the start, > 0; it needs an optimizer without
+            weight decay and the plain cross-entropy. Default: members have no prior.
+
+    Attributes:
+        prior: :class:`lightning_sym.curvature.PopulationPrior` of the members, whose precisions
+            :class:`lightning_sym.callbacks.MarginalLikelihood` learns; None if they have none.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -86,6 +93,7 @@ class ZooTask(PopulationTask):
         keep: Literal["best", "last"] = "best",
         channels_last: bool = False,
         loss: Callable[[Any, Any], Tensor] | None = None,
+        prior_precision: float | None = None,
     ) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
@@ -110,6 +118,15 @@ class ZooTask(PopulationTask):
         self.members = members
         self.label_smoothing = label_smoothing
         self.channels_last = channels_last
+        if prior_precision is not None:
+            if label_smoothing or loss is not None:
+                setting = f"label_smoothing {label_smoothing}" if loss is None else "a loss of your own"
+                raise ValueError(
+                    f"With {setting} the loss is no log likelihood, which prior_precision needs; leave one of the two "
+                    "out."
+                )
+            self.prior = PopulationPrior(network.fresh(seed), self.numbers, prior_precision)
+            self._describe_optimizer()  # refuses weight decay now
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler", "loss"])
         self.save_hyperparameters({"network": network.architecture, **self.describe()})
