@@ -385,7 +385,7 @@ def test_a_small_epsilon_is_not_warned_of(tmp_path, plain_figures):
 def refused(folder, task, plane, error, message, data=None, **options):
     with pytest.raises(error, match=message):
         fit(folder, task, plane, data, max_epochs=2, **options)
-    assert task.history == []  # no search yet
+    assert task.checks == []  # no search yet
     assert not (folder / "results").exists()
 
 
