@@ -44,7 +44,7 @@ class PlaneGrid:
     """One grid of weights through the found points.
 
     Args:
-        dimension: Of the plane, ``m`` >= 1; it needs ``m + 1`` points.
+        dimension: Dimension of the plane, ``m`` >= 1; it needs ``m + 1`` points.
         points: Grid points per axis, >= 2; odd, so that the first found point is one of them.
         bound: The box is ``[-bound, bound]`` along every axis, around the first found point. None: 1.5 times the
             largest coordinate of a found point.
