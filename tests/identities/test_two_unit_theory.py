@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from scipy import ndimage
 
 from lightning_sym.landscape.plane_quadric import PlaneQuadric
@@ -109,22 +110,14 @@ class TestDistance:
         assert batches.tolist() == [[0.5, 2], [4.5, 0], [0, 1]]
 
     def test_bad_input(self):
-        with pytest.raises(ValueError, match="inputs of both signs"):
-            Moments.of(torch.ones(4))
-        with pytest.raises(ValueError, match="inputs of both signs"):
-            Moments.of(torch.tensor([1.0, -1.0, math.nan]))
-        with pytest.raises(ValueError, match="as many output weights"):
-            slopes(torch.zeros(3))
-        with pytest.raises(ValueError, match="finite slopes"):
-            target_slopes([0.1, 0.2, 0.3])
-        with pytest.raises(ValueError, match="finite slopes"):
-            TwoUnitClass((math.nan, 1.0))
-        with pytest.raises(ValueError, match="6 numbers"):
-            TwoUnitClass(torch.ones(6))
-        with pytest.raises(ValueError, match=">= 1"):
-            batch_moments(torch.ones(3), 0)
-        with pytest.raises(ValueError, match="points must be"):
-            straight_legs([torch.zeros(2)] * 2, 0)
+        assert_refused(Moments.of, torch.ones(4), says="inputs of both signs")
+        assert_refused(Moments.of, torch.tensor([1.0, -1.0, math.nan]), says="inputs of both signs")
+        assert_refused(slopes, torch.zeros(3), says="as many output weights")
+        assert_refused(target_slopes, [0.1, 0.2, 0.3], says="finite slopes")
+        assert_refused(TwoUnitClass, (math.nan, 1.0), says="finite slopes")
+        assert_refused(TwoUnitClass, torch.ones(6), says="6 numbers")
+        assert_refused(batch_moments, torch.ones(3), 0, says=">= 1")
+        assert_refused(straight_legs, [torch.zeros(2)] * 2, 0, says="points must be")
 
 
 class TestClass:
@@ -182,13 +175,10 @@ class TestClass:
         assert TwoUnitClass((0, 0)).local_minima == {}
 
     def test_bad_input(self):
-        with pytest.raises(ValueError, match="only mixed classes"):
-            TwoUnitClass(SAME_SIGN).optimal_path()
-        with pytest.raises(ValueError, match="start must be a member"):
-            TwoUnitClass(MIXED).optimal_path(start=torch.ones(4))
+        assert_refused(lambda: TwoUnitClass(SAME_SIGN).optimal_path(), says="only mixed classes")
+        assert_refused(lambda: TwoUnitClass(MIXED).optimal_path(start=torch.ones(4)), says="start must be a member")
         plane = WeightPlane.through(torch.cat([torch.zeros(1, 4), torch.eye(4)[:3]]).double())
-        with pytest.raises(ValueError, match="same-sign classes"):
-            TwoUnitClass(MIXED).quadric(plane)
+        assert_refused(lambda: TwoUnitClass(MIXED).quadric(plane), says="same-sign classes")
         with pytest.raises(ValueError, match=r"dimension 3 in R\^4"):
             TwoUnitClass(SAME_SIGN).quadric(WeightPlane.through(plane.points[:3]))
 
@@ -306,14 +296,10 @@ class TestWide:
         assert float(path.diff(dim=0).abs().max()) < 0.05
 
     def test_bad_input(self):
-        with pytest.raises(ValueError, match="same function"):
-            connecting_path(torch.ones(6), 2 * torch.ones(6))
-        with pytest.raises(ValueError, match="one length"):
-            connecting_path(torch.ones(6), torch.ones(4))
-        with pytest.raises(ValueError, match="numbers of units"):
-            class_dimension(-1, 2)
-        with pytest.raises(ValueError, match="one length"):
-            slope_rank(torch.ones(2), torch.ones(3))
+        assert_refused(connecting_path, torch.ones(6), 2 * torch.ones(6), says="same function")
+        assert_refused(connecting_path, torch.ones(6), torch.ones(4), says="one length")
+        assert_refused(class_dimension, -1, 2, says="numbers of units")
+        assert_refused(slope_rank, torch.ones(2), torch.ones(3), says="one length")
 
 
 class TestSearch:
@@ -446,5 +432,4 @@ class TestSearch:
                 simulate_search(**{"initial": initial, "target": MIXED, "moments": moments, **good, **change})
         outcome = simulate_search(initial, MIXED, moments, **good)
         assert all(math.isnan(value) for value in outcome.quantiles(1e-6))
-        with pytest.raises(ValueError, match="simulate with it"):
-            outcome.fraction(1e-3)
+        assert_refused(outcome.fraction, 1e-3, says="simulate with it")
