@@ -567,8 +567,8 @@ def test_full_disk(folder, monkeypatch, call):
         monkeypatch.setattr(lightning_sym._files.os, "fsync", fail)
     else:
         monkeypatch.setattr(Path, "replace", fail)
-    assert_refused(add, folder, 2, training={"new": True}, says="member-0002.safetensors: No space left", error=FileExistsError)
-    assert_refused(rebuild_manifest, folder, says="manifest.json: No space left on device", error=FileExistsError)
+    assert_refused(add, folder, 2, training={"new": True}, says="member-0002.safetensors: No space left", error=OSError)
+    assert_refused(rebuild_manifest, folder, says="manifest.json: No space left on device", error=OSError)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == old
 
 
