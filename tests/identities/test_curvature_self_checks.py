@@ -367,10 +367,7 @@ WRONG = {
         lambda: sequence(*time_first(linear()), tokens=5),
         rf"'3' \(Linear\) {MIXED}",
     ),
-    "time first, a multiple of them": (
-        lambda: sequence(*time_first(linear()), tokens=10),
-        rf"'3' \(Linear\) {MIXED}",
-    ),
+    "time first, a multiple of them": (lambda: sequence(*time_first(linear()), tokens=10), rf"'3' \(Linear\) {MIXED}"),
     "folded time first": (
         lambda: sequence(*folded_time_first(linear())),
         rf"'3' \(Linear\) {MIXED}.*keep the rows of a sample together",

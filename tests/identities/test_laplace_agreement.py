@@ -14,13 +14,7 @@ from helpers import assert_refused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sym.curvature import (
-    Evidence,
-    RelaxedKFLR,
-    factors,
-    parameter_groups,
-    to_laplace,
-)
+from lightning_sym.curvature import Evidence, RelaxedKFLR, factors, parameter_groups, to_laplace
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import RelaxedNetwork
 

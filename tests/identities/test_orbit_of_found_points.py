@@ -9,12 +9,7 @@ from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.landscape.planes import weight_vector
-from lightning_sym.landscape.quotient import (
-    OrbitDistances,
-    canonical_vectors,
-    function_distances,
-    orbit_distances,
-)
+from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 

@@ -38,10 +38,7 @@ def why_not() -> str:
     return ""
 
 
-on_the_pretend_device = [
-    pytest.mark.pretend_device,
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+on_the_pretend_device = [pytest.mark.pretend_device, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 
 def outcome(script: str) -> tuple[int, str]:

@@ -18,15 +18,7 @@ from safetensors.torch import save as save_safetensors
 import lightning_sym._files
 from lightning_sym import zoo as zoo_module
 from lightning_sym.networks import MultiLayerPerceptron, Network, build
-from lightning_sym.zoo import (
-    ModelZoo,
-    member_file,
-    read_member,
-    rebuild_manifest,
-    statistics,
-    versions,
-    write_member,
-)
+from lightning_sym.zoo import ModelZoo, member_file, read_member, rebuild_manifest, statistics, versions, write_member
 
 
 def perceptron(width: int = 4) -> MultiLayerPerceptron:
@@ -77,8 +69,7 @@ def flip(file: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"],
+    "dtype", ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"]
 )
 def test_every_dtype_comes_back_bitwise(tmp_path, dtype):
     dtype = getattr(torch, dtype)

@@ -11,13 +11,7 @@ from test_curvature_engine import Own, batches, perceptron, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.curvature import (
-    RelaxedKFAC,
-    RelaxedKFLR,
-    Rule,
-    factors,
-    register_layer,
-)
+from lightning_sym.curvature import RelaxedKFAC, RelaxedKFLR, Rule, factors, register_layer
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
 from lightning_sym.networks import CIFARResNet, Network, RelaxedNetwork
 

@@ -7,22 +7,13 @@ import torch
 from helpers import assert_refused
 from torch import nn
 
-from lightning_sym.curvature import (
-    Evidence,
-    NonFiniteError,
-    PrecisionOptimizer,
-    factors,
-    parameter_groups,
-)
+from lightning_sym.curvature import Evidence, NonFiniteError, PrecisionOptimizer, factors, parameter_groups
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
 
 
 def relaxed():
     torch.manual_seed(0)
-    paths = {
-        "fc": FactoredFullyConnected(1, 2, 4, 2),
-        "conv": nn.Sequential(CircularConv(1, 2), PolyphasePool()),
-    }
+    paths = {"fc": FactoredFullyConnected(1, 2, 4, 2), "conv": nn.Sequential(CircularConv(1, 2), PolyphasePool())}
     return nn.Sequential(ResidualPathways(paths), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
 
 

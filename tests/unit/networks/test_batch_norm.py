@@ -8,13 +8,7 @@ from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym._distributed import device_of, wide
-from lightning_sym.networks import (
-    CIFARResNet,
-    MyrtleCNN,
-    batch_norms,
-    preserved_statistics,
-    recalibrate_batch_norm,
-)
+from lightning_sym.networks import CIFARResNet, MyrtleCNN, batch_norms, preserved_statistics, recalibrate_batch_norm
 
 torch.set_num_threads(1)
 

@@ -207,11 +207,7 @@ def test_a_users_network_is_cut_with_values_that_cross() -> None:
     assert isinstance(values, tuple)
     assert torch.equal(values[0], torch.tanh(network.first(x.flatten(1))))
     assert [value for value in values if isinstance(value, int)] == [5]
-    assert {id(p) for p in lower.parameters()} == {
-        id(network.first.weight),
-        id(network.first.bias),
-        id(network.scale),
-    }
+    assert {id(p) for p in lower.parameters()} == {id(network.first.weight), id(network.first.bias), id(network.scale)}
     assert upper.get_submodule("second") is network.second
     keys = set(lower.state_dict()) | set(upper.state_dict())
     assert keys == set(network.state_dict())
@@ -334,10 +330,7 @@ class WithLeaf(Broken):
     ("how", "message"),
     [
         ("inplace", r"The module 'inner.1' of Broken works in place; write ReLU\(inplace=False\)"),
-        (
-            "twice",
-            "The activation module 'relu' of Broken is called more than once; give each call its own ReLU",
-        ),
+        ("twice", "The activation module 'relu' of Broken is called more than once; give each call its own ReLU"),
         ("functional", "The module 'block' of Broken applies relu as a function; use an activation module"),
         ("method", "Broken applies sigmoid as a function; use an activation module"),
         ("branching", r"Broken cannot be traced in module 'block' \(.*control flow.*leaf_modules"),
@@ -418,10 +411,7 @@ def test_a_wrapped_module_is_owned_and_keeps_its_names() -> None:
     assert module.relu.inplace is False
     assert list(network.state_dict()) == ["module.linear.weight", "module.linear.bias"]
     for call, message in (
-        (
-            lambda: network.fresh(0),
-            "wrapped as a module and cannot have fresh weights; pass Network.wrap what builds",
-        ),
+        (lambda: network.fresh(0), "wrapped as a module and cannot have fresh weights; pass Network.wrap what builds"),
         (lambda: network.architecture, "cannot have its architecture recorded"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -115,28 +115,13 @@ def test_what_builds_no_network_is_refused_before_it_is_called(path: str) -> Non
         (entry("lightning_sym..LeNet5"), "no dotted name"),
         (entry("lightning_sym.networks.LeNet5; x"), "no dotted name"),
         (entry("lightning_sym.networks.LeNet5\n"), "no dotted name"),
-        (
-            {"class_path": "lightning_sym.networks.LeNet5", "init_args": [1]},
-            "init_args .* must be a dictionary",
-        ),
-        (
-            {"class_path": "lightning_sym.networks.LeNet5", "init_args": {1: 2}},
-            "init_args .* must be a dictionary",
-        ),
+        ({"class_path": "lightning_sym.networks.LeNet5", "init_args": [1]}, "init_args .* must be a dictionary"),
+        ({"class_path": "lightning_sym.networks.LeNet5", "init_args": {1: 2}}, "init_args .* must be a dictionary"),
         ({"class_path": "lightning_sym.networks.LeNet5", "args": {}}, "has no entry 'args'"),
         (entry("lightning_sym.networks.LeNet6"), "there is no 'LeNet6' in .*networks. Did you mean 'LeNet5'"),
-        (
-            entry("lightning_sym.network.LeNet5"),
-            "there is no 'network' in lightning_sym. Did you mean 'networks'",
-        ),
-        (
-            entry("lightning_sym.networks.LeNet5", classes=3),
-            "do not fit .*unexpected keyword argument 'classes'",
-        ),
-        (
-            entry("lightning_sym.networks.TorchvisionNetwork"),
-            "do not fit .*missing .*'model'",
-        ),
+        (entry("lightning_sym.network.LeNet5"), "there is no 'network' in lightning_sym. Did you mean 'networks'"),
+        (entry("lightning_sym.networks.LeNet5", classes=3), "do not fit .*unexpected keyword argument 'classes'"),
+        (entry("lightning_sym.networks.TorchvisionNetwork"), "do not fit .*missing .*'model'"),
         (entry("lightning_sym.networks.LeNet5", image_size=8), "LeNet5 takes images of 28x28 or 32x32"),
         (entry("torchvision.models.resnet18", wings=2), "do not fit torchvision.models.resnet18"),
     ],

@@ -120,11 +120,7 @@ def untied() -> Everything:
     [
         (Relu3(), Relu3(act=nn.Tanh), "the module '1' is a .*ReLU in the first and a .*Tanh in the second"),
         (Relu3(), nn.Linear(3, 2), "the whole network is a .*Relu3 in the first and a .*Linear in the second"),
-        (
-            Relu3(),
-            Relu3(out=4),
-            r"the parameter '2.weight' is of shape \[2, 3\] and dtype float32 in the first and of ",
-        ),
+        (Relu3(), Relu3(out=4), r"the parameter '2.weight' is of shape \[2, 3\] and dtype float32 in the first and of"),
         (Relu3(), Relu3(bias=False), "only the first has the parameter '2.bias'"),
         (Relu3(bias=False), Relu3(), "only the second has the parameter '2.bias'"),
         (Relu3(), Relu3().double(), "'0.weight' is of shape .* dtype float32 in the first and .* dtype float64"),

@@ -76,13 +76,7 @@ def snapshot(network: nn.Module) -> Any:
     tensors = {name: (id(t), type(t), t._version) for name, t in network.state_dict(keep_vars=True).items()}
     values = {name: t.detach().clone() for name, t in network.state_dict().items()}
     rest = [
-        (
-            name,
-            module.training,
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            sorted(module.__dict__),
-        )
+        (name, module.training, len(module._forward_hooks), len(module._forward_pre_hooks), sorted(module.__dict__))
         for name, module in network.named_modules(remove_duplicate=False)
     ]
     return tensors, rest, values
