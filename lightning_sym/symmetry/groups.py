@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._checks import check_integers
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.networks.activations import Gaussian, IdentityActivation, Polynomial, make_activation
@@ -101,13 +103,13 @@ class GroupElement:
 
         Args:
             size: The number of units ``H``, >= 1.
-            dtype: Of the scales; floating.
+            dtype: Dtype of the scales; floating.
             device: Where it lives; by default the CPU.
 
         Raises:
             ValueError: If ``size`` < 1.
         """
-        _check_size(size)
+        check_integers(size=size)
         device = device or "cpu"
         return cls._of(torch.arange(size, device=device), torch.ones(size, dtype=dtype, device=device))
 
@@ -143,7 +145,7 @@ class GroupElement:
         """Return ``self`` after ``other``, the element of the matrix product; also written ``self @ other``.
 
         Args:
-            other: Of the same size, dtype and device.
+            other: Element of the same size, dtype and device.
 
         Raises:
             ValueError: If sizes, dtypes or devices differ.
@@ -229,11 +231,12 @@ class IntertwinerGroup:
     name, and how it was found out, do not count.
 
     Args:
-        name: Of the activation.
+        name: Name of the activation.
         positive_scales: Whether ``sigma(t x) = t**exponent sigma(x)`` for all ``t > 0``.
         signs: Whether ``sigma(-x) = sigma(x)`` (``even``), or ``offset - sigma(x)``.
         dense: The activation is linear: all invertible matrices.
-        exponent: Of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets them.
+        exponent: Exponent of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets
+            them.
         even: :math:`\varphi` forgets the signs.
         offset: What an affine intertwiner adds for each flipped unit, ``sigma(-x) = offset - sigma(x)``; see
             :meth:`shift`. 0 for the linear ones. The next bias can absorb it; zero padding and max-pooling
@@ -325,14 +328,14 @@ class IntertwinerGroup:
 
         Args:
             size: The number of units ``H``, >= 1.
-            generator: Of the random numbers; the element is made on its device.
+            generator: Generator for the random numbers; the element is made on its device.
             scale: Standard deviation of the logarithm of the magnitudes, unitless, >= 0; 0 leaves them at 1.
-            dtype: Of the scales, floating.
+            dtype: Dtype of the scales, floating.
 
         Raises:
             ValueError: If ``size`` or ``scale`` is out of range.
         """
-        _check_size(size)
+        check_integers(size=size)
         if not 0 <= scale < math.inf:
             raise ValueError(f"scale must be >= 0 and finite, got {scale}.")
         options: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -340,7 +343,7 @@ class IntertwinerGroup:
         if self.positive_scales:
             magnitudes = (scale * torch.randn(size, dtype=dtype, **options)).exp()
         if self.dense:
-            left, right = (_orthogonal(torch.randn(size, size, dtype=dtype, **options)) for _ in range(2))
+            left, right = (random_orthogonal(size, generator, dtype=dtype) for _ in range(2))
             unit = GroupElement.identity(size, dtype=dtype, device=generator.device)
             return GroupElement._of(unit.permutation, unit.scale, left * magnitudes @ right)
         if self.signs:
@@ -393,7 +396,7 @@ class IntertwinerGroup:
         invertible, and right also where it is not (``sigma(0) = sigma(1)``).
 
         Args:
-            element: Of the group: phi is a homomorphism on the group only.
+            element: Element of the group: phi is a homomorphism on the group only.
 
         Returns:
             An element of the same size, dtype and device; ``element`` itself where phi changes nothing.
@@ -421,7 +424,7 @@ class IntertwinerGroup:
         """Return ``c`` in ``sigma(A x) = phi(A) sigma(x) + c``: the offset at the flipped units.
 
         Args:
-            element: Of the group.
+            element: Element of the group.
 
         Returns:
             Shape ``[H]``, indexed by the new place, dtype and device of the scales. All zero unless the group
@@ -431,7 +434,7 @@ class IntertwinerGroup:
 
     def dimension(self, size: int) -> int:
         """Return the dimension of the continuous part for ``size`` >= 1 units: ``H**2``, ``H`` or 0."""
-        _check_size(size)
+        check_integers(size=size)
         return size**2 if self.dense else size if self.positive_scales else 0
 
     def log10_components(self, size: int) -> float:
@@ -439,7 +442,7 @@ class IntertwinerGroup:
 
         Components: ``H!``, times ``2**H`` with signs; 2 for a dense group.
         """
-        _check_size(size)
+        check_integers(size=size)
         if self.dense:
             return math.log10(2)
         return math.lgamma(size + 1) / math.log(10) + (size * math.log10(2) if self.signs else 0.0)
@@ -479,13 +482,13 @@ def _rows() -> Mapping[str, IntertwinerGroup]:
 INTERTWINER_GROUPS: Mapping[str, IntertwinerGroup] = _rows()
 """Groups by the activation's name, read-only.
 
-Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with the additions of our specification, section 1.2.
+Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with our additions (docs/theory/intertwiners.md, 1.2).
 Activations with parameters stand for their defaults; :func:`intertwiner_group` looks at the parameters.
 Dropout has scales and signs only, although it is linear in evaluation: other mixings would change the
 distribution in training. For the same reason alpha dropout has permutations only.
 """
 
-# sigma(-x) = offset - sigma(x): specification, section 1.3.
+# sigma(-x) = offset - sigma(x): docs/theory/intertwiners.md, 1.4.
 _OFFSETS = {"sigmoid": 1.0, "hardsigmoid": 1.0}
 
 _TYPES: dict[type[nn.Module], str] = {
@@ -845,12 +848,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _check_size(size: int) -> None:
-    """Raise unless a number of units is a positive integer."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"size must be an integer >= 1, got {size!r}.")
-
-
 def _check_matrix(matrix: Tensor, *, finite: bool = True) -> None:
     """Raise unless it is a square floating matrix, and finite where that is asked for."""
     if not matrix.dtype.is_floating_point:
@@ -889,10 +886,3 @@ def _invertible(matrix: Tensor, tolerance: float) -> bool:
         return False
     values = torch.linalg.svdvals(matrix)
     return bool(values[-1] > tolerance * values[0])
-
-
-def _orthogonal(gaussian: Tensor) -> Tensor:
-    """Return a Haar-distributed orthogonal matrix from a square Gaussian one (Mezzadri 2007, section 5)."""
-    q, r = torch.linalg.qr(gaussian)
-    signed: Tensor = q * r.diagonal().sign()
-    return signed

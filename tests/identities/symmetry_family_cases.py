@@ -1,7 +1,8 @@
 """Small networks for the families of things that went wrong in tracing, each with its whole group, derived by hand.
 
 A case states the group as numbers: how many units change places, how many magnitudes, signs and shifts are free. The
-derivations use the table of spec 2.2 and nothing of the tracer. Each family is a principle, not a list of examples:
+derivations use the table of docs/theory/intertwiners.md, 2.2, and nothing of the tracer. Each family is a principle,
+not a list of examples:
 
 - tables: a piece of the state that an example does not reach (position tables, masks, filters cut to a length);
 - constants: tensors that a state dict does not hold cannot move;

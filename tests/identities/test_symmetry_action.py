@@ -1,7 +1,7 @@
 """Random elements keep the function, for one small network per operation and for every architecture of ours.
 
 For each network the whole group is stated, too: how many units change places, how many magnitudes and signs are free.
-The numbers are derived by hand from the table of spec 2.2.
+The numbers are derived by hand from the table of docs/theory/intertwiners.md, 2.2.
 """
 
 import copy
@@ -428,7 +428,7 @@ ATTENTION_CASES = {
 }  # fmt: skip
 
 
-# Positive scales, signs, the exponent aside (spec 1.2), for eight units.
+# Positive scales, signs, the exponent aside (docs/theory/intertwiners.md, 1.2), for eight units.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "relu": (F.relu, 8, 0),
     "clamp": (lambda x: x.clamp(min=0), 8, 0),
@@ -682,7 +682,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_one_example_serves_all_sizes() -> None:
-    """Batch 1 and one pixel say as much as a batch of images (spec 3.5)."""
+    """Batch 1 and one pixel say as much as a batch of images (docs/theory/intertwiners.md, 3.4)."""
     torch.manual_seed(0)
     network = CIFARResNet(width=2).eval()
     reference = trace_symmetry(network, torch.randn(2, 3, 16, 16), check=False)

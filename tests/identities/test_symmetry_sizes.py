@@ -1,4 +1,4 @@
-"""The sizes of spec 3.3, and torchvision's models without any hint."""
+"""The sizes of docs/theory/intertwiners.md, 3.3, and torchvision's models without any hint."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def log10_factorials(counts: dict[int, int]) -> float:
     return sum(count * math.lgamma(size + 1) for size, count in counts.items()) / math.log(10)
 
 
-# Spec 3.3: sizes, decimal logarithm of the number of permutations, magnitudes, signs; and the biases in front of norms.
+# docs/theory/intertwiners.md, 3.3: sizes, decimal logarithm of the number of permutations, magnitudes, signs.
 TABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[int, int], float, int, int]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3)), (2, 5),
         {8: 1, 7: 1}, 8.3, 15, 0),
@@ -45,7 +45,7 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[int, int],
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_table_of_the_specification(name: str) -> None:
+def test_sizes_of_the_theory(name: str) -> None:
     make, shape, expected, log10, scales, signs = TABLE[name]
     torch.manual_seed(0)
     network = make().eval()

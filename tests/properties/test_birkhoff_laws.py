@@ -243,9 +243,9 @@ def test_what_is_not_finite_is_refused(function):
 
 def test_settings_out_of_range_are_refused():
     eye = torch.eye(2)
-    assert_refused(sinkhorn, eye, 0, says="iterations must be >= 1, got 0")
+    assert_refused(sinkhorn, eye, 0, says="iterations must be an integer >= 1, got 0")
     assert_refused(project_to_birkhoff, eye, 0, says="tolerance must be a number > 0, got 0")
-    assert_refused(project_to_birkhoff, eye, 1e-8, 0, says="max_iterations must be >= 1, got 0")
+    assert_refused(project_to_birkhoff, eye, 1e-8, 0, says="max_iterations must be an integer >= 1, got 0")
     assert_refused(soft_sort, torch.ones(2), 0, says="tau must be a number > 0, got 0")
     assert_refused(soft_sort, eye, 1.0, says="vector of shape [C]")
     assert_refused(soft_sort, torch.arange(2), 1.0, says="scores must be a floating tensor, got", error=TypeError)
