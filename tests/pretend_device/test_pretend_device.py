@@ -25,7 +25,7 @@ NOT_RUN = {
     "RecalibrationTargets": "a protocol",
     "RunReport": "the base class of reports",
 }
-ROOMS = ("curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
+ROOMS = ("connectivity", "curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
 INPUTS = {"inputs", "images", "example", "example_input", "data", "loader", "batches"}
 
 
