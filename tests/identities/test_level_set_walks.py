@@ -150,30 +150,6 @@ def test_a_start_nearby_is_brought_onto_the_class() -> None:
     assert float(walk.losses[0]) < walk.tolerance
 
 
-def test_walks_that_cannot_be_say_why() -> None:
-    network, inputs = two_unit(MIXED), line(8)
-    with pytest.raises(RuntimeError, match="full rank 3, so the class is a point"):
-        walk_level_set(nn.Linear(3, 1, bias=False), torch.randn(9, 3), steps=1, step_size=0.1)
-    with pytest.raises(ValueError, match="the walk cannot begin: J is"):
-        # Both units of the wrong sign and dead.
-        walk_level_set(network, inputs, steps=1, step_size=0.1, start=torch.zeros(4))
-    with pytest.raises(RuntimeError, match="could not be corrected"):
-        walk_level_set(network, inputs, steps=1, step_size=0.1, tolerance=1e-300)
-    with pytest.raises(ValueError, match="no part along the class"):
-        walk_level_set(network, inputs, steps=1, step_size=0.1, direction=torch.tensor([0.7, 0.0, 0.8, 0.0]))
-    with pytest.raises(ValueError, match="direction must have shape"):
-        walk_level_set(network, inputs, steps=1, step_size=0.1, direction=torch.ones(3))
-    with pytest.raises(ValueError, match="Unknown direction 'randon'"):
-        walk_level_set(network, inputs, steps=1, step_size=0.1, direction="randon")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="start must be a finite weight vector"):
-        walk_level_set(network, inputs, steps=1, step_size=0.1, start=torch.ones(3))
-    with pytest.raises(ValueError, match="at least one input"):
-        walk_level_set(network, inputs[:0], steps=1, step_size=0.1)
-    for wrong in ({"steps": 0}, {"step_size": 0.0}, {"tolerance": 0.0}, {"rcond": 1.0}, {"max_corrections": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            walk_level_set(network, inputs, **{"steps": 1, "step_size": 0.1, **wrong})
-
-
 def curvatures(weights: tuple[float, ...]) -> Tensor:
     """Return the eigenvalues above 0 of the Hessian of J, with both moments 1/2."""
     a, b, c, d = weights
@@ -232,24 +208,3 @@ def test_langevin_defaults_and_shapes() -> None:
     chunked = sample_sgld(network, inputs, kept=5, chunk=2, **options)
     assert torch.allclose(chunked.vectors, found.vectors, rtol=0, atol=1e-12)
     assert math.isnan(sample_sgld(network, inputs, **{**options, "chains": 1}).standard_error)
-
-
-def test_langevin_arguments() -> None:
-    network, inputs = two_unit(MIXED), line(8)
-    options = {"chains": 2, "steps": 5, "burn_in": 0, "inverse_temperature": 1e4}
-    for wrong, text in (
-        ({"chains": 0}, "chains and steps"),
-        ({"kept": 6}, "kept must be in 1 .. steps=5"),
-        ({"dimension": 2}, "either inverse_temperature, or"),
-        ({"inverse_temperature": None}, "either inverse_temperature, or"),
-        ({"inverse_temperature": None, "dimension": 2}, "either inverse_temperature, or"),
-        ({"inverse_temperature": None, "dimension": 0, "target_loss": 1e-4}, "dimension must be"),
-        ({"inverse_temperature": -1.0}, "positive and finite"),
-        ({"step": 0.0}, "step must be > 0"),
-        ({"localisation": -1.0}, "localisation"),
-        ({"start": torch.zeros(4)}, "no curvature at the start"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            sample_sgld(network, inputs, **{**options, **wrong})
-    with pytest.raises(FloatingPointError, match="left the finite numbers at step"):
-        sample_sgld(network, inputs, **{**options, "steps": 500, "step": 1.0})

@@ -220,13 +220,3 @@ def test_function_distances_are_those_of_slopes() -> None:
     assert torch.allclose(found, expected, rtol=1e-6, atol=0)
     assert torch.equal(found, found.T)
     assert bool((found[:, None] <= found[:, :, None] + found[None] + 1e-12).all())  # the triangle inequality
-
-
-def test_wrong_vectors_say_so() -> None:
-    target = torch.zeros(4)
-    with pytest.raises(ValueError, match="must have 4 entries"):
-        two(torch.zeros(2, 3), target)
-    with pytest.raises(ValueError, match="not finite"):
-        two(torch.full((2, 4), math.nan), target)
-    with pytest.raises(ValueError, match="must have 4 entries"):
-        function_distances(TWO, torch.zeros(4), LINE)
