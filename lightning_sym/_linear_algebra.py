@@ -16,7 +16,7 @@ def random_orthogonal(
     Args:
         size: Rows and columns ``C``, >= 1.
         generator: Where randomness comes from; the matrix lies on its device, without one on the CPU.
-        dtype: Of the matrix, floating.
+        dtype: Dtype of the matrix, floating.
 
     Returns:
         Shape ``[C, C]``.

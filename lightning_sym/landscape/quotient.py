@@ -30,7 +30,9 @@ _FREE = ("scales", "signs")
 
 
 def function_distances(network: nn.Module, vectors: Tensor, inputs: Tensor) -> Tensor:
-    r"""Return the distances of the functions of some weights: the distance of their classes in the quotient (spec 9.5).
+    r"""Return the distances of the functions of some weights: the distance of their classes in the quotient.
+
+    See docs/theory/equivalence.md, 6.1.
 
     :math:`d_{ij} = \sqrt{J}`, with :math:`J = \frac{1}{N} \sum_x \|\phi(x, \theta_i) - \phi(x, \theta_j)\|^2`. It is 0
     exactly for members of one class (on these inputs), and satisfies the triangle inequality.
@@ -66,7 +68,9 @@ def function_distances(network: nn.Module, vectors: Tensor, inputs: Tensor) -> T
 def canonical_vectors(
     network: nn.Module, vectors: Tensor, example_input: Any, *, symmetry: Symmetry | None = None, merge: bool = True
 ) -> Tensor:
-    r"""Return one representative of each weight vector's orbit, the same for all members of an orbit (spec 9.5).
+    r"""Return one representative of each weight vector's orbit, the same for all members of an orbit.
+
+    See docs/theory/equivalence.md, 6.3.
 
     Scales are balanced (:math:`\alpha_i = \sqrt{\|v_i\| / \|w_i\|}` for a hidden ReLU unit with incoming weights and
     bias :math:`w_i` and outgoing weights :math:`v_i`), signs fixed and units sorted by
@@ -76,13 +80,13 @@ def canonical_vectors(
     has no balanced form, and units whose :math:`w_i` are positive multiples of one another can share their outgoing
     weights in many ways. With ``merge`` these are dealt with first: the outgoing weights of collinear units are moved
     to the first of them, and dead units become 0. The representative is then the same for more than an orbit; for the
-    two-unit network it is the same for the whole class (spec 5.2).
+    two-unit network it is the same for the whole class (docs/theory/equivalence.md, 5.3).
 
     Args:
         network: The architecture, with buffers; its own weights do not matter.
         vectors: Shape ``[n, P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
-        symmetry: Of the architecture, if it has been traced already.
+        symmetry: Symmetry of the architecture, if it has been traced already.
         merge: Whether to merge collinear units and delete dead ones, where there is one hidden layer. Deeper networks
             are left as they are: the scales of their dead units stay what they were.
 
@@ -139,7 +143,7 @@ def orbit_distances(
 
     **Exact** where every parameter belongs to at most one hidden unit (one hidden layer, dense or convolutional, or
     several side by side), for ReLU and the like: with incoming weights and bias :math:`w_i` and outgoing weights
-    :math:`v_i`, a pair of units costs (spec 9.1)
+    :math:`v_i`, a pair of units costs (docs/theory/equivalence.md, 6.2)
 
     .. math:: k(i, j) = \inf_{\alpha > 0} \|w_i - \alpha w^*_j\|^2 + \|v_i - v^*_j / \alpha\|^2 ,
 
@@ -153,16 +157,16 @@ def orbit_distances(
     **Upper bound** otherwise: the distance to what :func:`lightning_sym.symmetry.weight_matching` with ``refine``
     finds, or to the target itself if that is nearer.
 
-    A small J with a large distance means a symmetry beyond the group (spec 5.2).
+    A small J with a large distance means a symmetry beyond the group (docs/theory/equivalence.md, 5.3).
 
     Args:
         network: The architecture, with buffers; its own weights do not matter.
         vectors: :math:`\theta`, shape ``[n, P]``.
         target: :math:`\theta^*`, shape ``[P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
-        symmetry: Of the architecture, if it has been traced already.
-        restarts: Of the matching, for the upper bound.
-        seed: Of the matching.
+        symmetry: Symmetry of the architecture, if it has been traced already.
+        restarts: Restarts of the matching, for the upper bound.
+        seed: Seed of the matching.
 
     Returns:
         The distances, and of which kind they are.

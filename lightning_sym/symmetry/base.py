@@ -179,7 +179,7 @@ class Symmetry:
 
     @cached_property
     def shifts(self) -> int:
-        """The number of free shifts: biases before batch norms (spec 2.3, c)."""
+        """The number of free shifts: biases before batch norms (docs/theory/intertwiners.md, 2.3: c)."""
         return sum(size for _, size in self.structure.shifts)
 
     @cached_property

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_sym._random import derive_seed
 from lightning_sym._text import ranges
+from lightning_sym.curvature import PopulationPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
@@ -74,6 +75,12 @@ class ZooTask(LightningModule):
             validation loss, then the earlier epoch), as in the paper, or of the ``"last"`` epoch.
         channels_last: Keep images in ``torch.channels_last`` layout (``"loop"`` only). Often faster for
             convolutions; changes results by rounding.
+        prior_precision: Precision of the Gaussian prior of all weights at the start, > 0; it needs an optimizer without
+            weight decay and labels that are not smoothed. Default: members have no prior.
+
+    Attributes:
+        prior: :class:`lightning_sym.curvature.PopulationPrior` of the members, whose precisions
+            :class:`lightning_sym.callbacks.MarginalLikelihood` learns; None if they have none.
 
     Logged at the end of every epoch, on rank 0, for split ``train`` and ``val`` (and once for ``test``):
     ``<split>/accuracy`` and ``<split>/loss`` (mean over the members that have not been stopped),
@@ -108,6 +115,7 @@ class ZooTask(LightningModule):
         label_smoothing: float = 0.0,
         keep: Literal["best", "last"] = "best",
         channels_last: bool = False,
+        prior_precision: float | None = None,
     ) -> None:
         super().__init__()
         if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
@@ -139,6 +147,14 @@ class ZooTask(LightningModule):
         self.label_smoothing = label_smoothing
         self.keep = keep
         self.channels_last = channels_last
+        self.prior: PopulationPrior | None = None
+        if prior_precision is not None:
+            if label_smoothing:
+                raise ValueError(
+                    f"With label_smoothing {label_smoothing} the loss is no log likelihood, which prior_precision "
+                    "needs; leave one of the two out."
+                )
+            self.prior = PopulationPrior(network.fresh(seed), self.numbers, prior_precision)
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
         kind = type(self)
         self.save_hyperparameters(
@@ -217,6 +233,11 @@ class ZooTask(LightningModule):
 
     # ---- training
 
+    def on_fit_start(self) -> None:
+        """Let the members' prior act, if they have one."""
+        if self.prior is not None:
+            self.prior.start(self.trainer.optimizers, getattr(self.trainer, "datamodule", None), self)
+
     def on_train_start(self) -> None:
         """Check that the best weights can be told, and leave running statistics to :meth:`_average_buffers`."""
         most = most_validation_batches(self)
@@ -286,6 +307,8 @@ class ZooTask(LightningModule):
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
         check_optimizer(optimizer, self.execution)
+        if self.prior is not None:
+            self.prior.check_optimizers([optimizer])
         return optimizer
 
     def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -371,6 +394,8 @@ class ZooTask(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Keep what is not finite away from the optimizer; in a loop, stopped members stay as they are."""
+        if self.prior is not None:
+            self.prior.add_gradients()
         for number in self.skipped:
             if number in self.population.numbers:
                 self.population.drop_gradients(number)

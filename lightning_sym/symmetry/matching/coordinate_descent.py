@@ -103,7 +103,7 @@ class Descent:
     """Coordinate descent. Holds the parameters of A and those of the current member of B's orbit.
 
     Args:
-        symmetry: Of both networks.
+        symmetry: Symmetry of both networks.
         a: The reference.
         b: The network that is moved.
         signs: Whether signs may change.
@@ -328,7 +328,7 @@ class Descent:
         """Sweep over all groups until nothing improves.
 
         Args:
-            generator: Of the order of groups.
+            generator: Generator for the order of groups.
             max_sweeps: Most sweeps.
             report: Called with the number of each sweep and the objective after it.
 

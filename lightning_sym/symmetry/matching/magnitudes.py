@@ -30,7 +30,7 @@ def refined(
     exponents, and matrices, stay.
 
     Args:
-        symmetry: Of both networks.
+        symmetry: Symmetry of both networks.
         a: The reference.
         b: The network that is moved.
         element: Moves `b`.
