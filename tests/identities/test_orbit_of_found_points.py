@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.landscape.planes import weight_vector
@@ -192,8 +193,7 @@ class Gated(nn.Module):
 
 def test_merging_is_refused_where_units_do_not_add_up() -> None:
     vectors = torch.tensor([[1.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
-    with pytest.raises(ValueError, match="pass merge=False"):
-        canonical_vectors(Gated(), vectors, torch.ones(3, 1))
+    assert_refused(canonical_vectors, Gated(), vectors, torch.ones(3, 1), says="pass merge=False")
 
 
 def test_function_distances_are_those_of_slopes() -> None:
