@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import Program, assert_refused, of
 from torch import Tensor, nn
 
 from lightning_sym.networks import Gaussian
@@ -17,17 +18,16 @@ class Square(nn.Module):
         return x**2
 
 
-class Residual(nn.Module):
+def residual(activation: Callable[[], nn.Module]) -> nn.Module:
     """A residual stream of 4 units with 5 units inside the branch."""
 
-    def __init__(self, activation: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.into, self.inner, self.back, self.out = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 2)
-        self.first, self.second, self.third = activation(), activation(), activation()
+    def function(s: Any, x: Tensor) -> Tensor:
+        x = s.first(s.into(x))
+        return s.out(s.third(x + s.back(s.second(s.inner(x)))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(self.into(x))
-        return self.out(self.third(x + self.back(self.second(self.inner(x)))))
+    parts = {"into": of(nn.Linear, 3, 4), "inner": of(nn.Linear, 4, 5), "back": of(nn.Linear, 5, 4)}
+    parts |= {"out": of(nn.Linear, 4, 2), "first": activation, "second": activation, "third": activation}
+    return Program(function, parts)
 
 
 def leaky() -> nn.Module:
@@ -93,7 +93,7 @@ def test_relu_has_at_least_the_scalings() -> None:
 
 
 def test_residual_stream_has_one_scale_per_channel() -> None:
-    found = measured(lambda: Residual(leaky), seed=5)
+    found = measured(lambda: residual(leaky), seed=5)
     assert (found.nullity, found.orbit_dimension) == (9, 9)
 
 
