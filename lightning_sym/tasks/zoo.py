@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_sym._random import derive_seed
 from lightning_sym._text import ranges
-from lightning_sym.curvature import PopulationPrior
+from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
@@ -79,7 +79,7 @@ class ZooTask(LightningModule):
             weight decay and labels that are not smoothed. Default: members have no prior.
 
     Attributes:
-        prior: :class:`lightning_sym.curvature.PopulationPrior` of the members, whose precisions
+        prior: :class:`lightning_sym.curvature.GaussianPrior` of the members, whose precisions
             :class:`lightning_sym.callbacks.MarginalLikelihood` learns; None if they have none.
 
     Logged at the end of every epoch, on rank 0, for split ``train`` and ``val`` (and once for ``test``):
@@ -147,14 +147,14 @@ class ZooTask(LightningModule):
         self.label_smoothing = label_smoothing
         self.keep = keep
         self.channels_last = channels_last
-        self.prior: PopulationPrior | None = None
+        self.prior: GaussianPrior | None = None
         if prior_precision is not None:
             if label_smoothing:
                 raise ValueError(
                     f"With label_smoothing {label_smoothing} the loss is no log likelihood, which prior_precision "
                     "needs; leave one of the two out."
                 )
-            self.prior = PopulationPrior(network.fresh(seed), self.numbers, prior_precision)
+            self.prior = GaussianPrior(network.fresh(seed), prior_precision, members=self.numbers)
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
         kind = type(self)
         self.save_hyperparameters(

@@ -176,7 +176,7 @@ def test_the_implicit_step_of_adam_is_its_formula(name):
         moment = second * moment + (1 - second) * g.square()
         largest = torch.maximum(largest, moment)
         used = largest if optimizer.defaults["amsgrad"] else moment
-        shrink(optimizer, {id(weight): 5.0})
+        shrink(optimizer, {weight: 5.0})
         metric = (used / (1 - second**step)).sqrt() + eps
         expected = alone.detach() / (1 + 0.02 * 5.0 / metric)
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=0)
@@ -189,7 +189,7 @@ def test_the_count_of_steps_may_be_a_tensor_or_a_number(step):
     weight.grad = torch.ones(2)
     optimizer = torch.optim.Adam([weight], lr=0.5, betas=(0.9, 0.5), eps=0.0)
     optimizer.state[weight] = {"step": step, "exp_avg": torch.ones(2), "exp_avg_sq": torch.full((2,), 3.5)}
-    shrink(optimizer, {id(weight): torch.tensor([4.0, 0.0])})
+    shrink(optimizer, {weight: torch.tensor([4.0, 0.0])})
     torch.testing.assert_close(weight.detach(), torch.tensor([0.5, 1.0]))  # 3.5 / (1 - 0.5^3) = 4, and 0.5 * 4 / 2 = 1
 
 
