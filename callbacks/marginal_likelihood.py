@@ -95,11 +95,11 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
         lr: Learning rate of the log precisions, > 0.
         lr_schedule: ``"constant"``, as in the authors' code; ``"cosine"``, as in the paper's text: it falls over
             ``trainer.max_epochs`` epochs from ``lr`` to 0, so that weights and precisions come to rest together.
-        engine: Of the curvature, see :func:`lightning_sym.curvature.factors`.
+        engine: Engine of the curvature, see :func:`lightning_sym.curvature.factors`.
         samples: None: exact factors, in as many backward passes as the network has outputs. Otherwise Monte Carlo with
             so many backward passes, >= 1; other random signs in every update.
         granularity: ``"per_path"``: a precision for every path of every layer. ``"per_tensor"``: for every tensor.
-        ffc: Of factored fully connected layers, see :func:`lightning_sym.curvature.factors`.
+        ffc: How factored fully connected layers share B, see :func:`lightning_sym.curvature.factors`.
         bounds: Range of log precisions.
         learn_noise: Whether the noise of a regression is learned.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -109,7 +109,7 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
-        arXiv:2310.06131; our specification, 4.4 and 6.
+        arXiv:2310.06131; docs/theory/curvature.md, 3.3 and 3.4.
     """
 
     task_type = LightningModule

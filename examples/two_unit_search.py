@@ -82,14 +82,14 @@ def simulate_search(
     Args:
         initial: Shape ``[R, 4]``.
         target: The slopes (p, q).
-        moments: Of the batches, ``[B, 2]``, which are used in order, again and again: :func:`batch_moments`.
+        moments: Moments of the batches, ``[B, 2]``, which are used in order, again and again: :func:`batch_moments`.
         learning_rate: > 0.
         steps: >= 0.
         optimizer: ``"sgd"``, without momentum, or ``"adam"``, both as in :mod:`torch.optim`.
         thresholds: Values of J on the whole sample, whose first crossings are recorded.
         sample: Moments of the whole sample; the mean over batches by default, right if all are of one size.
-        betas: Of Adam.
-        eps: Of Adam.
+        betas: Betas of Adam.
+        eps: Epsilon of Adam.
 
     Returns:
         The final weights, their J, and the steps to the thresholds.

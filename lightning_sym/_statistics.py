@@ -67,7 +67,7 @@ def bootstrap_over_models(
             to float64. All ``K`` use the same resamples.
         level: Coverage, in (0, 1).
         samples: Number of resamples, >= 1. Unitless.
-        seed: Of the resampling, >= 0; the caller's generators are not touched.
+        seed: Seed of the resampling, >= 0; the caller's generators are not touched.
 
     Returns:
         Mean, standard deviation and interval. With two models only every resample that has a pair is the sample

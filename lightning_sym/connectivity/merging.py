@@ -73,7 +73,7 @@ def merge(
         scales: Whether magnitudes may change.
         signs: Whether signs may change.
         balance: Whether to balance; ignored without ``scales``.
-        seed: Of the order of networks and of groups.
+        seed: Seed of the order of networks and of groups.
         device: As for :func:`weight_matching`.
 
     Returns:

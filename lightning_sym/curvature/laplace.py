@@ -42,10 +42,10 @@ def to_laplace(
         network: As for :func:`factors`.
         loader: As for :func:`factors`.
         likelihood: ``"classification"`` or ``"regression"``.
-        log_precisions: Of the groups, in the order of ``groups.names``. Shape ``[G]``; default 0.
-        log_noise: Logarithm of sigma; of a regression.
+        log_precisions: Log precisions of the groups, in the order of ``groups.names``. Shape ``[G]``; default 0.
+        log_noise: Logarithm of sigma, for a regression.
         groups: Which parameters share a precision; default ``parameter_groups(network)``, one for each path.
-        temperature: Of the posterior, > 0, as for :class:`Evidence`.
+        temperature: Temperature of the posterior, > 0, as for :class:`Evidence`.
         engine: As for :func:`factors`.
         samples: As for :func:`factors`.
         generator: As for :func:`factors`.
@@ -67,7 +67,7 @@ def to_laplace(
         of ``torch.func``; their memory grows with the square of the batch.
 
     References:
-        Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; our specification, 7.3 and 7.5.
+        Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; docs/theory/curvature.md, 4.2.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 3))
@@ -104,7 +104,7 @@ def dense_sides(block: KroneckerBlock) -> list[int]:
     """Return the sides of the one or two dense matrices that laplace-torch needs for a block.
 
     Args:
-        block: Of one parameter.
+        block: Curvature of one parameter.
 
     Returns:
         Of B and A, the latter with its blocks side by side, or of the whole block where that is no Kronecker product.

@@ -17,7 +17,7 @@ class NetworkOutputs:
     Args:
         network: Any network that treats its inputs apart. Not changed; a copy is used.
         inputs: Shape ``[N, ...]``, N >= 1. Floating inputs are cast to ``dtype``.
-        dtype: Of the weights and the arithmetic.
+        dtype: Dtype of the weights and the arithmetic.
 
     Raises:
         ValueError: If there are no inputs, or the network has nothing to train.
@@ -70,7 +70,7 @@ def surfaces(
     Args:
         network: The architecture; its own weights do not matter.
         inputs: Shape ``[N, ...]``.
-        dtype: Of weights and arithmetic.
+        dtype: Dtype of weights and arithmetic.
 
     Returns:
         From a weight vector ``[P]`` to a surface whose targets are the outputs there.

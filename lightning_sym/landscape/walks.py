@@ -73,7 +73,9 @@ def walk_level_set(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> LevelSetWalk:
-    r"""Walk along the weights that give the same outputs on some inputs as the network does (spec 9.2).
+    r"""Walk along the weights that give the same outputs on some inputs as the network does.
+
+    See docs/theory/equivalence.md, 7.
 
     With the residual :math:`r(\theta) = \phi(C, \theta) - \phi(C, \theta^*)` and its Jacobian F, a step goes a length h
     along a unit tangent, the part of a direction in the kernel of F, and is brought back to the set by Gauss-Newton
@@ -97,7 +99,7 @@ def walk_level_set(
             the network.
         max_corrections: Most Gauss-Newton steps, >= 1.
         rcond: Singular values of F at most this times the largest count as 0; in (0, 1).
-        seed: Of the directions; the caller's generators are not touched.
+        seed: Seed of the directions; the caller's generators are not touched.
         progress: Called with (steps done, T) after every step.
 
     Returns:

@@ -59,7 +59,7 @@ class CircularConv(nn.Module):
         ValueError: If an argument is out of range, or from the forward if features have other channels.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 2; our specification, 1.2.
+        van der Ouderaa, Immer, van der Wilk (2023), section 2; docs/theory/relaxed_layers.md, 1.2.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3) -> None:

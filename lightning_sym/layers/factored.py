@@ -75,7 +75,8 @@ class FactoredFullyConnected(nn.Module):
         ValueError: If an argument is out of range, or from the forward if features have another shape.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 4.1, where it has no biases; our specification, 1.3.
+        van der Ouderaa, Immer, van der Wilk (2023), section 4.1, where it has no biases;
+        docs/theory/relaxed_layers.md, 1.3.
     """
 
     def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None = None) -> None:

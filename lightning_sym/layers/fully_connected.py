@@ -35,7 +35,7 @@ class FullyConnected(nn.Module):
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using
-        Gradients", section 2; our specification, 1.1.
+        Gradients", section 2; docs/theory/relaxed_layers.md, 1.1.
     """
 
     def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None = None) -> None:

@@ -90,9 +90,9 @@ class GroupConv(nn.Module):
 
     References:
         Cohen and Welling (2016), "Group Equivariant Convolutional Networks", arXiv:1602.07576; Knigge, Romero, Bekkers
-        (2022), "Exploiting Redundancy: Separable Group Convolutional Networks on Lie Groups", arXiv:2110.13059; our
-        specification, 1.6. The published code of van der Ouderaa et al. (2023) keeps each map in its own rotated frame
-        instead, where all but pointwise lose translations.
+        (2022), "Exploiting Redundancy: Separable Group Convolutional Networks on Lie Groups", arXiv:2110.13059;
+        docs/theory/relaxed_layers.md, 1.6. The published code of van der Ouderaa et al. (2023) keeps each map in its
+        own rotated frame instead, where all but pointwise lose translations.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class PolyphasePool(nn.Module):
         ValueError: If an argument is out of range, or from the forward if height, width or channels are not divisible.
 
     References:
-        Chaman and Dokmanic (2021), "Truly shift-invariant convolutional neural networks", arXiv:2011.14214; our
-        specification, 2.
+        Chaman and Dokmanic (2021), "Truly shift-invariant convolutional neural networks", arXiv:2011.14214;
+        docs/theory/relaxed_layers.md, 2.
     """
 
     def __init__(self, norm: Literal["max", "l2"] = "max", groups: int = 1) -> None:

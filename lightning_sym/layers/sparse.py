@@ -18,7 +18,7 @@ def grid_positions(grid: tuple[int, int], device: torch.device | None = None) ->
 
     Args:
         grid: Height and width.
-        device: Of the result; default torch's.
+        device: Device of the result; default torch's.
 
     Returns:
         Row by row. Shape ``[H W, 2]``, float64.
@@ -43,7 +43,7 @@ def interpolation(positions: Tensor, grid: tuple[int, int], omega: Tensor | floa
         Shape ``[M, H W]``, dtype and device of ``positions``, contiguous; differentiable.
 
     References:
-        Our specification, 1.4.
+        docs/theory/relaxed_layers.md, 1.4.
     """
     anchors = positions.double()
     points = grid_positions(grid, positions.device)
@@ -150,8 +150,9 @@ class SparseConv(_Anchored):
         ValueError: If an argument is out of range, or from the forward if features have other channels.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix; our specification, 1.4. The published
-        code pads with zeros and rounds the number of anchors otherwise; we follow the paper.
+        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix;
+        docs/theory/relaxed_layers.md, 1.4. The published code pads with zeros and rounds the number of anchors
+        otherwise; we follow the paper.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class SparseFactoredFullyConnected(_Anchored):
         ValueError: If an argument is out of range, or from the forward if features have another shape.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix; our specification, 1.5.
+        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix; docs/theory/relaxed_layers.md, 1.5.
     """
 
     def __init__(

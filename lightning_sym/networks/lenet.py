@@ -19,7 +19,7 @@ class LeNet5(Network):
         image_size: 28 or 32 (or (28, 28), (32, 32)), in pixels.
         num_classes: Number of outputs ``C``, >= 1.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
-        padding: Of the first convolution, 0 or 2 pixels. None: 2 for 28x28 images, 0 for 32x32.
+        padding: Padding of the first convolution, 0 or 2 pixels. None: 2 for 28x28 images, 0 for 32x32.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -83,13 +83,13 @@ class RelaxedNetwork(Network):
         in_channels: Channels of the images, >= 1.
         num_classes: Number of outputs ``K``, >= 1.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
-        scale: Of the sum of paths; default one over their number.
+        scale: Factor on the sum of paths; default one over their number.
         relaxed_gain: Factor, > 0, on the initial output weights (``weight``, ``theta2``, ``u2``) of fully connected
             paths that stand beside others. Below 1 the network starts close to an equivariant one, and training
             relaxes it where that helps; at 1, fully connected paths, which learn first, are hard to leave again.
-        kernel_size: Of convolutional paths, odd.
-        anchors: Of ``sconv`` paths; default half of the filter positions, rounded up. Those of ``sfc`` paths are
-            always half of the grid's.
+        kernel_size: Side of the filters of convolutional paths, odd.
+        anchors: Number of anchors of ``sconv`` paths; default half of the filter positions, rounded up. Those of
+            ``sfc`` paths are always half of the grid's.
         learn_positions: Train the anchors' positions in ``sconv`` and ``sfc`` paths.
         learn_lengthscale: Train their inverse length scales.
         pool_norm: ``max`` or ``l2``, see :class:`~lightning_sym.layers.PolyphasePool`.
@@ -100,7 +100,7 @@ class RelaxedNetwork(Network):
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
-        appendix; our specification, 8.1.
+        appendix; docs/theory/relaxed_layers.md, 3.
     """
 
     def __init__(

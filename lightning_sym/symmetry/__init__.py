@@ -16,6 +16,7 @@ from lightning_sym.symmetry.matching.distance import OrbitDistance, orbit_distan
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.rules import register_rule
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
 
 __all__ = [
     "INTERTWINER_GROUPS",
@@ -32,6 +33,8 @@ __all__ = [
     "OrbitDistance",
     "Symmetry",
     "Tap",
+    "Trace",
+    "Value",
     "activation_matching",
     "balance",
     "canonicalize",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
@@ -178,7 +179,7 @@ class Symmetry:
 
     @cached_property
     def shifts(self) -> int:
-        """The number of free shifts: biases before batch norms (spec 2.3, c)."""
+        """The number of free shifts: biases before batch norms (docs/theory/intertwiners.md, 2.3: c)."""
         return sum(size for _, size in self.structure.shifts)
 
     @cached_property
@@ -322,9 +323,7 @@ class Symmetry:
             size = len(cell)
             matrix = torch.eye(size, dtype=torch.float64)
             if mixing:
-                left, right = (
-                    torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))[0] for _ in "lr"
-                )
+                left, right = (random_orthogonal(size, generator) for _ in range(2))
                 matrix = (left * (scale * torch.randn(size, dtype=torch.float64, generator=generator)).exp()) @ right
             dense.append(matrix)
         # Inside dense cells, the matrices do it all.

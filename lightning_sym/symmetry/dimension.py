@@ -18,7 +18,7 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.proof import double
 from lightning_sym.symmetry.tracing.capture import plain, state_tensors
 
-# Units whose incoming weights and biases have a larger cosine are duplicates (spec 4.5).
+# Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).
 DUPLICATE = 1 - 1e-6
 # Activations that are linear where their input is positive; where it is negative, the first two are constant.
 _PIECEWISE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU)
@@ -40,12 +40,12 @@ class LocalDimension:
     Attributes:
         parameters: Number of parameters ``p``.
         equations: Number of samples times number of outputs.
-        rank: Of the Jacobian.
+        rank: Rank of the Jacobian.
         nullity: ``p - rank``: at most so many dimensions has the set of parameters with the same outputs on X, at least
             the orbit's.
-        orbit_dimension: Of the symmetry group, `Symmetry.dimension`.
+        orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`.
         excess: ``nullity - orbit_dimension``.
-        singular_values: Of the Jacobian, falling. Shape (min(p, equations),), float64.
+        singular_values: Singular values of the Jacobian, falling. Shape (min(p, equations),), float64.
         above: The smallest singular value counted into the rank, relative to the largest.
         below: The largest one not counted, relative to the largest; 0 if there is none.
         dead: Units whose activation is 0 on all of X (of a ReLU: input never positive).
@@ -106,11 +106,12 @@ def local_dimension(
 
     :math:`J = \partial f(X; \theta) / \partial \theta` has the tangent space of the orbit in its kernel, so that
     :math:`p - \operatorname{rank} J \geq \dim(\text{orbit})`. The excess comes from dead, always-on, constant or
-    duplicated units, from too few inputs, and from symmetries of this one function that no group explains (spec 4.5).
+    duplicated units, from too few inputs, and from symmetries of this one function that no group explains
+    (docs/theory/equivalence.md, 10).
     For a squared loss the kernel of the Gauss-Newton matrix is that of J; for cross-entropy take ``log_softmax=True``.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed; a copy in float64 is used.
         inputs: One batch: a tensor whose first axis is the samples, shape (N, ...), or a tuple of positional arguments.
             Moved to the network's device.

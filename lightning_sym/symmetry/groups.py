@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.networks.activations import Gaussian, IdentityActivation, Polynomial, make_activation
@@ -102,7 +103,7 @@ class GroupElement:
 
         Args:
             size: The number of units ``H``, >= 1.
-            dtype: Of the scales; floating.
+            dtype: Dtype of the scales; floating.
             device: Where it lives; by default the CPU.
 
         Raises:
@@ -144,7 +145,7 @@ class GroupElement:
         """Return ``self`` after ``other``, the element of the matrix product; also written ``self @ other``.
 
         Args:
-            other: Of the same size, dtype and device.
+            other: Element of the same size, dtype and device.
 
         Raises:
             ValueError: If sizes, dtypes or devices differ.
@@ -230,11 +231,12 @@ class IntertwinerGroup:
     name, and how it was found out, do not count.
 
     Args:
-        name: Of the activation.
+        name: Name of the activation.
         positive_scales: Whether ``sigma(t x) = t**exponent sigma(x)`` for all ``t > 0``.
         signs: Whether ``sigma(-x) = sigma(x)`` (``even``), or ``offset - sigma(x)``.
         dense: The activation is linear: all invertible matrices.
-        exponent: Of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets them.
+        exponent: Exponent of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets
+            them.
         even: :math:`\varphi` forgets the signs.
         offset: What an affine intertwiner adds for each flipped unit, ``sigma(-x) = offset - sigma(x)``; see
             :meth:`shift`. 0 for the linear ones. The next bias can absorb it; zero padding and max-pooling
@@ -326,9 +328,9 @@ class IntertwinerGroup:
 
         Args:
             size: The number of units ``H``, >= 1.
-            generator: Of the random numbers; the element is made on its device.
+            generator: Generator for the random numbers; the element is made on its device.
             scale: Standard deviation of the logarithm of the magnitudes, unitless, >= 0; 0 leaves them at 1.
-            dtype: Of the scales, floating.
+            dtype: Dtype of the scales, floating.
 
         Raises:
             ValueError: If ``size`` or ``scale`` is out of range.
@@ -341,7 +343,7 @@ class IntertwinerGroup:
         if self.positive_scales:
             magnitudes = (scale * torch.randn(size, dtype=dtype, **options)).exp()
         if self.dense:
-            left, right = (_orthogonal(torch.randn(size, size, dtype=dtype, **options)) for _ in range(2))
+            left, right = (random_orthogonal(size, generator, dtype=dtype) for _ in range(2))
             unit = GroupElement.identity(size, dtype=dtype, device=generator.device)
             return GroupElement._of(unit.permutation, unit.scale, left * magnitudes @ right)
         if self.signs:
@@ -394,7 +396,7 @@ class IntertwinerGroup:
         invertible, and right also where it is not (``sigma(0) = sigma(1)``).
 
         Args:
-            element: Of the group: phi is a homomorphism on the group only.
+            element: Element of the group: phi is a homomorphism on the group only.
 
         Returns:
             An element of the same size, dtype and device; ``element`` itself where phi changes nothing.
@@ -422,7 +424,7 @@ class IntertwinerGroup:
         """Return ``c`` in ``sigma(A x) = phi(A) sigma(x) + c``: the offset at the flipped units.
 
         Args:
-            element: Of the group.
+            element: Element of the group.
 
         Returns:
             Shape ``[H]``, indexed by the new place, dtype and device of the scales. All zero unless the group
@@ -480,13 +482,13 @@ def _rows() -> Mapping[str, IntertwinerGroup]:
 INTERTWINER_GROUPS: Mapping[str, IntertwinerGroup] = _rows()
 """Groups by the activation's name, read-only.
 
-Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with the additions of our specification, section 1.2.
+Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with our additions (docs/theory/intertwiners.md, 1.2).
 Activations with parameters stand for their defaults; :func:`intertwiner_group` looks at the parameters.
 Dropout has scales and signs only, although it is linear in evaluation: other mixings would change the
 distribution in training. For the same reason alpha dropout has permutations only.
 """
 
-# sigma(-x) = offset - sigma(x): specification, section 1.3.
+# sigma(-x) = offset - sigma(x): docs/theory/intertwiners.md, 1.4.
 _OFFSETS = {"sigmoid": 1.0, "hardsigmoid": 1.0}
 
 _TYPES: dict[type[nn.Module], str] = {
@@ -884,10 +886,3 @@ def _invertible(matrix: Tensor, tolerance: float) -> bool:
         return False
     values = torch.linalg.svdvals(matrix)
     return bool(values[-1] > tolerance * values[0])
-
-
-def _orthogonal(gaussian: Tensor) -> Tensor:
-    """Return a Haar-distributed orthogonal matrix from a square Gaussian one (Mezzadri 2007, section 5)."""
-    q, r = torch.linalg.qr(gaussian)
-    signed: Tensor = q * r.diagonal().sign()
-    return signed

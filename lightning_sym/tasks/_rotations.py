@@ -7,45 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, Port
 from lightning_sym.symmetry import Element
 
 # Relative to the largest output. Rounding alone stays far below, a wrong matrix is far above.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ADVICE = "leave this site out of sites, or group and undo out of kinds"
-
-
-def random_orthogonal(size: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw an orthogonal matrix, all being equally likely (Haar measure), of either determinant.
-
-    Args:
-        size: Rows and columns ``C``, >= 1.
-        generator: Where randomness comes from.
-
-    Returns:
-        Shape ``[C, C]``, float64.
-
-    Raises:
-        ValueError: If ``size`` is below 1.
-
-    Note:
-        ``O(C^3)`` time.
-
-    References:
-        Mezzadri (2007), "How to generate random matrices from the classical compact groups", arXiv:math-ph/0609050:
-        the QR decomposition of a Gaussian matrix, with the signs for which the diagonal of R is positive.
-
-    Example:
-        >>> matrix = random_orthogonal(3, torch.Generator().manual_seed(0))
-        >>> torch.allclose(matrix @ matrix.T, torch.eye(3, dtype=torch.float64))
-        True
-    """
-    if size < 1:
-        raise ValueError(f"size of an orthogonal matrix must be at least 1, got {size}.")
-    q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))
-    sign = torch.where(r.diagonal() < 0, -1.0, 1.0)  # not torch.sign, which is 0 at 0
-    rotated: Tensor = q * sign
-    return rotated
 
 
 def element_at(

@@ -91,7 +91,7 @@ class EquivalenceTask(LightningModule):
             weights in the order of ``network.parameters()``. None: seed 0, or the zoo's member.
         zoo: The folder of a zoo, whose member is the teacher.
         member: Its number; None for the first one.
-        seed: Of the candidates' initial weights, >= 0.
+        seed: Seed of the candidates' initial weights, >= 0.
         tolerance: Largest J of what is found, in units of J0. > 0.
         held_out: Largest ``R`` on held-out inputs of what is found. > 0.
         round_steps: Steps after which candidates that have not been found start anew; None: never. >= 1. Looked at when

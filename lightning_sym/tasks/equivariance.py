@@ -30,7 +30,7 @@ class EquivarianceTask(LightningModule):
             layer with parameters needs a curvature rule (:func:`lightning_sym.curvature.register_layer`).
         likelihood: ``"classification"``: softmax and class indices ``[B]``. ``"regression"``: Gaussian, targets
             ``[B, K]``.
-        precision: Of all weights at the start, > 0.
+        precision: Prior precision of all weights at the start, > 0.
         noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
         temperature: ``T`` > 0; 1 is Bayes.
         prior_step: How the prior acts: ``"gradient"``, ``"implicit"`` or ``"auto"``, see ``step`` of
@@ -52,7 +52,7 @@ class EquivarianceTask(LightningModule):
         ValueError: If an argument is out of range, the optimizer decays weights, or a layer has no curvature rule.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; our specification, 4.3.
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 and 2.3.
     """
 
     def __init__(

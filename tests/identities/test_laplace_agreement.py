@@ -1,4 +1,4 @@
-"""Evidence, predictions and samples agree with laplace-torch (specification, 7.3, and the pitfalls of 7.5)."""
+"""Evidence, predictions and samples agree with laplace-torch (docs/theory/curvature.md, 4.2)."""
 
 import copy
 import math

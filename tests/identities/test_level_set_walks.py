@@ -1,4 +1,4 @@
-"""Walks and Langevin chains inside classes: sections 9.2 and 9.3 of the specification, and test 18 of section 10."""
+"""Walks and Langevin chains inside classes (docs/theory/equivalence.md, 7 and 8)."""
 
 import math
 
@@ -181,7 +181,7 @@ def curvatures(weights: tuple[float, ...]) -> Tensor:
 
 
 def langevin_matches(weights: tuple[float, ...], expected: float, chains: int, steps: int, inverse: float) -> None:
-    # The step of the specification's measurement: its predictions are 0.9986 and 0.5083.
+    # With this step the formula of docs/theory/equivalence.md, 8, predicts 0.9986 and 0.5083.
     found = sample_sgld(
         two_unit(weights),
         line(8),

@@ -99,8 +99,8 @@ def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=Fa
         make_data: Makes the data.
         interrupt: Epoch and batch, or None.
         waits: Whether steps may wait for the device.
-        accelerator: Of the trainer.
-        settings: Of the trainer.
+        accelerator: Accelerator of the trainer.
+        settings: Settings of the trainer.
 
     Returns:
         The task of the uninterrupted run.

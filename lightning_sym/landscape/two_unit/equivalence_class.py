@@ -23,7 +23,7 @@ class Stratum:
 
     Attributes:
         name: As in the docs: ``"S"``, ``"A"``, ``"B1"``, ...
-        signs: Of a and b: -1, 0 or 1 each.
+        signs: Signs of a and b: -1, 0 or 1 each.
         condition: What else the weights satisfy, for captions.
         dimension: 2 or 3.
     """
@@ -42,7 +42,7 @@ class TwoUnitClass:
 
     Args:
         target: Slopes (p*, q*), shape ``[2]``, or weights, shape ``[4]``. A slope counts as 0 where it is exactly 0.
-        moments: Of the sample; those of N(0, 1) by default.
+        moments: Moments of the sample; those of N(0, 1) by default.
 
     Attributes:
         target: The slopes. Shape ``[2]``, float64.
@@ -100,7 +100,7 @@ class TwoUnitClass:
         """Return the dimension of the class inside a generic plane.
 
         Args:
-            dimension: Of the plane, 1 to 4.
+            dimension: Dimension of the plane, 1 to 4.
 
         Returns:
             The dimension; < 0 where a generic plane misses the class, apart from the points it was put through.
@@ -211,7 +211,7 @@ class TwoUnitClass:
         this is 0.
 
         Args:
-            plane: Of dimension m in R^4.
+            plane: Plane of dimension m in R^4.
             coefficients: Shape ``[..., m]``.
 
         Returns:
@@ -268,7 +268,7 @@ class TwoUnitClass:
         """Return the surface in which a 3-plane cuts the 3-dimensional stratum of a same-sign class.
 
         Args:
-            plane: Of dimension 3 in R^4.
+            plane: Plane of dimension 3 in R^4.
 
         Returns:
             The surface, with its throat and the epsilon at which its topology changes.

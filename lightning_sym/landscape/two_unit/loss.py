@@ -80,7 +80,7 @@ def distance(weights: Tensor, target: Tensor | Sequence[float], moments: Moments
     Args:
         weights: Shape ``[..., 2 H]``, floating.
         target: The target's slopes, shape ``[2]``, or its weights, shape ``[4]`` or longer.
-        moments: Of the sample over which the mean is.
+        moments: Moments of the sample over which the mean is.
 
     Returns:
         ``M+ (p - p*)^2 + M- (q - q*)^2``. Shape ``[...]``, dtype and device of ``weights``; differentiable.
@@ -150,8 +150,8 @@ def is_relu_line(network: nn.Module) -> bool:
 class ReluLine:
     r"""The mean squared distance of piecewise linear functions of one input to given targets, for any targets.
 
-    With the slopes p and q of section 5, ``J = M+ (p - p_fit)^2 + M- (q - q_fit)^2 + remainder``: the sum of squares
-    completed around the best fit, so that nothing cancels where J is small.
+    With the slopes p and q (docs/theory/equivalence.md, 5.1), ``J = M+ (p - p_fit)^2 + M- (q - q_fit)^2 + remainder``:
+    the sum of squares completed around the best fit, so that nothing cancels where J is small.
 
     Attributes:
         positive: ``M+``, the mean of ``x^2`` over all inputs, counting those above 0.

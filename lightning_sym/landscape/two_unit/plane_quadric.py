@@ -18,10 +18,10 @@ class PlaneQuadric:
     sheet, with a throat around the centre, or of two, or a cone if the level is :math:`f_0`.
 
     Args:
-        plane: Of dimension 3 in R^4, with orthonormal basis.
+        plane: Plane of dimension 3 in R^4, with orthonormal basis.
         level: p* for a, b > 0; -q* for a, b < 0.
         moment: The second moment of the inputs on that side.
-        sign: Of a and b: 1 or -1.
+        sign: Sign of a and b: 1 or -1.
 
     Attributes:
         level: As given.

@@ -27,7 +27,7 @@ class Port:
     Args:
         in_channels: Channels of the network in front, >= 1.
         out_channels: Channels that the network behind expects, >= 1.
-        axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
+        axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
         permutations: Whether permutations belong to the group.
         scales: Whether positive scales do.
         signs: Whether signs do.
@@ -74,7 +74,7 @@ class StitchingMap(nn.Module, ABC):
 
     References:
         Godfrey et al. (2022), "On the Symmetries of Deep Learning Models and their Internal Representations",
-        arXiv:2205.14258, section 4 and appendix D.2; our specification, 6.2.
+        arXiv:2205.14258, section 4 and appendix D.2; docs/theory/stitching.md, 2.1.
     """
 
     needs_equal_widths: ClassVar[bool] = False
@@ -140,7 +140,7 @@ class StitchingMap(nn.Module, ABC):
         """Start from the family's member that fits features best in the sense of least squares.
 
         Args:
-            moments: Of features in front of the map and those that should come out; reduced over ranks.
+            moments: Moments of the features in front of the map and of those that should come out; reduced over ranks.
 
         Raises:
             NotImplementedError: If the family has no such start.

@@ -28,8 +28,8 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
     It is not the Euclidean projection, see :func:`project_to_birkhoff`, but nearest in the sense of relative entropy.
 
     Args:
-        matrix: Of any sign; negative entries count as 0. Shape ``[C, C]``, floating; half precision is computed in
-            float32.
+        matrix: Entries of any sign; negative ones count as 0. Shape ``[C, C]``, floating; half precision is computed
+            in float32.
         iterations: >= 1.
 
     Returns:

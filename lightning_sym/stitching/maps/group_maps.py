@@ -40,8 +40,8 @@ class GroupMap(StitchingMap):
         port: Equal widths, the axis, and the group, which must not be ``dense``.
         alpha: Weight of the regularisation, >= 0. The default is that of Godfrey et al.
         projection: How ``P`` returns to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
-        iterations: Of Sinkhorn at each projection, >= 1.
-        initial_iterations: Of Sinkhorn for the start, from uniform random entries, >= 1.
+        iterations: Iterations of Sinkhorn at each projection, >= 1.
+        initial_iterations: Iterations of Sinkhorn for the start, from uniform random entries, >= 1.
 
     Attributes:
         weights: ``P``. Shape ``[C, C]``; None without permutations.
@@ -59,8 +59,8 @@ class GroupMap(StitchingMap):
         would look worse than no match. Rounding is ``O(C^3)`` at worst on the CPU, 10 to 20 ms for 512 channels.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2; our specification, 6.2. The floor in Sinkhorn, the
-        Euclidean projection, signs and ports without scales are ours.
+        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2; docs/theory/stitching.md, 2.2 to 2.4. The floor in
+        Sinkhorn, the Euclidean projection, signs and ports without scales are ours.
     """
 
     needs_equal_widths: ClassVar[bool] = True
@@ -285,7 +285,7 @@ class AssignmentMap(FittedMap):
         ValueError: If widths differ or the group is dense.
 
     References:
-        Our specification, 6.2 and 8.4; for permutations alone it is the matching of activations of Ainsworth et al.
+        docs/theory/stitching.md, 2.5; for permutations alone it is the matching of activations of Ainsworth et al.
         (2023), arXiv:2209.04836, section 3.1.
     """
 

@@ -141,7 +141,7 @@ class OrthogonalMap(StitchingMap):
         port: Equal widths, and the axis; the group is not used.
 
     References:
-        Our specification, 6.2; for the Cayley transform Helfrich et al. (2018), arXiv:1707.09520.
+        docs/theory/stitching.md, 2.1; for the Cayley transform Helfrich et al. (2018), arXiv:1707.09520.
     """
 
     needs_equal_widths: ClassVar[bool] = True
@@ -262,7 +262,7 @@ class LeastSquaresMap(_FittedMatrix):
         port: Widths and axis; the group is not used.
 
     References:
-        Our specification, 6.2 and 8.4.
+        docs/theory/stitching.md, 2.5.
     """
 
     def _fit(self, moments: FeatureMoments) -> None:

@@ -32,7 +32,7 @@ class FeatureMoments:
         ValueError: If a width is not an integer >= 1.
 
     References:
-        Our specification, 8.4, row "stitch initialisers".
+        docs/theory/stitching.md, 2.5.
 
     Example:
         >>> moments = FeatureMoments(2, 1)
@@ -61,7 +61,7 @@ class FeatureMoments:
             x: Features with ``C1`` channels along ``axis``; floating, any number of axes.
             y: Features with ``C2`` channels along ``axis`` and otherwise the shape of ``x``; row by row of the same
                 inputs.
-            axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
+            axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
 
         Raises:
             RuntimeError: If the sums were reduced over ranks already.
@@ -128,7 +128,7 @@ class FeatureMoments:
         """Take over the sums that :meth:`state_dict` returned; they are moved to this one's device.
 
         Args:
-            state: Of moments with the same widths.
+            state: State of moments with the same widths.
 
         Raises:
             ValueError: If an entry is missing or has another shape.

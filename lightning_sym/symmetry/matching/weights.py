@@ -108,7 +108,7 @@ def weight_matching(
         signs: Whether signs may change.
         restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, the others at random
             permutations (if ``initial`` is given, all there, and only the order of the groups differs).
-        seed: Of the order of groups and the restarts; no other generator is used or changed.
+        seed: Seed of the order of groups and of the restarts; no other generator is used or changed.
         initial: Where to begin, an element for ``b``; only its permutation, signs and matrices are used.
         max_sweeps: Most sweeps over all groups in a descent, >= 1.
         balance: Whether both networks are brought to the balanced gauge first; ignored without ``scales``.

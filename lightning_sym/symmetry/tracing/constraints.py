@@ -52,7 +52,8 @@ class Sighting:
         tensor: The parameter or buffer, or None.
         axis: Its axis, or the axes' numbers of a label over several.
         node: The name of the graph's operation, for values.
-        kind: "value", or "variance" for a running variance, which moves by (spec 2.3) v' = s^2 (v + eps) - eps.
+        kind: "value", or "variance" for a running variance, which moves by v' = s^2 (v + eps) - eps
+            (docs/theory/intertwiners.md, 2.3).
         epsilon: That eps.
     """
 
@@ -66,7 +67,9 @@ class Sighting:
 
 @dataclass
 class Shift:
-    """A vector that may be added to biases, as running means behind them take it off again (spec 2.3, c).
+    """A vector that may be added to biases, as running means behind them take it off again.
+
+    See docs/theory/intertwiners.md, 2.3: c.
 
     Attributes:
         states: The biases, then the running means: usually one of each; more where layers share a norm, or norms one
