@@ -135,8 +135,8 @@ def learned_networks(task: LightningModule) -> LearnedNetworks:
     kind = OneNetwork if None in prior.members else Members
     if missing := [name for name in kind.needs if not hasattr(task, name)]:
         raise TypeError(
-            f"MarginalLikelihood needs {' and '.join(missing)} of a task whose prior has members, and "
-            f"{type(task).__name__} has none; see lightning_sym.tasks.ZooTask."
+            f"MarginalLikelihood works with populations such as lightning_sym.tasks.ZooTask, and {type(task).__name__} "
+            f"has no {' and no '.join(missing)}; give it that, or a prior without members."
         )
     return kind(task)
 

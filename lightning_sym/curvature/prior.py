@@ -90,8 +90,9 @@ class GaussianPrior:
     that has curvature; positions and lengthscales of sparse layers have no prior.
 
     A LightningModule owns a prior as ``self.prior``, and calls :meth:`start` in ``on_fit_start`` and
-    :meth:`add_gradients` in ``on_before_optimizer_step``; :class:`lightning_sym.callbacks.MarginalLikelihood` then learns
-    the precisions, and the noise. Without the callback they stay as they are, which is maximum a posteriori training.
+    :meth:`add_gradients` in ``on_before_optimizer_step``; :class:`lightning_sym.callbacks.MarginalLikelihood` then
+    learns the precisions, and the noise. Without the callback they stay as they are, which is maximum a posteriori
+    training.
 
     With ``step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of the
     optimizer with learning rate :math:`\eta`, weights are divided by :math:`1 + \eta c_l / d`, where
@@ -112,10 +113,10 @@ class GaussianPrior:
         likelihood: ``"classification"``: softmax and class indices. ``"regression"``: Gaussian, errors as above.
         noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
         temperature: ``T`` > 0; 1 is Bayes.
+        step: ``"gradient"``: the prior's gradient is added to that of the loss. ``"implicit"``: see above, for
+            ``torch.optim.SGD``, ``Adam`` and ``AdamW`` (with ``weight_decay=0``), not for subclasses. ``"auto"``:
+            implicit for these, and gradient for all other optimizers.
         members: Numbers of all members of a population, the same on every rank; default: there is one network.
-        step: ``"gradient"``: the prior's gradient is added to that of the loss. ``"implicit"``: see above, for ``torch.optim.SGD``,
-            ``Adam`` and ``AdamW`` (with ``weight_decay=0``), not for subclasses. ``"auto"``: implicit for these, and
-            gradient for all other optimizers.
 
     Attributes:
         members: The present precisions by the number of the member; the only network has the number None.
@@ -126,7 +127,7 @@ class GaussianPrior:
         ValueError: If an argument is out of range, or a layer has no curvature rule.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; our specification, 4.3.
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 and 2.3.
 
     Example:
         >>> prior = GaussianPrior(nn.Linear(1, 2), precision=3.0)
