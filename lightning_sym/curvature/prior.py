@@ -40,7 +40,7 @@ class Precisions:
 
         Args:
             log_precisions: By parameter, for all that have a prior.
-            log_noise: Of a regression.
+            log_noise: Logarithm of the noise of a regression.
 
         Raises:
             ValueError: If they are of other parameters.
@@ -109,7 +109,7 @@ class GaussianPrior:
         network: Every layer with trainable parameters needs a curvature rule
             (:func:`lightning_sym.curvature.register_layer`). For a population, a network with the parameters that every
             member has.
-        precision: Of all weights at the start, > 0.
+        precision: Prior precision of all weights at the start, > 0.
         likelihood: ``"classification"``: softmax and class indices. ``"regression"``: Gaussian, errors as above.
         noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
         temperature: ``T`` > 0; 1 is Bayes.
@@ -199,7 +199,7 @@ class GaussianPrior:
         To be called on every rank once a fit, when the optimizers are made: ``trainer.optimizers`` in ``on_fit_start``.
 
         Args:
-            optimizers: Of the network. Without weight decay.
+            optimizers: Optimizers of the network, without weight decay.
             data: The datamodule, ``trainer.datamodule``: its ``curvature_dataloader()`` gives batches ``(inputs, labels
                 or targets, ...)``, each training datum once, this rank's share (all of them where ranks hold members of
                 their own). If it has ``num_classes``, a warning names the classes that never occur.

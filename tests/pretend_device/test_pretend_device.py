@@ -24,8 +24,9 @@ NOT_RUN = {
     "MemberParallelStrategy": "places members on several processes",
     "RecalibrationTargets": "a protocol",
     "RunReport": "the base class of reports",
+    **dict.fromkeys(("publish_figure", "publish_numbers", "publish_results", "publish_text"), "parts of every report"),
 }
-ROOMS = ("curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
+ROOMS = ("connectivity", "curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
 INPUTS = {"inputs", "images", "example", "example_input", "data", "loader", "batches"}
 
 
@@ -38,10 +39,7 @@ def why_not() -> str:
     return ""
 
 
-on_the_pretend_device = [
-    pytest.mark.pretend_device,
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+on_the_pretend_device = [pytest.mark.pretend_device, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 
 def outcome(script: str) -> tuple[int, str]:
