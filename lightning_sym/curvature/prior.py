@@ -187,7 +187,7 @@ class GaussianPrior(_TrainedPrior, Precisions):
         ValueError: If an argument is out of range, or a layer has no curvature rule.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; our specification, 4.3.
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.
 
     Example:
         >>> prior = GaussianPrior(nn.Linear(1, 2), precision=3.0)
