@@ -19,6 +19,7 @@ from lightning_sym.zoo import rebuild_manifest, write_member
 
 def assert_refused(
     call: Callable[..., Any],
+    /,
     *arguments: Any,
     says: str | Sequence[str] = (),
     error: type[Exception] = ValueError,
@@ -42,7 +43,7 @@ def assert_refused(
         assert text in sentence, f"{text!r} is not in: {sentence}"
 
 
-def refused(call: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+def refused(call: Callable[..., Any], /, *arguments: Any, **settings: Any) -> Any:
     """Return a row for a table of refusals, ``@pytest.mark.parametrize("refusal", [refused(...), ...])``.
 
     The test calls ``refusal()``; see :func:`assert_refused` for the arguments.

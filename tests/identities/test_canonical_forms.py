@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import resnet18
@@ -357,15 +358,12 @@ def test_single_precision() -> None:
 
 def test_bad_arguments() -> None:
     network, _, symmetry = made("relu")
-    with pytest.raises(ValueError, match="'balanced', 'unit' or None, got 'norm'"):
-        canonicalize(symmetry, network, scales="norm")
-    with pytest.raises(ValueError, match="expected shape"):
-        canonicalize(symmetry, mlp(nn.ReLU()))
+    assert_refused(canonicalize, symmetry, network, scales="norm", says="'balanced', 'unit' or None, got 'norm'")
+    assert_refused(lambda: canonicalize(symmetry, mlp(nn.ReLU())), says="expected shape")
     broken = copy.deepcopy(network)
     with torch.no_grad():
         broken[2].weight[0, 0] = math.nan
-    with pytest.raises(ValueError, match=r"2\.weight holds values that are not finite"):
-        canonicalize(symmetry, broken)
+    assert_refused(canonicalize, symmetry, broken, says="2.weight holds values that are not finite")
 
 
 @pytest.mark.parametrize("name", ["relu", "square", "residual", "recurrent", "myrtle", "myrtle_without_norm", "tanh"])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.datamodules import DigitsDataModule
@@ -165,10 +166,8 @@ def test_walks_that_cannot_be_say_why() -> None:
         walk_level_set(network, inputs, steps=1, step_size=0.1, direction=torch.ones(3))
     with pytest.raises(ValueError, match="Unknown direction 'randon'"):
         walk_level_set(network, inputs, steps=1, step_size=0.1, direction="randon")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="start must be a finite weight vector"):
-        walk_level_set(network, inputs, steps=1, step_size=0.1, start=torch.ones(3))
-    with pytest.raises(ValueError, match="at least one input"):
-        walk_level_set(network, inputs[:0], steps=1, step_size=0.1)
+    assert_refused(walk_level_set, network, inputs, steps=1, step_size=0.1, start=torch.ones(3), says="start must be a")
+    assert_refused(walk_level_set, network, inputs[:0], steps=1, step_size=0.1, says="at least one input")
     for wrong in ({"steps": 0}, {"step_size": 0.0}, {"tolerance": 0.0}, {"rcond": 1.0}, {"max_corrections": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             walk_level_set(network, inputs, **{"steps": 1, "step_size": 0.1, **wrong})

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.networks import Gaussian
@@ -220,13 +221,8 @@ def test_convolutions() -> None:
 def test_bad_arguments() -> None:
     network, inputs = shallow(), torch.randn(8, 3)
     symmetry = trace_symmetry(network, inputs)
-    with pytest.raises(ValueError, match=r"tolerance must be in \(0, 1\), got 0"):
-        local_dimension(symmetry, network, inputs, tolerance=0)
-    with pytest.raises(ValueError, match="max_parameters must be at least 1, got 0"):
-        local_dimension(symmetry, network, inputs, max_parameters=0)
-    with pytest.raises(ValueError, match=r"the network has 26 parameters, .* at most max_parameters=20"):
-        local_dimension(symmetry, network, inputs, max_parameters=20)
-    with pytest.raises(ValueError, match="a batch of at least one sample"):
-        local_dimension(symmetry, network, inputs[:0])
-    with pytest.raises(ValueError, match="expected shape"):
-        local_dimension(symmetry, deep(nn.ReLU), inputs)
+    assert_refused(local_dimension, symmetry, network, inputs, tolerance=0)
+    assert_refused(local_dimension, symmetry, network, inputs, max_parameters=0)
+    assert_refused(local_dimension, symmetry, network, inputs, max_parameters=20)
+    assert_refused(local_dimension, symmetry, network, inputs[:0], says="a batch of at least one sample")
+    assert_refused(lambda: local_dimension(symmetry, deep(nn.ReLU), inputs), says="expected shape")

@@ -5,15 +5,11 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.landscape.planes import weight_vector
-from lightning_sym.landscape.quotient import (
-    OrbitDistances,
-    canonical_vectors,
-    function_distances,
-    orbit_distances,
-)
+from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 
@@ -207,8 +203,7 @@ class Gated(nn.Module):
 
 def test_merging_is_refused_where_units_do_not_add_up() -> None:
     vectors = torch.tensor([[1.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
-    with pytest.raises(ValueError, match="pass merge=False"):
-        canonical_vectors(Gated(), vectors, torch.ones(3, 1))
+    assert_refused(lambda: canonical_vectors(Gated(), vectors, torch.ones(3, 1)), says="pass merge=False")
 
 
 def test_function_distances_are_those_of_slopes() -> None:
@@ -224,9 +219,6 @@ def test_function_distances_are_those_of_slopes() -> None:
 
 def test_wrong_vectors_say_so() -> None:
     target = torch.zeros(4)
-    with pytest.raises(ValueError, match="must have 4 entries"):
-        two(torch.zeros(2, 3), target)
-    with pytest.raises(ValueError, match="not finite"):
-        two(torch.full((2, 4), math.nan), target)
-    with pytest.raises(ValueError, match="must have 4 entries"):
-        function_distances(TWO, torch.zeros(4), LINE)
+    assert_refused(two, torch.zeros(2, 3), target, says="must have 4 entries")
+    assert_refused(two, torch.full((2, 4), math.nan), target, says="not finite")
+    assert_refused(function_distances, TWO, torch.zeros(4), LINE, says="must have 4 entries")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import assert_refused
 
 from lightning_sym.landscape.planes import WeightPlane, independent, weight_tensors, weight_vector
 from lightning_sym.networks import LeNet5, MultiLayerPerceptron
@@ -58,12 +59,10 @@ def test_dependent_points_are_rejected(size):
     given = points(4, size)
     given[2] = given[0] + 0.5 * (given[1] - given[0])
     assert independent(given[1:] - given[0]) == [0, 2]
-    with pytest.raises(ValueError, match="Point 2 lies in the plane of the points before"):
-        WeightPlane.through(given)
+    assert_refused(WeightPlane.through, given, says="Point 2 lies in the plane of the points before")
     given[2] = given[0] + 0.5 * (given[3] - given[0])
     assert independent(given[1:] - given[0]) == [0, 1]
-    with pytest.raises(ValueError, match="Point 3 "):
-        WeightPlane.through(given)
+    assert_refused(WeightPlane.through, given, says="Point 3 ")
 
 
 def test_independence_is_relative_to_a_vectors_own_length_and_to_the_tolerance():
@@ -95,10 +94,8 @@ def test_wrong_shapes_and_tolerances():
     for call, size in ((plane.coordinates, 4), (plane.residual, 4), (plane.weights, 2)):
         with pytest.raises(ValueError, match=rf"must have shape \[..., {size}\]"):
             call(torch.zeros(5, 3))
-    with pytest.raises(ValueError, match=r"tolerance must be in \(0, 1\)"):
-        WeightPlane.through(points(3, 4), tolerance=0)
-    with pytest.raises(ValueError, match="floating tensor of shape"):
-        independent(torch.zeros(3))
+    assert_refused(lambda: WeightPlane.through(points(3, 4), tolerance=0), says="tolerance must be in (0, 1)")
+    assert_refused(independent, torch.zeros(3), says="floating tensor of shape")
 
 
 def test_float32_points_are_kept_exactly_and_not_shared():
@@ -122,8 +119,7 @@ def test_a_weight_vector_is_the_trainable_parameters_in_order():
     vector += 1
     assert weight_vector(network).tolist() == [c, d]
     network.requires_grad_(False)
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        weight_vector(network)
+    assert_refused(weight_vector, network, says="no trainable parameters")
 
 
 def test_weight_tensors_invert_weight_vector_for_many_vectors():
@@ -135,5 +131,4 @@ def test_weight_tensors_invert_weight_vector_for_many_vectors():
         assert tensor.shape == (1, 2, *parameter.shape)
         assert torch.equal(tensor[0, 0], parameter)
         assert torch.equal(tensor[0, 1], 2 * parameter)
-    with pytest.raises(ValueError, match="43661"):
-        weight_tensors(network, torch.zeros(3))
+    assert_refused(weight_tensors, network, torch.zeros(3), says="43661")

@@ -26,7 +26,7 @@ NOT_RUN = {
     "RunReport": "the base class of reports",
     **dict.fromkeys(("publish_figure", "publish_numbers", "publish_results", "publish_text"), "parts of every report"),
 }
-ROOMS = ("curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
+ROOMS = ("connectivity", "curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
 INPUTS = {"inputs", "images", "example", "example_input", "data", "loader", "batches"}
 
 
@@ -39,10 +39,7 @@ def why_not() -> str:
     return ""
 
 
-on_the_pretend_device = [
-    pytest.mark.pretend_device,
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+on_the_pretend_device = [pytest.mark.pretend_device, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 
 def outcome(script: str) -> tuple[int, str]:

@@ -7,10 +7,7 @@ from torch.nn import functional as F
 
 from lightning_sym.symmetry import trace_symmetry
 
-SPREADS = {
-    "expand": lambda number: number.expand(6),
-    "repeat": lambda number: number.repeat(6),
-}
+SPREADS = {"expand": lambda number: number.expand(6), "repeat": lambda number: number.repeat(6)}
 USES = {
     "bias of a linear map": lambda net, x, spread: F.linear(x, net.first.weight, spread(net.number)).relu(),
     "bias of a convolution": lambda net, x, spread: F.conv1d(
