@@ -1,5 +1,6 @@
 """Symmetries of networks: the groups that commute through activations."""
 
+from lightning_sym.symmetry.action import ActivationAction
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import Balance, CanonicalForm, balance, canonicalize
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
@@ -10,6 +11,7 @@ from lightning_sym.symmetry.groups import (
     IntertwinerGroup,
     intertwiner_group,
     measure,
+    random_orthogonal,
 )
 from lightning_sym.symmetry.matching.activations import ActivationMoments, activation_matching
 from lightning_sym.symmetry.matching.distance import OrbitDistance, orbit_distance
@@ -19,6 +21,7 @@ from lightning_sym.symmetry.tracing.rules import register_rule
 
 __all__ = [
     "INTERTWINER_GROUPS",
+    "ActivationAction",
     "ActivationMoments",
     "AxisGroup",
     "Balance",
@@ -40,6 +43,7 @@ __all__ = [
     "measure",
     "orbit_distance",
     "parameter_distance",
+    "random_orthogonal",
     "register_rule",
     "trace_symmetry",
     "weight_matching",

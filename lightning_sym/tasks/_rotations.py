@@ -1,51 +1,17 @@
 """Random changes of basis in front of one activation: elements of the symmetry group, and orthogonal matrices."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, Port
-from lightning_sym.symmetry import Element
+from lightning_sym.symmetry import Element, random_orthogonal
 
 # Relative to the largest output. Rounding alone stays far below, a wrong matrix is far above.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ADVICE = "leave this site out of sites, or group and undo out of kinds"
-
-
-def random_orthogonal(size: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw an orthogonal matrix, all being equally likely (Haar measure), of either determinant.
-
-    Args:
-        size: Rows and columns ``C``, >= 1.
-        generator: Where randomness comes from.
-
-    Returns:
-        Shape ``[C, C]``, float64.
-
-    Raises:
-        ValueError: If ``size`` is below 1.
-
-    Note:
-        ``O(C^3)`` time.
-
-    References:
-        Mezzadri (2007), "How to generate random matrices from the classical compact groups", arXiv:math-ph/0609050:
-        the QR decomposition of a Gaussian matrix, with the signs for which the diagonal of R is positive.
-
-    Example:
-        >>> matrix = random_orthogonal(3, torch.Generator().manual_seed(0))
-        >>> torch.allclose(matrix @ matrix.T, torch.eye(3, dtype=torch.float64))
-        True
-    """
-    if size < 1:
-        raise ValueError(f"size of an orthogonal matrix must be at least 1, got {size}.")
-    q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))
-    sign = torch.where(r.diagonal() < 0, -1.0, 1.0)  # not torch.sign, which is 0 at 0
-    rotated: Tensor = q * sign
-    return rotated
 
 
 def element_at(
@@ -80,44 +46,31 @@ def element_at(
     first = source.crossings(site)[0]
     if not first.mapped:
         raise ValueError(f"What crosses the cut at {site!r} is the network's input or has no channels; {_ADVICE}.")
-    if not (first.permutations or first.scales or first.signs or first.dense):
+    group = first.group
+    if not (group.permutations or group.positive_scales or group.signs or group.dense):
         raise ValueError(f"The symmetry group does not change what crosses the cut at {site!r}; {_ADVICE}.")
-    symmetry, probe = source.symmetry, source.probe(site, 0)
+    symmetry = source.symmetry
     structure = symmetry.structure
+    (seen,) = symmetry.taps[f"{site}/0"].seen
     found = symmetry.identity()
-    units: set[int] = set()
     permutation = found.permutation.numpy().copy()
-    for group in symmetry.groups:
-        if not any(occurrence.tensor == probe and occurrence.axis == 1 for occurrence in group.occurrences):
-            continue
-        own, cells = group.units.numpy(), group.cells.numpy()
-        units.update(own.tolist())
-        if group.movable and not group.dense:
-            draw = torch.rand(len(own), dtype=torch.float64, generator=generator).numpy()
-            permutation[own[np.argsort(cells, kind="stable")]] = own[np.lexsort((draw, cells))]
+    for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
+        if movable and structure.cell_of[units[0]] < 0 and np.isin(units, seen.unit).any():
+            draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
+            permutation[units[np.argsort(cells, kind="stable")]] = units[np.lexsort((draw, cells))]
     log_scale, sign, matrices = found.log_scale, found.sign, list(found.dense)
     for index, cell in enumerate(structure.dense):
-        if units.issuperset(cell.tolist()):
+        if np.isin(cell, seen.unit).all():
             left, right = (random_orthogonal(len(cell), generator) for _ in range(2))
             drawn = scale * torch.randn(len(cell), dtype=torch.float64, generator=generator)
             matrices[index] = (left * drawn.exp()) @ right
-    if not first.dense:  # there the matrices do it all
-        place = next(place for place in structure.slots if place.tensor == probe and place.axes == (1,))
-        rows = slice(place.offset, place.offset + place.size)
-        columns, powers = _generators(structure.magnitudes[rows])
-        drawn = scale * torch.randn(len(columns), dtype=torch.float64, generator=generator) - scale**2 / 2
-        log_scale[columns] = -drawn / powers  # a probe moves by the inverse of what the values do
-        columns, _ = _generators(structure.signs[rows])
-        sign[columns] = 1.0 - 2.0 * torch.randint(0, 2, (len(columns),), generator=generator).double()
+    if not group.dense:  # there the matrices do it all
+        scales, signs = symmetry.generators_at(f"{site}/0")
+        drawn = scale * torch.randn(len(scales), dtype=torch.float64, generator=generator) - scale**2 / 2
+        for (number, exponent), log in zip(scales.items(), drawn.tolist(), strict=True):
+            log_scale[number] = log / exponent
+        sign[list(signs)] = 1.0 - 2.0 * torch.randint(0, 2, (len(signs),), generator=generator).double()
     return replace(found, permutation=torch.from_numpy(permutation), dense=tuple(matrices))
-
-
-def _generators(exponents: Any) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the generators that act on some positions, and the exponent of each where it first acts."""
-    entries = exponents.tocoo()
-    acting = entries.data != 0
-    columns, first = np.unique(entries.col[acting], return_index=True)
-    return torch.from_numpy(columns).long(), torch.from_numpy(entries.data[acting][first]).double()
 
 
 def rotate_by_group(

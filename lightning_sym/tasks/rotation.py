@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sym._random import generator
 from lightning_sym.stitching import CutNetwork, FixedMap, IdentityMap, Port, StitchedNetwork, StitchingMap
+from lightning_sym.symmetry import random_orthogonal
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import example_input
-from lightning_sym.tasks._rotations import random_orthogonal, rotate_by_group
+from lightning_sym.tasks._rotations import rotate_by_group
 from lightning_sym.zoo import ModelZoo
 
 DEFAULT_KINDS = ("group", "orthogonal")

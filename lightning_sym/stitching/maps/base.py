@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.moments import FeatureMoments
+from lightning_sym.symmetry.groups import IntertwinerGroup
 
 Mode = Literal["soft", "hard"]
+PERMUTATIONS = IntertwinerGroup("permutations", positive_scales=False, signs=False)
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,7 @@ class Port:
         in_channels: Channels of the network in front, >= 1.
         out_channels: Channels that the network behind expects, >= 1.
         axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
-        permutations: Whether permutations belong to the group.
-        scales: Whether positive scales do.
-        signs: Whether signs do.
-        dense: Whether the group is that of all invertible matrices.
+        group: Acts on the channels; default permutations only.
 
     Raises:
         ValueError: If a width is not an integer >= 1, or ``axis`` is no integer.
@@ -39,10 +38,7 @@ class Port:
     in_channels: int
     out_channels: int
     axis: int = 1
-    permutations: bool = True
-    scales: bool = False
-    signs: bool = False
-    dense: bool = False
+    group: IntertwinerGroup = PERMUTATIONS
 
     def __post_init__(self) -> None:
         for name in ("in_channels", "out_channels"):
