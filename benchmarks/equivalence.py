@@ -29,6 +29,7 @@ from torch.nn.utils import vector_to_parameters
 from lightning_sym.landscape import Grid, LossSurface, WeightPlane, betti_numbers, evaluate_grid, weight_vector
 from lightning_sym.networks import LeNet5, MultiLayerPerceptron, Network
 from lightning_sym.population import VmapPopulation
+from lightning_sym.tasks.losses import SquaredDistance
 
 INPUTS = 500
 CANDIDATES = 64
@@ -177,7 +178,7 @@ def measure_search(rounds: int, device: str) -> list[dict[str, object]]:
             targets: Tensor = targets,
         ) -> None:
             for batch, target in zip(batches, targets, strict=True):
-                _, gradients = population.distance_step(batch, target, skip=frozenset(), draw=0)
+                gradients = population.step(batch, target, SquaredDistance(), shared=True).gradients
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
                 optimizer.step()

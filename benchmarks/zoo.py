@@ -38,6 +38,7 @@ from lightning_sym.datamodules import DigitsDataModule, ImageDataModule, Labelle
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation, carry_gradients
 from lightning_sym.tasks import ZooTask
+from lightning_sym.tasks.losses import CrossEntropy
 from lightning_sym.zoo import versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -272,7 +273,7 @@ def measure_steps(network: Network, shape: tuple[int, int, int], members: int, r
 
     def ours() -> None:
         together.zero_grad()
-        step = population.step(images, labels, skip=frozenset(), label_smoothing=0.0, draw=0)
+        step = population.step(images, labels, CrossEntropy())
         carry_gradients(step.losses.mean(), step.gradients, population.trainable()).backward()
         together.step()
 

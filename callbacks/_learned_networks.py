@@ -1,62 +1,37 @@
-"""The networks whose prior precisions are learned: that of an EquivarianceTask, or the members of a ZooTask."""
+"""The networks whose prior precisions are learned: that of a task with one, or the members of a population."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_sym.curvature import parameter_groups
+from lightning_sym.curvature import GaussianPrior, PopulationPrior
 from lightning_sym.datamodules import InputDataModule
-from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import batch_norms
-from lightning_sym.tasks import EquivarianceTask, ZooTask
-from lightning_sym.tasks._prior import (
-    count_data,
-    decays_weights,
-    has_implicit_step,
-    prior_strength,
-    shrink,
-    warn_of_missing_classes,
-)
 
-Number = int | None  # of a member; None for the network of an EquivarianceTask
+Number = int | None  # of a member; None for the only network of a task
 
 
 class LearnedNetworks(ABC):
     """What :class:`lightning_sym.callbacks.MarginalLikelihood` asks of a task.
 
     Attributes:
+        prior: Of the task.
         numbers: Of all networks, the same on every rank.
-        likelihood: ``"classification"`` or ``"regression"``.
-        temperature: Of the posterior.
+        needs: What the task must have besides.
     """
 
-    numbers: list[Number]
-    likelihood: Literal["classification", "regression"]
-    temperature: float
+    needs: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    @abstractmethod
-    def architecture(self) -> Network:
-        """A network with the parameters that all of them have."""
-
-    @property
-    @abstractmethod
-    def implicit(self) -> bool:
-        """Whether the prior acts after the steps of the optimizer; known when a fit has started."""
-
-    @abstractmethod
-    def prior(self, number: Number) -> tuple[dict[str, float], float]:
-        """Return the present log precisions of a network by parameter, and its log noise."""
-
-    @abstractmethod
-    def set_prior(self, number: Number, log_precisions: Mapping[str, float], log_noise: float) -> None:
-        """Change the prior that a network is trained with."""
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.prior: GaussianPrior | PopulationPrior = task.prior
+        self.numbers: list[Number] = list(self.prior.members)
 
     @abstractmethod
     def running(self) -> list[Number]:
@@ -76,26 +51,7 @@ class LearnedNetworks(ABC):
 
 
 class OneNetwork(LearnedNetworks):
-    """That of an :class:`lightning_sym.tasks.EquivarianceTask`, which trains under its prior by itself."""
-
-    def __init__(self, task: EquivarianceTask) -> None:
-        self.task = task
-        self.numbers = [None]
-        self.likelihood, self.temperature = task.likelihood, task.temperature
-
-    @property
-    def architecture(self) -> Network:
-        return self.task.network
-
-    @property
-    def implicit(self) -> bool:
-        return self.task.implicit
-
-    def prior(self, number: Number) -> tuple[dict[str, float], float]:
-        return self.task.log_precisions, self.task.log_noise
-
-    def set_prior(self, number: Number, log_precisions: Mapping[str, float], log_noise: float) -> None:
-        self.task.set_prior(log_precisions, log_noise)
+    """That of a task with a :class:`lightning_sym.curvature.GaussianPrior` and, maybe, ``evaluate``."""
 
     def running(self) -> list[Number]:
         return self.numbers
@@ -105,114 +61,23 @@ class OneNetwork(LearnedNetworks):
         self.task.to(trainer.strategy.root_device)  # after a fit Lightning has moved the module to the CPU
         if trainer.world_size > 1:
             # Those of rank 0, as in DDP's next forward pass and in a checkpoint.
-            for buffer in _statistics(self.task.network):
+            for buffer in _statistics(self.prior.network):
                 torch.distributed.broadcast(buffer, 0)
-        return self.task.network
+        return self.prior.network
 
     def batches(self, data: InputDataModule) -> Iterable[Any]:
         return data.curvature_dataloader()
 
     def test(self, data: InputDataModule) -> dict[Number, dict[str, float]]:
         loader: Any = data.test_dataloader() if is_overridden("test_dataloader", data) else None
-        return {} if loader in (None, []) else {None: self.task.evaluate(loader)}
+        evaluate = getattr(self.task, "evaluate", None)
+        return {} if loader in (None, []) or evaluate is None else {None: evaluate(loader)}
 
 
 class Members(LearnedNetworks):
-    """Those of a :class:`lightning_sym.tasks.ZooTask`, which knows nothing of a prior: it is added here.
+    """Those of a task over a population, with a :class:`lightning_sym.curvature.PopulationPrior`."""
 
-    Args:
-        task: The task.
-        precision: Of all weights at the start, > 0.
-
-    Raises:
-        ValueError: If the loss is not a log likelihood, or a layer has no curvature rule.
-    """
-
-    def __init__(self, task: ZooTask, precision: float) -> None:
-        if task.label_smoothing:
-            raise ValueError(
-                f"With label_smoothing {task.label_smoothing} the loss is no log likelihood, which MarginalLikelihood "
-                "needs; set it to 0."
-            )
-        self.task = task
-        self.numbers = list(task.numbers)
-        self.likelihood, self.temperature = "classification", 1.0
-        names = parameter_groups(self.architecture).precisions
-        self.log_precisions = {n: dict.fromkeys(names, math.log(precision)) for n in task.numbers}
-        self.samples = 0
-        self._implicit = False
-        self._strengths: tuple[frozenset[int], dict[int, float | Tensor]] | None = None
-
-    @property
-    def architecture(self) -> Network:
-        return self.task.network.fresh(self.task.seed)  # as the members are made: the task's own may be frozen
-
-    @property
-    def implicit(self) -> bool:
-        return self._implicit
-
-    def begin(self, trainer: Trainer, data: InputDataModule) -> None:
-        """Count the data, and let the prior act with each step; to be called when a fit starts.
-
-        Raises:
-            ValueError: If the optimizer decays weights.
-        """
-        for optimizer in trainer.optimizers:
-            if decays_weights(optimizer):
-                raise ValueError(
-                    f"{type(optimizer).__name__} decays weights, which the prior of MarginalLikelihood does by itself; "
-                    "set weight_decay to 0."
-                )
-        self.samples, counts = count_data(data.curvature_dataloader(), shared=not self.task.member_parallel)
-        if trainer.is_global_zero:
-            warn_of_missing_classes(counts, getattr(data, "num_classes", len(counts)))
-        self._implicit = all(has_implicit_step(optimizer) for optimizer in trainer.optimizers)
-        if self._implicit:
-            for optimizer in trainer.optimizers:
-                optimizer.register_step_post_hook(lambda stepped, *_: shrink(stepped, self.strengths()))
-
-    @torch.no_grad()
-    def add_gradients(self) -> None:
-        """Add the prior's part to the members' gradients, where it does not act after the step."""
-        if self._implicit:
-            return
-        strengths = self.strengths()
-        for parameter in self.task.population.trainable():
-            if id(parameter) in strengths and parameter.grad is not None:
-                parameter.grad += strengths[id(parameter)] * parameter
-
-    def strengths(self) -> dict[int, float | Tensor]:
-        """Return ``c`` in the prior's part ``c |theta|^2 / 2`` of a member's loss, by the id of the parameter.
-
-        Returns:
-            Numbers, or for stacked tensors, of shape ``[M, 1, ...]``; 0 for members that were stopped.
-        """
-        population, stopped = self.task.population, self.task.skipped
-        if self._strengths is None or self._strengths[0] != stopped:
-            found: dict[int, float | Tensor] = {}
-            for (name, parameter), owner in zip(population.named_trainable(), population.owners(), strict=True):
-                numbers = population.numbers if owner is None else (owner,)
-                if name not in self.log_precisions[numbers[0]]:
-                    continue
-                values = [
-                    0.0 if n in stopped else prior_strength(self.log_precisions[n][name], self.samples) for n in numbers
-                ]
-                kind = torch.promote_types(parameter.dtype, torch.float32)
-                stacked = torch.tensor(values, dtype=kind, device=parameter.device)
-                found[id(parameter)] = (
-                    values[0] if owner is not None else stacked.view(-1, *[1] * (parameter.dim() - 1))
-                )
-            self._strengths = stopped, found
-        return self._strengths[1]
-
-    def prior(self, number: Number) -> tuple[dict[str, float], float]:
-        assert number is not None
-        return self.log_precisions[number], 0.0
-
-    def set_prior(self, number: Number, log_precisions: Mapping[str, float], log_noise: float) -> None:
-        assert number is not None
-        self.log_precisions[number] = dict(log_precisions)
-        self._strengths = None
+    needs = ("network", "member_parallel", "gathered", "split_metrics")
 
     def running(self) -> list[Number]:
         stopped, _ = self.task.gathered()
@@ -220,17 +85,15 @@ class Members(LearnedNetworks):
 
     def network(self, number: Number) -> nn.Module:
         """Return a copy of a member; with ``ddp_members`` every rank gets it, to work on a share of the data."""
-        assert number is not None
         task, trainer = self.task, self.task.trainer
         strategy = trainer.strategy
-        owner = task.numbers.index(number) % trainer.world_size if task.member_parallel else trainer.global_rank
-        state = None
+        owner = self.numbers.index(number) % trainer.world_size if task.member_parallel else trainer.global_rank
+        state: Any = None
         if owner == trainer.global_rank:
             state = {name: value.cpu() for name, value in task.population.member_state(number).items()}
         if task.member_parallel and trainer.world_size > 1:
             state = strategy.broadcast(state, src=owner)
-        assert state is not None
-        network = task.network.fresh(number)
+        network: nn.Module = task.network.fresh(number)
         dtype = next(value.dtype for value in state.values() if value.is_floating_point())
         network.to(strategy.root_device, dtype).load_state_dict(state)
         if trainer.world_size > 1 and not task.member_parallel:
@@ -247,12 +110,35 @@ class Members(LearnedNetworks):
 
     def test(self, data: InputDataModule) -> dict[Number, dict[str, float]]:
         """Evaluate the weights that the task keeps."""
-        values = self.task.split_metrics(data).get("test")  # type: ignore[arg-type]
+        values = self.task.split_metrics(data).get("test")
         if values is None:
             return {}
-        rows = {number: self.task.numbers.index(number) for number in self.numbers if number is not None}
-        found = {n: {name: float(values[name][row]) for name in ("accuracy", "loss")} for n, row in rows.items()}
-        return {n: numbers for n, numbers in found.items() if not math.isnan(numbers["accuracy"])}
+        found = {
+            number: {name: float(values[name][row]) for name in ("accuracy", "loss")}
+            for row, number in enumerate(self.numbers)
+        }
+        return {number: numbers for number, numbers in found.items() if not math.isnan(numbers["accuracy"])}
+
+
+def learned_networks(task: LightningModule) -> LearnedNetworks:
+    """Return what a task has of what :class:`lightning_sym.callbacks.MarginalLikelihood` needs.
+
+    Raises:
+        TypeError: If something is missing; the message names it.
+    """
+    prior = getattr(task, "prior", None)
+    if not isinstance(prior, GaussianPrior | PopulationPrior):
+        raise TypeError(
+            f"MarginalLikelihood learns the precisions of task.prior, and {type(task).__name__} has none; set "
+            "self.prior to a lightning_sym.curvature.GaussianPrior in its constructor (prior_precision of ZooTask)."
+        )
+    kind = Members if isinstance(prior, PopulationPrior) else OneNetwork
+    if missing := [name for name in kind.needs if not hasattr(task, name)]:
+        raise TypeError(
+            f"MarginalLikelihood needs {' and '.join(missing)} of a task with a PopulationPrior, and "
+            f"{type(task).__name__} has none; see lightning_sym.tasks.ZooTask."
+        )
+    return kind(task)
 
 
 def _statistics(network: nn.Module) -> list[Tensor]:

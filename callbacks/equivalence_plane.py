@@ -89,7 +89,7 @@ class PlaneGrid:
     """One grid of weights through the found points.
 
     Args:
-        dimension: Of the plane, ``m`` >= 1; it needs ``m + 1`` points.
+        dimension: Dimension of the plane, ``m`` >= 1; it needs ``m + 1`` points.
         points: Grid points per axis, >= 2; odd, so that the first found point is one of them.
         bound: The box is ``[-bound, bound]`` along every axis, around the first found point. None: 1.5 times the
             largest coordinate of a found point.
@@ -158,8 +158,8 @@ class EquivalencePlane(RunReport[EquivalenceTask, InputDataModule]):
         through: What the planes go through: ``"search"``, the found points, that with the lowest J first; ``"orbit"``,
             the teacher and random images of it under its symmetry group; ``"mixed"``, found points and images in turn.
         inputs: How many of the inputs of the search J is taken of, >= 1.
-        precision: Of the network on the grid: ``"double"``, which pieces and holes near a threshold need, or
-            ``"single"``, twice as fast.
+        precision: Precision of the network on the grid: ``"double"``, which pieces and holes near a threshold need,
+            or ``"single"``, twice as fast.
         limit_seconds: Longest time that one grid may be estimated to take; None for no limit.
         limit_bytes: The same for its memory.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.

@@ -44,16 +44,16 @@ class EquivalenceWalk(RunReport[EquivalenceTask, InputDataModule]):
     in TensorBoard as ``figures/EquivalenceWalk/walk`` too. Everything is done on rank 0, in float64.
 
     Args:
-        steps: Of the walk, >= 1.
+        steps: Number of steps of the walk, >= 1.
         step_size: Length of a step in weight space, > 0.
         direction: ``"carried"``, one random direction is followed, so that the walk goes far; or ``"random"``, a new
             one for every step.
         inputs: How many inputs of the search the function is compared on, >= 1. A Jacobian has a row for each output
             of each.
         chains: Langevin chains; 0 for none.
-        chain_steps: Of each chain, of which the first fifth is not counted. >= 10.
-        temperature: Of the chains: the J about which they fluctuate, in units of J0. > 0.
-        seed: Of directions and noise.
+        chain_steps: Number of steps of each chain, of which the first fifth is not counted. >= 10.
+        temperature: Temperature of the chains: the J about which they fluctuate, in units of J0. > 0.
+        seed: Seed of directions and noise.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:

@@ -10,12 +10,11 @@ from typing import Any, Literal
 from pytorch_lightning import LightningModule, Trainer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from torch.optim import Optimizer
 
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._checks import on_first_rank
-from lightning_sym.callbacks._learned_networks import LearnedNetworks, Members, Number, OneNetwork
+from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
 from lightning_sym.callbacks.run_report import RunReport
 from lightning_sym.curvature import (
@@ -29,7 +28,6 @@ from lightning_sym.curvature import (
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.figures import evidence_curves, relative_effective_parameters
-from lightning_sym.tasks import EquivarianceTask, ZooTask
 from lightning_sym.zoo import versions
 
 _TERMS = ("log_marginal_likelihood", "log_likelihood", "log_determinant", "scatter")
@@ -51,8 +49,13 @@ _UNITS = {
 }
 
 
-class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule]):
+class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
     """Learn the prior precisions of a network, or of all members of a zoo, by evidence, every few epochs of training.
+
+    It works with every task that has a ``prior``, a :class:`lightning_sym.curvature.GaussianPrior` that it trains its
+    network under: an :class:`lightning_sym.tasks.EquivarianceTask`, or a LightningModule of your own. If it has a
+    method ``evaluate(batches)``, this is called on every rank with the test split, for the ``loss``, and maybe
+    ``accuracy``, of the report. The data are those of ``lightning_sym.datamodules``.
 
     After every ``every_n_epochs``-th epoch from epoch ``burn_in`` on, counted from 1: one pass over all training data,
     not augmented, in eval mode and in single precision at least, for the Kronecker factors of the curvature at the
@@ -62,12 +65,10 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
 
     Updates whose curvature, or loss, is not finite are skipped, with one warning; three in a row stop the run.
 
-    With a :class:`lightning_sym.tasks.ZooTask`, of any networks whose layers have curvature rules, every member has
-    precisions of its own, learned from its present weights (not those it keeps), and this callback makes the members
-    train under that prior: by implicit steps or gradients, as ``prior_step="auto"`` of
-    :class:`lightning_sym.tasks.EquivarianceTask`. Batch norms are in the prior, too: in eval mode scale and shift are
-    linear, so that their blocks are exact. Members that were stopped are passed over. With ``ddp_members`` the pass of
-    each member is shared out over all processes.
+    With a :class:`lightning_sym.tasks.ZooTask` with ``prior_precision``, of any networks whose layers have curvature
+    rules, every member has precisions of its own, learned from its present weights (not those it keeps). Batch norms
+    are in the prior, too: in eval mode scale and shift are linear, so that their blocks are exact. Members that were
+    stopped are passed over. With ``ddp_members`` the pass of each member is shared out over all processes.
 
     Logged after every update, with the new precisions: ``evidence/log_marginal_likelihood`` and its parts
     ``evidence/log_likelihood``, ``evidence/log_determinant``, ``evidence/scatter`` (the last two are subtracted; nats
@@ -94,26 +95,24 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         lr: Learning rate of the log precisions, > 0.
         lr_schedule: ``"constant"``, as in the authors' code; ``"cosine"``, as in the paper's text: it falls over
             ``trainer.max_epochs`` epochs from ``lr`` to 0, so that weights and precisions come to rest together.
-        engine: Of the curvature, see :func:`lightning_sym.curvature.factors`.
+        engine: Engine of the curvature, see :func:`lightning_sym.curvature.factors`.
         samples: None: exact factors, in as many backward passes as the network has outputs. Otherwise Monte Carlo with
             so many backward passes, >= 1; other random signs in every update.
         granularity: ``"per_path"``: a precision for every path of every layer. ``"per_tensor"``: for every tensor.
-        ffc: Of factored fully connected layers, see :func:`lightning_sym.curvature.factors`.
+        ffc: How factored fully connected layers share B, see :func:`lightning_sym.curvature.factors`.
         bounds: Range of log precisions.
         learn_noise: Whether the noise of a regression is learned.
-        precision: Of all weights of a zoo's members at the start, > 0; default 1. An ``EquivarianceTask`` has its own.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
-        ValueError: If an argument is out of range. When a fit starts: if the optimizer of a zoo decays weights, its
-            labels are smoothed, or a layer has no curvature rule.
+        ValueError: If an argument is out of range.
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
-        arXiv:2310.06131; our specification, 4.4 and 6.
+        arXiv:2310.06131; docs/theory/curvature.md, 3.3 and 3.4.
     """
 
-    task_type = EquivarianceTask
+    task_type = LightningModule
     data_type = InputDataModule  # type: ignore[type-abstract]
 
     def __init__(
@@ -129,7 +128,6 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         ffc: Literal["shared", "per_channel"] = "shared",
         bounds: tuple[float, float] = (-20.0, 20.0),
         learn_noise: bool = True,
-        precision: float | None = None,
         dirpath: str | None = None,
     ) -> None:
         super().__init__(dirpath)
@@ -149,8 +147,6 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         ):
             if choice not in accepted:
                 raise ValueError(unknown(name, choice, accepted))
-        if precision is not None and not (math.isfinite(precision) and precision > 0):
-            raise ValueError(f"precision must be a finite number > 0 or null, got {precision}.")
         PrecisionOptimizer(["trial"], lr=lr, bounds=(bounds[0], bounds[1]))  # refuses bad settings now
         self.burn_in = burn_in
         self.every_n_epochs = every_n_epochs
@@ -163,7 +159,6 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         self.ffc = ffc
         self.bounds = bounds
         self.learn_noise = learn_noise
-        self.precision = precision
         self._groups: Groups | None = None
         self._networks: LearnedNetworks | None = None
         self._optimizers: dict[Number, PrecisionOptimizer] = {}
@@ -177,19 +172,6 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         self._running: list[Number] = []
         self._tested: dict[Number, dict[str, float]] = {}
 
-    def task(self, task: LightningModule) -> EquivarianceTask | ZooTask:
-        """Return the task as what it is.
-
-        Raises:
-            TypeError: If it is another one.
-        """
-        if not isinstance(task, EquivarianceTask | ZooTask):
-            raise TypeError(
-                f"MarginalLikelihood works with lightning_sym.tasks.EquivarianceTask and ZooTask, got "
-                f"{type(task).__name__}; remove the callback or use one of these."
-            )
-        return task
-
     @property
     def networks(self) -> LearnedNetworks:
         """The networks whose precisions are learned; from ``setup`` on."""
@@ -202,64 +184,52 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         """Check the task and the data, and make the optimizers of the precisions.
 
         Raises:
-            TypeError: If the task is another one, or the data are not of ``lightning_sym.datamodules``.
-            ValueError: See the class.
+            TypeError: If the task has no prior, or the data are not of ``lightning_sym.datamodules``.
+            ValueError: If a cosine has no end.
         """
         super().setup(trainer, pl_module, stage)
         self._fitting = stage == "fit"
         if not self._fitting:
             return
-        task = self.task(pl_module)
         self._begin()
-        if isinstance(task, ZooTask):
-            self._networks = Members(task, 1.0 if self.precision is None else self.precision)
-        elif self.precision is None:
-            self._networks = OneNetwork(task)
-        else:
-            raise ValueError(
-                "precision of MarginalLikelihood is that of a zoo's members at the start; for an EquivarianceTask set "
-                "the task's own precision."
-            )
+        self._networks = learned_networks(pl_module)
         if self.lr_schedule == "cosine" and self.burn_in is not None and (trainer.max_epochs or -1) < 1:
             raise ValueError(
                 "lr_schedule cosine of MarginalLikelihood ends with trainer.max_epochs, which is not set; set it, or "
                 "use constant."
             )
-        self._groups = parameter_groups(self.networks.architecture, self.granularity)
+        self._groups = parameter_groups(self.networks.prior.network, self.granularity)
         self._running = self.networks.numbers
         self._optimizers = {number: self._make_optimizer(number) for number in self.networks.numbers}
 
     def _make_optimizer(self, number: Number) -> PrecisionOptimizer:
         assert self._groups is not None
-        log_precisions, log_noise = self.networks.prior(number)
+        prior = self.networks.prior
+        present = prior.members[number]
         optimizer = PrecisionOptimizer(
             self._groups.names,
             lr=self.lr,
-            log_noise=log_noise,
-            learn_noise=self.learn_noise and self.networks.likelihood == "regression",
+            log_noise=present.log_noise,
+            learn_noise=self.learn_noise and prior.likelihood == "regression",
             bounds=(self.bounds[0], self.bounds[1]),
         )
         for index, name in enumerate(self._groups.names):  # they may differ in a task that was trained before
-            values = [log_precisions[key] for key, group in self._groups.precisions.items() if group == name]
+            values = [present.log_precisions[key] for key, group in self._groups.precisions.items() if group == name]
             optimizer.log_precisions[index] = math.fsum(values) / len(values)
         optimizer.log_precisions.clamp_(*self.bounds)
         return optimizer
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the members of a zoo train under their prior.
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that the task trains under its prior.
 
         Raises:
-            ValueError: If their optimizer decays weights.
+            ValueError: If it does not.
         """
-        if isinstance(self.networks, Members):
-            self.networks.begin(trainer, self.data(trainer))
-            for number in self.networks.numbers:  # those of a checkpoint, maybe
-                self._apply(number)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Add the prior's part to the gradients of a zoo's members, where it does not act after the step."""
-        if isinstance(self.networks, Members):
-            self.networks.add_gradients()
+        if self.networks.prior.samples < 1:
+            raise ValueError(
+                f"{type(pl_module).__name__} does not train under its prior; call self.prior.start(trainer.optimizers, "
+                "trainer.datamodule) in its on_fit_start, and add self.prior.penalty() to its training loss."
+            )
 
     def updates_after(self, epoch: int) -> bool:
         """Return whether precisions are updated after an epoch, counted from 1."""
@@ -278,7 +248,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             return
         found = [record for number in self.networks.running() if (record := self._update(trainer, number, epoch))]
         self.records += found
-        self._log(trainer, self.task(pl_module), found)
+        self._log(trainer, pl_module, found)
 
     def _update(self, trainer: Trainer, number: Number, epoch: int) -> dict[str, Any] | None:
         """Update the precisions of one network, and return its record; None if the update was skipped."""
@@ -304,13 +274,13 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         found = factors(
             network,
             self.networks.batches(self.data(trainer)),
-            self.networks.likelihood,
+            self.networks.prior.likelihood,
             engine=self.engine,
             samples=self.samples,
             ffc=self.ffc,
             generator=generator("marginal likelihood", *keys) if self.samples else None,
         )
-        return Evidence.of(network, found, self._groups, temperature=self.networks.temperature)
+        return Evidence.of(network, found, self._groups, temperature=self.networks.prior.temperature)
 
     def _skip(self, trainer: Trainer, number: Number, epoch: int, error: CurvatureError) -> None:
         self._skipped[number] = self._skipped.get(number, 0) + 1
@@ -334,7 +304,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         optimizer = self._optimizers[number]
         found = dict(zip(self._groups.names, optimizer.log_precisions.tolist(), strict=True))
         log_precisions = {name: found[group] for name, group in self._groups.precisions.items()}
-        self.networks.set_prior(number, log_precisions, float(optimizer.log_noise))
+        self.networks.prior.members[number].set(log_precisions, float(optimizer.log_noise))
 
     def _record(self, number: Number, evidence: Evidence, epoch: int) -> dict[str, Any]:
         precisions, noise = self._optimizers[number].log_precisions, float(self._optimizers[number].log_noise)
@@ -346,7 +316,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             "epoch": epoch,
             **({} if number is None else {"member": number}),
             **{name: value / evidence.samples for name, value in zip(_TERMS, values, strict=True)},
-            **({"noise": math.exp(noise)} if self.networks.likelihood == "regression" else {}),
+            **({"noise": math.exp(noise)} if self.networks.prior.likelihood == "regression" else {}),
             "samples": evidence.samples,
             "paths": {
                 path: {
@@ -412,13 +382,15 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             raise ValueError("The checkpoint has precisions of other networks than this run; use its own recipe.")
         for name, state in state_dict["optimizers"].items():
             self._optimizers[names[name]].load_state_dict(state)
+            if state["adam"]["state"]:  # there was an update
+                self._apply(names[name])
         self.records = list(state_dict["records"])
         self._skipped = {names[name]: count for name, count in state_dict["skipped"].items()}
         self._warned = state_dict["warned"]
 
     # ---- report
 
-    def report(self, trainer: Trainer, task: EquivarianceTask | ZooTask, data: InputDataModule) -> None:
+    def report(self, trainer: Trainer, task: LightningModule, data: InputDataModule) -> None:
         """Evaluate the final weights, and write tables and figures."""
         epoch = trainer.current_epoch
         self._running = self.networks.running()
@@ -436,29 +408,31 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
             else:
                 self.records = [*self.records, {**record, "seconds": time.perf_counter() - start}]
         self._tested = self.networks.test(data)
-        on_first_rank(trainer, lambda: self._publish(trainer, task, data))
+        on_first_rank(trainer, lambda: self._publish(trainer, data))
 
-    def _publish(self, trainer: Trainer, task: EquivarianceTask | ZooTask, data: InputDataModule) -> None:
+    def _publish(self, trainer: Trainer, data: InputDataModule) -> None:
         terms = [{name: value for name, value in record.items() if name != "paths"} for record in self.records]
         last = {number: {n: v for n, v in record.items() if n != "paths"} for number, record in self._last().items()}
+        prior = self.networks.prior
         about = {
             "what": "a network trained under a prior learned by its Laplace marginal likelihood",
             "units": _UNITS,
-            "architecture": task.network.architecture,
+            "architecture": getattr(prior.network, "architecture", type(prior.network).__name__),
             "test": self._by_member(self._tested) or {},
             "evidence": self._by_member(last),
             "types": self._by_member({number: _types(record) for number, record in self._last().items()}) or {},
             "settings": {
                 **{name: getattr(self, name) for name in ("burn_in", "every_n_epochs", "steps", "lr", "lr_schedule")},
                 **{name: getattr(self, name) for name in ("engine", "samples", "granularity", "ffc")},
-                **{name: getattr(self, name) for name in ("learn_noise", "precision")},
+                "learn_noise": self.learn_noise,
+                "precision": prior.precision,
                 "bounds": list(self.bounds),
-                "likelihood": self.networks.likelihood,
-                "temperature": self.networks.temperature,
-                "prior_step": "implicit" if self.networks.implicit else "gradient",
+                "likelihood": prior.likelihood,
+                "temperature": prior.temperature,
+                "prior_step": "implicit" if prior.implicit else "gradient",
             },
-            "log_precisions": self._by_member({n: self.networks.prior(n)[0] for n in self.networks.numbers}),
-            "log_noise": self._by_member({n: self.networks.prior(n)[1] for n in self.networks.numbers}),
+            "log_precisions": self._by_member({number: own.log_precisions for number, own in prior.members.items()}),
+            "log_noise": self._by_member({number: own.log_noise for number, own in prior.members.items()}),
             "epochs": trainer.current_epoch,
             "data": data.identity(),
             "versions": versions(),
@@ -466,7 +440,7 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         publish_table(self._rows(), about, self.path / "layers")
         publish_table(terms, {**about, "what": "the log marginal likelihood during training"}, self.path / "evidence")
         if self.records:
-            self._figures(trainer, self._title(task))
+            self._figures(trainer, self._title())
         means = self._mean_test()
         log_summary(
             trainer,
@@ -496,12 +470,12 @@ class MarginalLikelihood(RunReport[EquivarianceTask | ZooTask, InputDataModule])
         figure = evidence_curves(epochs, curves, title=title)
         publish_figure(trainer, figure, f"{tag}/evidence", self.path / "evidence.png")
 
-    def _title(self, task: EquivarianceTask | ZooTask) -> str:
+    def _title(self) -> str:
         members = len(self.networks.numbers)
         name = (
-            type(task.network).__name__
+            type(self.networks.prior.network).__name__
             if None in self._optimizers
-            else (f"{members} {type(task.network).__name__}, mean over members")
+            else (f"{members} {type(self.networks.prior.network).__name__}, mean over members")
         )
         tested = self._mean_test()
         return f"{name}, test accuracy {100 * tested['accuracy']:.1f} %" if "accuracy" in tested else name
@@ -615,7 +589,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _member(number: Number) -> str:
-    """Return the name of a member in tags and checkpoints; empty for the network of an EquivarianceTask."""
+    """Return the name of a member in tags and checkpoints; empty for the only network of a task."""
     return "" if number is None else f"member-{number:04d}"
 
 

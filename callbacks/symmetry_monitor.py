@@ -61,7 +61,7 @@ class SymmetryMonitor(Callback):
     - ``symmetry/distance/parameters``, ``.../balanced``, ``.../canonical``: Euclidean distance to the start, relative
       to the norm of the start: of the parameters as they are; after both networks were balanced, with units in place
       (what is left when rescaling is taken out); of the canonical forms, with signs fixed and units sorted. The last is
-      zero for two members of one orbit, but jumps where two units change places (spec 4.4).
+      zero for two members of one orbit, but jumps where two units change places (docs/theory/intertwiners.md, 5.4).
 
     For a :class:`lightning_sym.tasks.ZooTask` these are means over members; ``.../member-0003`` is one member. Members
     whose weights are not finite are left out. All other modules are one network, the attribute ``network``.

@@ -1,25 +1,27 @@
-"""What the datamodules share whose files are downloaded: where files lie, and how they get there whole."""
+"""What the datamodules share whose files torchvision downloads and reads: where they lie, what is said if it fails."""
 
+import shutil
 import socket
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-from torchvision.datasets.utils import download_url
-
-from lightning_sym.datamodules.base import ImageDataModule
+from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
 from lightning_sym.datamodules.transforms import ImageTransform
 
 # Without a limit, a network that swallows packets would hold the run up for ever.
 _TIMEOUT_S = 30.0
+# What torchvision raises where a download fails, and where a file is not what it should be.
+_FAILED = (OSError, RuntimeError, EOFError, HTTPException)  # URLError is an OSError
+_DAMAGED = (RuntimeError, AssertionError, ValueError, TypeError, KeyError)
+Content = TypeVar("Content")
 
 
 class DownloadedDataModule(ImageDataModule):
-    """Base of the datamodules whose files torchvision knows where to get.
+    """Base of the datamodules whose files torchvision downloads and reads.
 
     Args:
         root: Folder that holds, or will hold, the files, laid out as torchvision does.
@@ -43,6 +45,8 @@ class DownloadedDataModule(ImageDataModule):
 
     title: ClassVar[str]
     """What messages call the data."""
+    source: ClassVar[type[Any]]
+    """The torchvision class that knows names, sums and addresses of the files."""
     location_arguments: ClassVar[tuple[str, ...]] = ("root", "download")
 
     def __init__(
@@ -84,41 +88,73 @@ class DownloadedDataModule(ImageDataModule):
     def folder(self) -> Path:
         """Absolute path of the folder that holds the files."""
 
+    @property
     @abstractmethod
-    def missing(self) -> list[str]:
-        """Return the names of the files that are not in :attr:`folder`."""
+    def names(self) -> list[str]:
+        """Names of all files in :attr:`folder` that are needed."""
 
     @abstractmethod
-    def fetch(self, names: Sequence[str]) -> None:
-        """Download files and put them into :attr:`folder`, each one whole or not at all."""
+    def read(self, train: bool) -> LabelledImages:
+        """Return the official training or test set, opening files with :meth:`opened`."""
+
+    def load(self) -> tuple[LabelledImages, LabelledImages]:
+        """Return the official training and test sets.
+
+        Raises:
+            FileNotFoundError: If a file is missing; says which, where and what to do.
+            ValueError: If a file is damaged; likewise.
+        """
+        if missing := self._missing():
+            raise FileNotFoundError(self._absent(missing, "nothing was downloaded yet"))
+        return self.read(train=True), self.read(train=False)
 
     def prepare_data(self) -> None:
-        """Download what is missing; called on one process (of each node).
+        """Download and unpack what is missing, each file whole or not at all; called on one process (of each node).
 
         Raises:
             FileNotFoundError: If files are missing and cannot be downloaded; says which, where and what to
                 do.
         """
-        missing = self.missing()
+        missing = self._missing()
         if not missing:
             return
         if not self._download:
             raise FileNotFoundError(self._absent(missing, "download is false"))
+        timeout = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(_TIMEOUT_S)
         try:
-            with _network_timeout():
-                self.fetch(missing)
-        except (OSError, RuntimeError, EOFError, HTTPException) as error:  # URLError is an OSError
+            self._root.mkdir(parents=True, exist_ok=True)
+            # On the same disk as the final place, so that files that are whole, as the published sums say, are moved.
+            with tempfile.TemporaryDirectory(dir=self._root, prefix=".download-") as temporary:
+                complete = Path(temporary) / self.folder.relative_to(self._root)
+                if self.folder.is_dir():  # packed files that are there need not be downloaded
+                    shutil.copytree(self.folder, complete)
+                self.source(temporary, download=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for name in missing:
+                    (complete / name).replace(self.folder / name)
+        except _FAILED as error:
             reason = " ".join(str(getattr(error, "reason", None) or error or type(error).__name__).split())
             raise FileNotFoundError(self._absent(missing, f"the download failed: {reason.rstrip('.')}")) from error
+        finally:
+            socket.setdefaulttimeout(timeout)
 
-    def require_files(self) -> None:
-        """Check that every file is there.
+    def opened(self, path: Path, reader: Callable[[Path], Content]) -> Content:
+        """Return what torchvision reads from a file or folder.
 
         Raises:
-            FileNotFoundError: If one is not; says which, where and what to do.
+            ValueError: If it cannot be read; says which one it is and what to do.
         """
-        if missing := self.missing():
-            raise FileNotFoundError(self._absent(missing, "nothing was downloaded yet"))
+        try:
+            return reader(path)
+        except _DAMAGED as error:
+            raise ValueError(
+                f"{self.title}: {path} is damaged ({str(error).rstrip('.') or 'it has a wrong header'}); delete it and "
+                "run again to download it anew."
+            ) from error
+
+    def _missing(self) -> list[str]:
+        return [name for name in self.names if not (self.folder / name).is_file()]
 
     def _absent(self, missing: Sequence[str], reason: str) -> str:
         ways = "copy them there, or set root to a folder that has them (now {!r})".format(self.hparams.get("root"))
@@ -127,48 +163,3 @@ class DownloadedDataModule(ImageDataModule):
         elif reason.startswith("nothing"):
             ways += ", or call prepare_data() first, which downloads them"
         return f"{self.title} is not in {self.folder} (missing: {', '.join(missing)}; {reason}); {ways}."
-
-
-def damaged(title: str, path: Path, problem: str) -> str:
-    """Return the sentence about a file that is not what it should be."""
-    return f"{title}: the file {path} is damaged ({problem}); delete it and run again to download it anew."
-
-
-@contextmanager
-def downloaded(urls: Sequence[str], folder: Path, md5: str) -> Iterator[Path]:
-    """Download a file into a temporary folder inside ``folder``, which is removed at the end, and check it.
-
-    Args:
-        urls: Where to get it; the next one is tried if one fails.
-        folder: Created if absent. On the same disk as the final place, so that files can be moved atomically.
-        md5: The sum that the file must have.
-
-    Yields:
-        Path of the complete file.
-
-    Raises:
-        OSError: If no address gives the file.
-        RuntimeError: If what they give has another sum.
-        HTTPException: If a server's answer makes no sense.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
-        for url in urls:
-            try:
-                download_url(url, temporary, md5=md5)
-            except (OSError, RuntimeError, HTTPException):
-                if url == urls[-1]:
-                    raise
-            else:
-                yield Path(temporary) / url.rpartition("/")[2]
-                return
-
-
-@contextmanager
-def _network_timeout() -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)

@@ -1,19 +1,12 @@
 """CIFAR-10 and CIFAR-100."""
 
-import hashlib
-import pickle
-import tarfile
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torchvision
 
-from lightning_sym._files import write_atomically
-from lightning_sym.datamodules._downloaded import DownloadedDataModule, damaged, downloaded
+from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.datamodules.base import LabelledImages
 
 
@@ -29,8 +22,6 @@ class CIFAR10DataModule(DownloadedDataModule):
 
     title: ClassVar[str] = "CIFAR-10"
     source: ClassVar[type[torchvision.datasets.CIFAR10]] = torchvision.datasets.CIFAR10
-    """The torchvision class that knows names, sums and addresses of the files."""
-    label_key: ClassVar[str] = "labels"
     source_shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
     source_classes: ClassVar[int] = 10
     source_sizes: ClassVar[tuple[int, int] | None] = (50_000, 10_000)
@@ -52,43 +43,18 @@ class CIFAR10DataModule(DownloadedDataModule):
         """Absolute path of the folder that holds the files."""
         return self._root / str(self.source.base_folder)
 
-    def missing(self) -> list[str]:
-        """Return the names of the files that are not there."""
-        names = [name for name, _ in [*self.source.train_list, *self.source.test_list]]
-        return [name for name in names if not (self.folder / name).is_file()]
+    @property
+    def names(self) -> list[str]:
+        """Names of the batches and of the list of classes."""
+        return [*(name for name, _ in [*self.source.train_list, *self.source.test_list]), self.source.meta["filename"]]
 
-    def fetch(self, names: Sequence[str]) -> None:
-        """Download the archive and unpack the files that are asked for, each one whole or not at all."""
-        with downloaded([self.source.url], self._root, self.source.tgz_md5) as path:
-            try:
-                with tarfile.open(path) as archive:
-                    for name in names:
-                        content = archive.extractfile(f"{self.source.base_folder}/{name}")
-                        if content is None:
-                            raise RuntimeError(f"{name} is not a file in {self.source.url}")
-                        write_atomically(self.folder / name, content.read())
-            except (tarfile.TarError, zlib.error, KeyError) as error:
-                raise RuntimeError(f"{self.source.url} cannot be unpacked: {error}") from error
+    def read(self, train: bool) -> LabelledImages:
+        """Return the official training or test set.
 
-    def load(self) -> tuple[LabelledImages, LabelledImages]:
-        """Return the official training and test sets."""
-        self.require_files()
-        return self._read(self.source.train_list), self._read(self.source.test_list)
-
-    def _read(self, files: Sequence[Sequence[str]]) -> LabelledImages:
-        images, labels = [], []
-        for name, md5 in files:
-            path = self.folder / name
-            data = path.read_bytes()
-            # A pickle can run any code. These bytes are unpickled only if they are the published ones, by the
-            # sum that torchvision ships; the bytes that were checked are the bytes that are used.
-            found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-            if found != md5:
-                raise ValueError(damaged(self.title, path, f"its MD5 sum is {found}, not {md5}, so it was not opened"))
-            entry = pickle.loads(data, encoding="latin1")
-            images.append(torch.from_numpy(np.ascontiguousarray(entry["data"])).view(-1, *self.source_shape))
-            labels.append(torch.tensor(entry[self.label_key], dtype=torch.int64))
-        return LabelledImages(torch.cat(images), torch.cat(labels))
+        A pickle can run any code: torchvision opens none of them before all have their published MD5 sums.
+        """
+        data = self.opened(self.folder, lambda _: self.source(self._root, train=train))
+        return LabelledImages(torch.from_numpy(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets))
 
 
 class CIFAR100DataModule(CIFAR10DataModule):
@@ -99,6 +65,5 @@ class CIFAR100DataModule(CIFAR10DataModule):
 
     title: ClassVar[str] = "CIFAR-100"
     source: ClassVar[type[torchvision.datasets.CIFAR10]] = torchvision.datasets.CIFAR100
-    label_key: ClassVar[str] = "fine_labels"
     source_classes: ClassVar[int] = 100
     source_names: ClassVar[tuple[str, ...] | None] = None

@@ -19,7 +19,7 @@ class GaussianLoader(EpochLoader):
     batch size, the device and the number of processes.
 
     Args:
-        shape: Of one input.
+        shape: Shape of one input.
         samples: Inputs per epoch, >= 0, of all processes.
         batch_size: Inputs per batch and process, >= 1.
         keys: What the inputs are drawn from; see ``lightning_sym._random.generator``.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lightning_sym._checks import check_integers, check_numbers
+
 _LARGEST_BLOCK = 2**22  # weights held at once: 32 MiB
 
 
@@ -65,7 +67,7 @@ def bootstrap_over_models(
             to float64. All ``K`` use the same resamples.
         level: Coverage, in (0, 1).
         samples: Number of resamples, >= 1. Unitless.
-        seed: Of the resampling, >= 0; the caller's generators are not touched.
+        seed: Seed of the resampling, >= 0; the caller's generators are not touched.
 
     Returns:
         Mean, standard deviation and interval. With two models only every resample that has a pair is the sample
@@ -91,10 +93,8 @@ def bootstrap_over_models(
         (3.0, True)
     """
     models, ends, table = _check(pairs, values)
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1), got {level}.")
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be an integer >= 1, got {samples!r}.")
+    check_numbers("in (0, 1)", level=level)
+    check_integers(samples=samples)
     mean = table.mean(0)
     std = table.std(0, ddof=1) if len(table) > 1 else np.full_like(mean, np.nan)
     low, high, redrawn, note = np.full_like(mean, np.nan), np.full_like(mean, np.nan), 0, ""

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn import functional as F
 
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
+
+Loss = Callable[[Any, Any], Tensor]
+"""A member's loss: its outputs and its targets, for a batch, in; a scalar out. See :meth:`Population.step`."""
 
 # Integers of so many bytes, which hold the bits of a floating number.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,14 +34,15 @@ class PopulationStep:
     """What one training step of a population found.
 
     Attributes:
-        losses: Mean loss of each member's batch. Shape ``[M]``, detached; 0 for members that were skipped.
-        correct: Number of correctly classified images of each member. Shape ``[M]``, int64.
+        losses: Each member's loss. Shape ``[M]``, detached; 0 for members that were skipped.
         gradients: One gradient per entry of :meth:`Population.trainable`, in that order.
+        outputs: What the members gave, detached, with a leading member axis (``[M, B, K]`` for logits; if networks give
+            tuples or dictionaries, one of stacked tensors). Rows of members that were skipped are 0; None if all were.
     """
 
     losses: Tensor
-    correct: Tensor
     gradients: list[Tensor]
+    outputs: Any
 
 
 class Population(nn.Module, ABC):
@@ -60,7 +63,8 @@ class Population(nn.Module, ABC):
         if not numbers or len(set(numbers)) != len(numbers):
             raise ValueError(f"numbers must be distinct and at least one, got {list(numbers)}.")
         self.numbers = tuple(int(number) for number in numbers)
-        self._stochastic: bool | None = None  # whether training draws random numbers; known after the first step
+        # Whether training draws random numbers, by members; known after their first step.
+        self._stochastic: dict[tuple[int, ...], bool] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -79,53 +83,44 @@ class Population(nn.Module, ABC):
 
     @abstractmethod
     def step(
-        self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
+        self,
+        inputs: Tensor,
+        targets: Any,
+        loss: Loss,
+        *,
+        shared: bool = False,
+        skip: frozenset[int] = frozenset(),
+        draw: int = 0,
     ) -> PopulationStep:
-        """Compute every member's cross-entropy and its gradient on its own batch.
+        """Compute every member's loss and its gradient.
 
         Args:
-            images: Inputs. Shape ``[M, B, C, H, W]``, one batch per member.
-            labels: Classes. Shape ``[M, B]``, int64.
+            inputs: One batch per member, shape ``[M, B, ...]``; or one for all, shape ``[B, ...]``.
+            targets: What the loss compares outputs with: a tensor ``[M, B, ...]``, or ``[B, ...]`` if shared; or a
+                tuple, list or dictionary of such tensors.
+            loss: Called as ``loss(outputs, targets)`` with what one member's network gives for its batch and with its
+                targets; returns a scalar. A loss that has a method ``stacked``, which takes outputs and targets of all
+                members, ``[M, B, ...]``, and returns ``[M]``, is faster with :class:`VmapPopulation`: the method is
+                called there in place of ``vmap(loss)``.
+            shared: Whether all members see the same batch.
             skip: Numbers of members not to run; their losses and gradients are 0.
-            label_smoothing: In ``[0, 1)``; 0 is the plain cross-entropy.
             draw: Identifies this step for networks with dropout or other random layers.
 
         Returns:
-            Losses, counts and gradients; nothing is accumulated into ``.grad``.
+            Losses, gradients and outputs; nothing is accumulated into ``.grad``.
         """
 
     @abstractmethod
-    def distance_step(
-        self, inputs: Tensor, targets: Tensor, *, skip: frozenset[int], draw: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Compute every member's mean squared distance to the targets, and its gradient; all see the same batch.
+    def forward(self, inputs: Tensor, *, skip: frozenset[int] = frozenset()) -> Any:
+        """Return the members' outputs for the same inputs.
 
         Args:
             inputs: Shape ``[B, ...]``.
-            targets: Outputs to come near to. Shape ``[B, ...]``, as the outputs.
-            skip: Numbers of members not to run; their losses and gradients are 0.
-            draw: As for :meth:`step`.
+            skip: Numbers of members that are left out.
 
         Returns:
-            Mean over inputs of the sum over outputs of squared differences, shape ``[M]``, detached; and one gradient
-            per entry of :meth:`trainable`. Nothing is accumulated into ``.grad``.
+            Outputs of the others, with a leading member axis; None if there are no others.
         """
-
-    @abstractmethod
-    def logits(self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None) -> Tensor:
-        """Return all members' outputs for the same images.
-
-        Args:
-            images: Shape ``[B, C, H, W]``.
-            states: Weights to use in place of the current ones, by member number.
-
-        Returns:
-            Shape ``[M, B, K]``.
-        """
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return all members' outputs for the same images, shape ``[M, B, K]``."""
-        return self.logits(images)
 
     @abstractmethod
     def member_state(self, number: int) -> dict[str, Tensor]:
@@ -161,16 +156,20 @@ class Population(nn.Module, ABC):
     def _drawing(self, device: torch.device, *keys: int) -> Iterator[None]:
         """Seed what dropout and other random layers draw, so that neighbours and a resume leave it as it is.
 
-        Seeding takes longer than a small member's step; the first step shows whether it is needed.
+        Args:
+            device: Where it is drawn.
+            keys: What is drawn for: members, then the step.
         """
-        if self._stochastic is False:
+        # Seeding takes longer than a small member's step; the first step shows whether it is needed.
+        members = keys[:-1]
+        if self._stochastic.get(members) is False:
             yield
             return
         with seeded(derive_seed("forward", *keys)):
             before = _generator_state(device)
             yield
-            if self._stochastic is None:
-                self._stochastic = not torch.equal(before, _generator_state(device))
+            if members not in self._stochastic:
+                self._stochastic[members] = not torch.equal(before, _generator_state(device))
 
     def _index(self, number: int) -> int:
         try:
@@ -209,10 +208,6 @@ class LoopPopulation(Population):
     def owners(self) -> list[int | None]:  # noqa: D102
         return [number for number in self.numbers for _ in self.member_parameters(number)]
 
-    def _laid_out(self, images: Tensor) -> Tensor:
-        four = self.channels_last and images.dim() == 4
-        return images.contiguous(memory_format=torch.channels_last) if four else images
-
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: D102
         for member in self.members.values():
             for name, parameter in member.named_parameters():
@@ -220,61 +215,53 @@ class LoopPopulation(Population):
                     yield name, parameter
 
     def step(  # noqa: D102
-        self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
+        self,
+        inputs: Tensor,
+        targets: Any,
+        loss: Loss,
+        *,
+        shared: bool = False,
+        skip: frozenset[int] = frozenset(),
+        draw: int = 0,
     ) -> PopulationStep:
-        correct = torch.zeros(len(self), dtype=torch.int64, device=images.device)
-
-        def loss(index: int, member: nn.Module) -> Tensor:
-            with self._drawing(images.device, self.numbers[index], draw):
-                logits = member(self._laid_out(images[index]))
-            correct[index] = (logits.detach().argmax(1) == labels[index]).sum()
-            return F.cross_entropy(logits, labels[index], label_smoothing=label_smoothing)
-
-        losses, gradients = self._each(loss, skip, images.device)
-        return PopulationStep(losses, correct, gradients)
-
-    def distance_step(  # noqa: D102
-        self, inputs: Tensor, targets: Tensor, *, skip: frozenset[int], draw: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        inputs = self._laid_out(inputs)
-
-        def loss(index: int, member: nn.Module) -> Tensor:
-            with self._drawing(inputs.device, self.numbers[index], draw):
-                outputs: Tensor = member(inputs)
-            return (outputs - targets).square().sum() / len(targets)
-
-        return self._each(loss, skip, inputs.device)
-
-    def _each(
-        self, loss_of: Callable[[int, nn.Module], Tensor], skip: frozenset[int], device: torch.device
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the members' losses and gradients, one member after another."""
+        prepared = self.prepared(inputs) if shared else None
         losses: list[Tensor] = []
         gradients: list[Tensor] = []
+        outputs: list[Any] = []
         for index, number in enumerate(self.numbers):
             parameters = self.member_parameters(number)
             if number in skip:
                 gradients += [torch.zeros_like(parameter) for parameter in parameters]
-                losses.append(torch.zeros((), device=device))
+                losses.append(torch.zeros((), device=inputs.device))
+                outputs.append(None)
                 continue
-            loss = loss_of(index, self._member(number))
-            with torch.autocast(device.type, enabled=False):
-                gradients += _gradients(loss, parameters)
-            losses.append(loss.detach())
-        return torch.stack(losses), gradients
+            with self._drawing(inputs.device, number, draw):
+                found = self.run_member(number, prepared if shared else self.prepared(inputs[index]))
+            value = loss(found, targets if shared else _each(lambda tensor, i=index: tensor[i], targets))
+            _check_loss(value, 0)
+            with torch.autocast(inputs.device.type, enabled=False):
+                gradients += _gradients(value, parameters)
+            losses.append(value.detach())
+            outputs.append(_each(Tensor.detach, found))
+        return PopulationStep(torch.stack(losses), gradients, _stacked(outputs))
 
-    def logits(  # noqa: D102
-        self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None
-    ) -> Tensor:
-        images = self._laid_out(images)
-        if states is None:
-            return torch.stack([self._member(number)(images) for number in self.numbers])
-        return torch.stack(
-            [
-                functional_call(self._member(number), dict(states[number]), (images,), tie_weights=False)
-                for number in self.numbers
-            ]
-        )
+    def prepared(self, inputs: Tensor) -> Any:
+        """Return what :meth:`run_member` takes: what is the same for all members that see these inputs, done once."""
+        four = self.channels_last and inputs.dim() == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if four else inputs
+
+    def run_member(self, number: int, prepared: Any) -> Any:
+        """Return one member's outputs.
+
+        Args:
+            number: The member's.
+            prepared: What :meth:`prepared` returned for its inputs.
+        """
+        return self._member(number)(prepared)
+
+    def forward(self, inputs: Tensor, *, skip: frozenset[int] = frozenset()) -> Any:  # noqa: D102
+        prepared = self.prepared(inputs)
+        return _stacked([self.run_member(number, prepared) for number in self.numbers if number not in skip])
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
         return {name: value.detach().clone() for name, value in self._member(number).state_dict().items()}
@@ -349,63 +336,46 @@ class VmapPopulation(Population):
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, _flat(own)) for name, own in self._own_names.items()}
 
-    def _call(self, tensors: dict[str, Tensor], images: Tensor, images_axis: int | None) -> Tensor:
+    def _call(self, inputs: Tensor, inputs_axis: int | None) -> Any:
         skeleton = self._skeleton[0].train(self.training)
 
-        def run(state: dict[str, Tensor], inputs: Tensor) -> Tensor:
-            result: Tensor = functional_call(skeleton, state, (inputs,), tie_weights=False)
-            return result
+        def run(state: dict[str, Tensor], inputs: Tensor) -> Any:
+            return functional_call(skeleton, state, (inputs,), tie_weights=False)
 
-        outputs: Tensor = vmap(run, in_dims=(0, images_axis), randomness="different")(tensors, images)
-        return outputs
+        return vmap(run, in_dims=(0, inputs_axis), randomness="different")(self._tensors(), inputs)
 
     def step(  # noqa: D102
-        self, images: Tensor, labels: Tensor, *, skip: frozenset[int], label_smoothing: float, draw: int
+        self,
+        inputs: Tensor,
+        targets: Any,
+        loss: Loss,
+        *,
+        shared: bool = False,
+        skip: frozenset[int] = frozenset(),
+        draw: int = 0,
     ) -> PopulationStep:
-        with self._drawing(images.device, *self.numbers, draw):
-            logits = self._call(self._tensors(), images, 0)
-        members, size = labels.shape
-        losses = (
-            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing, reduction="none")
-            .view(members, size)
-            .mean(1)
-        )
-        correct = (logits.detach().argmax(2) == labels).sum(1)
-        if skip:
-            correct[self._rows(skip)] = 0
-        losses, gradients = self._differentiated(losses, skip)
-        return PopulationStep(losses, correct, gradients)
-
-    def distance_step(  # noqa: D102
-        self, inputs: Tensor, targets: Tensor, *, skip: frozenset[int], draw: int
-    ) -> tuple[Tensor, list[Tensor]]:
         with self._drawing(inputs.device, *self.numbers, draw):
-            outputs = self._call(self._tensors(), inputs, None)
-        losses = (outputs - targets).square().flatten(1).sum(1) / len(targets)
-        return self._differentiated(losses, skip)
-
-    def _rows(self, numbers: frozenset[int]) -> list[int]:
-        return [index for index, number in enumerate(self.numbers) if number in numbers]
-
-    def _differentiated(self, losses: Tensor, skip: frozenset[int]) -> tuple[Tensor, list[Tensor]]:
-        """Return the losses ``[M]``, detached, and all gradients; both 0 for members that are skipped."""
+            outputs = self._call(inputs, None if shared else 0)
+        if shared:
+            targets = _each(lambda tensor: tensor.expand(len(self), *tensor.shape), targets)
+        stacked = getattr(loss, "stacked", None) or vmap(loss)
+        losses: Tensor = stacked(outputs, targets)
+        _check_loss(losses, 1)
         with torch.autocast(losses.device.type, enabled=False):
             gradients = _gradients(losses.sum(), self.trainable())
-        losses = losses.detach()
+        losses, outputs = losses.detach(), _each(Tensor.detach, outputs)
         if skip:
-            rows = self._rows(skip)
+            rows = [index for index, number in enumerate(self.numbers) if number in skip]
             losses[rows] = 0.0
             for gradient in gradients:
                 gradient[rows] = 0.0
-        return losses, gradients
+            outputs = _each(lambda tensor: tensor.index_fill(0, torch.tensor(rows, device=tensor.device), 0), outputs)
+        return PopulationStep(losses, gradients, outputs)
 
-    def logits(  # noqa: D102
-        self, images: Tensor, states: Mapping[int, Mapping[str, Tensor]] | None = None
-    ) -> Tensor:
-        if states is None:
-            return self._call(self._tensors(), images, None)
-        given = {name: torch.stack([states[number][name] for number in self.numbers]) for name in self._state_names}
-        return self._call({**self._tensors(), **given}, images, None)
+    def forward(self, inputs: Tensor, *, skip: frozenset[int] = frozenset()) -> Any:  # noqa: D102
+        outputs = self._call(inputs, None)
+        kept = [index for index, number in enumerate(self.numbers) if number not in skip]
+        return outputs if len(kept) == len(self) else _each(lambda tensor: tensor[kept], outputs) if kept else None
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
         return {name: value.clone() for name, value in self._member_views(number).items()}
@@ -524,6 +494,38 @@ def zero_unless(flag: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients; zeros for parameters that the loss does not depend on."""
     return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+
+
+def _each(function: Callable[..., Tensor], *nested: Any) -> Any:
+    """Apply a function to corresponding tensors of values that are nested alike: tensors, or tuples, lists, dicts."""
+    first = nested[0]
+    if isinstance(first, Tensor):
+        return function(*nested)
+    if isinstance(first, Mapping):
+        return {key: _each(function, *(value[key] for value in nested)) for key in first}
+    if isinstance(first, list | tuple):
+        return [_each(function, *parts) for parts in zip(*nested, strict=True)]
+    raise TypeError(
+        f"Outputs and targets must be tensors, or tuples, lists or dictionaries of them, got {type(first).__name__}."
+    )
+
+
+def _stacked(outputs: Sequence[Any]) -> Any:
+    """Return members' outputs with a leading member axis, 0 where there are none; None if there are no outputs."""
+    like = next((value for value in outputs if value is not None), None)
+    if like is None:
+        return None
+    empty = _each(torch.zeros_like, like) if any(value is None for value in outputs) else None
+    return _each(lambda *parts: torch.stack(parts), *(empty if value is None else value for value in outputs))
+
+
+def _check_loss(value: Tensor, members: int) -> None:
+    """Raise unless a loss is one number for each member; ``members`` is the number of member axes."""
+    if value.dim() != members:
+        raise ValueError(
+            f"loss must return one number for a member's batch, got shape {list(value.shape[members:])}; average over "
+            "the batch."
+        )
 
 
 def _generator_state(device: torch.device) -> Tensor:

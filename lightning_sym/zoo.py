@@ -63,7 +63,7 @@ class ZooMember:
             ``[0, 1]``; losses are mean cross-entropies in nats.
         data: The datamodule's identity: arguments, counts per split, preprocessing statistics, fingerprint.
         training: How it was trained: epochs, the epoch kept, optimizer, execution.
-        versions: Of Python packages, by name.
+        versions: Versions of Python packages, by name.
         created: Time in UTC, ISO 8601.
         sha256: Checksum of the record and the weights.
     """
@@ -457,8 +457,8 @@ def _read_record(file: Path, content: BinaryIO, length: int) -> tuple[ZooMember,
 
     Args:
         file: The member's file, for messages and its name.
-        content: Of the file.
-        length: Of the content, in bytes.
+        content: Content of the file.
+        length: Length of the content, in bytes.
     """
     try:
         (size,) = struct.unpack("<Q", content.read(8))

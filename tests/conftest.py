@@ -1,5 +1,13 @@
-"""For all tests: one thread, and no pictures on a screen."""
+"""For all tests: one thread, and no pictures on a screen; runs of several processes; a zoo."""
 
+import inspect
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,6 +20,44 @@ mpl.use("agg")
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[subprocess.Popen[str]]:
+    """Start the process that imports torch and Lightning once and forks for each test module; see ``scenarios.py``.
+
+    Yields:
+        The process.
+    """
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("scenarios.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that the function ``scenarios`` of the test module has filled; see ``scenarios.py``."""
+    launcher = request.getfixturevalue("launcher")
+    folder, log = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("log") / "output.txt"
+    fixtures = list(inspect.signature(request.module.scenarios).parameters)[1:]
+    arguments = {name: str(request.getfixturevalue(name)) for name in fixtures}
+    launcher.stdin.write(json.dumps([request.module.__file__, str(log), str(folder), arguments]) + "\n")
+    launcher.stdin.flush()
+    ready, _, _ = select.select([launcher.stdout], [], [], 240)
+    if not ready:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        pytest.fail(f"The scenarios took more than 240 s: {log.read_text()[-3000:]}")
+    status = launcher.stdout.readline().strip()
+    if status != "0":
+        pytest.fail(f"The scenarios ended with {status or 'their launcher'}: {log.read_text()}", pytrace=False)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def find_requirements(requires: Mapping[str, str], settings: Namespace) -> list[
 
     Args:
         requires: By option, the recipe that makes the folder which the option names.
-        settings: Of the run. Options of a class are named as on the command line, without ``init_args``.
+        settings: Settings of the run. Options of a class are named as on the command line, without ``init_args``.
 
     Raises:
         ValueError: If an option is not one of the run's, or names no folder, or one that is not there and that another
@@ -79,7 +79,7 @@ def redirect(settings: Namespace, option: str, folder: Path) -> None:
     """Let an option name another folder.
 
     Args:
-        settings: Of the run; changed in place.
+        settings: Settings of the run; changed in place.
         option: As for :func:`find_requirements`.
         folder: The new value.
     """

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches, device_of, moved, ranks, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 
@@ -220,8 +221,7 @@ def barrier(
         >>> barrier(net, net, [(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))], points=5).loss_barrier
         0.0
     """
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
-        raise ValueError(f"points must be an integer >= 2, got {points!r}.")
+    check_integers(2, points=points)
     check_same_structure(a, b)
     t = torch.linspace(0, 1, points, dtype=torch.float64)
     scratch = copy.deepcopy(a)

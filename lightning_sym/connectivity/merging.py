@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches
 from lightning_sym.connectivity.interpolation import average
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
-from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.weights import parameter_distance, weight_matching
 
 
@@ -72,7 +73,7 @@ def merge(
         scales: Whether magnitudes may change.
         signs: Whether signs may change.
         balance: Whether to balance; ignored without ``scales``.
-        seed: Of the order of networks and of groups.
+        seed: Seed of the order of networks and of groups.
         device: As for :func:`weight_matching`.
 
     Returns:
@@ -96,7 +97,7 @@ def merge(
         raise ValueError("method='activations' needs batches of inputs; pass batches=...")
     if method == "activations" and isinstance(batches, Iterator) and len(networks) > 2:
         raise ValueError("batches are read once for each network, this iterator only once; pass a list or a loader.")
-    check_counts(max_rounds=max_rounds)
+    check_integers(max_rounds=max_rounds)
     check_networks(symmetry, **{f"network {number}": network for number, network in enumerate(networks)})
     with torch.no_grad():
         gauges = [symmetry.identity() for _ in networks]

@@ -26,11 +26,11 @@ class RelaxedLaplace(KronLaplace):
     """A ``KronLaplace`` of given factors; see :func:`lightning_sym.curvature.to_laplace`, which makes it.
 
     Args:
-        network: Of the factors; copied.
+        network: The network that the factors belong to; copied.
         factors: With ``ffc="shared"``, at the network's present weights.
         precisions: By the parameter's name.
         noise: Sigma; of a regression.
-        temperature: Of the posterior.
+        temperature: Temperature of the posterior.
     """
 
     # laplace.Laplace(network, likelihood, "all", "kron") picks among all subclasses by this key.

@@ -43,7 +43,7 @@ def autograd_factors(
         likelihood: ``"classification"`` or ``"regression"``.
         samples: None for all K columns of the square root; otherwise how many random combinations of them.
         ffc: As for :class:`~lightning_sym.curvature.Rule`.
-        generator: Of the draws.
+        generator: Generator for the random signs; use a different one on each rank.
         columns: How many columns go through one backward pass together, by ``vmap``; None for 1 on a CPU, where
             more is not faster, and for all of them on other devices.
 
@@ -188,7 +188,7 @@ def loss_and_columns(
         targets: Class indices, shape ``[N]``, or values, shape ``[N, K]``.
         likelihood: ``"classification"`` or ``"regression"``.
         samples: None for the exact square root with V = K; otherwise V Monte Carlo columns.
-        generator: Of the draws, on the CPU or the device of the outputs.
+        generator: Generator for the random signs, on the CPU or the device of the outputs.
 
     Returns:
         Sum over samples of the cross-entropy or the squared error, float64, a scalar, and the columns, shape

@@ -66,7 +66,7 @@ def backpack_factors(
         samples: None for all K columns of the square root (KFLR); otherwise how many random combinations of
             them (as KFAC).
         ffc: As for :class:`~lightning_sym.curvature.Rule`.
-        generator: Of the draws.
+        generator: Generator for the random signs; use a different one on each rank.
         columns: How many columns go through a layer together, by ``vmap``; None for 1 on a CPU, where more is not
             faster, and for all of them on other devices.
 
@@ -125,7 +125,7 @@ def _add(sums: dict[str, KroneckerBlock], found: dict[str, KroneckerBlock], coun
 
 
 class _Jacobian(BaseDerivatives):  # type: ignore[misc]
-    """Of any module that is a function of its input alone: back through the graph that its forward pass left."""
+    """Derivatives of a module that is a function of its input alone: back through the graph of its forward pass."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -236,7 +236,8 @@ class RelaxedKFLR(_Relaxed, KFLR):  # type: ignore[misc]
         columns: How many columns go through a layer together, by ``vmap``.
 
     References:
-        Dangel, Kunstner, Hennig (2020), "BackPACK: Packing more into Backprop", arXiv:1912.10985; our specification, 7.
+        Dangel, Kunstner, Hennig (2020), "BackPACK: Packing more into Backprop", arXiv:1912.10985;
+        docs/theory/curvature.md, 1.6 and 4.1.
 
     Example:
         >>> from backpack import backpack, extend

@@ -49,8 +49,8 @@ class Spectrum:
     """Eigenvalues of a block: all products of one of ``out`` and one of ``inner`` with the same leading axes.
 
     Attributes:
-        out: Of B, >= 0, ascending. Shape ``[..., O]``.
-        inner: Of A, >= 0, ascending. Shape ``[..., I]``; a single 1 for a block without A.
+        out: Eigenvalues of B, >= 0, ascending. Shape ``[..., O]``.
+        inner: Eigenvalues of A, >= 0, ascending. Shape ``[..., I]``; a single 1 for a block without A.
     """
 
     out: Tensor
@@ -80,11 +80,11 @@ class KroneckerBlock:
             ``B`` alone, for example a bias.
         blocks_first: Where the leading axes stand in the tensor: before the out axis, as in the weight of a grouped
             convolution, or after it, as the input channels of ``[O, C, I]``.
-        axes: Of a tensor with yet another order, as that of a transposed convolution, ``[I, O, ...]``: sizes and
+        axes: For a tensor with yet another order, as that of a transposed convolution, ``[I, O, ...]``: sizes and
             permutation with which ``entries.reshape(sizes).permute(permutation)`` has it. None for all others.
 
     References:
-        Our specification of layer-wise equivariance learning, 0 and 5.1 to 5.3.
+        docs/theory/curvature.md, 1.1 to 1.3.
     """
 
     out_factor: Tensor
@@ -120,7 +120,7 @@ class KroneckerBlock:
         """Return the eigenvalues of both factors; negative ones, which are rounding, become 0.
 
         Args:
-            name: Of the parameter, for errors.
+            name: Name of the parameter, for errors.
 
         Raises:
             NonFiniteError: If a factor is not finite, or its eigenvalues cannot be found in double precision either.
@@ -155,7 +155,7 @@ def symmetric_eigenvalues(matrix: Tensor, name: str) -> Tensor:
 
     Args:
         matrix: Shape ``[..., n, n]``; float32 or float64.
-        name: Of the parameter, for errors.
+        name: Name of the parameter, for errors.
 
     Returns:
         Ascending, >= 0. Shape ``[..., n]``, of the matrix's dtype and device.

@@ -50,9 +50,10 @@ def factors(
             backward passes. (Labels drawn from the network's own predictions, as KFAC has them, are unbiased, too, but
             a confident network then shows next to no curvature most of the time: its evidence came out as -0.02
             nats per datum where it was -3.5.)
-        ffc: Of factored fully connected layers: ``"shared"``, one B for all channels, or ``"per_channel"``, which is
+        ffc: B of factored fully connected layers: ``"shared"`` by all channels, or ``"per_channel"``, which is
             closer to the exact blocks and costs C times as many eigenvalue problems of B.
-        generator: Of the draws; another one on each rank. By default every call draws the same.
+        generator: Generator for the random signs; use a different one on each rank. By default every call draws the
+            same.
 
     Returns:
         One block for each trainable parameter but those in ``left_out``: anchor positions and lengthscales.
@@ -68,7 +69,7 @@ def factors(
 
     References:
         Martens and Grosse (2015), arXiv:1503.05671; Grosse and Martens (2016), arXiv:1602.01407 (convolutions); van
-        der Ouderaa et al. (2023), arXiv:2310.06131 (factored layers); our specification, 5.
+        der Ouderaa et al. (2023), arXiv:2310.06131 (factored layers); docs/theory/curvature.md, 1.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 3))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import ranks
 from lightning_sym.curvature.blocks import CurvatureError, Factors, NonFiniteError, Spectrum
 from lightning_sym.curvature.groups import Groups
@@ -21,7 +22,7 @@ class EvidenceTerms:
     """The log marginal likelihood, in nats, as the sum of its three parts.
 
     Attributes:
-        log_likelihood: Of the data at the weights.
+        log_likelihood: Log likelihood of the data at the weights.
         log_determinant: Half the log ratio of posterior and prior precision, >= 0; it is subtracted.
         scatter: Half the sum of precision times squared weights, >= 0; it is subtracted.
     """
@@ -47,7 +48,7 @@ class EffectiveNumber:
         normalised: Gamma / P.
         relative: Normalised number over the sum of the normalised numbers of all paths of the layer; they add up to
             1, and are equal if all are 0.
-        precision: Of the path; the geometric mean, weighted by size, if its tensors have several.
+        precision: Prior precision of the path; the geometric mean, weighted by size, if its tensors have several.
         mean_square: Mean squared weight.
     """
 
@@ -71,8 +72,8 @@ class Evidence:
     and h = 1 / temperature, for regression 1 / (temperature * sigma^2).
 
     Args:
-        factors: Of the parameters. With several processes the constructor is to be called on every rank, as it
-            shares the eigenvalue problems out.
+        factors: Curvature of the parameters. With several processes the constructor is to be called on every rank, as
+            it shares the eigenvalue problems out.
         squared_norms: Squared norm of each parameter tensor, by name.
         groups: Which parameters share a precision; every parameter with a block must be in it.
         temperature: > 0; 1 is Bayes.
@@ -86,7 +87,8 @@ class Evidence:
         NonFiniteError: If eigenvalues or norms are not finite.
 
     References:
-        MacKay (1992), "Bayesian interpolation"; Immer et al. (2021), arXiv:2104.04975; our specification, 4.1, 4.2, 6.
+        MacKay (1992), "Bayesian interpolation"; Immer et al. (2021), arXiv:2104.04975;
+        docs/theory/curvature.md, 3.1 to 3.3.
 
     Example:
         >>> from lightning_sym.curvature import factors, parameter_groups
@@ -102,8 +104,7 @@ class Evidence:
     def __init__(
         self, factors: Factors, squared_norms: Mapping[str, float], groups: Groups, *, temperature: float = 1.0
     ) -> None:
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature must be positive, got {temperature}.")
+        check_numbers("> 0", temperature=temperature)
         for name in factors.blocks:
             if name not in groups.precisions or name not in squared_norms:
                 raise ValueError(f"Parameter {name!r} has a curvature block but no precision group or squared norm.")
@@ -144,8 +145,8 @@ class Evidence:
         """Return the three parts of the log marginal likelihood.
 
         Args:
-            log_precisions: Of the groups. Shape ``[G]``, floating, finite.
-            log_noise: Logarithm of sigma; of a regression.
+            log_precisions: Log precisions of the groups. Shape ``[G]``, floating, finite.
+            log_noise: Logarithm of sigma, for a regression.
 
         Returns:
             In nats, summed over the data, not divided by N.
@@ -171,8 +172,8 @@ class Evidence:
         """Return the log marginal likelihood in nats, over all data; see :meth:`terms`.
 
         Args:
-            log_precisions: Of the groups. Shape ``[G]``.
-            log_noise: Logarithm of sigma; of a regression.
+            log_precisions: Log precisions of the groups. Shape ``[G]``.
+            log_noise: Logarithm of sigma, for a regression.
         """
         return self.terms(log_precisions, log_noise).total
 
@@ -183,8 +184,8 @@ class Evidence:
         :math:`h\,\mathrm{SSE} - N K + \sum_l \gamma_l`.
 
         Args:
-            log_precisions: Of the groups. Shape ``[G]``.
-            log_noise: Logarithm of sigma; of a regression.
+            log_precisions: Log precisions of the groups. Shape ``[G]``.
+            log_noise: Logarithm of sigma, for a regression.
 
         Returns:
             For the log precisions, shape ``[G]``, float64, on the CPU, and for ``log_noise``, 0 for a classification.
@@ -206,15 +207,15 @@ class Evidence:
         """Return the effective number of parameters of every path.
 
         Args:
-            log_precisions: Of the groups. Shape ``[G]``.
-            log_noise: Logarithm of sigma; of a regression.
-            per_tensor: Of every parameter tensor instead; relative numbers are then 1.
+            log_precisions: Log precisions of the groups. Shape ``[G]``.
+            log_noise: Logarithm of sigma, for a regression.
+            per_tensor: Whether every parameter tensor counts as a path; relative numbers are then 1.
 
         Returns:
             By the name of path or tensor.
 
         References:
-            Our specification, 6.
+            docs/theory/curvature.md, 3.3.
         """
         precisions = self._precisions(log_precisions)
         raw: dict[str, float] = {}
@@ -247,8 +248,8 @@ class Evidence:
         """Return MacKay's update: the log of gamma over squared norm, per group; at the optimum it changes nothing.
 
         Args:
-            log_precisions: Of the groups. Shape ``[G]``.
-            log_noise: Logarithm of sigma; of a regression.
+            log_precisions: Log precisions of the groups. Shape ``[G]``.
+            log_noise: Logarithm of sigma, for a regression.
 
         Returns:
             Shape ``[G]``, float64; infinite where the weights are 0, minus infinity where gamma is, NaN
@@ -305,7 +306,7 @@ class PrecisionOptimizer:
 
     Args:
         groups: Names of the groups, in order.
-        lr: Of Adam, > 0.
+        lr: Learning rate of Adam, > 0.
         log_precision: Initial value of all log precisions.
         log_noise: Initial log of sigma.
         learn_noise: Whether the noise is updated, too; of a regression.
@@ -320,7 +321,7 @@ class PrecisionOptimizer:
         ValueError: If ``lr`` is not positive, a range is empty or there is no group.
 
     References:
-        van der Ouderaa et al. (2023), arXiv:2310.06131; our specification, 4.4.
+        van der Ouderaa et al. (2023), arXiv:2310.06131; docs/theory/curvature.md, 3.4.
 
     Example:
         >>> optimizer = PrecisionOptimizer(["0", "1"])
@@ -339,8 +340,7 @@ class PrecisionOptimizer:
         bounds: tuple[float, float] = (-20.0, 20.0),
         noise_bounds: tuple[float, float] = (-10.0, 10.0),
     ) -> None:
-        if not lr > 0:
-            raise ValueError(f"lr of the precisions must be positive, got {lr}.")
+        check_numbers("> 0", of="the precisions", lr=lr)
         for low, high in (bounds, noise_bounds):
             if not -700 <= low < high <= 700:
                 raise ValueError(f"bounds of a logarithm must be ascending and within 700 of 0, got {(low, high)}.")
@@ -358,9 +358,9 @@ class PrecisionOptimizer:
         """Take steps of Adam uphill on the evidence per sample.
 
         Args:
-            evidence: Of the same groups.
+            evidence: Evidence with the same groups.
             steps: >= 1.
-            lr: Of these steps, >= 0; default that of the optimizer.
+            lr: Learning rate of these steps, >= 0; default that of the optimizer.
 
         Raises:
             ValueError: If the groups are others, or ``steps`` is not >= 1.
@@ -370,8 +370,7 @@ class PrecisionOptimizer:
             raise ValueError(
                 "The evidence has other groups of precisions than the optimizer; make both from one network."
             )
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be an integer >= 1, got {steps!r}.")
+        check_integers(steps=steps)
         lr = self.lr if lr is None else lr
         if not (lr >= 0 and math.isfinite(lr)):
             raise ValueError(f"lr of the steps must be a finite number >= 0, got {lr}.")
@@ -412,7 +411,7 @@ class PrecisionOptimizer:
         """Take over a state.
 
         Args:
-            state: Of an optimizer of the same groups.
+            state: State of an optimizer of the same groups.
 
         Raises:
             ValueError: If it is of other groups.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_numbers
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.groups import Groups, parameter_groups
@@ -41,10 +42,10 @@ def to_laplace(
         network: As for :func:`factors`.
         loader: As for :func:`factors`.
         likelihood: ``"classification"`` or ``"regression"``.
-        log_precisions: Of the groups, in the order of ``groups.names``. Shape ``[G]``; default 0.
-        log_noise: Logarithm of sigma; of a regression.
+        log_precisions: Log precisions of the groups, in the order of ``groups.names``. Shape ``[G]``; default 0.
+        log_noise: Logarithm of sigma, for a regression.
         groups: Which parameters share a precision; default ``parameter_groups(network)``, one for each path.
-        temperature: Of the posterior, > 0, as for :class:`Evidence`.
+        temperature: Temperature of the posterior, > 0, as for :class:`Evidence`.
         engine: As for :func:`factors`.
         samples: As for :func:`factors`.
         generator: As for :func:`factors`.
@@ -66,7 +67,7 @@ def to_laplace(
         of ``torch.func``; their memory grows with the square of the batch.
 
     References:
-        Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; our specification, 7.3 and 7.5.
+        Daxberger et al. (2021), "Laplace Redux", arXiv:2106.14806; docs/theory/curvature.md, 4.2.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 3))
@@ -84,8 +85,7 @@ def to_laplace(
         )
     if likelihood == "classification" and log_noise != 0:
         raise ValueError(f"A classification has no noise, got log_noise={log_noise}; leave it out.")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be positive, got {temperature}.")
+    check_numbers("> 0", temperature=temperature)
     found = factors(network, loader, likelihood, engine=engine, samples=samples, generator=generator)
     _check_sizes(found)
     with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def dense_sides(block: KroneckerBlock) -> list[int]:
     """Return the sides of the one or two dense matrices that laplace-torch needs for a block.
 
     Args:
-        block: Of one parameter.
+        block: Curvature of one parameter.
 
     Returns:
         Of B and A, the latter with its blocks side by side, or of the whole block where that is no Kronecker product.

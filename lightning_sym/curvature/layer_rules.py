@@ -1,4 +1,4 @@
-"""Rules of this package's own layers (our specification, 5.2 to 5.4)."""
+"""Rules of this package's own layers (docs/theory/curvature.md, 1.2 to 1.4)."""
 
 from typing import Any
 

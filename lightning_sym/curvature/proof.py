@@ -26,8 +26,8 @@ class Pass:
     """What an engine sees of a few samples.
 
     Attributes:
-        outputs: Of the network. Shape ``[M, K]``.
-        inputs: Of each layer, by its name, in the order of the calls. Shape ``[rows, ...]``.
+        outputs: Outputs of the network. Shape ``[M, K]``.
+        inputs: Input of each layer, by its name, in the order of the calls. Shape ``[rows, ...]``.
         gradients: At the outputs of the layers, as the rules will see them. Shape ``[rows, ...]``.
         parameters: Autograd's gradients of the network's parameters, by their full names.
     """
@@ -107,7 +107,7 @@ def check_rows(name: str, module: nn.Module, x: Tensor, samples: int) -> None:
     """Raise unless the rows of a layer's input can be those of the samples.
 
     Args:
-        name: Of the layer.
+        name: Name of the layer.
         module: The layer.
         x: Its input, or what is at its output. Shape ``[rows, ...]``.
         samples: N.
@@ -366,7 +366,7 @@ def _aligned(
         whose: Rule, for errors.
         key: Name of the parameter, for errors.
         parameter: The parameter.
-        rows: Of the layer's input.
+        rows: Number of rows of the layer's input.
         inputs: Shape ``[*blocks, rows, R, I]``; None for a parameter without inputs.
         vectors: Shape ``[*blocks, 1, rows, R, O]``. Without blocks where the inputs have them, its places are maybe
             those of all blocks.

@@ -46,7 +46,7 @@ class Rule:
         ffc: Whether factored fully connected layers share B between channels.
 
     References:
-        Our specification, 5.1 ("expand") and 5.2.
+        docs/theory/curvature.md, 1.1 and 1.2.
 
     Example:
         A layer of your own, a linear map of tokens ``[N, T, I]`` without bias:
@@ -103,7 +103,7 @@ class Rule:
 
         Args:
             module: The layer.
-            name: Of the parameter.
+            name: Name of the parameter.
 
         Returns:
             Sizes and permutation with which ``entries.reshape(sizes).permute(permutation)`` has the order of the
@@ -172,7 +172,7 @@ def unfolded_out_factors(
     """Return B of each parameter, where the rows of a layer may be positions of samples.
 
     Args:
-        rule: Of the layer.
+        rule: The layer's rule.
         module: The layer.
         x: Its input, detached. Shape ``[N * T, ...]``, the T positions of a sample together.
         g: Square-root gradients at its output. Shape ``[V, N * T, ...]``.
@@ -250,7 +250,7 @@ def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
     """Return the rule of a layer.
 
     Args:
-        name: Of the module in its network, for the error.
+        name: Name of the module in its network, for the error.
         module: A module with parameters of its own.
         ffc: As for :class:`Rule`.
 

@@ -47,7 +47,7 @@ class FoundPoint:
         label: What the legend says; may be mathtext, as ``r"$\theta_0$"``.
         coefficients: Where it is, in coordinates of the plane (of the embedding, in :func:`embedding`). Shape ``[m]``.
         loss: Its own J, >= 0; NaN leaves it out of the legend.
-        color: Of the marker; None for red, purple, yellow, brown and so on, in order.
+        color: Color of the marker; None for red, purple, yellow, brown and so on, in order.
         residual: Its distance from the plane, >= 0. A point off the plane is a projection: drawn hollow, and the
             legend says how far off it is.
     """
@@ -193,7 +193,7 @@ def mark_scale(
         bar: Upright.
         marks: Names and values of J; those that are not finite, or 0 on a logarithmic bar, are left out.
         logarithmic: Whether the bar shows the natural logarithm.
-        label: Of the bar; None for ``J`` or ``ln J``.
+        label: Label of the bar; None for ``J`` or ``ln J``.
     """
     bar.set_label(label or ("ln J" if logarithmic else "J"))
     low, high = bar.ax.get_ylim()

@@ -120,7 +120,7 @@ def isosurface(
     Args:
         values: J on the grid, axis k along basis vector k. Shape ``[n, n, n]``; see :func:`isosurface_mesh`.
         axis: Coordinates of all axes, ascending. Shape ``[n]``.
-        level: Of J, > 0.
+        level: Level of J, > 0.
         points: Found points with three coefficients.
         scale: J0 and V, which the legend states beside the level.
         overlay_field: A field whose zero level is drawn too, as the exact class; NaN outside its domain. Shape
@@ -172,7 +172,7 @@ def isosurface_mesh(values: ArrayLike, axis: ArrayLike, level: float) -> tuple[V
         values: J, >= 0. Shape ``[n, n, n]``. NaN is outside the domain: cubes with such a corner are left out; inf is
             known only to be above the level (taken as four times it).
         axis: Coordinates of all axes, ascending and evenly spaced. Shape ``[n]``.
-        level: Of J, > 0.
+        level: Level of J, > 0.
 
     Returns:
         The vertices in the units of the axis, float64 of shape ``[v, 3]``, and the rows of each triangle's corners

@@ -24,7 +24,7 @@ def walk_curves(
     Args:
         losses: J at each point; 0 is drawn at the lower end. Shape ``[T + 1]``.
         predictor_losses: J after each step, before it was corrected. Shape ``[T]``.
-        dimensions: Of the class there. Shape ``[T + 1]``, integers.
+        dimensions: Dimension of the class at each point. Shape ``[T + 1]``, integers.
         distances: In weight space to the beginning. Shape ``[T + 1]``.
         orbit_steps: At which points the distance to the orbit was measured. Shape ``[S]``, integers.
         orbit_distances: To the orbit of the beginning. Shape ``[S]``.

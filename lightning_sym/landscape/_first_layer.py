@@ -52,7 +52,7 @@ class FirstLayer:
     """A network cut after its first layer with weights, which is affine in them and the only one that sees the input.
 
     Attributes:
-        name: Of the layer in the network; ``""`` never.
+        name: Name of the layer in the network; ``""`` never.
         layer: The layer.
         before: From the network's inputs to the layer's, without parameters; None if they are the same.
         rest: From the layer's output to the network's.

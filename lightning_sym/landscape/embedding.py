@@ -16,8 +16,8 @@ class Embedding:
 
     Attributes:
         chosen: Which rows of the set were embedded, ascending; all if there were few enough. Shape ``[k]``, int64.
-        coordinates: Of the chosen rows. Shape ``[k, 2]``, float64.
-        points: Of the found points. Shape ``[q, 2]``, float64.
+        coordinates: Coordinates of the chosen rows. Shape ``[k, 2]``, float64.
+        points: Coordinates of the found points. Shape ``[q, 2]``, float64.
     """
 
     chosen: NDArray[np.int64]
@@ -35,7 +35,7 @@ def umap_embedding(coefficients: ArrayLike, points: ArrayLike, *, seed: int, mos
     Args:
         coefficients: The set. Shape ``[k, m]``.
         points: The found points, which are fitted with the set, as they must lie among it. Shape ``[q, m]``.
-        seed: Of UMAP and of the choice; the same seed gives the same coordinates.
+        seed: Seed of UMAP and of the choice; the same seed gives the same coordinates.
         most: Beyond this many rows of the set, a random choice of this many is embedded; >= 1.
 
     Returns:

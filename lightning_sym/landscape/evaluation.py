@@ -14,16 +14,16 @@ from torch.func import functional_call, vmap
 
 from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
-from lightning_sym.landscape._closed_form import ReluLine, is_relu_line
 from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
 from lightning_sym.landscape.planes import WeightPlane, trainable
+from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
 
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-# Inputs of the first block: what early rejection looks at first (spec 8.5).
+# Inputs of the first block: what early rejection looks at first (docs/theory/equivalence.md, 3.3).
 _FIRST_INPUTS = 64
-# Bytes of the largest activation of all points and inputs that are worked on at once (spec 8.6).
+# Bytes of the largest activation of all points and inputs that are worked on at once (docs/theory/equivalence.md, 3.3).
 _CPU_BYTES, _DEVICE_BYTES = 4 * 2**20, 256 * 2**20
 # The most bytes that "auto" spends on the first layer's outputs at the centre and for each basis vector.
 _AFFINE_BYTES = 2**30
@@ -36,7 +36,7 @@ class LossSurface:
     r"""J, or another loss, at many weight vectors of one network on fixed inputs.
 
     :math:`J(\theta) = \frac{1}{N} \sum_x \lVert f(x; \theta) - y(x) \rVert^2`: a sum over outputs and a mean over
-    inputs (spec section 1). ``torch.nn.MSELoss`` divides by the number of outputs as well.
+    inputs (docs/theory/equivalence.md, 1.1). ``torch.nn.MSELoss`` divides by the number of outputs as well.
 
     The network is copied when the surface is made, in eval mode; later changes of it are not seen. Evaluation takes
     place without gradients. What a network computes for one input must not depend on the other inputs.
@@ -68,8 +68,8 @@ class LossSurface:
         loss: ``"squared_distance"``, or a function from outputs [G, N, ...] and targets [N, ...] to the loss of each
             input, [G, N]; it is called with some of the inputs at a time.
         method: See above.
-        dtype: Of the forward pass, floating; None for the network's. float64 for thresholds below 1e-12 of the zero
-            function's J, and for topology; float32 for pictures. Sums over inputs are taken in float64 always.
+        dtype: Dtype of the forward pass, floating; None for the network's. float64 for thresholds below 1e-12 of the
+            zero function's J, and for topology; float32 for pictures. Sums over inputs are taken in float64 always.
         chunk: Points evaluated together, >= 1; None for what fits the cache (CPU) or 256 MiB.
 
     Raises:
@@ -180,7 +180,7 @@ class LossSurface:
         """Return the losses at points of a plane.
 
         Args:
-            plane: Of weight space, of this network's number of parameters.
+            plane: Plane in weight space, of this network's number of parameters.
             coefficients: Shape [G, m], floating, any device.
             below: Only losses below this number are wanted, for example epsilon: a point is given up as soon as the
                 inputs seen so far make its mean at least that. Exact, rounding included: sums only grow, and those of

@@ -150,7 +150,7 @@ def evaluate_grid(
     Args:
         surface: What is evaluated.
         plane: Where the coefficients belong to.
-        grid: Of the plane's dimension.
+        grid: Grid of the plane's dimension.
         below: As for :meth:`LossSurface.on`: only losses below are wanted, others become ``inf``.
         partial: A file that keeps what is done: every 20 seconds and when an error or Ctrl-C ends the work. If it is
             there, the work goes on from it, with any number of ranks; at the end it is removed. Rank r > 0 writes
@@ -324,7 +324,7 @@ def grid_fingerprint(surface: LossSurface, plane: WeightPlane, grid: Grid, below
 
     Args:
         surface: After its method is chosen. Of a loss that is a function only module and name count.
-        plane: Of weight space.
+        plane: Plane in weight space.
         grid: On the plane.
         below: As for :func:`evaluate_grid`.
 

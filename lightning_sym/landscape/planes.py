@@ -65,7 +65,7 @@ def independent(vectors: Tensor, tolerance: float = 1e-3) -> list[int]:
     """Choose linearly independent vectors, the earlier ones first.
 
     A vector is accepted if the part of it orthogonal to those accepted before is longer than ``tolerance`` times the
-    vector itself (spec section 3; projections are taken off twice).
+    vector itself; projections are taken off twice (docs/theory/equivalence.md, 3.1).
 
     Args:
         vectors: Differences to a common point, shape [n, P], floating.
@@ -142,7 +142,7 @@ class WeightPlane:
 
         Args:
             points: Shape [m + 1, P] with m >= 1, floating, finite; the centre first.
-            tolerance: Of :func:`independent`, which the differences to the centre must pass.
+            tolerance: Tolerance of :func:`independent`, which the differences to the centre must pass.
 
         Returns:
             The plane.

@@ -10,8 +10,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
+from lightning_sym._linear_algebra import best_scales
+from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
-from lightning_sym.landscape.walks import NetworkOutputs
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.elements import AxisGroup
@@ -29,7 +30,9 @@ _FREE = ("scales", "signs")
 
 
 def function_distances(network: nn.Module, vectors: Tensor, inputs: Tensor) -> Tensor:
-    r"""Return the distances of the functions of some weights: the distance of their classes in the quotient (spec 9.5).
+    r"""Return the distances of the functions of some weights: the distance of their classes in the quotient.
+
+    See docs/theory/equivalence.md, 6.1.
 
     :math:`d_{ij} = \sqrt{J}`, with :math:`J = \frac{1}{N} \sum_x \|\phi(x, \theta_i) - \phi(x, \theta_j)\|^2`. It is 0
     exactly for members of one class (on these inputs), and satisfies the triangle inequality.
@@ -65,7 +68,9 @@ def function_distances(network: nn.Module, vectors: Tensor, inputs: Tensor) -> T
 def canonical_vectors(
     network: nn.Module, vectors: Tensor, example_input: Any, *, symmetry: Symmetry | None = None, merge: bool = True
 ) -> Tensor:
-    r"""Return one representative of each weight vector's orbit, the same for all members of an orbit (spec 9.5).
+    r"""Return one representative of each weight vector's orbit, the same for all members of an orbit.
+
+    See docs/theory/equivalence.md, 6.3.
 
     Scales are balanced (:math:`\alpha_i = \sqrt{\|v_i\| / \|w_i\|}` for a hidden ReLU unit with incoming weights and
     bias :math:`w_i` and outgoing weights :math:`v_i`), signs fixed and units sorted by
@@ -75,13 +80,13 @@ def canonical_vectors(
     has no balanced form, and units whose :math:`w_i` are positive multiples of one another can share their outgoing
     weights in many ways. With ``merge`` these are dealt with first: the outgoing weights of collinear units are moved
     to the first of them, and dead units become 0. The representative is then the same for more than an orbit; for the
-    two-unit network it is the same for the whole class (spec 5.2).
+    two-unit network it is the same for the whole class (docs/theory/equivalence.md, 5.3).
 
     Args:
         network: The architecture, with buffers; its own weights do not matter.
         vectors: Shape ``[n, P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
-        symmetry: Of the architecture, if it has been traced already.
+        symmetry: Symmetry of the architecture, if it has been traced already.
         merge: Whether to merge collinear units and delete dead ones, where there is one hidden layer. Deeper networks
             are left as they are: the scales of their dead units stay what they were.
 
@@ -138,7 +143,7 @@ def orbit_distances(
 
     **Exact** where every parameter belongs to at most one hidden unit (one hidden layer, dense or convolutional, or
     several side by side), for ReLU and the like: with incoming weights and bias :math:`w_i` and outgoing weights
-    :math:`v_i`, a pair of units costs (spec 9.1)
+    :math:`v_i`, a pair of units costs (docs/theory/equivalence.md, 6.2)
 
     .. math:: k(i, j) = \inf_{\alpha > 0} \|w_i - \alpha w^*_j\|^2 + \|v_i - v^*_j / \alpha\|^2 ,
 
@@ -152,16 +157,16 @@ def orbit_distances(
     **Upper bound** otherwise: the distance to what :func:`lightning_sym.symmetry.weight_matching` with ``refine``
     finds, or to the target itself if that is nearer.
 
-    A small J with a large distance means a symmetry beyond the group (spec 5.2).
+    A small J with a large distance means a symmetry beyond the group (docs/theory/equivalence.md, 5.3).
 
     Args:
         network: The architecture, with buffers; its own weights do not matter.
         vectors: :math:`\theta`, shape ``[n, P]``.
         target: :math:`\theta^*`, shape ``[P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
-        symmetry: Of the architecture, if it has been traced already.
-        restarts: Of the matching, for the upper bound.
-        seed: Of the matching.
+        symmetry: Symmetry of the architecture, if it has been traced already.
+        restarts: Restarts of the matching, for the upper bound.
+        seed: Seed of the matching.
 
     Returns:
         The distances, and of which kind they are.
@@ -285,36 +290,8 @@ class _Layer:
         fixed = ours.square().sum(2)[:, :, None]
         if not self.scaled:
             return fixed - 2 * (inner[0] + inner[1]) + squares[0] + squares[1], torch.ones_like(inner[0])
-        return _best_scales(inner[0], inner[1], squares[0], squares[1], fixed)
-
-
-def _best_scales(p: Tensor, r: Tensor, q: Tensor, s: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return the infimum of :math:`q a^2 - 2 p a - 2 r / a + s / a^2 + fixed` over a > 0, and where it is.
-
-    Stationary points solve :math:`q a^4 - p a^3 + r a - s = 0`. With q = 0 or s = 0 the infimum may be at a = infinity
-    or 0, where all but the fixed part vanishes.
-    """
-    regular = (q > 0) & (s > 0)
-    q_safe, s_safe = torch.where(regular, q, 1.0), torch.where(regular, s, 1.0)
-    # With a = unit * b the first and last coefficient are equal, and b^4 - u b^3 + v b - 1 = 0.
-    unit = (s_safe / q_safe) ** 0.25
-    companion = torch.zeros(*p.shape, 4, 4, dtype=p.dtype)
-    companion[..., 1, 0] = companion[..., 2, 1] = companion[..., 3, 2] = 1.0
-    companion[..., 0, 3] = 1.0
-    companion[..., 1, 3] = -r * unit / s_safe
-    companion[..., 3, 3] = p * unit**3 / s_safe
-    # Real parts of complex roots are no stationary points, but as good as any other scale: the least one wins.
-    scales = torch.linalg.eigvals(companion).real * unit[..., None]
-    linear = torch.where(q > 0, p / torch.where(q > 0, q, 1.0), s / torch.where(r > 0, r, 1.0))
-    linear = torch.where((q > 0) | (r > 0), linear, -1.0)
-    scales = torch.where(regular[..., None], scales, linear[..., None])
-    a = torch.where(scales > 0, scales, 1.0)
-    values = q[..., None] * a**2 - 2 * p[..., None] * a - 2 * r[..., None] / a + s[..., None] / a**2
-    values, best = torch.where(scales > 0, values, math.inf).min(-1)
-    chosen = a.gather(-1, best[..., None])[..., 0]
-    limit = ~regular & (values > 0)
-    chosen = torch.where(limit, torch.where(q > 0, 0.0, math.inf), chosen)
-    return torch.where(limit, 0.0, values) + fixed, chosen
+        values, scales = best_scales(inner[0], squares[0], inner[1], squares[1])
+        return values + fixed, scales
 
 
 def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vjp, vmap
 
 from lightning_sym._text import unknown
-from lightning_sym.landscape.walks import NetworkOutputs
+from lightning_sym.landscape.outputs import NetworkOutputs
 
 Evaluate = Callable[[Tensor], Tensor]
 # Points that are evaluated at once, and iterations for the largest curvature.
@@ -31,7 +31,7 @@ class SGLDSamples:
             ``[kept, chains, P]``.
         losses: J of every chain at every step after the burn-in. Shape ``[steps, chains]``, float64.
         learning_coefficient: Mean of :math:`nb J`; half the codimension of the class, if its points are regular.
-        standard_error: Of that mean, from the spread over chains; NaN for one chain.
+        standard_error: Standard error of that mean, from the spread over chains; NaN for one chain.
         inverse_temperature: :math:`nb`, per unit of J.
         step: :math:`\eta`, squared weights.
         localisation: :math:`\gamma`, per squared weight.
@@ -54,7 +54,7 @@ class SGLDSamples:
         :math:`k = nb \lambda + \gamma`: half, less the pull of the localisation, more the bias of the finite step.
 
         Args:
-            eigenvalues: Of the Hessian of J at the start, those above 0. Any shape.
+            eigenvalues: Eigenvalues above 0 of the Hessian of J at the start. Any shape.
         """
         rate = self.inverse_temperature * eigenvalues.double() + self.localisation
         share = self.inverse_temperature * eigenvalues.double() / rate
@@ -80,7 +80,9 @@ def sample_sgld(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SGLDSamples:
-    r"""Run Langevin chains around weights that compute a network's function, at low temperature (spec 9.3).
+    r"""Run Langevin chains around weights that compute a network's function, at low temperature.
+
+    See docs/theory/equivalence.md, 8.
 
     .. math::
         \theta \leftarrow \theta - \tfrac{\eta}{2} \big(nb \nabla J(\theta) + \gamma (\theta - \theta_0)\big)
@@ -106,9 +108,9 @@ def sample_sgld(
         start: :math:`\theta_0`, where all chains begin, shape ``[P]``; by default the network's weights.
         kept: How many times the weights are kept, in ``1 .. steps``.
         chunk: Most chains whose gradients are computed at once; by default all.
-        dtype: Of weights and arithmetic.
-        seed: Of the noise, which is drawn on the CPU: the same seed is the same chain on every device, up to rounding.
-            The caller's generators are not touched.
+        dtype: Dtype of weights and arithmetic.
+        seed: Seed of the noise, which is drawn on the CPU: the same seed is the same chain on every device, up to
+            rounding. The caller's generators are not touched.
         progress: Called with (steps done, burn_in + steps) after every step.
 
     Returns:
@@ -220,7 +222,7 @@ class SetSample:
         coefficients: Shape ``[n, m]``, float64.
         values: J there. Shape ``[n]``, float64.
         drawn: How many points were evaluated.
-        fraction: Of these, how many were in the set: the set's share of the box for ``"sobol"``; for ``"walk"`` the
+        fraction: How many of these were in the set: the set's share of the box for ``"sobol"``; for ``"walk"`` the
             share of steps that stayed inside, which says nothing about volume.
     """
 
@@ -260,7 +262,7 @@ def sample_set(
         start: Points inside the set, where walks begin, shape ``[s, m]``; for ``"walk"`` only, by default the origin.
         step: Standard deviation of a walk's steps per axis, > 0; by default ``bound / 20``. Good when about a quarter
             to a half of the steps is taken.
-        seed: Of scrambling and steps; the caller's generators are not touched.
+        seed: Seed of scrambling and steps; the caller's generators are not touched.
 
     Returns:
         What is inside; for ``"walk"`` the place of every walk after every round, repeated where a step was refused.
@@ -341,7 +343,7 @@ class NeighbourGraph:
 
     Attributes:
         edges: Numbers of the two points of each edge that was kept, the smaller first. Shape ``[E, 2]``, int64.
-        lengths: Of these edges. Shape ``[E]``, float64.
+        lengths: Lengths of these edges. Shape ``[E]``, float64.
         components: How many pieces the graph has.
         labels: The piece of each point, numbered from 0 by first appearance. Shape ``[n]``, int64.
         tested: How many pairs were checked.
@@ -357,7 +359,7 @@ class NeighbourGraph:
 def neighbour_graph(
     evaluate: Evaluate, coefficients: Tensor, epsilon: float, *, neighbours: int = 10, checks: int = 5
 ) -> NeighbourGraph:
-    """Join near points of a set where the straight line between them stays in it (spec 9.4).
+    """Join near points of a set where the straight line between them stays in it (docs/theory/equivalence.md, 9).
 
     Each point and its nearest neighbours are pairs; a pair is joined if J < epsilon at evenly spaced points of the
     segment between them. Unlike an embedding the graph does not invent connections, up to what lies between the checked

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Loss = TypeVar("Loss", float, Tensor)
-# J / V up to which a function counts as the same (spec 1), and from where on as another one: at a tenth of V or J0 the
-# warning about epsilon starts.
+# J / V up to which a function counts as the same, and from where on as another one: at a tenth of V or J0 the warning
+# about epsilon starts (docs/theory/equivalence.md, 1.2).
 _SAME, _BOUND = 0.01, 0.1
 # Fewest samples below the smallest epsilon of a volume exponent; the counting error of one is then a third.
 _FEWEST = 10
@@ -124,8 +124,8 @@ class Resolution:
         spacing: h, between grid points.
         curvature: :math:`\lambda_{\max}`, the largest eigenvalue of a Hessian of J at a cell of the set, by second
             differences; NaN if none could be measured.
-        width: Of the set where it is thinnest, :math:`w = 2 \sqrt{2 \epsilon / \lambda_{\max}}`; infinite if J is
-            nowhere curved upwards, NaN if the curvature is.
+        width: Width of the set where it is thinnest, :math:`w = 2 \sqrt{2 \epsilon / \lambda_{\max}}`; infinite if
+            J is nowhere curved upwards, NaN if the curvature is.
         enough: Whether h <= w / 2; False if the width is NaN.
         points: Points per axis that are enough for this width, odd; those of the grid if it is fine enough, 0 if the
             width is NaN.
@@ -150,7 +150,7 @@ def resolution(values: NDArray[np.floating], spacing: float, epsilon: float) -> 
     Args:
         values: J. Shape ``[n1, ..., nm]``, m >= 1, floating, not NaN. Infinite values, of points that were given up
             early, hide the curvature at their neighbours.
-        spacing: Of the grid, the same along all axes, > 0.
+        spacing: Spacing of the grid, the same along all axes, > 0.
         epsilon: > 0, unit of J.
 
     Raises:
@@ -187,7 +187,7 @@ class VolumeExponent:
         error: Its standard error from the counts, as if the points were independent. Of a regular grid it is a rough
             guide only; that the slope changes with epsilon is not in it.
         epsilons: Where the volume was measured, rising. Shape ``[steps]``, float64.
-        fractions: Of the points below each of them. Shape ``[steps]``, float64, in (0, 1].
+        fractions: Share of the points below each of them. Shape ``[steps]``, float64, in (0, 1].
     """
 
     exponent: float

@@ -43,17 +43,17 @@ class SetNumbers:
         scale: J0 and V.
         tolerance: rho = epsilon / J0.
         relative: epsilon / V, an upper bound for R in the set.
-        fraction: Of the grid points that are in the set, in [0, 1].
+        fraction: Share of the grid points that are in the set, in [0, 1].
         smallest: The smallest J on the grid.
         betti: Pieces, loops, cavities, as `betti_numbers` counts them, with full connectivity.
         components_full: Pieces of cells that share at least a corner.
         components_face: Pieces of cells that share faces.
         border: Whether the set touches the border of the box.
         resolution: The spacing next to the width of the set.
-        exponent: Of the volume over a decade below epsilon; None if too few points are in the set.
+        exponent: Exponent of the volume over a decade below epsilon; None if too few points are in the set.
         joining: From which epsilon on the found points are joined inside the grid, see `joining_levels`. Shape
             ``[k, k]``, float64; NaN for points outside the box.
-        shares: Of the set in each given region, in [0, 1]; NaN if the set is empty.
+        shares: Share of the set in each given region, in [0, 1]; NaN if the set is empty.
         warnings: What limits the numbers, one sentence each.
     """
 

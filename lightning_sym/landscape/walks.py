@@ -1,6 +1,5 @@
 """Walks inside an equivalence class: along its tangents, without a plane or a grid."""
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,65 +7,13 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
 
 from lightning_sym._text import unknown
-from lightning_sym.landscape.planes import weight_tensors, weight_vector
+from lightning_sym.landscape.outputs import NetworkOutputs
 
 # How often a step is halved before the walk gives up, and the shortest tangent part of a direction that is followed.
 _HALVINGS = 20
 _SHORTEST = 1e-6
-
-
-class NetworkOutputs:
-    """What a network in evaluation mode puts out on fixed inputs, as a function of its weight vector.
-
-    Args:
-        network: Any network that treats its inputs apart. Not changed; a copy is used.
-        inputs: Shape ``[N, ...]``, N >= 1. Floating inputs are cast to ``dtype``.
-        dtype: Of the weights and the arithmetic.
-
-    Raises:
-        ValueError: If there are no inputs, or the network has nothing to train.
-    """
-
-    def __init__(self, network: nn.Module, inputs: Tensor, dtype: torch.dtype = torch.float64) -> None:
-        if inputs.ndim == 0 or len(inputs) == 0:
-            raise ValueError(
-                f"inputs must hold at least one input, shape [N, ...], got shape {list(inputs.shape)}; give some."
-            )
-        self.network = copy.deepcopy(network).to(dtype).eval()
-        if not any(parameter.requires_grad for parameter in network.parameters()):
-            raise ValueError("the network has no trainable parameters; expected some with requires_grad=True.")
-        self.own = weight_vector(self.network)
-        self.inputs = inputs.detach().to(self.own.device, dtype if inputs.is_floating_point() else None)
-
-    def _forward(self, vector: Tensor, inputs: Tensor) -> Tensor:
-        output: Tensor = functional_call(self.network, weight_tensors(self.network, vector), (inputs,))
-        return output.flatten(1)
-
-    def __call__(self, vector: Tensor) -> Tensor:
-        """Return the outputs ``[N, K]`` at a weight vector ``[P]``; differentiable."""
-        return self._forward(vector, self.inputs)
-
-    def jacobian(self, vector: Tensor) -> Tensor:
-        """Return the derivatives of all outputs by all weights, shape ``[N * K, P]``, K vector products per input."""
-
-        def one(weights: Tensor, single: Tensor) -> Tensor:
-            return self._forward(weights, single[None])[0]
-
-        rows: Tensor = vmap(jacrev(one), in_dims=(None, 0), randomness="same")(vector, self.inputs)
-        return rows.detach().flatten(0, 1)
-
-    def start(self, vector: Tensor | None) -> Tensor:
-        """Return a checked copy of a weight vector ``[P]``; of the network's own if there is none."""
-        vector = self.own if vector is None else vector.detach().to(self.own)
-        if vector.shape != self.own.shape or not bool(torch.isfinite(vector).all()):
-            raise ValueError(
-                f"start must be a finite weight vector of shape {list(self.own.shape)}, as weight_vector makes it; "
-                f"got shape {list(vector.shape)}."
-            )
-        return vector.clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +73,9 @@ def walk_level_set(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> LevelSetWalk:
-    r"""Walk along the weights that give the same outputs on some inputs as the network does (spec 9.2).
+    r"""Walk along the weights that give the same outputs on some inputs as the network does.
+
+    See docs/theory/equivalence.md, 7.
 
     With the residual :math:`r(\theta) = \phi(C, \theta) - \phi(C, \theta^*)` and its Jacobian F, a step goes a length h
     along a unit tangent, the part of a direction in the kernel of F, and is brought back to the set by Gauss-Newton
@@ -150,7 +99,7 @@ def walk_level_set(
             the network.
         max_corrections: Most Gauss-Newton steps, >= 1.
         rcond: Singular values of F at most this times the largest count as 0; in (0, 1).
-        seed: Of the directions; the caller's generators are not touched.
+        seed: Seed of the directions; the caller's generators are not touched.
         progress: Called with (steps done, T) after every step.
 
     Returns:

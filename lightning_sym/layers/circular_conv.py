@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.layers._checks import check_counts, check_features, check_kernel
+from lightning_sym._checks import check_features, check_integers, check_kernel
 
 
 def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
@@ -59,12 +59,12 @@ class CircularConv(nn.Module):
         ValueError: If an argument is out of range, or from the forward if features have other channels.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 2; our specification, 1.2.
+        van der Ouderaa, Immer, van der Wilk (2023), section 2; docs/theory/relaxed_layers.md, 1.2.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3) -> None:
         super().__init__()
-        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         check_kernel(self, kernel_size)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         weight = torch.empty(out_channels, in_channels, kernel_size, kernel_size)

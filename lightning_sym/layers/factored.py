@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.layers._checks import Grid, check_counts, check_features, height_width
+from lightning_sym._checks import Grid, check_features, check_integers, height_width
 
 
 def factored_hidden(x: Tensor, theta1: Tensor, b1: Tensor) -> Tensor:
@@ -75,15 +75,16 @@ class FactoredFullyConnected(nn.Module):
         ValueError: If an argument is out of range, or from the forward if features have another shape.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 4.1, where it has no biases; our specification, 1.3.
+        van der Ouderaa, Immer, van der Wilk (2023), section 4.1, where it has no biases;
+        docs/theory/relaxed_layers.md, 1.3.
     """
 
     def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None = None) -> None:
         super().__init__()
-        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.grid = height_width(self, grid)
-        self.out_grid = self.grid if out_grid is None else height_width(self, out_grid, "out_grid")
+        self.grid = height_width(grid, of=self)
+        self.out_grid = self.grid if out_grid is None else height_width(out_grid, "out_grid", of=self)
         positions, out_positions = math.prod(self.grid), math.prod(self.out_grid)
         bound1, bound2 = math.sqrt(3 / positions), math.sqrt(3 / in_channels)
         theta1 = torch.empty(out_channels, in_channels, positions)

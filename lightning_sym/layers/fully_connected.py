@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.layers._checks import Grid, check_counts, check_features, height_width
+from lightning_sym._checks import Grid, check_features, check_integers, height_width
 
 
 class FullyConnected(nn.Module):
@@ -35,15 +35,15 @@ class FullyConnected(nn.Module):
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using
-        Gradients", section 2; our specification, 1.1.
+        Gradients", section 2; docs/theory/relaxed_layers.md, 1.1.
     """
 
     def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None = None) -> None:
         super().__init__()
-        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.grid = height_width(self, grid)
-        self.out_grid = self.grid if out_grid is None else height_width(self, out_grid, "out_grid")
+        self.grid = height_width(grid, of=self)
+        self.out_grid = self.grid if out_grid is None else height_width(out_grid, "out_grid", of=self)
         positions, out_positions = math.prod(self.grid), math.prod(self.out_grid)
         bound = (in_channels * positions) ** -0.5
         weight = torch.empty(out_channels, out_positions, in_channels, positions)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._checks import check_features, check_integers, check_kernel
 from lightning_sym._text import unknown
-from lightning_sym.layers._checks import check_counts, check_features, check_kernel
 from lightning_sym.layers.circular_conv import circular_conv2d, he_uniform
 
 ROTATIONS = 4
@@ -90,9 +90,9 @@ class GroupConv(nn.Module):
 
     References:
         Cohen and Welling (2016), "Group Equivariant Convolutional Networks", arXiv:1602.07576; Knigge, Romero, Bekkers
-        (2022), "Exploiting Redundancy: Separable Group Convolutional Networks on Lie Groups", arXiv:2110.13059; our
-        specification, 1.6. The published code of van der Ouderaa et al. (2023) keeps each map in its own rotated frame
-        instead, where all but pointwise lose translations.
+        (2022), "Exploiting Redundancy: Separable Group Convolutional Networks on Lie Groups", arXiv:2110.13059;
+        docs/theory/relaxed_layers.md, 1.6. The published code of van der Ouderaa et al. (2023) keeps each map in its
+        own rotated frame instead, where all but pointwise lose translations.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GroupConv(nn.Module):
         super().__init__()
         if kind not in KINDS:
             raise ValueError(unknown("kind of GroupConv", kind, KINDS))
-        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         check_kernel(self, kernel_size)
         self.in_channels, self.out_channels, self.kind, self.kernel_size = in_channels, out_channels, kind, kernel_size
         area = kernel_size**2

@@ -53,8 +53,8 @@ class ResidualPathways(nn.Module):
         ValueError: If there is no path, a name cannot be used, or from the forward if outputs differ in shape.
 
     References:
-        Finzi et al. (2021), "Residual Pathway Priors for Soft Equivariance Constraints", arXiv:2112.01388; our
-        specification, 1.7.
+        Finzi et al. (2021), "Residual Pathway Priors for Soft Equivariance Constraints", arXiv:2112.01388;
+        docs/theory/relaxed_layers.md, 1.7.
     """
 
     def __init__(self, *paths: nn.Module | Mapping[str, nn.Module], scale: float | None = None) -> None:

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
-from lightning_sym.layers._checks import check_counts
 
 
 class PolyphasePool(nn.Module):
@@ -32,15 +32,15 @@ class PolyphasePool(nn.Module):
         ValueError: If an argument is out of range, or from the forward if height, width or channels are not divisible.
 
     References:
-        Chaman and Dokmanic (2021), "Truly shift-invariant convolutional neural networks", arXiv:2011.14214; our
-        specification, 2.
+        Chaman and Dokmanic (2021), "Truly shift-invariant convolutional neural networks", arXiv:2011.14214;
+        docs/theory/relaxed_layers.md, 2.
     """
 
     def __init__(self, norm: Literal["max", "l2"] = "max", groups: int = 1) -> None:
         super().__init__()
         if norm not in ("max", "l2"):
             raise ValueError(unknown("norm of PolyphasePool", norm, ("max", "l2")))
-        check_counts(self, groups=groups)
+        check_integers(of=self, groups=groups)
         self.norm, self.groups = norm, groups
 
     def forward(self, x: Tensor) -> Tensor:

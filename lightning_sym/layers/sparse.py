@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.layers._checks import Grid, check_counts, check_features, check_kernel, height_width
+from lightning_sym._checks import Grid, check_features, check_integers, check_kernel, height_width
 from lightning_sym.layers.circular_conv import circular_conv2d, he_uniform
 from lightning_sym.layers.factored import factored_map
 
@@ -18,7 +18,7 @@ def grid_positions(grid: tuple[int, int], device: torch.device | None = None) ->
 
     Args:
         grid: Height and width.
-        device: Of the result; default torch's.
+        device: Device of the result; default torch's.
 
     Returns:
         Row by row. Shape ``[H W, 2]``, float64.
@@ -43,7 +43,7 @@ def interpolation(positions: Tensor, grid: tuple[int, int], omega: Tensor | floa
         Shape ``[M, H W]``, dtype and device of ``positions``, contiguous; differentiable.
 
     References:
-        Our specification, 1.4.
+        docs/theory/relaxed_layers.md, 1.4.
     """
     anchors = positions.double()
     points = grid_positions(grid, positions.device)
@@ -61,7 +61,7 @@ def _count_anchors(module: nn.Module, anchors: int | None, points: int, name: st
     """Return the number of anchors: half of the points, rounded up, unless given."""
     if anchors is None:
         return (points + 1) // 2
-    check_counts(module, **{name: anchors})
+    check_integers(of=module, **{name: anchors})
     if anchors > points:
         raise ValueError(
             f"{type(module).__name__} interpolates between anchors on {points} positions, got {name}={anchors}; "
@@ -150,8 +150,9 @@ class SparseConv(_Anchored):
         ValueError: If an argument is out of range, or from the forward if features have other channels.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix; our specification, 1.4. The published
-        code pads with zeros and rounds the number of anchors otherwise; we follow the paper.
+        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix;
+        docs/theory/relaxed_layers.md, 1.4. The published code pads with zeros and rounds the number of anchors
+        otherwise; we follow the paper.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class SparseConv(_Anchored):
         learn_lengthscale: bool = False,
     ) -> None:
         super().__init__()
-        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         check_kernel(self, kernel_size)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.anchors = _count_anchors(self, anchors, kernel_size**2, "anchors")
@@ -235,7 +236,7 @@ class SparseFactoredFullyConnected(_Anchored):
         ValueError: If an argument is out of range, or from the forward if features have another shape.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix; our specification, 1.5.
+        van der Ouderaa, Immer, van der Wilk (2023), section 4.2 and appendix; docs/theory/relaxed_layers.md, 1.5.
     """
 
     def __init__(
@@ -250,10 +251,10 @@ class SparseFactoredFullyConnected(_Anchored):
         learn_lengthscale: bool = False,
     ) -> None:
         super().__init__()
-        check_counts(self, in_channels=in_channels, out_channels=out_channels)
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.grid = height_width(self, grid)
-        self.out_grid = self.grid if out_grid is None else height_width(self, out_grid, "out_grid")
+        self.grid = height_width(grid, of=self)
+        self.out_grid = self.grid if out_grid is None else height_width(out_grid, "out_grid", of=self)
         positions, out_positions = math.prod(self.grid), math.prod(self.out_grid)
         self.anchors = _count_anchors(self, anchors, positions, "anchors")
         self.out_anchors = _count_anchors(self, out_anchors, out_positions, "out_anchors")

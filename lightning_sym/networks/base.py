@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_sym._checks import height_width
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
-from lightning_sym.networks._checks import height_width
 from lightning_sym.networks._trace import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 
 _PUBLIC = "lightning_sym.networks"
@@ -161,7 +161,7 @@ class Network(nn.Module, ABC):
         args, kwargs = self._call
         given = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
         size = given.get("image_size") or given.get("grid")
-        return (given["in_channels"], *height_width(size)) if size and "in_channels" in given else None
+        return (given["in_channels"], *height_width(size, "image_size")) if size and "in_channels" in given else None
 
     @property
     def architecture(self) -> dict[str, Any]:

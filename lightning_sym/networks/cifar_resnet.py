@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import Network
 
@@ -99,7 +99,7 @@ class _ResidualNetwork(Network):
         activation: str,
     ) -> None:
         super().__init__()
-        height_width(image_size)  # padding makes every size fit
+        height_width(image_size, "image_size")  # padding makes every size fit
         self.conv = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(widths[0])
         self.activation = make_activation(activation)
@@ -159,7 +159,7 @@ class CIFARResNet(_ResidualNetwork):
         num_classes: int = 10,
         activation: str = "relu",
     ) -> None:
-        check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
+        check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
         if depth not in (20, 32, 44, 56):
             raise ValueError(f"depth must be 20, 32, 44 or 56, got {depth!r}.")
         if shortcut not in ("A", "B"):
@@ -200,6 +200,6 @@ class CIFARResNet18(_ResidualNetwork):
         num_classes: int = 10,
         activation: str = "relu",
     ) -> None:
-        check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
+        check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
         widths = (width, 2 * width, 4 * width, 8 * width)
         super().__init__(widths, (2, 2, 2, 2), "B", in_channels, image_size, num_classes, activation)

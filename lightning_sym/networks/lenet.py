@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import Network
 
@@ -19,7 +19,7 @@ class LeNet5(Network):
         image_size: 28 or 32 (or (28, 28), (32, 32)), in pixels.
         num_classes: Number of outputs ``C``, >= 1.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
-        padding: Of the first convolution, 0 or 2 pixels. None: 2 for 28x28 images, 0 for 32x32.
+        padding: Padding of the first convolution, 0 or 2 pixels. None: 2 for 28x28 images, 0 for 32x32.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -39,8 +39,8 @@ class LeNet5(Network):
         padding: int | None = None,
     ) -> None:
         super().__init__()
-        check_counts(in_channels=in_channels, num_classes=num_classes)
-        size = height_width(image_size)
+        check_integers(in_channels=in_channels, num_classes=num_classes)
+        size = height_width(image_size, "image_size")
         if size not in ((28, 28), (32, 32)):
             raise ValueError(f"LeNet5 takes images of 28x28 or 32x32 pixels, got image_size={image_size!r}.")
         if padding is None:

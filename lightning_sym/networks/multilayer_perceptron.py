@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import Network
 
@@ -42,11 +42,11 @@ class MultiLayerPerceptron(Network):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        check_counts(in_channels=in_channels, num_classes=num_classes)
+        check_integers(in_channels=in_channels, num_classes=num_classes)
         if not isinstance(widths, Sequence) or isinstance(widths, str):
             raise ValueError(f"widths must be a list of integers, got {widths!r}.")
-        check_counts(**{f"widths[{index}]": width for index, width in enumerate(widths)})
-        height, width = height_width(image_size)
+        check_integers(**{f"widths[{index}]": width for index, width in enumerate(widths)})
+        height, width = height_width(image_size, "image_size")
         self.flatten = nn.Flatten()
         sizes = [in_channels * height * width, *widths]
         for layer in range(1, len(sizes)):

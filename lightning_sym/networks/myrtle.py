@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lightning_sym.networks._checks import check_counts, height_width
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import Network
 
@@ -44,8 +44,8 @@ class MyrtleCNN(Network):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
-        height, wide = height_width(image_size)
+        check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
+        height, wide = height_width(image_size, "image_size")
         if min(height, wide) < 8:
             raise ValueError(f"MyrtleCNN takes images of at least 8x8 pixels, got image_size={image_size!r}.")
         channels = [in_channels, *(width if constant_width else width * 2**layer for layer in range(4))]

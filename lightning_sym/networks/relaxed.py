@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym._text import unknown
 from lightning_sym.layers import (
     CircularConv,
@@ -19,7 +20,6 @@ from lightning_sym.layers import (
     SparseConv,
     SparseFactoredFullyConnected,
 )
-from lightning_sym.networks._checks import check_counts, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import Network
 
@@ -83,13 +83,13 @@ class RelaxedNetwork(Network):
         in_channels: Channels of the images, >= 1.
         num_classes: Number of outputs ``K``, >= 1.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
-        scale: Of the sum of paths; default one over their number.
+        scale: Factor on the sum of paths; default one over their number.
         relaxed_gain: Factor, > 0, on the initial output weights (``weight``, ``theta2``, ``u2``) of fully connected
             paths that stand beside others. Below 1 the network starts close to an equivariant one, and training
             relaxes it where that helps; at 1, fully connected paths, which learn first, are hard to leave again.
-        kernel_size: Of convolutional paths, odd.
-        anchors: Of ``sconv`` paths; default half of the filter positions, rounded up. Those of ``sfc`` paths are
-            always half of the grid's.
+        kernel_size: Side of the filters of convolutional paths, odd.
+        anchors: Number of anchors of ``sconv`` paths; default half of the filter positions, rounded up. Those of
+            ``sfc`` paths are always half of the grid's.
         learn_positions: Train the anchors' positions in ``sconv`` and ``sfc`` paths.
         learn_lengthscale: Train their inverse length scales.
         pool_norm: ``max`` or ``l2``, see :class:`~lightning_sym.layers.PolyphasePool`.
@@ -100,7 +100,7 @@ class RelaxedNetwork(Network):
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
-        appendix; our specification, 8.1.
+        appendix; docs/theory/relaxed_layers.md, 3.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RelaxedNetwork(Network):
         image_size: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        check_counts(width=width, in_channels=in_channels, num_classes=num_classes)
+        check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
         if not (math.isfinite(relaxed_gain) and relaxed_gain > 0):
             raise ValueError(f"relaxed_gain of RelaxedNetwork must be a finite number > 0, got {relaxed_gain}.")
         names = _path_names(paths)
@@ -227,7 +227,7 @@ def _path_names(paths: Sequence[str]) -> dict[str, str]:
 
 def _grid(grid: int | tuple[int, int] | None, image_size: int | tuple[int, int] | None) -> tuple[int, int]:
     """Return height and width from the two arguments that may say so."""
-    given = {height_width(size) for size in (grid, image_size) if size is not None}
+    given = {height_width(size, "image_size") for size in (grid, image_size) if size is not None}
     if len(given) > 1:
         raise ValueError(
             f"grid of RelaxedNetwork is {grid!r}, but images are {image_size!r}; leave grid out, or resize the data."

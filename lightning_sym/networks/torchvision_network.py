@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_sym._checks import check_integers, height_width
 from lightning_sym._text import unknown
-from lightning_sym.networks._checks import check_counts, height_width
 from lightning_sym.networks.base import _ModuleHolder
 
 
@@ -38,8 +38,8 @@ class TorchvisionNetwork(_ModuleHolder):
     ) -> None:
         from torchvision import models  # takes a second; only those who use it wait
 
-        check_counts(in_channels=in_channels, num_classes=num_classes)
-        size = height_width(image_size)
+        check_integers(in_channels=in_channels, num_classes=num_classes)
+        size = height_width(image_size, "image_size")
         names = models.list_models(module=models)
         if model not in names:
             raise ValueError(unknown("torchvision network", model, names))

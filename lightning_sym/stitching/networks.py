@@ -184,7 +184,7 @@ class PlantedStitches:
     Args:
         source: Network ``A``.
         element: An element of ``source.symmetry``; default a random one.
-        generator: Of the random element.
+        generator: Generator for the random element.
         scale: Standard deviation of the logarithm of its scales, >= 0.
 
     Attributes:

@@ -11,13 +11,13 @@ from lightning_sym.symmetry.groups import (
     IntertwinerGroup,
     intertwiner_group,
     measure,
-    random_orthogonal,
 )
 from lightning_sym.symmetry.matching.activations import ActivationMoments, activation_matching
 from lightning_sym.symmetry.matching.distance import OrbitDistance, orbit_distance
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.rules import register_rule
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
 
 __all__ = [
     "INTERTWINER_GROUPS",
@@ -35,6 +35,8 @@ __all__ = [
     "OrbitDistance",
     "Symmetry",
     "Tap",
+    "Trace",
+    "Value",
     "activation_matching",
     "balance",
     "canonicalize",
@@ -43,7 +45,6 @@ __all__ = [
     "measure",
     "orbit_distance",
     "parameter_distance",
-    "random_orthogonal",
     "register_rule",
     "trace_symmetry",
     "weight_matching",

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Showing, Tap
-from lightning_sym.symmetry.groups import IntertwinerGroup, random_orthogonal
+from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
 from lightning_sym.symmetry.tracing.structure import Sight, Sights, Structure
@@ -158,7 +159,7 @@ class Symmetry:
 
     @cached_property
     def shifts(self) -> int:
-        """The number of free shifts: biases before batch norms (spec 2.3, c)."""
+        """The number of free shifts: biases before batch norms (docs/theory/intertwiners.md, 2.3: c)."""
         return sum(size for _, size in self.structure.shifts)
 
     @cached_property

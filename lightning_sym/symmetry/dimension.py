@@ -12,12 +12,13 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import on_device_of
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.proof import double
 from lightning_sym.symmetry.tracing.capture import plain, state_tensors
 
-# Units whose incoming weights and biases have a larger cosine are duplicates (spec 4.5).
+# Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).
 DUPLICATE = 1 - 1e-6
 # Activations that are linear where their input is positive; where it is negative, the first two are constant.
 _PIECEWISE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU)
@@ -39,12 +40,12 @@ class LocalDimension:
     Attributes:
         parameters: Number of parameters ``p``.
         equations: Number of samples times number of outputs.
-        rank: Of the Jacobian.
+        rank: Rank of the Jacobian.
         nullity: ``p - rank``: at most so many dimensions has the set of parameters with the same outputs on X, at least
             the orbit's.
-        orbit_dimension: Of the symmetry group, `Symmetry.dimension`.
+        orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`.
         excess: ``nullity - orbit_dimension``.
-        singular_values: Of the Jacobian, falling. Shape (min(p, equations),), float64.
+        singular_values: Singular values of the Jacobian, falling. Shape (min(p, equations),), float64.
         above: The smallest singular value counted into the rank, relative to the largest.
         below: The largest one not counted, relative to the largest; 0 if there is none.
         dead: Units whose activation is 0 on all of X (of a ReLU: input never positive).
@@ -105,11 +106,12 @@ def local_dimension(
 
     :math:`J = \partial f(X; \theta) / \partial \theta` has the tangent space of the orbit in its kernel, so that
     :math:`p - \operatorname{rank} J \geq \dim(\text{orbit})`. The excess comes from dead, always-on, constant or
-    duplicated units, from too few inputs, and from symmetries of this one function that no group explains (spec 4.5).
+    duplicated units, from too few inputs, and from symmetries of this one function that no group explains
+    (docs/theory/equivalence.md, 10).
     For a squared loss the kernel of the Gauss-Newton matrix is that of J; for cross-entropy take ``log_softmax=True``.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed; a copy in float64 is used.
         inputs: One batch: a tensor whose first axis is the samples, shape (N, ...), or a tuple of positional arguments.
             Moved to the network's device.
@@ -137,10 +139,8 @@ def local_dimension(
         >>> found.nullity, found.orbit_dimension
         (4, 4)
     """
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance must be in (0, 1), got {tolerance}.")
-    if max_parameters < 1:
-        raise ValueError(f"max_parameters must be at least 1, got {max_parameters}.")
+    check_numbers("in (0, 1)", tolerance=tolerance)
+    check_integers(max_parameters=max_parameters)
     symmetry.require(network)
     count = sum(p.numel() for p in network.parameters())
     if count > max_parameters:

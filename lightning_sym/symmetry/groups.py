@@ -13,49 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._checks import check_integers
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.networks.activations import Gaussian, IdentityActivation, Polynomial, make_activation
 
 ACCEPT = 1e-12  # an identity with a smaller relative residual holds: it is off by rounding only
 REJECT = 1e-2  # one with a larger residual fails; in between it is doubtful and counted as failing
-
-
-def random_orthogonal(
-    size: int, generator: torch.Generator | None = None, *, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Draw an orthogonal matrix, all being equally likely (Haar measure), of either determinant.
-
-    Args:
-        size: Rows and columns ``C``, >= 1.
-        generator: Where randomness comes from; the matrix is made on its device.
-        dtype: Its floating dtype.
-
-    Returns:
-        Shape ``[C, C]``.
-
-    Raises:
-        ValueError: If ``size`` is below 1.
-
-    Note:
-        ``O(C^3)`` time.
-
-    References:
-        Mezzadri (2007), "How to generate random matrices from the classical compact groups", arXiv:math-ph/0609050:
-        the QR decomposition of a Gaussian matrix, with the signs for which the diagonal of R is positive.
-
-    Example:
-        >>> matrix = random_orthogonal(3, torch.Generator().manual_seed(0))
-        >>> torch.allclose(matrix @ matrix.T, torch.eye(3, dtype=torch.float64))
-        True
-    """
-    if size < 1:
-        raise ValueError(f"size of an orthogonal matrix must be at least 1, got {size}.")
-    device = generator.device if generator is not None else None
-    q, r = torch.linalg.qr(torch.randn(size, size, dtype=dtype, generator=generator, device=device))
-    sign = torch.where(r.diagonal() < 0, -1.0, 1.0)  # not torch.sign, which is 0 at 0
-    rotated: Tensor = q * sign
-    return rotated
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +103,13 @@ class GroupElement:
 
         Args:
             size: The number of units ``H``, >= 1.
-            dtype: Of the scales; floating.
+            dtype: Dtype of the scales; floating.
             device: Where it lives; by default the CPU.
 
         Raises:
             ValueError: If ``size`` < 1.
         """
-        _check_size(size)
+        check_integers(size=size)
         device = device or "cpu"
         return cls._of(torch.arange(size, device=device), torch.ones(size, dtype=dtype, device=device))
 
@@ -180,7 +145,7 @@ class GroupElement:
         """Return ``self`` after ``other``, the element of the matrix product; also written ``self @ other``.
 
         Args:
-            other: Of the same size, dtype and device.
+            other: Element of the same size, dtype and device.
 
         Raises:
             ValueError: If sizes, dtypes or devices differ.
@@ -266,13 +231,14 @@ class IntertwinerGroup:
     name, and how it was found out, do not count.
 
     Args:
-        name: Of the activation.
+        name: Name of the activation.
         positive_scales: Whether ``sigma(t x) = t**exponent sigma(x)`` for all ``t > 0``.
         signs: Whether ``sigma(-x) = sigma(x)`` (``even``), or ``offset - sigma(x)``.
         dense: The activation is linear: all invertible matrices.
         permutations: Whether units change places. They do through every activation; at a place in a network they may
             be held where they are.
-        exponent: Of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets them.
+        exponent: Exponent of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets
+            them.
         even: :math:`\varphi` forgets the signs.
         offset: What an affine intertwiner adds for each flipped unit, ``sigma(-x) = offset - sigma(x)``; see
             :meth:`shift`. 0 for the linear ones. The next bias can absorb it; zero padding and max-pooling
@@ -365,14 +331,14 @@ class IntertwinerGroup:
 
         Args:
             size: The number of units ``H``, >= 1.
-            generator: Of the random numbers; the element is made on its device.
+            generator: Generator for the random numbers; the element is made on its device.
             scale: Standard deviation of the logarithm of the magnitudes, unitless, >= 0; 0 leaves them at 1.
-            dtype: Of the scales, floating.
+            dtype: Dtype of the scales, floating.
 
         Raises:
             ValueError: If ``size`` or ``scale`` is out of range.
         """
-        _check_size(size)
+        check_integers(size=size)
         if not 0 <= scale < math.inf:
             raise ValueError(f"scale must be >= 0 and finite, got {scale}.")
         options: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -434,7 +400,7 @@ class IntertwinerGroup:
         invertible, and right also where it is not (``sigma(0) = sigma(1)``).
 
         Args:
-            element: Of the group: phi is a homomorphism on the group only.
+            element: Element of the group: phi is a homomorphism on the group only.
 
         Returns:
             An element of the same size, dtype and device; ``element`` itself where phi changes nothing.
@@ -462,7 +428,7 @@ class IntertwinerGroup:
         """Return ``c`` in ``sigma(A x) = phi(A) sigma(x) + c``: the offset at the flipped units.
 
         Args:
-            element: Of the group.
+            element: Element of the group.
 
         Returns:
             Shape ``[H]``, indexed by the new place, dtype and device of the scales. All zero unless the group
@@ -472,7 +438,7 @@ class IntertwinerGroup:
 
     def dimension(self, size: int) -> int:
         """Return the dimension of the continuous part for ``size`` >= 1 units: ``H**2``, ``H`` or 0."""
-        _check_size(size)
+        check_integers(size=size)
         return size**2 if self.dense else size if self.positive_scales else 0
 
     def log10_components(self, size: int) -> float:
@@ -480,7 +446,7 @@ class IntertwinerGroup:
 
         Components: ``H!``, times ``2**H`` with signs; 2 for a dense group.
         """
-        _check_size(size)
+        check_integers(size=size)
         if self.dense:
             return math.log10(2)
         return math.lgamma(size + 1) / math.log(10) + (size * math.log10(2) if self.signs else 0.0)
@@ -520,13 +486,13 @@ def _rows() -> Mapping[str, IntertwinerGroup]:
 INTERTWINER_GROUPS: Mapping[str, IntertwinerGroup] = _rows()
 """Groups by the activation's name, read-only.
 
-Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with the additions of our specification, section 1.2.
+Source: Godfrey et al. (2022), arXiv:2205.14258, Table 1, with our additions (docs/theory/intertwiners.md, 1.2).
 Activations with parameters stand for their defaults; :func:`intertwiner_group` looks at the parameters.
 Dropout has scales and signs only, although it is linear in evaluation: other mixings would change the
 distribution in training. For the same reason alpha dropout has permutations only.
 """
 
-# sigma(-x) = offset - sigma(x): specification, section 1.3.
+# sigma(-x) = offset - sigma(x): docs/theory/intertwiners.md, 1.4.
 _OFFSETS = {"sigmoid": 1.0, "hardsigmoid": 1.0}
 
 _TYPES: dict[type[nn.Module], str] = {
@@ -884,12 +850,6 @@ def _check_values(call: Callable[[Tensor], Tensor], name: str, x: Tensor, y: Ten
 def _first_line(error: BaseException) -> str:
     """Return the first line of an error's text, without its full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _check_size(size: int) -> None:
-    """Raise unless a number of units is a positive integer."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"size must be an integer >= 1, got {size!r}.")
 
 
 def _check_matrix(matrix: Tensor, *, finite: bool = True) -> None:

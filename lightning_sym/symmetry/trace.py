@@ -52,7 +52,7 @@ def trace_symmetry(
         more_examples: Further inputs, as `example_input`, of other lengths or image sizes: the group is what all of
             them allow. A part of a weight that one of them reaches need not be fixed.
         affine: Whether to count changes of sign that add a constant, where the next bias can take it up: the units of
-            sigmoid networks then have signs, as those of tanh networks do (spec 1.3).
+            sigmoid networks then have signs, as those of tanh networks do (docs/theory/intertwiners.md, 1.4).
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
             with weights near its own and one with random weights, on samples of every example and on noise around
             them, each through a round trip of the state dict.

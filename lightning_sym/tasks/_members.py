@@ -85,7 +85,7 @@ def check_data(zoo: ModelZoo, number: int, data: Any, *, trial: bool) -> None:
 
     Args:
         zoo: The zoo.
-        number: Of one of its members.
+        number: Number of one of its members.
         data: The datamodule; nothing is checked if it does not know what it is.
         trial: This is a trial run, which uses a part of the data.
 

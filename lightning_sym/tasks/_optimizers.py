@@ -13,7 +13,7 @@ def check_optimizer(optimizer: Optimizer, execution: str) -> None:
     """Check that an optimizer does not mix members.
 
     Args:
-        optimizer: Of the population.
+        optimizer: Optimizer of the population.
         execution: ``"loop"`` or ``"vmap"``.
 
     Raises:

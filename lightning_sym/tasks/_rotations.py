@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, Port
-from lightning_sym.symmetry import Element, random_orthogonal
+from lightning_sym.symmetry import Element
 
 # Relative to the largest output. Rounding alone stays far below, a wrong matrix is far above.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}

@@ -25,7 +25,7 @@ def check_teacher(
     Args:
         teacher: A seed, a file or the weights themselves; or None.
         zoo: A zoo's folder, or None.
-        member: Of the zoo; or None.
+        member: Number of a member of the zoo; or None.
         network: The architecture, or None.
 
     Returns:
@@ -72,7 +72,7 @@ def load_teacher(
     Args:
         teacher: What :func:`check_teacher` returned.
         zoo: The zoo's folder, or None.
-        member: Of the zoo; None for its first one.
+        member: Number of a member of the zoo; None for its first one.
         network: The architecture; with a zoo it must be the zoo's, or None.
         allow: Packages of your own whose networks the zoo may hold.
 

@@ -30,6 +30,7 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
+from lightning_sym.tasks.losses import SquaredDistance
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather
 
 # What a checkpoint holds of a search, beside its candidates.
@@ -90,7 +91,7 @@ class EquivalenceTask(LightningModule):
             weights in the order of ``network.parameters()``. None: seed 0, or the zoo's member.
         zoo: The folder of a zoo, whose member is the teacher.
         member: Its number; None for the first one.
-        seed: Of the candidates' initial weights, >= 0.
+        seed: Seed of the candidates' initial weights, >= 0.
         tolerance: Largest J of what is found, in units of J0. > 0.
         held_out: Largest ``R`` on held-out inputs of what is found. > 0.
         round_steps: Steps after which candidates that have not been found start anew; None: never. >= 1. Looked at when
@@ -383,9 +384,10 @@ class EquivalenceTask(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Take all candidates' gradients of J on one batch; inputs ``[B, ...]``, or a tuple that begins with them."""
         inputs = batch[0] if isinstance(batch, tuple | list) else batch
-        losses, gradients = self.population.distance_step(
-            inputs, self.target(inputs), skip=frozenset(self._stopped), draw=0
+        step = self.population.step(
+            inputs, self.target(inputs), SquaredDistance(), shared=True, skip=frozenset(self._stopped)
         )
+        losses, gradients = step.losses, step.gradients
         out = [index for index, slot in enumerate(self.slots) if slot in self._stopped]
         alive = self._divergence.note(torch.isfinite(losses), out, self.round, self.global_step - self.round_start)
         if not self._divergence.due or self._stop_diverged():
@@ -444,7 +446,7 @@ class EquivalenceTask(LightningModule):
 
     def _distances(self, inputs: Tensor) -> Tensor:
         """Return the sum over a batch of squared distances, by candidate. Shape ``[r]``, float64, on the CPU."""
-        differences = self.population.logits(inputs) - self.target(inputs)
+        differences: Tensor = self.population(inputs) - self.target(inputs)
         return differences.double().square().flatten(1).sum(1).cpu()
 
     def on_validation_epoch_start(self) -> None:

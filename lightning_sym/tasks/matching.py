@@ -67,7 +67,7 @@ class MatchingTask(LightningModule):
         methods: Some of ``"weights"``, ``"activations"``, ``"straight_through"``; default all.
         restarts: From how many starting points weight matching is tried (the identity, then random ones); the best
             is kept. >= 1.
-        matching_seed: Of the orders and starting points in weight matching. >= 0.
+        matching_seed: Seed of the orders and starting points in weight matching. >= 0.
         scales: Whether units may be rescaled, where the activation allows it.
         signs: Whether units may change sign, where the activation allows it.
         optimizer: Makes the optimizer of the latent networks; default SGD, learning rate 0.01, momentum 0.9.
@@ -226,7 +226,7 @@ class MatchingTask(LightningModule):
 
         Args:
             work: What it returns must not depend on the process.
-            title: Of the progress bar; None for none.
+            title: Title of the progress bar; None for none.
         """
         rank, size = self.trainer.global_rank, self.trainer.world_size
         mine: dict[Pair, T] = {}

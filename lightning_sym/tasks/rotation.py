@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import generator
 from lightning_sym.stitching import CutNetwork, FixedMap, IdentityMap, Port, StitchedNetwork, StitchingMap
-from lightning_sym.symmetry import random_orthogonal
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import example_input
 from lightning_sym.tasks._rotations import rotate_by_group
@@ -75,7 +75,7 @@ class RotationTask(BranchTask):
         kinds: Which of the kinds above, each once.
         repeats: How many are drawn for each member, site and kind. >= 1.
         scale: ``s`` above, the standard deviation of the scales' logarithms. >= 0.
-        seed: Of all draws, which depend on it, the member, site, kind and repeat only. >= 0.
+        seed: Seed of all draws, which depend on it, the member, site, kind and repeat only. >= 0.
         optimizer: Makes the optimizer; default that of the paper's zoos, Adam with learning rate 1e-3 and weight decay
             1e-4.
         weight_decay_on: ``"all"`` parameters, or ``"weights"``: those with "weight" in their name, batch norm's
@@ -270,7 +270,7 @@ class RotationTask(BranchTask):
         """Return the rotation penalty of each branch, a fraction, positive where it is worse than its member.
 
         Args:
-            accuracies: Of branches, then of members, as :meth:`evaluate` gives them.
+            accuracies: Accuracies of branches, then of members, as :meth:`evaluate` gives them.
 
         References:
             Godfrey et al. (2022), section 3.3.

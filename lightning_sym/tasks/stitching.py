@@ -98,7 +98,7 @@ class StitchingTask(BranchTask):
         head_start: Fraction of the epochs, at the start, in which a group map trains its permutation only and its
             scales stay at 1. In [0, 1].
         resize: Average positions of the lower member where it has whole multiples of the upper one's.
-        seed: Of the maps' initial values and of drawn pairs. >= 0.
+        seed: Seed of the maps' initial values and of drawn pairs. >= 0.
         optimizer: Makes the optimizer; default SGD without momentum, learning rate 1e-3, weight decay 1e-4 (on all but
             permutations).
         lr_scheduler: Makes its scheduler, stepped after each epoch; default none.
@@ -391,7 +391,7 @@ class StitchingTask(BranchTask):
         """Return the stitching penalty of each branch, a fraction, positive where it is worse than the members.
 
         Args:
-            accuracies: Of branches, then of members, as :meth:`evaluate` gives them.
+            accuracies: Accuracies of branches, then of members, as :meth:`evaluate` gives them.
 
         References:
             Godfrey et al. (2022), eq. 4.3, in the sign of their figures.

@@ -15,10 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_sym._random import derive_seed
 from lightning_sym._text import ranges
+from lightning_sym.curvature import PopulationPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer
+from lightning_sym.tasks.losses import CrossEntropy
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
 
@@ -73,6 +75,12 @@ class ZooTask(LightningModule):
             validation loss, then the earlier epoch), as in the paper, or of the ``"last"`` epoch.
         channels_last: Keep images in ``torch.channels_last`` layout (``"loop"`` only). Often faster for
             convolutions; changes results by rounding.
+        prior_precision: Precision of the Gaussian prior of all weights at the start, > 0; it needs an optimizer without
+            weight decay and labels that are not smoothed. Default: members have no prior.
+
+    Attributes:
+        prior: :class:`lightning_sym.curvature.PopulationPrior` of the members, whose precisions
+            :class:`lightning_sym.callbacks.MarginalLikelihood` learns; None if they have none.
 
     Logged at the end of every epoch, on rank 0, for split ``train`` and ``val`` (and once for ``test``):
     ``<split>/accuracy`` and ``<split>/loss`` (mean over the members that have not been stopped),
@@ -107,6 +115,7 @@ class ZooTask(LightningModule):
         label_smoothing: float = 0.0,
         keep: Literal["best", "last"] = "best",
         channels_last: bool = False,
+        prior_precision: float | None = None,
     ) -> None:
         super().__init__()
         if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
@@ -138,6 +147,14 @@ class ZooTask(LightningModule):
         self.label_smoothing = label_smoothing
         self.keep = keep
         self.channels_last = channels_last
+        self.prior: PopulationPrior | None = None
+        if prior_precision is not None:
+            if label_smoothing:
+                raise ValueError(
+                    f"With label_smoothing {label_smoothing} the loss is no log likelihood, which prior_precision "
+                    "needs; leave one of the two out."
+                )
+            self.prior = PopulationPrior(network.fresh(seed), self.numbers, prior_precision)
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
         kind = type(self)
         self.save_hyperparameters(
@@ -155,7 +172,7 @@ class ZooTask(LightningModule):
         self._divergence = Divergence()
         self.history: dict[str, list[list[float]]] = {}
         self.history_epochs: dict[str, list[float]] = {}
-        self._evaluated: dict[int, dict[str, Tensor]] | None = None
+        self._current: dict[int, dict[str, Tensor]] = {}  # the current weights, while the kept ones are evaluated
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
 
     # ---- members and their placement
@@ -216,6 +233,11 @@ class ZooTask(LightningModule):
 
     # ---- training
 
+    def on_fit_start(self) -> None:
+        """Let the members' prior act, if they have one."""
+        if self.prior is not None:
+            self.prior.start(self.trainer.optimizers, getattr(self.trainer, "datamodule", None), self)
+
     def on_train_start(self) -> None:
         """Check that the best weights can be told, and leave running statistics to :meth:`_average_buffers`."""
         most = most_validation_batches(self)
@@ -228,10 +250,17 @@ class ZooTask(LightningModule):
             # Otherwise rank 0's running statistics, which come from its share of the data, would overwrite the others'.
             self.trainer.strategy.model.broadcast_buffers = False
 
-    def on_validation_start(self) -> None:
+    def on_validation_model_eval(self) -> None:
         """Evaluate the current weights during a fit, with the same running statistics on all ranks."""
-        self._evaluated = None if self.trainer.state.fn == "fit" else self._states()
+        super().on_validation_model_eval()
+        if self.trainer.state.fn != "fit":
+            self._swap_in()
         self._average_buffers()
+
+    def on_validation_model_train(self) -> None:
+        """Put the current weights back."""
+        super().on_validation_model_train()
+        self._swap_out()
 
     def _average_buffers(self) -> None:
         """Give all ranks the same running statistics, the mean of what each has seen."""
@@ -278,6 +307,8 @@ class ZooTask(LightningModule):
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
         check_optimizer(optimizer, self.execution)
+        if self.prior is not None:
+            self.prior.check_optimizers([optimizer])
         return optimizer
 
     def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -313,14 +344,15 @@ class ZooTask(LightningModule):
         step = self.population.step(
             images,
             labels,
+            CrossEntropy(self.label_smoothing),
             skip=self.skipped,
-            label_smoothing=self.label_smoothing,
             # Not the global step, which stands still while gradients accumulate. Ranks that share out the data
             # draw different masks.
             draw=derive_seed(self.current_epoch, batch_idx, 0 if self.member_parallel else self.global_rank),
         )
         losses, gradients, alive = self._without_diverged(step.losses, step.gradients)
-        self.train_metrics.add(self.rows(images.device), step.correct * alive, losses, labels.shape[1] * alive)
+        correct = 0 * alive if step.outputs is None else (step.outputs.argmax(2) == labels).sum(1) * alive
+        self.train_metrics.add(self.rows(images.device), correct, losses, labels.shape[1] * alive)
         return carry_gradients(losses.sum() / alive.sum().clamp(min=1), gradients, self.population.trainable())
 
     def _without_diverged(self, losses: Tensor, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -362,6 +394,8 @@ class ZooTask(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Keep what is not finite away from the optimizer; in a loop, stopped members stay as they are."""
+        if self.prior is not None:
+            self.prior.add_gradients()
         for number in self.skipped:
             if number in self.population.numbers:
                 self.population.drop_gradients(number)
@@ -395,7 +429,7 @@ class ZooTask(LightningModule):
         During a fit the current weights, otherwise (``lightning-sym validate``) the kept ones.
         """
         images, labels = batch
-        self.val_metrics.update(self.rows(images.device), self.population.logits(images, self._evaluated), labels)
+        self.val_metrics.update(self.rows(images.device), self.population(images), labels)
 
     def on_validation_epoch_end(self) -> None:
         """Log the members' validation metrics and keep the weights that are the best so far."""
@@ -486,40 +520,50 @@ class ZooTask(LightningModule):
         stopped = {number: record for part, _ in parts for number, record in part.items()}
         return stopped, {number: epoch for _, part in parts for number, epoch in part.items()}
 
-    def on_test_start(self) -> None:
+    def on_test_model_eval(self) -> None:
         """Test the weights that were kept."""
-        self._evaluated = self._states()
+        super().on_test_model_eval()
+        self._swap_in()
         self.test_metrics = PopulationClassification(self.members).to(self.device)
+
+    def on_test_model_train(self) -> None:
+        """Put the current weights back."""
+        super().on_test_model_train()
+        self._swap_out()
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Evaluate the kept weights of all members on the same images."""
         images, labels = batch
-        self.test_metrics.update(self.rows(images.device), self.population.logits(images, self._evaluated), labels)
+        self.test_metrics.update(self.rows(images.device), self.population(images), labels)
 
     def on_test_epoch_end(self) -> None:
         """Log the members' test metrics."""
         self._log_members("test", self.test_metrics)
 
-    def on_predict_start(self) -> None:
+    def on_predict_model_eval(self) -> None:
         """Predict with the weights that were kept."""
-        self._evaluated = self._states()
+        super().on_predict_model_eval()
+        self._swap_in()
+
+    def on_predict_model_train(self) -> None:
+        """Put the current weights back."""
+        self._swap_out()
 
     def predict_step(self, batch: tuple[Tensor, Tensor] | Tensor, batch_idx: int) -> Tensor:
         """Return class probabilities of the kept weights of all members. Shape ``[M, B, K]``."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return self.population.logits(images, self._evaluated).softmax(2)
+        probabilities: Tensor = self.population(images).softmax(2)
+        return probabilities
 
-    def _states(self) -> dict[int, dict[str, Tensor]] | None:
-        """Return the kept weights by member; None if nothing was kept, which leaves the current ones."""
-        if not self.kept:
-            return None
-        device = next(self.population.parameters()).device  # what a checkpoint held is on the CPU
-        return {
-            number: {name: value.to(device) for name, value in self.kept[number]["state"].items()}
-            if number in self.kept
-            else self.population.member_state(number)
-            for number in self.population.numbers
-        }
+    def _swap_in(self) -> None:
+        self._current = {number: self.population.member_state(number) for number in self.kept}
+        for number, record in self.kept.items():
+            self.population.set_member_state(number, record["state"])
+
+    def _swap_out(self) -> None:
+        for number, state in self._current.items():
+            self.population.set_member_state(number, state)
+        self._current = {}
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> dict[str, Tensor]:
@@ -538,16 +582,17 @@ class ZooTask(LightningModule):
         device = strategy.root_device
         self.population.to(device)
         metric = PopulationClassification(self.members, num_classes).to(device)
-        states = self._states()
         running = [index for index, number in enumerate(self.population.numbers) if number not in self.stopped]
         rows = self.rows(device)[running]
         mode = self.population.training
         self.population.eval()
+        self._swap_in()
         for images, labels in batches:
             images = strategy.precision_plugin.convert_input(images.to(device))
             with strategy.precision_plugin.forward_context():
-                logits = self.population.logits(images, states)
+                logits = self.population(images)
             metric.update(rows, logits[running], labels.to(device))
+        self._swap_out()
         self.population.train(mode)
         return metric.values()
 

@@ -2,30 +2,115 @@
 
 import pytest
 import torch
+from scenarios import load, outcome
+from torch import nn
+
+from lightning_sym.curvature import Evidence, PrecisionOptimizer, autograd_factors, factors, parameter_groups
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
 
 pytestmark = pytest.mark.ddp
 
-RANKS = {1: ["1 rank 0"], 2: ["2 rank 0", "2 rank 1"], 3: ["3 rank 0", "3 rank 1", "3 rank 2"]}
 SCENARIOS = [
     f"{likelihood}, torch.{dtype}"
     for likelihood in ("classification", "regression")
     for dtype in ("float32", "float64")
 ]
 RESULTS = ["loss", "evidence", "log_precisions", "log_noise", "effective", "relative"]
+SAMPLES = 50  # not a multiple of 3
 
 
-@pytest.fixture(scope="module")
-def results(run_scenarios, tmp_path_factory) -> dict[int, list[dict]]:
-    folder = tmp_path_factory.mktemp("curvature")
-    run_scenarios("curvature_scenarios.py", folder)
+def network():
+    torch.manual_seed(0)
+    paths = {"fc": FactoredFullyConnected(1, 4, 8, 4), "conv": nn.Sequential(CircularConv(1, 4), PolyphasePool())}
+    return nn.Sequential(ResidualPathways(paths), nn.GELU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def data(likelihood):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
+    if likelihood == "classification":
+        return x, torch.randint(3, (SAMPLES,), generator=generator)
+    return x, torch.randn(SAMPLES, 3, generator=generator)
+
+
+def share(likelihood, rank, world, batch=8):
+    x, y = (tensor[rank::world] for tensor in data(likelihood))
+    return list(zip(x.split(batch), y.split(batch), strict=True))
+
+
+def summary(found, model):
+    evidence = Evidence.of(model, found, parameter_groups(model))
+    regression = found.likelihood == "regression"
+    optimizer = PrecisionOptimizer(evidence.groups.names, learn_noise=regression)
+    optimizer.update(evidence, 20)
+    noise = float(optimizer.log_noise)
+    numbers = evidence.effective_parameters(optimizer.log_precisions, noise)
     return {
-        world: [torch.load(folder / f"{name}.pt", weights_only=True) for name in names]
-        for world, names in RANKS.items()
+        "samples": torch.tensor(found.samples),
+        "loss": torch.tensor(found.loss_sum, dtype=torch.float64),
+        "evidence": torch.tensor(evidence.log_marginal_likelihood(optimizer.log_precisions, noise)).double(),
+        "log_precisions": optimizer.log_precisions,
+        "log_noise": optimizer.log_noise,
+        "effective": torch.tensor([number.raw for number in numbers.values()], dtype=torch.float64),
+        "relative": torch.tensor([number.relative for number in numbers.values()], dtype=torch.float64),
+        **{f"{name} B": block.out_factor for name, block in found.blocks.items()},
+        **{f"{name} A": block.in_factor for name, block in found.blocks.items() if block.in_factor is not None},
+        **{f"{name} eigenvalues": spectrum.out for name, spectrum in found.eigenvalues().items()},
+        "adam": optimizer.state_dict()["adam"]["state"][0]["exp_avg_sq"],
     }
 
 
+def work(rank, world, folder):
+    results = {}
+    for dtype in (torch.float32, torch.float64):
+        model = network().to(dtype)
+        for likelihood in ("classification", "regression"):
+            found = factors(model, share(likelihood, rank, world), likelihood)
+            results[f"{likelihood}, {dtype}"] = summary(found, model)
+    mine = share("classification", rank, world)
+    results["backpack"] = summary(factors(network().double(), mine, engine="backpack"), network().double())
+    results["backpack drawn"] = summary(factors(network(), mine, engine="backpack", samples=1), network())
+    # All samples on the last rank; the others have none.
+    loader = share("classification", 0, 1) if rank == world - 1 else []
+    results["one rank has all"] = summary(factors(network().double(), loader, "classification"), network().double())
+
+    x, y = data("classification")
+    results["no data"] = outcome(factors, network(), [])
+    results["wrong labels of rank 0"] = outcome(factors, network(), [(x[:3], y[:3] + (3 if rank == 0 else 0))])
+    broken = network()
+    if rank == world - 1:
+        with torch.no_grad():
+            broken[3].bias.fill_(float("nan"))
+    results["nan on the last rank"] = outcome(factors, broken, [(x[:3], y[:3])])
+    # One rank alone finds what is wrong with the network: the others have no sample.
+    mixing = nn.Sequential(nn.BatchNorm2d(1, affine=False, track_running_stats=False), network())
+    last = [(x[:3], y[:3])] if rank == world - 1 else []
+    for engine in ("autograd", "backpack"):
+        results[f"mixed samples of the last rank, {engine}"] = outcome(factors, mixing, last, engine=engine)
+    settings = {"columns": 20, "generator": torch.Generator().manual_seed(rank)}
+    exact, drawn = (
+        autograd_factors(network(), mine, "classification", samples=samples, **settings).blocks
+        for samples in (None, 100)
+    )
+    results["monte carlo"] = {
+        name: (drawn[name].out_factor - block.out_factor).norm() / block.out_factor.norm()
+        for name, block in exact.items()
+    }
+    return results
+
+
+def scenarios(run):
+    for world in (2, 3, 1):
+        run.processes(world, work)
+
+
+@pytest.fixture(scope="module")
+def results(runs):
+    return {world: load(runs, world) for world in (1, 2, 3)}
+
+
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, "backpack"])
 def test_several_processes_are_one(results, scenario, world):
     (one,), others = (results[w] for w in (1, world))
     single = scenario.endswith("32")
@@ -42,7 +127,7 @@ def test_several_processes_are_one(results, scenario, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scenario", [*SCENARIOS, "one rank has all"])
+@pytest.mark.parametrize("scenario", [*SCENARIOS, "backpack", "backpack drawn", "one rank has all"])
 def test_ranks_agree_to_the_last_bit(results, scenario, world):
     first, *others = (result[scenario] for result in results[world])
     for other in others:

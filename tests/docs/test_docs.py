@@ -194,9 +194,10 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_readme_lists_every_recipe() -> None:
+def test_readme_lists_recipes_of_every_kind() -> None:
     listed = re.findall(r"^\| `([a-z0-9_]+/[a-z0-9_]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == recipe_names()
+    assert set(listed) <= set(recipe_names())
+    assert [name.partition("/")[0] for name in sorted(listed)] == sorted({n.partition("/")[0] for n in recipe_names()})
 
 
 def test_make_targets_in_the_text_exist() -> None:

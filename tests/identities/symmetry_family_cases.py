@@ -1,7 +1,8 @@
 """Small networks for the families of things that went wrong in tracing, each with its whole group, derived by hand.
 
 A case states the group as numbers: how many units change places, how many magnitudes, signs and shifts are free. The
-derivations use the table of spec 2.2 and nothing of the tracer. Each family is a principle, not a list of examples:
+derivations use the table of docs/theory/intertwiners.md, 2.2, and nothing of the tracer. Each family is a principle,
+not a list of examples:
 
 - tables: a piece of the state that an example does not reach (position tables, masks, filters cut to a length);
 - constants: tensors that a state dict does not hold cannot move;
@@ -13,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from types import CodeType
 from typing import Any
 
 import torch
@@ -193,36 +195,6 @@ def tokens(length: int, vocabulary: int = 10) -> Inputs:
     return lambda n: (torch.randint(vocabulary, (n, length)),)
 
 
-def family(name: str) -> Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Return the decorator that makes a program a case of this family; keywords are the network's parts."""
-
-    def add(
-        example: Inputs,
-        whole: Group,
-        *,
-        more: Sequence[Inputs] = (),
-        fresh: Sequence[Inputs] = (),
-        batches: Sequence[int] = (1, 5),
-        spare: Sequence[Group] = (),
-        least: Group | None = None,
-        slack: bool = False,
-        tolerance: float = EXACT,
-        **parts: Any,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            key = f"{name}: {function.__name__}"
-            assert key not in CASES, key
-            CASES[key] = Case(
-                name, lambda: randomise(Program(function, parts)), example, whole, more, fresh, batches, spare, least,
-                slack, tolerance,
-            )  # fmt: skip
-            return function
-
-        return decorate
-
-    return add
-
-
 def of(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
     return lambda: kind(*args, **kwargs)
 
@@ -235,6 +207,10 @@ def buffer(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(shape)
 
 
+def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(layer() for layer in layers))
+
+
 def zeros(x: Tensor, width: int) -> Tensor:
     return x.new_zeros(len(x), width)
 
@@ -245,515 +221,374 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
 
 
+# The inputs that networks are shown, with other sizes that they take, and the layers of those that say nothing else.
+X, SEQUENCE, IMAGE = normal(5), normal(5, 5), normal(3, 6, 6)
+LENGTHS = [normal(1, 5), normal(7, 5), normal(12, 5)]
+SIZES = [normal(3, 9, 12), normal(3, 12, 4), normal(3, 12, 12)]
+A, B = of(L, 5, 8), of(L, 8, 2)
+CA, CB = of(C, 3, 8, 3, padding=1), of(C, 8, 2, 1)
+USUAL = {X: ([], A, B), SEQUENCE: (LENGTHS, A, B), IMAGE: (SIZES, CA, CB)}
+SETTINGS = {"more", "batches", "spare", "least", "slack", "tolerance"}
+
+
+def names(code: CodeType) -> set[str]:
+    """Return the attributes that a function reads, in the functions within it, too."""
+    return set(code.co_names).union(*(names(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+class Family:
+    """Adds cases to a family: as the decorator of a program, or as a row of a table.
+
+    Args:
+        name: The family's name.
+        on: What its networks are traced on, unless a case says otherwise.
+    """
+
+    def __init__(self, name: str, on: Inputs) -> None:
+        self.name, self.on = name, on
+
+    def __call__(
+        self, whole: Group, *, on: Inputs | None = None, fresh: Any = None, **given: Any
+    ) -> Callable[..., Any]:
+        """Make a program a case; besides :class:`Case`'s settings, keywords are the network's parts."""
+        example = on or self.on
+        sizes, a, b = USUAL.get(example, ([], None, None))
+        settings = {key: given.pop(key) for key in SETTINGS & given.keys()}
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            key = f"{self.name}: {function.__name__}"
+            assert key not in CASES, key
+            usual = {part: make for part, make in {"a": a, "b": b}.items() if make and part in names(function.__code__)}
+            make = lambda: randomise(Program(function, {**usual, **given}))  # noqa: E731
+            CASES[key] = Case(self.name, make, example, whole, fresh=sizes if fresh is None else fresh, **settings)
+            return function
+
+        return decorate
+
+    def row(self, name: str, whole: Group, function: Callable[..., Any], **settings: Any) -> None:
+        """Add a program of one expression."""
+        function.__name__ = name
+        self(whole, **settings)(function)
+
+
+# fmt: off
 # Tables of which an example reaches a part.
 
-tables = family("tables")
-SEQUENCE, LENGTHS = normal(5, 5), [normal(1, 5), normal(7, 5), normal(12, 5)]
-A, B = of(L, 5, 8), of(L, 8, 2)
+tables = Family("tables", SEQUENCE)
 UNITS = group([8], 8)
 EMPTY = group()
 
+tables.row("parameter_cut_to_length", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[: x.shape[1]])), pos=parameter(12, 8))
+tables.row("embedding_weight_cut_to_length", UNITS, lambda s, x: s.b(relu(s.a(x) + s.wpe.weight[: x.shape[1]])),
+    wpe=of(nn.Embedding, 12, 8))
+tables.row("embedding_of_arange", UNITS, lambda s, x: s.b(relu(s.a(x) + s.wpe(torch.arange(x.shape[1])))),
+    wpe=of(nn.Embedding, 12, 8))
+tables.row("functional_embedding_of_arange", UNITS,
+    lambda s, x: s.b(relu(s.a(x) + F.embedding(torch.arange(x.shape[1]), s.pos))), pos=buffer(12, 8))
+tables.row("embedding_of_a_buffer_of_positions", UNITS, lambda s, x: s.b(relu(s.a(x) + s.wpe(s.ids[:, : x.shape[1]]))),
+    wpe=of(nn.Embedding, 12, 8), ids=lambda: torch.arange(12)[None])
+tables.row("buffer_cut_to_length", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[: x.shape[1]])), pos=buffer(12, 8))
+tables.row("narrow", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos.narrow(0, 0, x.shape[1]))), pos=parameter(12, 8))
+tables.row("index_select_of_arange", UNITS,
+    lambda s, x: s.b(relu(s.a(x) + s.pos.index_select(0, torch.arange(x.shape[1])))), pos=parameter(12, 8))
+tables.row("advanced_index", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[torch.arange(x.shape[1])])),
+    pos=parameter(12, 8))
 
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def parameter_cut_to_length(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[: x.shape[1]]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, wpe=of(nn.Embedding, 12, 8))
-def embedding_weight_cut_to_length(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.wpe.weight[: x.shape[1]]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, wpe=of(nn.Embedding, 12, 8))
-def embedding_of_arange(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.wpe(torch.arange(x.shape[1]))))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=buffer(12, 8))
-def functional_embedding_of_arange(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + F.embedding(torch.arange(x.shape[1]), s.pos)))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, wpe=of(nn.Embedding, 12, 8), ids=lambda: torch.arange(12)[None])
-def embedding_of_a_buffer_of_positions(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.wpe(s.ids[:, : x.shape[1]])))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=buffer(12, 8))
-def buffer_cut_to_length(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[: x.shape[1]]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def narrow(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos.narrow(0, 0, x.shape[1])))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def index_select_of_arange(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos.index_select(0, torch.arange(x.shape[1]))))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def advanced_index(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[torch.arange(x.shape[1])]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def gathered(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(12, 8))
+def gathered(s, x):
     index = torch.arange(x.shape[1])[:, None].expand(-1, 8)
     return s.b(relu(s.a(x) + s.pos.gather(0, index)))
 
+tables.row("second_axis_cut", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[:, : x.shape[1]])), pos=parameter(1, 12, 8))
+tables.row("transposed_table", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[:, : x.shape[1]].t())), pos=parameter(8, 12))
+tables.row("cut_from_the_end", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[-x.shape[1] :])), pos=parameter(12, 8))
+tables.row("every_second_row", UNITS,
+    lambda s, x: s.b(relu(s.a(x) + s.pos[::2][: x.shape[1]] - s.pos[1::2][: x.shape[1]])),
+    fresh=[normal(1, 5), normal(7, 5)], pos=parameter(14, 8))
+tables.row("cut_with_an_offset", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[2 : x.shape[1] + 2])),
+    fresh=[normal(1, 5), normal(10, 5)], slack=True, pos=parameter(12, 8))
+tables.row("stack_of_unbound_rows", UNITS, lambda s, x: s.b(relu(s.a(x) + torch.stack(s.pos.unbind(0)[: x.shape[1]]))),
+    pos=parameter(12, 8))
 
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(1, 12, 8))
-def second_axis_cut(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[:, : x.shape[1]]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(8, 12))
-def transposed_table(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[:, : x.shape[1]].t()))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def cut_from_the_end(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[-x.shape[1] :]))
-
-
-@tables(SEQUENCE, UNITS, fresh=[normal(1, 5), normal(7, 5)], a=A, b=B, pos=parameter(14, 8))
-def every_second_row(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[::2][: x.shape[1]] - s.pos[1::2][: x.shape[1]]))
-
-
-@tables(SEQUENCE, UNITS, fresh=[normal(1, 5), normal(10, 5)], slack=True, a=A, b=B, pos=parameter(12, 8))
-def cut_with_an_offset(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[2 : x.shape[1] + 2]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def stack_of_unbound_rows(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + torch.stack(s.pos.unbind(0)[: x.shape[1]])))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=of(L, 5, 3), pos=parameter(12, 8))
-def relative_logits_cut_to_length(s: Any, x: Tensor) -> Any:
+@tables(UNITS, slack=True, b=of(L, 5, 3), pos=parameter(12, 8))
+def relative_logits_cut_to_length(s, x):
     logits = relu(s.a(x)) @ s.pos.t()
     return s.b(logits[:, :, : x.shape[1]].softmax(-1) @ x)
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
-def mean_of_the_rows_of_a_cut_table(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[: x.shape[1]].mean(0)))
-
-
+tables.row("mean_of_the_rows_of_a_cut_table", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[: x.shape[1]].mean(0))),
+    slack=True, pos=parameter(12, 8))
 # The columns of the table meet nothing but themselves.
-@tables(SEQUENCE, group([8, 8], 8, 8), fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
-def largest_of_the_rows_of_a_cut_table(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) * torch.softmax(s.pos.narrow(0, 0, x.shape[1]) @ s.pos[0], 0).amax())
+tables.row("largest_of_the_rows_of_a_cut_table", group([8, 8], 8, 8),
+    lambda s, x: s.b(relu(s.a(x)) * torch.softmax(s.pos.narrow(0, 0, x.shape[1]) @ s.pos[0], 0).amax()), slack=True,
+    pos=parameter(12, 8))
 
-
-@tables(SEQUENCE, UNITS, fresh=[normal(1, 5)], slack=True, a=A, b=B, pos=parameter(12, 8))
-def rows_that_nothing_reads(s: Any, x: Tensor) -> Any:
+@tables(UNITS, fresh=[normal(1, 5)], slack=True, pos=parameter(12, 8))
+def rows_that_nothing_reads(s, x):
     first, _ = s.pos.chunk(2)
     return s.b(relu(s.a(x) + first.mean(0) + s.pos[9] - s.pos.split(3)[2].select(0, 1)))
 
+# The gate has a scale and a sign of its own, against b.
+tables.row("multiplied_table", group([8], 16, 8), lambda s, x: s.b(relu(s.a(x)) * s.gate[: x.shape[1]]),
+    gate=parameter(12, 8))
+tables.row("table_behind_a_linear_layer", group([8], 14, 6, dense=[6]),
+    lambda s, x: s.b(relu(s.a(x) + s.mix(s.pos[: x.shape[1]]))), pos=parameter(12, 6), mix=of(L, 6, 8))
+tables.row("table_behind_a_perceptron", group([8, 6], 18, 4, dense=[4]),
+    lambda s, x: s.b(relu(s.a(x) + s.n(relu(s.m(s.pos[: x.shape[1]]))))), pos=parameter(12, 4), m=of(L, 4, 6),
+    n=of(L, 6, 8))
 
-@tables(
-    SEQUENCE, group([8], 16, 8), fresh=LENGTHS, a=A, b=B, gate=parameter(12, 8)
-)  # The gate has a scale and a sign of its own, against b.
-def multiplied_table(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) * s.gate[: x.shape[1]])
-
-
-@tables(SEQUENCE, group([8], 14, 6, dense=[6]), fresh=LENGTHS, a=A, b=B, pos=parameter(12, 6), mix=of(L, 6, 8))
-def table_behind_a_linear_layer(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.mix(s.pos[: x.shape[1]])))
-
-
-@tables(SEQUENCE, group([8, 6], 18, 4, dense=[4]), fresh=LENGTHS, a=A, b=B, pos=parameter(12, 4), m=of(L, 4, 6),
-        n=of(L, 6, 8))  # fmt: skip
-def table_behind_a_perceptron(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.n(relu(s.m(s.pos[: x.shape[1]])))))
-
-
-@tables(SEQUENCE, group([8], 8), fresh=[normal(1, 5), normal(7, 5), normal(11, 5)], a=A, b=B, pos=parameter(12, 8),
-        cls=parameter(1, 1, 8))  # fmt: skip
-def table_with_a_class_token(s: Any, x: Tensor) -> Any:
+@tables(group([8], 8), fresh=[normal(1, 5), normal(7, 5), normal(11, 5)], pos=parameter(12, 8), cls=parameter(1, 1, 8))
+def table_with_a_class_token(s, x):
     h = torch.cat([s.cls.expand(len(x), -1, -1), s.a(x)], 1)
     return s.b(relu(h + s.pos[: h.shape[1]]))
 
-
-@tables(SEQUENCE, group([8], 8), fresh=[normal(1, 5), normal(11, 5)], a=A, b=B, pos=parameter(12, 8))
-def class_row_by_itself(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[1 : x.shape[1] + 1] - s.pos.select(0, 0)))
-
-
+tables.row("class_row_by_itself", group([8], 8),
+    lambda s, x: s.b(relu(s.a(x) + s.pos[1 : x.shape[1] + 1] - s.pos.select(0, 0))),
+    fresh=[normal(1, 5), normal(11, 5)], pos=parameter(12, 8))
 # The scale of the whole mixing weight is free against b; it is a symmetry, but not one of units.
-@tables(SEQUENCE, group([8], 9), fresh=LENGTHS, least=UNITS, a=A, b=B, w=parameter(12, 12))
-def mixing_of_time_cut_to_length(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.w[: x.shape[1], : x.shape[1]] @ relu(s.a(x))))
-
-
-@tables(normal(5), UNITS, fresh=[normal(3), normal(9)], w=parameter(8, 9), c=parameter(8), b=B)
-def weight_cut_to_the_features(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.linear(x, s.w[:, : x.shape[1]], s.c)))
-
-
-@tables(normal(3, 10), UNITS, fresh=[normal(3, 4), normal(3, 20)], w=parameter(8, 3, 6), b=of(nn.Conv1d, 8, 2, 1))
-def filter_cut_to_the_length(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.conv1d(x, s.w[..., : x.shape[2] // 2])))
-
+tables.row("mixing_of_time_cut_to_length", group([8], 9),
+    lambda s, x: s.b(relu(s.w[: x.shape[1], : x.shape[1]] @ relu(s.a(x)))), least=UNITS, w=parameter(12, 12))
+tables.row("weight_cut_to_the_features", UNITS, lambda s, x: s.b(relu(F.linear(x, s.w[:, : x.shape[1]], s.c))), on=X,
+    fresh=[normal(3), normal(9)], w=parameter(8, 9), c=parameter(8))
+tables.row("filter_cut_to_the_length", UNITS, lambda s, x: s.b(relu(F.conv1d(x, s.w[..., : x.shape[2] // 2]))),
+    on=normal(3, 10), fresh=[normal(3, 4), normal(3, 20)], w=parameter(8, 3, 6), b=of(nn.Conv1d, 8, 2, 1))
 
 # Hidden units are cut to the length: 0 to 2 are there in both examples, 3 and 4 in one.
-@tables(SEQUENCE, group([3, 2], 5), more=[normal(3, 5)], slack=True, w=parameter(9, 5), v=parameter(2, 9))
-def width_cut_to_the_length(s: Any, x: Tensor) -> Any:
+@tables(group([3, 2], 5), fresh=[], more=[normal(3, 5)], slack=True, w=parameter(9, 5), v=parameter(2, 9))
+def width_cut_to_the_length(s, x):
     t = x.shape[1]
     return F.linear(relu(F.linear(x.mean(1), s.w[:t])), s.v[:, :t])
 
+tables.row("image_table_cut_to_size", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[..., : x.shape[2], : x.shape[3]])),
+    on=IMAGE, pos=parameter(1, 8, 12, 12))
+tables.row("interpolated_table", UNITS,
+    lambda s, x: s.b(relu(s.a(x) + F.interpolate(s.pos, size=x.shape[-2:], mode="bilinear"))), on=IMAGE,
+    pos=parameter(1, 8, 5, 5))
 
-IMAGE, SIZES = normal(3, 6, 6), [normal(3, 9, 12), normal(3, 12, 4), normal(3, 12, 12)]
-CA, CB = of(C, 3, 8, 3, padding=1), of(C, 8, 2, 1)
-
-
-@tables(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, pos=parameter(1, 8, 12, 12))
-def image_table_cut_to_size(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[..., : x.shape[2], : x.shape[3]]))
-
-
-@tables(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, pos=parameter(1, 8, 5, 5))
-def interpolated_table(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + F.interpolate(s.pos, size=x.shape[-2:], mode="bilinear")))
-
-
-@tables(IMAGE, UNITS, fresh=SIZES, more=[normal(3, 8, 8)], a=CA, b=CB, pos=parameter(1, 8, 6, 6))
-def interpolated_if_the_size_differs(s: Any, x: Tensor) -> Any:
+@tables(UNITS, on=IMAGE, more=[normal(3, 8, 8)], pos=parameter(1, 8, 6, 6))
+def interpolated_if_the_size_differs(s, x):
     fits = s.pos.shape[-2:] == x.shape[-2:]
     return s.b(relu(s.a(x) + (s.pos if fits else F.interpolate(s.pos, size=x.shape[-2:], mode="bicubic"))))
 
-
-@tables(IMAGE, group([4, 4], 8), fresh=SIZES, a=CA, b=CB, rows=parameter(12, 4), columns=parameter(12, 4))
-def rows_and_columns(s: Any, x: Tensor) -> Any:
+@tables(group([4, 4], 8), on=IMAGE, rows=parameter(12, 4), columns=parameter(12, 4))
+def rows_and_columns(s, x):
     height, width = x.shape[2:]
     columns = s.columns[:width].unsqueeze(0).expand(height, -1, -1)
     rows = s.rows[:height].unsqueeze(1).expand(-1, width, -1)
     return s.b(relu(s.a(x) + torch.cat([columns, rows], -1).permute(2, 0, 1)))
-
 
 def attend(s: Any, x: Tensor, bias: Tensor | float) -> Tensor:
     """One head of width 4: any matrix between queries and keys, and between values and output."""
     scores = s.q(x) @ s.k(x).mT / 2 + bias
     return s.o(scores.softmax(-1) @ s.v(x))
 
-
 # A bias of the keys would drop out of the softmax.
 ATTENTION = {"q": of(L, 5, 4), "k": of(L, 5, 4, bias=False), "v": of(L, 5, 4), "o": of(L, 4, 2)}
 HEAD = group([], 8, 8, dense=[4, 4])
-
 
 def distances(length: int, largest: int) -> Tensor:
     places = torch.arange(length)
     return places[:, None] - places + largest
 
+tables.row("relative_table", HEAD, lambda s, x: attend(s, x, s.table[distances(x.shape[1], 11)]), table=parameter(23),
+    **ATTENTION)
+tables.row("relative_embedding", HEAD, lambda s, x: attend(s, x, s.table(distances(x.shape[1], 11)).squeeze(-1)),
+    table=of(nn.Embedding, 23, 1), **ATTENTION)
 
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=parameter(23), **ATTENTION)
-def relative_table(s: Any, x: Tensor) -> Any:
-    return attend(s, x, s.table[distances(x.shape[1], 11)])
-
-
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=of(nn.Embedding, 23, 1), **ATTENTION)
-def relative_embedding(s: Any, x: Tensor) -> Any:
-    return attend(s, x, s.table(distances(x.shape[1], 11)).squeeze(-1))
-
-
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=parameter(23), index=lambda: distances(12, 11), **ATTENTION)
-def relative_table_by_a_buffer_of_indices(s: Any, x: Tensor) -> Any:
+@tables(HEAD, table=parameter(23), index=lambda: distances(12, 11), **ATTENTION)
+def relative_table_by_a_buffer_of_indices(s, x):
     t = x.shape[1]
     return attend(s, x, s.table[s.index[:t, :t].reshape(-1)].reshape(t, t))
 
-
-@tables(SEQUENCE, group([], 8, 8, blocks=[2], dense=[2] * 4), fresh=LENGTHS, table=parameter(23, 2), **ATTENTION)
-def relative_table_of_two_heads(s: Any, x: Tensor) -> Any:
+@tables(group([], 8, 8, blocks=[2], dense=[2] * 4), table=parameter(23, 2), **ATTENTION)
+def relative_table_of_two_heads(s, x):
     q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))
     bias = s.table[distances(x.shape[1], 11)].permute(2, 0, 1)
     return s.o(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
-
 # Queries meet keys and the table of relative keys: one matrix on all three.
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, table=parameter(23, 4), **ATTENTION)
-def relative_keys(s: Any, x: Tensor) -> Any:
+@tables(HEAD, table=parameter(23, 4), **ATTENTION)
+def relative_keys(s, x):
     relative = s.table[distances(x.shape[1], 11)]
     return attend(s, x, torch.einsum("ntd,tsd->nts", s.q(x), relative))
 
-
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, slack=True, mask=lambda: torch.tril(torch.ones(12, 12)), **ATTENTION)
-def mask_of_zeros_and_ones(s: Any, x: Tensor) -> Any:
+@tables(HEAD, slack=True, mask=lambda: torch.tril(torch.ones(12, 12)), **ATTENTION)
+def mask_of_zeros_and_ones(s, x):
     t = x.shape[1]
     scores = (s.q(x) @ s.k(x).mT).masked_fill(s.mask[:t, :t] == 0, -math.inf)
     return s.o(scores.softmax(-1) @ s.v(x))
 
-
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, mask=lambda: torch.tril(torch.ones(12, 12, dtype=torch.bool)), **ATTENTION)
-def mask_of_truth_values(s: Any, x: Tensor) -> Any:
+@tables(HEAD, mask=lambda: torch.tril(torch.ones(12, 12, dtype=torch.bool)), **ATTENTION)
+def mask_of_truth_values(s, x):
     t = x.shape[1]
     return attend(s, x, torch.zeros(t, t).masked_fill(~s.mask[:t, :t], -math.inf))
 
+tables.row("mask_of_minus_infinity", HEAD, lambda s, x: attend(s, x, s.mask[: x.shape[1], : x.shape[1]]), slack=True,
+    mask=lambda: torch.full((12, 12), -math.inf).triu(1), **ATTENTION)
+tables.row("reversed_table", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos.flip(0)[: x.shape[1]])), pos=parameter(12, 8))
+tables.row("sums_of_rows", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos.cumsum(0)[: x.shape[1]])), pos=parameter(12, 8))
+tables.row("row_of_the_last_step", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[x.shape[1] - 1])), slack=True,
+    pos=parameter(12, 8))
 
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, slack=True, mask=lambda: torch.full((12, 12), -math.inf).triu(1), **ATTENTION)
-def mask_of_minus_infinity(s: Any, x: Tensor) -> Any:
-    return attend(s, x, s.mask[: x.shape[1], : x.shape[1]])
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def reversed_table(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos.flip(0)[: x.shape[1]]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def sums_of_rows(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos.cumsum(0)[: x.shape[1]]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
-def row_of_the_last_step(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pos[x.shape[1] - 1]))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(3, 4, 8))
-def table_of_two_indices(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(3, 4, 8))
+def table_of_two_indices(s, x):
     places = torch.arange(x.shape[1])
     return s.b(relu(s.a(x) + s.pos[places // 4, places % 4]))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def split_at_the_length(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(12, 8))
+def split_at_the_length(s, x):
     now, _ = s.pos.split([x.shape[1], 12 - x.shape[1]])
     return s.b(relu(s.a(x) + now))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, weights=parameter(12))
-def softmax_of_weights_of_steps(s: Any, x: Tensor) -> Any:
-    return s.b((s.weights[: x.shape[1], None].softmax(0) * relu(s.a(x))).sum(1))
-
-
+tables.row("softmax_of_weights_of_steps", UNITS,
+    lambda s, x: s.b((s.weights[: x.shape[1], None].softmax(0) * relu(s.a(x))).sum(1)), weights=parameter(12))
 # The scale and the sign of all weights of the steps are free against b; a symmetry, but not one of units.
-@tables(SEQUENCE, group([8], 9, 1), fresh=LENGTHS, least=UNITS, a=A, b=B, weights=parameter(12))
-def weights_of_steps(s: Any, x: Tensor) -> Any:
-    return s.b((s.weights[: x.shape[1], None] * relu(s.a(x))).sum(1))
-
+tables.row("weights_of_steps", group([8], 9, 1),
+    lambda s, x: s.b((s.weights[: x.shape[1], None] * relu(s.a(x))).sum(1)), least=UNITS, weights=parameter(12))
 
 # Other ways to leave out a part of a table than a slice of the table itself.
+tables.row("cropped_by_negative_padding", UNITS,
+    lambda s, x: s.b(relu(s.a(x) + F.pad(s.pos, (0, 0, 0, x.shape[1] - 12)))), pos=parameter(12, 8))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def cropped_by_negative_padding(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + F.pad(s.pos, (0, 0, 0, x.shape[1] - 12))))
-
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def added_into_a_copy_of_the_table(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(12, 8))
+def added_into_a_copy_of_the_table(s, x):
     h = s.pos.repeat(len(x), 1, 1)
     h[:, : x.shape[1]] += s.a(x)
     return s.b(relu(h[:, : x.shape[1]]))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, slack=True, a=A, b=B, pos=parameter(12, 8))
-def first_row_of_a_copy_to_zero(s: Any, x: Tensor) -> Any:
+@tables(UNITS, slack=True, pos=parameter(12, 8))
+def first_row_of_a_copy_to_zero(s, x):
     table = s.pos.clone()
     table[0] = 0.0
     return s.b(relu(s.a(x) + table[: x.shape[1]]))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def rows_times_a_mask(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(12, 8))
+def rows_times_a_mask(s, x):
     shown = (torch.arange(12) < x.shape[1]).unsqueeze(-1)
     return s.b(relu(s.a(x) + (s.pos * shown).sum(0)))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8))
-def rows_where_a_mask_says(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(12, 8))
+def rows_where_a_mask_says(s, x):
     shown = (torch.arange(12) < x.shape[1]).unsqueeze(-1)
     return s.b(relu(s.a(x) + torch.where(shown, s.pos, 0.0).sum(0)))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8), weights=parameter(12))
-def weights_of_rows_masked_with_minus_infinity(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(12, 8), weights=parameter(12))
+def weights_of_rows_masked_with_minus_infinity(s, x):
     hidden = torch.arange(12) >= x.shape[1]
     return s.b(relu(s.a(x) + s.weights.masked_fill(hidden, -math.inf).softmax(0) @ s.pos))
 
-
-@tables(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pos=parameter(12, 8), weights=parameter(12))
-def weights_of_rows_plus_a_mask(s: Any, x: Tensor) -> Any:
+@tables(UNITS, pos=parameter(12, 8), weights=parameter(12))
+def weights_of_rows_plus_a_mask(s, x):
     hidden = -1e9 * (torch.arange(12) >= x.shape[1])
     return s.b(relu(s.a(x) + (s.weights + hidden).softmax(0) @ s.pos))
 
-
 # The table's columns and the queries take any matrix, as keys in attention do.
-@tables(SEQUENCE, group([], 8, 8, dense=[4, 4]), fresh=LENGTHS, q=of(L, 5, 4), v=of(L, 5, 4), o=of(L, 4, 2),
-        table=parameter(23, 4))  # fmt: skip
-def relative_scores_gathered_behind_the_product(s: Any, x: Tensor) -> Any:
+@tables(group([], 8, 8, dense=[4, 4]), q=of(L, 5, 4), v=of(L, 5, 4), o=of(L, 4, 2), table=parameter(23, 4))
+def relative_scores_gathered_behind_the_product(s, x):
     index = distances(x.shape[1], 11).expand(len(x), -1, -1)
     return s.o((s.q(x) @ s.table.T).gather(-1, index).softmax(-1) @ s.v(x))
 
-
 # Slices that between them read all of a weight discard nothing.
-@tables(SEQUENCE, HEAD, fresh=LENGTHS, w=parameter(12, 5), o=of(L, 4, 2))
-def packed_queries_keys_values(s: Any, x: Tensor) -> Any:
+@tables(HEAD, w=parameter(12, 5), o=of(L, 4, 2))
+def packed_queries_keys_values(s, x):
     q, k, v = F.linear(x, s.w[:4]), F.linear(x, s.w[4:8]), F.linear(x, s.w[8:])
     return s.o((q @ k.mT).softmax(-1) @ v)
 
-
-@tables(normal(5), group([4, 4], 8), w=parameter(8, 5), b=of(L, 4, 2), c=B)
-def half_of_a_weight_and_all_of_it(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.linear(x, s.w[:4]))) + s.c(relu(F.linear(x, s.w)))
-
+tables.row("half_of_a_weight_and_all_of_it", group([4, 4], 8),
+    lambda s, x: s.b(relu(F.linear(x, s.w[:4]))) + s.c(relu(F.linear(x, s.w))), on=X, w=parameter(8, 5), b=of(L, 4, 2),
+    c=B)
 
 # Programs that branch on the shape: the group is what all branches allow.
-
-
-@tables(SEQUENCE, UNITS, more=[normal(9, 5)], fresh=[normal(1, 5), normal(7, 5)], a=A,
-        heads=lambda: nn.ModuleList([L(8, 2) for _ in range(9)]))  # fmt: skip
-def a_head_for_each_step(s: Any, x: Tensor) -> Any:
-    return torch.stack([head(step) for head, step in zip(s.heads, relu(s.a(x)).unbind(1), strict=False)], 1)
-
+tables.row("a_head_for_each_step", UNITS,
+    lambda s, x: torch.stack([head(step) for head, step in zip(s.heads, relu(s.a(x)).unbind(1), strict=False)], 1),
+    more=[normal(9, 5)], fresh=[normal(1, 5), normal(7, 5)], heads=lambda: nn.ModuleList([L(8, 2) for _ in range(9)]))
 
 # One sign for all units passes the norm.
-@tables(SEQUENCE, group([8], 0, 1), more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], a=A, b=B)
-def normed_if_long(s: Any, x: Tensor) -> Any:
+@tables(group([8], 0, 1), more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)])
+def normed_if_long(s, x):
     h = s.a(x)
     return s.b(tanh(h if x.shape[1] < 6 else F.layer_norm(h, (8,))))
 
+tables.row("other_head_for_long_inputs", UNITS, lambda s, x: (s.b if x.shape[1] < 6 else s.c)(relu(s.a(x))),
+    more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], c=B)
+tables.row("other_activation_for_long_inputs", group([8]),
+    lambda s, x: s.b(relu(s.a(x)) if x.shape[1] < 6 else torch.sigmoid(s.a(x))), more=[normal(7, 5)],
+    fresh=[normal(1, 5), normal(9, 5)])
 
-@tables(SEQUENCE, UNITS, more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], a=A, b=B, c=B)
-def other_head_for_long_inputs(s: Any, x: Tensor) -> Any:
-    return (s.b if x.shape[1] < 6 else s.c)(relu(s.a(x)))
-
-
-@tables(SEQUENCE, group([8]), more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], a=A, b=B)
-def other_activation_for_long_inputs(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) if x.shape[1] < 6 else torch.sigmoid(s.a(x)))
-
-
-@tables(SEQUENCE, group([3, 5], 8), more=[normal(7, 5)], fresh=[normal(1, 5)], a=A, b=B, c=of(L, 3, 2))
-def fewer_units_for_long_inputs(s: Any, x: Tensor) -> Any:
+@tables(group([3, 5], 8), more=[normal(7, 5)], fresh=[normal(1, 5)], c=of(L, 3, 2))
+def fewer_units_for_long_inputs(s, x):
     h = relu(s.a(x))
     return s.b(h) if x.shape[1] < 6 else s.c(h[..., :3])
 
-
-@tables(SEQUENCE, group([8], 8), more=[normal(1, 5)], fresh=[normal(7, 5)], a=A, b=B, mix=of(L, 8, 8))
-def mixed_only_if_longer_than_one(s: Any, x: Tensor) -> Any:
+@tables(group([8], 8), more=[normal(1, 5)], fresh=[normal(7, 5)], mix=of(L, 8, 8))
+def mixed_only_if_longer_than_one(s, x):
     h = relu(s.a(x))
     if x.shape[1] > 1:
         h = relu(h + s.mix(h.mean(1, keepdim=True)))
     return s.b(h)
 
-
-@tables(SEQUENCE, UNITS, more=[normal(9, 5)], fresh=[normal(12, 5)], a=A, b=B, pos=parameter(12, 8))
-def second_half_for_long_inputs(s: Any, x: Tensor) -> Any:
+@tables(UNITS, more=[normal(9, 5)], fresh=[normal(12, 5)], pos=parameter(12, 8))
+def second_half_for_long_inputs(s, x):
     first, second = s.pos.chunk(2)
     t = x.shape[1]
     return s.b(relu(s.a(x) + (first[:t] if t <= 6 else torch.cat([first, second[: t - 6]]))))
 
-
-@tables(IMAGE, group([8, 4], 12), more=[normal(3, 12, 12)], fresh=[normal(3, 5, 5), normal(3, 10, 14)], a=CA,
-        b=of(C, 8, 4, 3, padding=1), c=of(L, 4, 2))  # fmt: skip
-def pooled_if_large(s: Any, x: Tensor) -> Any:
+@tables(group([8, 4], 12), on=IMAGE, more=[normal(3, 12, 12)], fresh=[normal(3, 5, 5), normal(3, 10, 14)],
+        b=of(C, 8, 4, 3, padding=1), c=of(L, 4, 2))
+def pooled_if_large(s, x):
     h = relu(s.a(x))
     h = relu(s.b(F.max_pool2d(h, 2) if x.shape[-1] > 8 else h))
     return s.c(h.mean((2, 3)))
 
-
-@tables(normal(5), group([6, 7], 13), more=[lambda n: (*normal(5)(n), *normal(4)(n))], a=of(L, 5, 6), c=of(L, 4, 7),
-        b=of(L, 6, 2), d=of(L, 7, 2))  # fmt: skip
-def optional_second_input(s: Any, x: Tensor, y: Tensor | None = None) -> Any:
+@tables(group([6, 7], 13), on=X, more=[lambda n: (*normal(5)(n), *normal(4)(n))], a=of(L, 5, 6), c=of(L, 4, 7),
+        b=of(L, 6, 2), d=of(L, 7, 2))
+def optional_second_input(s, x, y=None):
     out = s.b(relu(s.a(x)))
     return out if y is None else out + s.d(relu(s.c(y)))
 
-
-@tables(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, w=of(L, 5, 8), u=of(L, 8, 8), b=B, start=parameter(8))
-def recurrence_of_any_length(s: Any, x: Tensor) -> Any:
+@tables(group([8], 0, 8), w=of(L, 5, 8), u=of(L, 8, 8), start=parameter(8))
+def recurrence_of_any_length(s, x):
     h = s.start.expand(len(x), 8)
     for step in x.unbind(1):
         h = tanh(s.w(step) + s.u(h))
     return s.b(h)
 
-
-@tables(tokens(5), group([6], 6), fresh=[tokens(1), tokens(9)], e=of(nn.Embedding, 10, 6), pos=parameter(9, 6),
-        b=of(L, 6, 2))  # fmt: skip
-def tokens_and_positions(s: Any, i: Tensor) -> Any:
-    return s.b(relu(s.e(i) + s.pos[: i.shape[1]]))
-
+tables.row("tokens_and_positions", group([6], 6), lambda s, i: s.b(relu(s.e(i) + s.pos[: i.shape[1]])), on=tokens(5),
+    fresh=[tokens(1), tokens(9)], e=of(nn.Embedding, 10, 6), pos=parameter(9, 6), b=of(L, 6, 2))
 
 # Tensors that a state dict does not hold.
 
-constants = family("constants")
+constants = Family("constants", X)
 
-
-@constants(SEQUENCE, EMPTY, fresh=LENGTHS, a=A, b=B, pe=Fixed(lambda: sinusoids(12, 8)))
-def sinusoids_on_a_hidden_stream(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pe[: x.shape[1]]))
-
-
-@constants(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, pe=lambda: sinusoids(12, 8))
-def sinusoids_that_are_saved(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.pe[: x.shape[1]]))
-
-
-@constants(
-    SEQUENCE, group([6], 6), fresh=LENGTHS, a=A, c=of(L, 8, 6), b=of(L, 6, 2), pe=Fixed(lambda: sinusoids(12, 8))
-)
-def layer_behind_sinusoids(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.c(s.a(x) + s.pe[: x.shape[1]])))
-
-
-@constants(tokens(5), group([8], 8), fresh=[tokens(1), tokens(9)], e=of(nn.Embedding, 10, 6), c=of(L, 6, 8), b=B,
-           pe=Fixed(lambda: sinusoids(9, 6)))  # fmt: skip
-def sinusoids_on_an_embedding(s: Any, i: Tensor) -> Any:
-    return s.b(relu(s.c(s.e(i) + s.pe[: i.shape[1]])))
-
+constants.row("sinusoids_on_a_hidden_stream", EMPTY, lambda s, x: s.b(relu(s.a(x) + s.pe[: x.shape[1]])), on=SEQUENCE,
+    pe=Fixed(lambda: sinusoids(12, 8)))
+constants.row("sinusoids_that_are_saved", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pe[: x.shape[1]])), on=SEQUENCE,
+    pe=lambda: sinusoids(12, 8))
+constants.row("layer_behind_sinusoids", group([6], 6), lambda s, x: s.b(relu(s.c(s.a(x) + s.pe[: x.shape[1]]))),
+    on=SEQUENCE, c=of(L, 8, 6), b=of(L, 6, 2), pe=Fixed(lambda: sinusoids(12, 8)))
+constants.row("sinusoids_on_an_embedding", group([8], 8), lambda s, i: s.b(relu(s.c(s.e(i) + s.pe[: i.shape[1]]))),
+    on=tokens(5), fresh=[tokens(1), tokens(9)], e=of(nn.Embedding, 10, 6), c=of(L, 6, 8), b=B,
+    pe=Fixed(lambda: sinusoids(9, 6)))
 
 # Keys have a bias of zeros that is not saved: any matrix acts on them nevertheless.
-@constants(SEQUENCE, HEAD, w=parameter(12, 5), qb=parameter(4), kb=Fixed(lambda: torch.zeros(4)), vb=parameter(4),
-           o=of(L, 4, 2))  # fmt: skip
-def packed_biases_with_zeros_for_the_keys(s: Any, x: Tensor) -> Any:
+@constants(HEAD, on=SEQUENCE, fresh=[], w=parameter(12, 5), qb=parameter(4), kb=Fixed(lambda: torch.zeros(4)),
+        vb=parameter(4), o=of(L, 4, 2))
+def packed_biases_with_zeros_for_the_keys(s, x):
     q, k, v = F.linear(x, s.w, torch.cat([s.qb, s.kb, s.vb])).chunk(3, -1)
     return s.o((q @ k.mT).softmax(-1) @ v)
 
-
 # Saved numbers that have to stay positive, each with a scale of its own.
-@constants(normal(5), group([8], 16), least=UNITS, a=A, b=B, variance=lambda: torch.linspace(0.05, 2, 8))
-def root_of_saved_numbers(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) / s.variance.sqrt()))
-
-
-@constants(normal(5), group([], 8), a=A, b=B, k=Fixed(lambda: torch.arange(1.0, 9.0)))
-def different_factors(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) * s.k)
-
-
-@constants(normal(5), UNITS, a=A, b=B, k=Fixed(lambda: torch.full((8,), 2.0)))
-def equal_factors(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) * s.k)
-
-
-@constants(normal(5), group([4, 4], 8), a=A, b=B, k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
-def two_factors(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) * s.k)
-
-
-@constants(normal(5), group([4, 4]), a=A, b=B, k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
-def two_summands(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.k))
-
-
-@constants(normal(5), UNITS, a=A, b=B, k=Fixed(lambda: torch.tensor(3.0)))
-def one_factor_for_all(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) * s.k)
-
-
-@constants(normal(5), group([8]), a=A, b=B, k=Fixed(lambda: torch.tensor(0.5)))
-def one_summand_for_all(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.k))
-
+constants.row("root_of_saved_numbers", group([8], 16), lambda s, x: s.b(relu(s.a(x) / s.variance.sqrt())), least=UNITS,
+    variance=lambda: torch.linspace(0.05, 2, 8))
+constants.row("different_factors", group([], 8), lambda s, x: s.b(relu(s.a(x)) * s.k),
+    k=Fixed(lambda: torch.arange(1.0, 9.0)))
+constants.row("equal_factors", UNITS, lambda s, x: s.b(relu(s.a(x)) * s.k), k=Fixed(lambda: torch.full((8,), 2.0)))
+constants.row("two_factors", group([4, 4], 8), lambda s, x: s.b(relu(s.a(x)) * s.k),
+    k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
+constants.row("two_summands", group([4, 4]), lambda s, x: s.b(relu(s.a(x) + s.k)),
+    k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
+constants.row("one_factor_for_all", UNITS, lambda s, x: s.b(relu(s.a(x)) * s.k), k=Fixed(lambda: torch.tensor(3.0)))
+constants.row("one_summand_for_all", group([8]), lambda s, x: s.b(relu(s.a(x) + s.k)),
+    k=Fixed(lambda: torch.tensor(0.5)))
 
 class Standardise(nn.Module):
     """Subtracts a mean and divides by a deviation that are not saved."""
@@ -766,73 +601,43 @@ class Standardise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.deviation
 
-
 RAMP = torch.linspace(0.5, 2.0, 8)
 
-
-@constants(normal(5), UNITS, n=of(Standardise, RAMP[:5], 1 + RAMP[:5]), a=A, b=B)
-def standardised_inputs(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(s.n(x))))
-
-
-@constants(normal(5), group([6], 6), a=A, n=of(Standardise, RAMP, 1 + RAMP), c=of(L, 8, 6), b=of(L, 6, 2))
-def standardised_units(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.c(relu(s.n(s.a(x))))))
-
-
+constants.row("standardised_inputs", UNITS, lambda s, x: s.b(relu(s.a(s.n(x)))),
+    n=of(Standardise, RAMP[:5], 1 + RAMP[:5]))
+constants.row("standardised_units", group([6], 6), lambda s, x: s.b(relu(s.c(relu(s.n(s.a(x)))))),
+    n=of(Standardise, RAMP, 1 + RAMP), c=of(L, 8, 6), b=of(L, 6, 2))
 # Frozen statistics hold the units in place and their inputs' scales; gain and bias are free against the next layer.
-@constants(normal(5), group([], 8), a=A, b=B, m=Fixed(lambda: RAMP.clone()), v=Fixed(lambda: 1 + RAMP),
-           gain=parameter(8), bias=parameter(8))  # fmt: skip
-def frozen_statistics(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.batch_norm(s.a(x), s.m, s.v, s.gain, s.bias)))
-
+constants.row("frozen_statistics", group([], 8), lambda s, x: s.b(relu(F.batch_norm(s.a(x), s.m, s.v, s.gain, s.bias))),
+    m=Fixed(lambda: RAMP.clone()), v=Fixed(lambda: 1 + RAMP), gain=parameter(8), bias=parameter(8))
 
 BLUR = torch.tensor([[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]) / 16
 
-
-@constants(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, k=Fixed(lambda: BLUR.expand(8, 1, 3, 3).clone()))
-def blur_of_every_channel(s: Any, x: Tensor) -> Any:
-    return s.b(F.conv2d(relu(s.a(x)), s.k, stride=2, padding=1, groups=8))
-
-
-@constants(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, k=Fixed(lambda: BLUR[None, None]))
-def blur_repeated_in_the_program(s: Any, x: Tensor) -> Any:
-    return s.b(F.conv2d(relu(s.a(x)), s.k.repeat(8, 1, 1, 1), stride=2, padding=1, groups=8))
-
-
-@constants(IMAGE, group([], 8), fresh=SIZES, a=CA, b=CB, k=Fixed(lambda: RAMP[:, None, None, None] * BLUR))
-def another_blur_for_each_channel(s: Any, x: Tensor) -> Any:
-    return s.b(F.conv2d(relu(s.a(x)), s.k, stride=2, padding=1, groups=8))
-
-
+constants.row("blur_of_every_channel", UNITS,
+    lambda s, x: s.b(F.conv2d(relu(s.a(x)), s.k, stride=2, padding=1, groups=8)), on=IMAGE,
+    k=Fixed(lambda: BLUR.expand(8, 1, 3, 3).clone()))
+constants.row("blur_repeated_in_the_program", UNITS,
+    lambda s, x: s.b(F.conv2d(relu(s.a(x)), s.k.repeat(8, 1, 1, 1), stride=2, padding=1, groups=8)), on=IMAGE,
+    k=Fixed(lambda: BLUR[None, None]))
+constants.row("another_blur_for_each_channel", group([], 8),
+    lambda s, x: s.b(F.conv2d(relu(s.a(x)), s.k, stride=2, padding=1, groups=8)), on=IMAGE,
+    k=Fixed(lambda: RAMP[:, None, None, None] * BLUR))
 # One scale for all units passes any fixed matrix.
-@constants(normal(5), group([], 1), least=EMPTY, a=A, b=B, k=Fixed(lambda: sinusoids(8, 8) + torch.eye(8)))
-def fixed_basis(s: Any, x: Tensor) -> Any:
-    return s.b(relu(relu(s.a(x)) @ s.k))
+constants.row("fixed_basis", group([], 1), lambda s, x: s.b(relu(relu(s.a(x)) @ s.k)), least=EMPTY,
+    k=Fixed(lambda: sinusoids(8, 8) + torch.eye(8)))
+constants.row("fixed_order_of_units", UNITS, lambda s, x: s.b(relu(s.a(x))[:, s.order]),
+    order=Fixed(lambda: torch.tensor([3, 0, 7, 5, 1, 2, 6, 4])))
+constants.row("fixed_mask_of_minus_infinity", HEAD, lambda s, x: attend(s, x, s.mask[: x.shape[1], : x.shape[1]]),
+    on=SEQUENCE, mask=Fixed(lambda: torch.full((12, 12), -math.inf).triu(1)), **ATTENTION)
+constants.row("fixed_linear_bias", HEAD, lambda s, x: attend(s, x, -s.slopes * distances(x.shape[1], 0).abs()),
+    on=SEQUENCE, slopes=Fixed(lambda: torch.tensor(0.3)), **ATTENTION)
 
-
-@constants(normal(5), UNITS, a=A, b=B, order=Fixed(lambda: torch.tensor([3, 0, 7, 5, 1, 2, 6, 4])))
-def fixed_order_of_units(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x))[:, s.order])
-
-
-@constants(SEQUENCE, HEAD, fresh=LENGTHS, mask=Fixed(lambda: torch.full((12, 12), -math.inf).triu(1)), **ATTENTION)
-def fixed_mask_of_minus_infinity(s: Any, x: Tensor) -> Any:
-    return attend(s, x, s.mask[: x.shape[1], : x.shape[1]])
-
-
-@constants(SEQUENCE, HEAD, fresh=LENGTHS, slopes=Fixed(lambda: torch.tensor(0.3)), **ATTENTION)
-def fixed_linear_bias(s: Any, x: Tensor) -> Any:
-    return attend(s, x, -s.slopes * distances(x.shape[1], 0).abs())
-
-
-@constants(SEQUENCE, group([], 8, 8, dense=[2, 2, 2, 2]), fresh=LENGTHS, slopes=Fixed(lambda: torch.tensor([0.5, 0.1])),
-           **ATTENTION)  # fmt: skip
-def fixed_slopes_that_tell_heads_apart(s: Any, x: Tensor) -> Any:
+@constants(group([], 8, 8, dense=[2, 2, 2, 2]), on=SEQUENCE, slopes=Fixed(lambda: torch.tensor([0.5, 0.1])),
+        **ATTENTION)
+def fixed_slopes_that_tell_heads_apart(s, x):
     q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))
     bias = -s.slopes[:, None, None] * distances(x.shape[1], 0).abs()
     return s.o(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
-
 
 def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
     """Rotate the pairs (i, i + half) of the last axis by angles that grow with the position."""
@@ -841,15 +646,12 @@ def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
     one, two = x.chunk(2, -1)
     return x * cos + torch.cat([-two, one], -1) * sin
 
-
 # Of the matrices between queries and keys those remain that multiply both of a pair; rotations inside pairs are left
 # out, as everywhere. Values and output are free.
-@constants(SEQUENCE, group([], 6, 6, dense=[4]), fresh=LENGTHS, inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])),
-           **ATTENTION)  # fmt: skip
-def rotary(s: Any, x: Tensor) -> Any:
+@constants(group([], 6, 6, dense=[4]), on=SEQUENCE, inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])), **ATTENTION)
+def rotary(s, x):
     q, k = (rotate(layer(x), s.inv_freq) for layer in (s.q, s.k))
     return s.o((q @ k.mT).softmax(-1) @ s.v(x))
-
 
 class Rotary(nn.Module):
     """Tables of cosines and sines, made once and cut to the length."""
@@ -864,483 +666,403 @@ class Rotary(nn.Module):
         one, two = x.chunk(2, -1)
         return x * self.cos[: x.shape[1]] + torch.cat([-two, one], -1) * self.sin[: x.shape[1]]
 
+constants.row("rotary_tables_in_a_submodule", group([], 6, 6, dense=[4]),
+    lambda s, x: s.o((s.turn(s.q(x)) @ s.turn(s.k(x)).mT).softmax(-1) @ s.v(x)), on=SEQUENCE, turn=Rotary, **ATTENTION)
+constants.row("random_features", EMPTY, lambda s, x: s.b(tanh(F.linear(x, s.w))),
+    w=Fixed(lambda: sinusoids(8, 8)[:, :5] + torch.eye(8, 5)))
 
-@constants(SEQUENCE, group([], 6, 6, dense=[4]), fresh=LENGTHS, turn=Rotary, **ATTENTION)
-def rotary_tables_in_a_submodule(s: Any, x: Tensor) -> Any:
-    return s.o((s.turn(s.q(x)) @ s.turn(s.k(x)).mT).softmax(-1) @ s.v(x))
-
-
-@constants(normal(5), EMPTY, b=B, w=Fixed(lambda: sinusoids(8, 8)[:, :5] + torch.eye(8, 5)))
-def random_features(s: Any, x: Tensor) -> Any:
-    return s.b(tanh(F.linear(x, s.w)))
-
-
-@constants(SEQUENCE, EMPTY, fresh=LENGTHS, a=A, b=B, u=Fixed(lambda: sinusoids(8, 8) / 3))
-def reservoir(s: Any, x: Tensor) -> Any:
+@constants(EMPTY, on=SEQUENCE, u=Fixed(lambda: sinusoids(8, 8) / 3))
+def reservoir(s, x):
     h = x.new_zeros(len(x), 8)
     for step in x.unbind(1):
         h = torch.sigmoid(s.a(step) + h @ s.u)
     return s.b(h)
 
+constants.row("fixed_embedding", group([8], 8), lambda s, i: s.b(relu(s.a(F.embedding(i, s.e)))), on=tokens(5),
+    fresh=[tokens(9)], a=of(L, 6, 8), b=B, e=Fixed(lambda: sinusoids(10, 6)))
 
-@constants(tokens(5), group([8], 8), fresh=[tokens(9)], a=of(L, 6, 8), b=B, e=Fixed(lambda: sinusoids(10, 6)))
-def fixed_embedding(s: Any, i: Tensor) -> Any:
-    return s.b(relu(s.a(F.embedding(i, s.e))))
-
-
-@constants(IMAGE, UNITS, fresh=SIZES, a=of(C, 3, 8, 1), b=CB, k=Fixed(lambda: BLUR[None, None]))
-def filtered_image(s: Any, x: Tensor) -> Any:
+@constants(UNITS, on=IMAGE, a=of(C, 3, 8, 1), k=Fixed(lambda: BLUR[None, None]))
+def filtered_image(s, x):
     return s.b(relu(s.a(F.conv2d(x.flatten(0, 1)[:, None], s.k, padding=1).unflatten(0, x.shape[:2]).squeeze(2))))
 
-
 # A constant on half of the units: those with a zero could keep their scales, but only values tell.
-@constants(normal(5), group([4, 4], 4), least=group([], 0), a=A, b=B, k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
-def summand_on_half_of_the_units(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x) + s.k))
-
-
+constants.row("summand_on_half_of_the_units", group([4, 4], 4), lambda s, x: s.b(relu(s.a(x) + s.k)),
+    least=group([], 0), k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
 # The masked units are never read; the rest is as without the mask.
-@constants(normal(5), group([4], 4), spare=[group([4], 4), group([4], 4, 4)], slack=True, a=A, b=B,
-           k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))  # fmt: skip
-def units_masked_by_a_constant(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)) * s.k)
-
+constants.row("units_masked_by_a_constant", group([4], 4), lambda s, x: s.b(relu(s.a(x)) * s.k),
+    spare=[group([4], 4), group([4], 4, 4)], slack=True, k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
 
 # Writing into tensors. Where only a part is written, the columns that read the rest read zeros (`ZEROS`): nothing
 # feeds these units, and a unit that is written over is read by nothing (`LOST`).
 
-writes = family("writes")
-X = normal(5)
+writes = Family("writes", X)
 HALF, OTHER = of(L, 5, 4), of(L, 5, 4)
 FOUR = group([4], 4)
 ZEROS, LOST, ONES = group([4], 4, 4), group([4], 4), group([4])
 FOURS = group([4, 4], 8)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def slice_of_zeros(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def slice_of_zeros(s, x):
     out = x.new_zeros(len(x), 8)
     out[:, 2:6] = relu(s.a(x))
     return s.b(out)
 
-
 # The same units on both sides of the choice: they differ by the places at which they pass the activation.
-@writes(X, group([4, 4], 8), a=A, b=B, even=lambda: torch.arange(8) % 2 == 0)
-def activation_where_a_mask_says(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 8), even=lambda: torch.arange(8) % 2 == 0)
+def activation_where_a_mask_says(s, x):
     h = s.a(x)
     return s.b(torch.where(s.even, relu(h), F.leaky_relu(h, 0.2)))
 
-
-@writes(SEQUENCE, group([4, 4], 8), a=A, b=B)
-def units_pass_at_other_steps(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 8), on=SEQUENCE, fresh=[])
+def units_pass_at_other_steps(s, x):
     h = relu(s.a(x))
     out = h * 2
     out[:, ::2, :4] = h[:, ::2, :4]
     return s.b(out)
 
-
-@writes(X, group([8], 8), a=A, b=B)
-def empty_slices(s: Any, x: Tensor) -> Any:
+@writes(group([8], 8))
+def empty_slices(s, x):
     h = relu(s.a(x))
     h[:, 5:5] = 0.0
     h[:, torch.zeros(8, dtype=torch.bool)] = 1.0
     return s.b(h)
 
-
-@writes(SEQUENCE, HEAD, fresh=LENGTHS, **ATTENTION)
-def scores_masked_with_the_least_number(s: Any, x: Tensor) -> Any:
+@writes(HEAD, on=SEQUENCE, **ATTENTION)
+def scores_masked_with_the_least_number(s, x):
     t = x.shape[1]
     scores = s.q(x) @ s.k(x).mT
     ahead = torch.ones(t, t, dtype=torch.bool).triu(1)
     return s.o(scores.masked_fill_(ahead, torch.finfo(scores.dtype).min).softmax(-1) @ s.v(x))
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def every_second_column(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def every_second_column(s, x):
     out = zeros(x, 8)
     out[:, ::2] = relu(s.a(x))
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def columns_by_a_list(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def columns_by_a_list(s, x):
     out = zeros(x, 8)
     out[:, [1, 6, 3, 0]] = relu(s.a(x))
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B, places=lambda: torch.tensor([1, 6, 3, 0]))
-def columns_by_a_buffer(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF, places=lambda: torch.tensor([1, 6, 3, 0]))
+def columns_by_a_buffer(s, x):
     out = zeros(x, 8)
     out[:, s.places] = relu(s.a(x))
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B, chosen=lambda: torch.arange(8) % 2 == 0)
-def columns_by_truth_values(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF, chosen=lambda: torch.arange(8) % 2 == 0)
+def columns_by_truth_values(s, x):
     out = zeros(x, 8)
     out[:, s.chosen] = relu(s.a(x))
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def slice_of_the_transposed(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def slice_of_the_transposed(s, x):
     out = zeros(x, 8)
     out.t()[2:6] = relu(s.a(x)).t()
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def half_of_a_view(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def half_of_a_view(s, x):
     out = zeros(x, 8)
     out.view(-1, 2, 4)[:, 1] = relu(s.a(x))
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def copy_into_a_piece_of_a_split(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def copy_into_a_piece_of_a_split(s, x):
     out = zeros(x, 8)
     out.split([2, 4, 2], 1)[1].copy_(relu(s.a(x)))
     return s.b(out)
 
+writes.row("index_copy", FOUR, lambda s, x: s.b(zeros(x, 8).index_copy_(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x)))),
+    spare=[ZEROS], slack=True, a=HALF)
+writes.row("index_add", FOUR, lambda s, x: s.b(zeros(x, 8).index_add(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x)))),
+    spare=[ZEROS], slack=True, a=HALF)
 
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def index_copy(s: Any, x: Tensor) -> Any:
-    return s.b(zeros(x, 8).index_copy_(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x))))
-
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def index_add(s: Any, x: Tensor) -> Any:
-    return s.b(zeros(x, 8).index_add(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x))))
-
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def scatter(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def scatter(s, x):
     index = torch.tensor([1, 6, 3, 0]).expand(len(x), 4)
     return s.b(zeros(x, 8).scatter_(1, index, relu(s.a(x))))
 
+writes.row("slice_scatter", FOUR, lambda s, x: s.b(torch.slice_scatter(zeros(x, 8), relu(s.a(x)), 1, 2, 6)),
+    spare=[ZEROS], slack=True, a=HALF)
 
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def slice_scatter(s: Any, x: Tensor) -> Any:
-    return s.b(torch.slice_scatter(zeros(x, 8), relu(s.a(x)), 1, 2, 6))
-
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def index_put(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def index_put(s, x):
     out = zeros(x, 8)
     out.index_put_((torch.arange(len(x))[:, None], torch.tensor([1, 6, 3, 0])), relu(s.a(x)), accumulate=True)
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def add_into_a_slice_of_zeros(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def add_into_a_slice_of_zeros(s, x):
     out = zeros(x, 8)
     out[:, 2:6] += relu(s.a(x))
     return s.b(out)
 
-
-@writes(X, FOUR, spare=[ZEROS], slack=True, a=HALF, b=B)
-def zeros_like_something(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
+def zeros_like_something(s, x):
     h = relu(s.a(x))
     out = torch.zeros_like(torch.cat([x, x], 1)[:, :8])
     out[:, 2:6].copy_(h)
     return s.b(out)
 
-
 # The rest is written by a second layer.
 TWO = {"a": HALF, "c": OTHER, "b": B}
 
-
-@writes(X, group([4, 4], 4, 4), **TWO)
-def two_layers_into_zeros(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 4, 4), **TWO)
+def two_layers_into_zeros(s, x):
     out = zeros(x, 8)
     out[:, :4] = relu(s.a(x))
     out[:, 4:] = tanh(s.c(x))
     return s.b(out)
 
-
-@writes(X, FOURS, **TWO)
-def two_layers_into_empty(s: Any, x: Tensor) -> Any:
+@writes(FOURS, **TWO)
+def two_layers_into_empty(s, x):
     out = x.new_empty(len(x), 8)
     out[:, :4].copy_(relu(s.a(x)))
     out[:, 4:].copy_(relu(s.c(x)))
     return s.b(out)
 
-
-@writes(X, FOURS, **TWO)
-def two_layers_interleaved(s: Any, x: Tensor) -> Any:
+@writes(FOURS, **TWO)
+def two_layers_interleaved(s, x):
     out = torch.empty(len(x), 8, dtype=x.dtype)
     out[:, ::2], out[:, 1::2] = relu(s.a(x)), relu(s.c(x))
     return s.b(out)
 
-
 # Units 3 and 4 of the first layer are written over.
-@writes(X, group([3, 5], 8), spare=[group([2], 2)], slack=True, a=of(L, 5, 5), c=of(L, 5, 5), b=B)
-def overlapping_writes(s: Any, x: Tensor) -> Any:
+@writes(group([3, 5], 8), spare=[group([2], 2)], slack=True, a=of(L, 5, 5), c=of(L, 5, 5))
+def overlapping_writes(s, x):
     out = zeros(x, 8)
     out[:, :5] = relu(s.a(x))
     out[:, 3:] = relu(s.c(x))
     return s.b(out)
 
-
 # What is filled with a constant takes part in no scale, and could be permuted; the written units keep theirs.
-@writes(X, FOUR, least=group([4]), spare=[ONES], a=HALF, b=B)
-def slice_of_ones(s: Any, x: Tensor) -> Any:
+@writes(FOUR, least=group([4]), spare=[ONES], a=HALF)
+def slice_of_ones(s, x):
     out = x.new_ones(len(x), 8)
     out[:, 4:] = relu(s.a(x))
     return s.b(out)
 
-
-@writes(X, FOUR, least=group([4]), spare=[ONES], a=HALF, b=B)
-def slice_of_a_filled_tensor(s: Any, x: Tensor) -> Any:
+@writes(FOUR, least=group([4]), spare=[ONES], a=HALF)
+def slice_of_a_filled_tensor(s, x):
     out = x.new_full((len(x), 8), 0.5)
     out[:, 1:5] = relu(s.a(x))
     return s.b(out)
 
-
 # The start is a part of the state: its units are free behind the ReLU.
 # What is written over might be more for a longer input, so that the start may stay as it is.
-@writes(X, FOURS, spare=[ZEROS], least=group([4], 4), slack=True, a=HALF, b=B, start=parameter(8))
-def slice_of_a_learned_start(s: Any, x: Tensor) -> Any:
+@writes(FOURS, spare=[ZEROS], least=group([4], 4), slack=True, a=HALF, start=parameter(8))
+def slice_of_a_learned_start(s, x):
     out = s.start.expand(len(x), 8).clone()
     out[:, 2:6] = s.a(x)
     return s.b(relu(out))
 
-
 # Writing into hidden units.
 
-
-@writes(X, group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True, a=A, b=B)
-def one_unit_to_zero(s: Any, x: Tensor) -> Any:
+@writes(group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True)
+def one_unit_to_zero(s, x):
     h = relu(s.a(x))
     h[:, 0] = 0
     return s.b(h)
 
-
-@writes(X, group([7], 7), least=group([7]), spare=[group([], 1)], slack=True, a=A, b=B)
-def one_unit_to_one(s: Any, x: Tensor) -> Any:
+@writes(group([7], 7), least=group([7]), spare=[group([], 1)], slack=True)
+def one_unit_to_one(s, x):
     h = relu(s.a(x))
     h[:, 3] = 1
     return s.b(h)
 
-
-@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
-def narrow_to_zero(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[LOST, ZEROS], slack=True)
+def narrow_to_zero(s, x):
     h = relu(s.a(x))
     h.narrow(1, 2, 4).zero_()
     return s.b(h)
 
-
-@writes(X, group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True, a=A, b=B)
-def select_to_zero(s: Any, x: Tensor) -> Any:
+@writes(group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True)
+def select_to_zero(s, x):
     h = relu(s.a(x))
     h.select(1, 5).zero_()
     return s.b(h)
 
-
 # Unit 1 is read twice, so it does not change places with the others.
-@writes(X, group([6], 7), spare=[group([], 1)], slack=True, a=A, b=B)
-def one_unit_to_another(s: Any, x: Tensor) -> Any:
+@writes(group([6], 7), spare=[group([], 1)], slack=True)
+def one_unit_to_another(s, x):
     h = relu(s.a(x))
     h[:, 0] = h[:, 1]
     return s.b(h)
 
-
-@writes(X, group([7], 7), spare=[group([], 1), group([], 0, 1)], slack=True, a=A, b=B)
-def one_unit_to_an_input(s: Any, x: Tensor) -> Any:
+@writes(group([7], 7), spare=[group([], 1), group([], 0, 1)], slack=True)
+def one_unit_to_an_input(s, x):
     h = s.a(x)
     h[:, 0] = x[:, 2]
     return s.b(relu(h))
 
-
-@writes(X, group([7], 8), spare=[group([], 1)], slack=True, a=A, b=B, c=of(L, 5, 1))
-def one_unit_to_another_layer(s: Any, x: Tensor) -> Any:
+@writes(group([7], 8), spare=[group([], 1)], slack=True, c=of(L, 5, 1))
+def one_unit_to_another_layer(s, x):
     h = relu(s.a(x))
     h[:, 0] = relu(s.c(x))[:, 0]
     return s.b(h)
 
-
 # Units 1 and 2 have one scale, because their sum is read; they may change places.
-@writes(X, group([5, 2], 6), least=group([5], 5), spare=[group([], 1)], slack=True, a=A, b=B)
-def one_unit_to_a_sum(s: Any, x: Tensor) -> Any:
+@writes(group([5, 2], 6), least=group([5], 5), spare=[group([], 1)], slack=True)
+def one_unit_to_a_sum(s, x):
     h = relu(s.a(x))
     h[:, 0] = h[:, 1] + h[:, 2]
     return s.b(h)
 
-
-@writes(X, FOURS, spare=[LOST], slack=True, a=A, c=OTHER, b=B)
-def copy_into_half(s: Any, x: Tensor) -> Any:
+@writes(FOURS, spare=[LOST], slack=True, c=OTHER)
+def copy_into_half(s, x):
     h = relu(s.a(x))
     h[:, 2:6].copy_(relu(s.c(x)))
     return s.b(h)
 
-
-@writes(X, FOURS, a=A, c=OTHER, b=B)
-def add_into_half(s: Any, x: Tensor) -> Any:
+@writes(FOURS, c=OTHER)
+def add_into_half(s, x):
     h = relu(s.a(x))
     h[:, :4] += relu(s.c(x))
     return s.b(h)
 
-
 # The other half meets linear maps only: any matrix.
-@writes(X, group([4], 8, 4, dense=[4]), least=FOUR, a=A, b=B)
-def relu_of_half(s: Any, x: Tensor) -> Any:
+@writes(group([4], 8, 4, dense=[4]), least=FOUR)
+def relu_of_half(s, x):
     h = s.a(x)
     h[:, :4] = relu(h[:, :4])
     return s.b(h)
 
-
-@writes(X, group([4, 4], 4, 4), a=A, b=B)
-def chunks_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 4, 4))
+def chunks_in_place(s, x):
     h = s.a(x)
     one, two = h.chunk(2, 1)
     one.relu_()
     two.tanh_()
     return s.b(h)
 
-
-@writes(X, group([3, 5], 3, 5), a=A, b=B)
-def split_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([3, 5], 3, 5))
+def split_in_place(s, x):
     h = s.a(x)
     one, two = h.split([3, 5], 1)
     two.tanh_()
     F.relu(one, inplace=True)
     return s.b(h)
 
-
-@writes(X, FOUR + group([4]), a=A, b=B)
-def unbind_in_place(s: Any, x: Tensor) -> Any:
+@writes(FOUR + group([4]))
+def unbind_in_place(s, x):
     h = s.a(x).view(-1, 2, 4)
     one, two = h.unbind(1)
     one.relu_()
     two.sigmoid_()
     return s.b(h.flatten(1))
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def item_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def item_in_place(s, x):
     h = s.a(x)
     h[:, :4].relu_()
     return s.b(tanh(h))
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def transposed_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def transposed_in_place(s, x):
     h = s.a(x)
     h.t()[4:].relu_()
     return s.b(tanh(h))
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def view_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def view_in_place(s, x):
     h = s.a(x)
     h.view(-1, 2, 4)[:, 1].relu_()
     return s.b(h.tanh_())
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def masked_fill_by_sign(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def masked_fill_by_sign(s, x):
     h = s.a(x)
     half = h[:, 4:]
     half.masked_fill_(half < 0, 0.0)
     return s.b(tanh(h))
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def index_of_half(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def index_of_half(s, x):
     h = s.a(x)
     index = [0, 2, 4, 6]
     h[:, index] = relu(h[:, index])
     return s.b(tanh(h))
 
-
-@writes(X, group([8], 16, 8), a=A, b=B, gain=parameter(8))
-def product_through_the_transposed(s: Any, x: Tensor) -> Any:
+@writes(group([8], 16, 8), gain=parameter(8))
+def product_through_the_transposed(s, x):
     h = relu(s.a(x))
     h.t().mul_(s.gain[:, None])
     return s.b(h)
 
-
 # Pairs of units change places together.
-@writes(X, group([4], 8), a=A, b=B)
-def product_of_chunks(s: Any, x: Tensor) -> Any:
+@writes(group([4], 8))
+def product_of_chunks(s, x):
     h = relu(s.a(x))
     one, two = h.chunk(2, 1)
     one.mul_(two)
     return s.b(h)
 
-
-@writes(X, FOUR, a=A, b=B)
-def sum_of_chunks(s: Any, x: Tensor) -> Any:
+@writes(FOUR)
+def sum_of_chunks(s, x):
     h = relu(s.a(x))
     one, two = h.chunk(2, 1)
     one.add_(two)
     return s.b(h)
 
-
 # A view sees what is written into its base, and a copy does not.
-@writes(X, FOUR, spare=[LOST], slack=True, a=A, b=of(L, 4, 2))
-def view_of_what_is_written_later(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[LOST], slack=True, b=of(L, 4, 2))
+def view_of_what_is_written_later(s, x):
     h = s.a(x)
     half = h[:, :4]
     h.relu_()
     return s.b(half)
 
-
-@writes(X, group([8]), a=A, b=B, c=B)
-def copy_of_what_is_written_later(s: Any, x: Tensor) -> Any:
+@writes(group([8]), c=B)
+def copy_of_what_is_written_later(s, x):
     h = s.a(x)
     copied = h.t().contiguous()
     copied.relu_()
     return s.b(tanh(h)) + s.c(copied.t())
 
-
-@writes(X, FOURS, spare=[ZEROS], slack=True, a=A, b=B, c=B)
-def clone_with_zeros(s: Any, x: Tensor) -> Any:
+@writes(FOURS, spare=[ZEROS], slack=True, c=B)
+def clone_with_zeros(s, x):
     h = relu(s.a(x))
     g = h.clone()
     g[:, :4] = 0
     return s.b(h) + s.c(g)
 
-
-@writes(X, FOURS, a=HALF, c=A, b=B)
-def padded_residual(s: Any, x: Tensor) -> Any:
+@writes(FOURS, a=HALF, c=A)
+def padded_residual(s, x):
     out = zeros(x, 8)
     out[:, :4] = s.a(x).relu_()
     return s.b(relu(out + s.c(x)))
 
-
 # Both layers write into the same units, for other samples.
-@writes(X, UNITS, batches=(2, 5), a=A, c=A, b=B)
-def samples_in_turn(s: Any, x: Tensor) -> Any:
+@writes(UNITS, batches=(2, 5), c=A)
+def samples_in_turn(s, x):
     out = zeros(x, 8)
     out[0::2], out[1::2] = relu(s.a(x[0::2])), relu(s.c(x[1::2]))
     return s.b(out)
 
-
 # A mask that the program makes from positions may be made from the input's size, so that its columns may stay.
-@writes(X, group([4, 4], 4, 4), spare=[LOST, group([4], 0, 4)], least=EMPTY, slack=True, a=A, c=A, b=B)
-def where_of_columns(s: Any, x: Tensor) -> Any:
-    return s.b(torch.where(torch.arange(8) < 4, relu(s.a(x)), tanh(s.c(x))))
-
+writes.row("where_of_columns", group([4, 4], 4, 4),
+    lambda s, x: s.b(torch.where(torch.arange(8) < 4, relu(s.a(x)), tanh(s.c(x)))), spare=[LOST, group([4], 0, 4)],
+    least=EMPTY, slack=True, c=A)
 
 # Two units are added: they change places within pairs and as pairs.
-@writes(X, group([4], 4, blocks=[2**4]), least=EMPTY, a=A, b=of(L, 4, 2))
-def scatter_add_of_pairs(s: Any, x: Tensor) -> Any:
+@writes(group([4], 4, blocks=[2**4]), least=EMPTY, b=of(L, 4, 2))
+def scatter_add_of_pairs(s, x):
     index = (torch.arange(8) % 4).expand(len(x), 8)
     return s.b(zeros(x, 4).scatter_add_(1, index, relu(s.a(x))))
 
-
-@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
-def steps_into_zeros(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=SEQUENCE)
+def steps_into_zeros(s, x):
     out = x.new_zeros(*x.shape[:2], 8)
     for t in range(x.shape[1]):
         out[:, t] = relu(s.a(x[:, t]))
     return s.b(out)
 
-
-@writes(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, a=A, u=of(L, 8, 8), b=B)
-def recurrent_steps_into_empty(s: Any, x: Tensor) -> Any:
+@writes(group([8], 0, 8), on=SEQUENCE, u=of(L, 8, 8))
+def recurrent_steps_into_empty(s, x):
     out = x.new_empty(*x.shape[:2], 8)
     h = x.new_zeros(len(x), 8)
     for t in range(x.shape[1]):
@@ -1348,177 +1070,145 @@ def recurrent_steps_into_empty(s: Any, x: Tensor) -> Any:
         out[:, t] = h
     return s.b(out)
 
-
-@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
-def steps_first(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=SEQUENCE)
+def steps_first(s, x):
     out = x.new_zeros(x.shape[1], len(x), 8)
     for t, step in enumerate(x.unbind(1)):
         out[t] += relu(s.a(step))
     return s.b(out.transpose(0, 1))
 
-
 # Each step reads what the one before has written.
-@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, u=of(L, 8, 8), b=B)
-def steps_that_read_the_buffer(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=SEQUENCE, u=of(L, 8, 8))
+def steps_that_read_the_buffer(s, x):
     out = x.new_zeros(len(x), x.shape[1] + 1, 8)
     for t in range(x.shape[1]):
         out[:, t + 1] = relu(s.a(x[:, t]) + s.u(out[:, t]))
     return s.b(out[:, 1:])
 
-
-@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
-def shifted_in_time(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=SEQUENCE)
+def shifted_in_time(s, x):
     h = relu(s.a(x))
     out = torch.zeros_like(h)
     out[:, 1:] = h[:, :-1]
     return s.b(h - out)
 
-
-@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
-def first_step_to_zero(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=SEQUENCE)
+def first_step_to_zero(s, x):
     h = relu(s.a(x))
     h[:, 0] = 0
     return s.b(h)
 
-
-@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B, token=parameter(8))
-def first_step_to_a_token(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=SEQUENCE, token=parameter(8))
+def first_step_to_a_token(s, x):
     h = s.a(x)
     h[:, 0] = s.token
     return s.b(relu(h))
 
-
-@writes(IMAGE, UNITS, fresh=SIZES, a=CA, b=of(C, 8, 2, 3))
-def image_inside_a_border(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=IMAGE, b=of(C, 8, 2, 3))
+def image_inside_a_border(s, x):
     h = relu(s.a(x))
     out = h.new_zeros(len(x), 8, x.shape[2] + 2, x.shape[3] + 2)
     out[:, :, 1:-1, 1:-1] = h
     return s.b(out)
 
-
-@writes(IMAGE, group([8]), fresh=SIZES, a=CA, b=of(C, 8, 2, 3))
-def image_inside_a_border_of_ones(s: Any, x: Tensor) -> Any:
+@writes(group([8]), on=IMAGE, b=of(C, 8, 2, 3))
+def image_inside_a_border_of_ones(s, x):
     h = relu(s.a(x))
     out = h.new_ones(len(x), 8, x.shape[2] + 2, x.shape[3] + 2)
     out[..., 1:-1, 1:-1] = h
     return s.b(out)
 
-
-@writes(IMAGE, group([4, 4], 4, 4), fresh=SIZES, a=of(C, 3, 4, 3, padding=1), c=of(C, 3, 4, 3, padding=1), b=CB)
-def channels_in_turn(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 4, 4), on=IMAGE, a=of(C, 3, 4, 3, padding=1), c=of(C, 3, 4, 3, padding=1))
+def channels_in_turn(s, x):
     out = x.new_empty(len(x), 8, *x.shape[2:])
     out[:, ::2] = relu(s.a(x))
     out[:, 1::2] = tanh(s.c(x))
     return s.b(out)
 
-
 EVEN = [normal(3, 8, 12), normal(3, 12, 4)]
 
-
-@writes(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB)
-def pooled_values_only(s: Any, x: Tensor) -> Any:
-    return s.b(F.max_pool2d(relu(s.a(x)), 2, return_indices=True)[0])
-
-
-@writes(IMAGE, UNITS, fresh=SIZES, a=CA, b=CB, pool=of(nn.AdaptiveMaxPool2d, 2, return_indices=True))
-def adaptive_pooled_values_only(s: Any, x: Tensor) -> Any:
-    return s.b(s.pool(relu(s.a(x)))[0])
-
-
-@writes(IMAGE, UNITS, fresh=EVEN, a=CA, b=CB, pool=of(nn.MaxPool2d, 2, return_indices=True), up=of(nn.MaxUnpool2d, 2))
-def unpooled(s: Any, x: Tensor) -> Any:
-    return s.b(s.up(*s.pool(relu(s.a(x)))))
-
+writes.row("pooled_values_only", UNITS, lambda s, x: s.b(F.max_pool2d(relu(s.a(x)), 2, return_indices=True)[0]),
+    on=IMAGE)
+writes.row("adaptive_pooled_values_only", UNITS, lambda s, x: s.b(s.pool(relu(s.a(x)))[0]), on=IMAGE,
+    pool=of(nn.AdaptiveMaxPool2d, 2, return_indices=True))
+writes.row("unpooled", UNITS, lambda s, x: s.b(s.up(*s.pool(relu(s.a(x))))), on=IMAGE, fresh=EVEN,
+    pool=of(nn.MaxPool2d, 2, return_indices=True), up=of(nn.MaxUnpool2d, 2))
 
 # The places come from one map and the values from another: channels of both move together, scales are their own.
-@writes(IMAGE, group([8], 16), fresh=EVEN, a=CA, c=of(C, 8, 8, 1), b=CB)
-def unpooled_by_the_indices_of_another_map(s: Any, x: Tensor) -> Any:
+@writes(group([8], 16), on=IMAGE, fresh=EVEN, c=of(C, 8, 8, 1))
+def unpooled_by_the_indices_of_another_map(s, x):
     values, places = F.max_pool2d(relu(s.a(x)), 2, return_indices=True)
     return s.b(F.max_unpool2d(relu(s.c(values)), places, 2))
 
-
-@writes(IMAGE, group([], 8), fresh=EVEN, a=CA, b=CB)
-def indices_are_an_output(s: Any, x: Tensor) -> Any:
+@writes(group([], 8), on=IMAGE, fresh=EVEN)
+def indices_are_an_output(s, x):
     values, places = F.max_pool2d(relu(s.a(x)), 2, return_indices=True)
     return s.b(values), places
 
-
-@writes(X, FOUR, a=HALF, b=of(L, 5, 2))
-def into_a_copy_of_the_input(s: Any, x: Tensor) -> Any:
+@writes(FOUR, a=HALF, b=of(L, 5, 2))
+def into_a_copy_of_the_input(s, x):
     y = x.clone()
     y[:, :4] = relu(s.a(x))
     return s.b(y)
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def detached_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def detached_in_place(s, x):
     h = s.a(x)
     h[:, :4].detach().relu_()
     return s.b(tanh(h))
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def module_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def module_in_place(s, x):
     h = s.a(x)
     nn.ReLU(inplace=True)(h[:, 4:])
     return s.b(tanh(h))
 
-
-@writes(X, group([4, 4], 12, 4), a=A, b=B, gain=parameter(4))
-def gain_on_half(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 12, 4), gain=parameter(4))
+def gain_on_half(s, x):
     h = relu(s.a(x))
     h[:, :4] *= s.gain
     return s.b(h)
 
-
-@writes(X, group([4, 4], 0, 4), a=A, b=B)
-def unsqueezed_in_place(s: Any, x: Tensor) -> Any:
+@writes(group([4, 4], 0, 4))
+def unsqueezed_in_place(s, x):
     h = s.a(x)
     h.unsqueeze(1)[:, 0, :4].clamp_(min=0)
     return s.b(tanh(h))
 
-
-@writes(X, UNITS, least=group([6, 2], 8), a=A, b=B)
-def two_units_swapped(s: Any, x: Tensor) -> Any:
+@writes(UNITS, least=group([6, 2], 8))
+def two_units_swapped(s, x):
     h = relu(s.a(x))
     h[:, [0, 1]] = h[:, [1, 0]]
     return s.b(h)
 
-
-@writes(X, group([], 1), least=EMPTY, a=A, b=B)
-def sums_of_units_step_by_step(s: Any, x: Tensor) -> Any:
+@writes(group([], 1), least=EMPTY)
+def sums_of_units_step_by_step(s, x):
     h = relu(s.a(x))
     for i in range(1, 8):
         h[:, i] += h[:, i - 1]
     return s.b(h)
 
+writes.row("index_fill", FOUR, lambda s, x: s.b(relu(s.a(x)).index_fill_(1, torch.tensor([0, 2, 4, 6]), 0.0)),
+    spare=[LOST, ZEROS], slack=True)
 
-@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
-def index_fill(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)).index_fill_(1, torch.tensor([0, 2, 4, 6]), 0.0))
-
-
-@writes(X, FOUR, spare=[LOST, ZEROS], least=EMPTY, slack=True, a=A, b=B)
-def masked_fill_of_columns(s: Any, x: Tensor) -> Any:
+@writes(FOUR, spare=[LOST, ZEROS], least=EMPTY, slack=True)
+def masked_fill_of_columns(s, x):
     h = relu(s.a(x))
     h.masked_fill_(torch.arange(8) < 4, 0.0)
     return s.b(h)
 
+writes.row("scatter_of_zeros", FOUR,
+    lambda s, x: s.b(relu(s.a(x)).scatter(1, torch.tensor([1, 3, 5, 7]).expand(len(x), 4), 0.0)), spare=[LOST, ZEROS],
+    slack=True)
 
-@writes(X, FOUR, spare=[LOST, ZEROS], slack=True, a=A, b=B)
-def scatter_of_zeros(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)).scatter(1, torch.tensor([1, 3, 5, 7]).expand(len(x), 4), 0.0))
-
-
-@writes(X, group([8], 0, 8), least=EMPTY, a=A, b=B)
-def result_into_empty(s: Any, x: Tensor) -> Any:
+@writes(group([8], 0, 8), least=EMPTY)
+def result_into_empty(s, x):
     out = x.new_empty(len(x), 8)
     torch.tanh(s.a(x), out=out)
     return s.b(out)
 
-
-@writes(X, FOURS, a=A, b=B)
-def buffer_written_twice(s: Any, x: Tensor) -> Any:
+@writes(FOURS)
+def buffer_written_twice(s, x):
     out = x.new_zeros(len(x), 4)
     h = relu(s.a(x))
     out.copy_(h[:, :4])
@@ -1526,239 +1216,172 @@ def buffer_written_twice(s: Any, x: Tensor) -> Any:
     out.copy_(h[:, 4:])
     return s.b(torch.cat([first, out], 1))
 
-
-@writes(SEQUENCE, UNITS, fresh=LENGTHS, a=A, b=B)
-def last_step_wins(s: Any, x: Tensor) -> Any:
+@writes(UNITS, on=SEQUENCE)
+def last_step_wins(s, x):
     out = x.new_zeros(len(x), 8)
     for step in x.unbind(1):
         out.mul_(0.5).add_(relu(s.a(step)))
     return s.b(out)
 
-
-@writes(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, a=A, b=B)
-def masked_steps(s: Any, x: Tensor) -> Any:
+@writes(group([8], 0, 8), on=SEQUENCE)
+def masked_steps(s, x):
     h = tanh(s.a(x))
     h[:, 1::2] = 0.0
     return s.b(h).masked_fill_((torch.arange(x.shape[1]) % 3 == 0)[:, None], -math.inf)
 
-
 # Pieces that are used more than once.
 
-shared = family("shared")
+shared = Family("shared", X)
 NORM, NORM2D = of(nn.BatchNorm1d, 8), of(nn.BatchNorm2d, 8)
 
-
 # The scale in front of both norms with its sign, two scales behind.
-@shared(X, group([8], 24, 8, shifts=8), least=group([8], 16), a=A, m=NORM, n=NORM, b=B, c=B)
-def linear_behind_which_two_norms_stand(s: Any, x: Tensor) -> Any:
+@shared(group([8], 24, 8, shifts=8), least=group([8], 16), m=NORM, n=NORM, c=B)
+def linear_behind_which_two_norms_stand(s, x):
     h = s.a(x)
     return s.b(relu(s.m(h))) + s.c(relu(s.n(h)))
 
-
-@shared(IMAGE, group([8, 4], 20, 8, shifts=8), least=group([8, 4], 12), fresh=SIZES, a=CA, m=NORM2D, n=NORM2D,
-        b=of(C, 8, 4, 1), c=of(C, 4, 2, 1))  # fmt: skip
-def detection_head(s: Any, x: Tensor) -> Any:
+@shared(group([8, 4], 20, 8, shifts=8), on=IMAGE, least=group([8, 4], 12), m=NORM2D, n=NORM2D, b=of(C, 8, 4, 1),
+        c=of(C, 4, 2, 1))
+def detection_head(s, x):
     """One head on two levels, with norms of their own."""
     levels = [(x, s.m), (F.avg_pool2d(x, 2), s.n)]
     return tuple(s.c(relu(s.b(relu(norm(s.a(level)))))) for level, norm in levels)
 
-
-@shared(IMAGE, group([8], 24, 8), least=group([8], 16), fresh=SIZES, a=of(C, 3, 8, 3, bias=False),
-        norms=lambda: nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]), b=CB, c=CB)  # fmt: skip
-def norms_of_two_domains(s: Any, x: Tensor) -> Any:
+@shared(group([8], 24, 8), on=IMAGE, least=group([8], 16), a=of(C, 3, 8, 3, bias=False),
+        norms=lambda: nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]), c=CB)
+def norms_of_two_domains(s, x):
     one, two = (relu(norm(s.a(x))) for norm in s.norms)
     return s.b(one), s.c(two)
 
-
 # The domains' outputs are read by the same weights: one scale behind.
-@shared(IMAGE, group([8], 16, 8), least=UNITS, fresh=SIZES, a=of(C, 3, 8, 3, bias=False),
-        norms=lambda: nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]), b=CB)  # fmt: skip
-def norms_of_two_domains_with_one_head(s: Any, x: Tensor) -> Any:
-    return [s.b(relu(norm(s.a(x)))) for norm in s.norms]
-
-
-@shared(X, group([8], 16, 8, shifts=8), least=UNITS, a=A, c=A, n=NORM, b=B, d=B)
-def norm_behind_two_layers(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x))))
-
-
-@shared(IMAGE, group([8], 16, 8, shifts=8), least=UNITS, fresh=SIZES, a=CA, c=of(C, 3, 8, 1), n=NORM2D, b=CB)
-def norm_behind_two_convolutions(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.n(s.a(x))) + relu(s.n(s.c(x))))
-
-
+shared.row("norms_of_two_domains_with_one_head", group([8], 16, 8),
+    lambda s, x: [s.b(relu(norm(s.a(x)))) for norm in s.norms], on=IMAGE, least=UNITS, a=of(C, 3, 8, 3, bias=False),
+    norms=lambda: nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]))
+shared.row("norm_behind_two_layers", group([8], 16, 8, shifts=8),
+    lambda s, x: s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x)))), least=UNITS, c=A, n=NORM, d=B)
+shared.row("norm_behind_two_convolutions", group([8], 16, 8, shifts=8),
+    lambda s, x: s.b(relu(s.n(s.a(x))) + relu(s.n(s.c(x)))), on=IMAGE, least=UNITS, c=of(C, 3, 8, 1), n=NORM2D)
 # The norm between is the same as the one at the end.
-@shared(X, group([8], 16, 8, shifts=8), least=UNITS, a=A, c=of(L, 8, 8), n=NORM, b=B)
-def norm_used_twice_in_series(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.n(s.c(relu(s.n(s.a(x)))))))
-
-
-@shared(X, group([], 5), a=of(L, 5, 5), n=of(nn.BatchNorm1d, 5), b=of(L, 5, 2), c=of(L, 5, 2))
-def norm_of_the_input_and_of_units(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.n(x))) + s.c(relu(s.n(s.a(x))))
-
+shared.row("norm_used_twice_in_series", group([8], 16, 8, shifts=8),
+    lambda s, x: s.b(relu(s.n(s.c(relu(s.n(s.a(x))))))), least=UNITS, c=of(L, 8, 8), n=NORM)
+shared.row("norm_of_the_input_and_of_units", group([], 5), lambda s, x: s.b(relu(s.n(x))) + s.c(relu(s.n(s.a(x)))),
+    a=of(L, 5, 5), n=of(nn.BatchNorm1d, 5), b=of(L, 5, 2), c=of(L, 5, 2))
 
 # The ReLU without the norm allows positive scales only, and no shift.
-@shared(X, group([8], 16), least=UNITS, a=A, n=NORM, b=B, c=B)
-def linear_with_and_without_its_norm(s: Any, x: Tensor) -> Any:
+@shared(group([8], 16), least=UNITS, n=NORM, c=B)
+def linear_with_and_without_its_norm(s, x):
     h = s.a(x)
     return s.b(relu(s.n(h))) + s.c(relu(h))
 
-
-@shared(IMAGE, group([8], 16, 8), least=UNITS, fresh=SIZES, a=CA, n=NORM2D, b=CB, c=CB)
-def convolution_with_and_without_its_norm(s: Any, x: Tensor) -> Any:
+@shared(group([8], 16, 8), on=IMAGE, least=UNITS, n=NORM2D, c=CB)
+def convolution_with_and_without_its_norm(s, x):
     h = s.a(x)
     return s.b(relu(s.n(h))) + s.c(h)
 
-
 # What stands in front of the norm is an output, so its units stay; what the norm puts out has scales.
-@shared(IMAGE, group([], 8), fresh=SIZES, a=CA, n=NORM2D, b=CB)
-def convolution_that_is_an_output_and_normed(s: Any, x: Tensor) -> Any:
+@shared(group([], 8), on=IMAGE, n=NORM2D)
+def convolution_that_is_an_output_and_normed(s, x):
     h = s.a(x)
     return h, s.b(relu(s.n(h)))
 
-
 # One scale and one sign in front; the signs behind are those of tanh.
-@shared(X, group([8], 8, 24, shifts=8), least=group([8], 0, 16), a=A, m=NORM, n=NORM, b=B, c=B)
-def two_norms_in_front_of_tanh(s: Any, x: Tensor) -> Any:
+@shared(group([8], 8, 24, shifts=8), least=group([8], 0, 16), m=NORM, n=NORM, c=B)
+def two_norms_in_front_of_tanh(s, x):
     h = s.a(x)
     return s.b(tanh(s.m(h))) + s.c(tanh(s.n(h)))
 
-
-@shared(X, UNITS, w=parameter(8, 5), v=parameter(8, 5), bias=parameter(8), b=B, c=B)
-def bias_of_two_weights(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(F.linear(x, s.v, s.bias)))
-
-
-@shared(IMAGE, UNITS, fresh=SIZES, w=parameter(8, 3, 3, 3), v=parameter(8, 3, 1, 1), bias=parameter(8), b=CB, c=CB)
-def bias_of_two_convolutions(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.conv2d(x, s.w, s.bias))), s.c(relu(F.conv2d(x, s.v, s.bias)))
-
-
+shared.row("bias_of_two_weights", UNITS,
+    lambda s, x: s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(F.linear(x, s.v, s.bias))), w=parameter(8, 5),
+    v=parameter(8, 5), bias=parameter(8), c=B)
+shared.row("bias_of_two_convolutions", UNITS,
+    lambda s, x: (s.b(relu(F.conv2d(x, s.w, s.bias))), s.c(relu(F.conv2d(x, s.v, s.bias)))), on=IMAGE,
+    w=parameter(8, 3, 3, 3), v=parameter(8, 3, 1, 1), bias=parameter(8), c=CB)
 # Which input a weight's second axis means depends on the group in one use, and not in the other: no label says so.
-@shared(normal(4, 6, 6), group([2], 0, 10, blocks=[16, 24]), least=EMPTY, a=of(C, 4, 8, 1), d=of(C, 4, 2, 1),
-        g=parameter(8, 2, 1, 1), b=of(C, 8, 2, 1), c=of(C, 8, 2, 1), slack=True)  # fmt: skip
-def weight_of_a_grouped_and_of_a_plain_convolution(s: Any, x: Tensor) -> Any:
-    return s.b(tanh(F.conv2d(tanh(s.a(x)), s.g, groups=4))) + s.c(tanh(F.conv2d(tanh(s.d(x)), s.g)))
-
-
+shared.row("weight_of_a_grouped_and_of_a_plain_convolution", group([2], 0, 10, blocks=[16, 24]),
+    lambda s, x: s.b(tanh(F.conv2d(tanh(s.a(x)), s.g, groups=4))) + s.c(tanh(F.conv2d(tanh(s.d(x)), s.g))),
+    on=normal(4, 6, 6), least=EMPTY, a=of(C, 4, 8, 1), d=of(C, 4, 2, 1), g=parameter(8, 2, 1, 1), b=of(C, 8, 2, 1),
+    c=of(C, 8, 2, 1), slack=True)
 # Each channel is read at another pixel.
-@shared(normal(1, 2, 2), group([], 4), a=of(C, 1, 4, 1), b=of(L, 4, 2))
-def a_pixel_of_each_channel(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.a(x)).flatten(1)[:, [0, 5, 10, 15]])
-
-
+shared.row("a_pixel_of_each_channel", group([], 4), lambda s, x: s.b(relu(s.a(x)).flatten(1)[:, [0, 5, 10, 15]]),
+    on=normal(1, 2, 2), a=of(C, 1, 4, 1), b=of(L, 4, 2))
 # A bias that is doubled shifts a running mean by twice as much, which is not counted.
-@shared(X, group([8], 16, 8), w=parameter(5, 8), bias=parameter(8), n=NORM, b=B)
-def doubled_bias_in_front_of_a_norm(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.n(torch.addmm(s.bias, x, s.w, beta=2))))
-
-
+shared.row("doubled_bias_in_front_of_a_norm", group([8], 16, 8),
+    lambda s, x: s.b(relu(s.n(torch.addmm(s.bias, x, s.w, beta=2)))), w=parameter(5, 8), bias=parameter(8), n=NORM)
 # Rounding has no derivative, which is what scales are checked by.
-@shared(X, group([8]), slack=True, a=A, b=B)
-def units_rounded_to_integers(s: Any, x: Tensor) -> Any:
-    return s.b((8 * relu(s.a(x))).int().to(x.dtype))
-
-
+shared.row("units_rounded_to_integers", group([8]), lambda s, x: s.b((8 * relu(s.a(x))).int().to(x.dtype)), slack=True)
 # The second weight is in front of a norm; the bias ties its scales to those of the first.
-@shared(X, group([8], 16), least=UNITS, w=parameter(8, 5), v=parameter(8, 5), bias=parameter(8), n=NORM, b=B, c=B)
-def bias_with_and_without_a_norm(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(s.n(F.linear(x, s.v, s.bias))))
-
-
-@shared(X, group([8], 16), a=A, c=of(L, 8, 8), p=of(nn.PReLU, 8), b=B)
-def one_prelu_for_two_layers(s: Any, x: Tensor) -> Any:
-    return s.b(s.p(s.c(s.p(s.a(x)))))
-
-
-@shared(X, group([8, 8], 16), a=A, c=of(L, 8, 8), p=nn.PReLU, b=B)
-def one_slope_for_two_layers(s: Any, x: Tensor) -> Any:
-    return s.b(s.p(s.c(s.p(s.a(x)))))
-
-
+shared.row("bias_with_and_without_a_norm", group([8], 16),
+    lambda s, x: s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(s.n(F.linear(x, s.v, s.bias)))), least=UNITS,
+    w=parameter(8, 5), v=parameter(8, 5), bias=parameter(8), n=NORM, c=B)
+shared.row("one_prelu_for_two_layers", group([8], 16), lambda s, x: s.b(s.p(s.c(s.p(s.a(x))))), c=of(L, 8, 8),
+    p=of(nn.PReLU, 8))
+shared.row("one_slope_for_two_layers", group([8, 8], 16), lambda s, x: s.b(s.p(s.c(s.p(s.a(x))))), c=of(L, 8, 8),
+    p=nn.PReLU)
 # Gain and bias against both readers; all units of both layers change sign at once, and the gain takes it back.
-@shared(X, group([8], 8, 1), a=A, c=A, n=of(nn.LayerNorm, 8), b=B, d=B)
-def layer_norm_of_two_layers(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x))))
+shared.row("layer_norm_of_two_layers", group([8], 8, 1), lambda s, x: s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x)))),
+    c=A, n=of(nn.LayerNorm, 8), d=B)
+shared.row("layer_norm_used_twice_in_series", group([8], 8, 1), lambda s, x: s.b(relu(s.n(s.c(relu(s.n(s.a(x))))))),
+    c=of(L, 8, 8), n=of(nn.LayerNorm, 8))
 
-
-@shared(X, group([8], 8, 1), a=A, c=of(L, 8, 8), n=of(nn.LayerNorm, 8), b=B)
-def layer_norm_used_twice_in_series(s: Any, x: Tensor) -> Any:
-    return s.b(relu(s.n(s.c(relu(s.n(s.a(x)))))))
-
-
-@shared(X, group([8], 16, 8), a=A, b=B, c=B, gain=parameter(8))
-def one_gain_for_two_paths(s: Any, x: Tensor) -> Any:
+@shared(group([8], 16, 8), c=B, gain=parameter(8))
+def one_gain_for_two_paths(s, x):
     h = relu(s.a(x))
     return s.b(h * s.gain) + s.c(relu(h) * s.gain)
 
-
-@shared(tokens(4), group([6, 8], 8, 6), fresh=[tokens(1), tokens(7)], e=of(nn.Embedding, 10, 6), u=of(L, 6, 8),
-        d=of(L, 8, 6))  # fmt: skip
-def embedding_and_its_transpose(s: Any, i: Tensor) -> Any:
+@shared(group([6, 8], 8, 6), on=tokens(4), fresh=[tokens(1), tokens(7)], e=of(nn.Embedding, 10, 6), u=of(L, 6, 8),
+        d=of(L, 8, 6))
+def embedding_and_its_transpose(s, i):
     h = s.e(i)
     return F.linear(h + s.d(relu(s.u(h))), s.e.weight)
 
-
 # All units change sign at once, with the norm's bias.
-@shared(tokens(4), group([6], 0, 1), fresh=[tokens(1), tokens(7)], e=of(nn.Embedding, 10, 6), n=of(nn.LayerNorm, 6))
-def embedding_and_its_transpose_behind_a_norm(s: Any, i: Tensor) -> Any:
-    return s.n(s.e(i)) @ s.e.weight.t()
-
+shared.row("embedding_and_its_transpose_behind_a_norm", group([6], 0, 1), lambda s, i: s.n(s.e(i)) @ s.e.weight.t(),
+    on=tokens(4), fresh=[tokens(1), tokens(7)], e=of(nn.Embedding, 10, 6), n=of(nn.LayerNorm, 6))
 
 # From input to output and back: what scales the first hidden layer is undone in the third, the middle has no scale.
-@shared(X, group([8, 6], 8), w=parameter(8, 5), v=parameter(6, 8))
-def autoencoder_of_tied_weights(s: Any, x: Tensor) -> Any:
+@shared(group([8, 6], 8), w=parameter(8, 5), v=parameter(6, 8))
+def autoencoder_of_tied_weights(s, x):
     h = relu(F.linear(relu(F.linear(x, s.w)), s.v))
     return F.linear(relu(F.linear(h, s.v.t())), s.w.t())
 
-
 # What scales the first layer is undone in the third; besides, one scale for the whole weight that is read twice.
-@shared(X, group([8, 6], 9), least=group([8, 6], 8), a=A, v=parameter(6, 8), b=B)
-def weight_used_also_transposed(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.linear(relu(F.linear(relu(s.a(x)), s.v)), s.v.t())))
+shared.row("weight_used_also_transposed", group([8, 6], 9),
+    lambda s, x: s.b(relu(F.linear(relu(F.linear(relu(s.a(x)), s.v)), s.v.t()))), least=group([8, 6], 8),
+    v=parameter(6, 8))
 
-
-@shared(X, UNITS, a=A, c=of(L, 8, 8), b=B)
-def layer_applied_three_times(s: Any, x: Tensor) -> Any:
+@shared(UNITS, c=of(L, 8, 8))
+def layer_applied_three_times(s, x):
     h = relu(s.a(x))
     for _ in range(3):
         h = relu(s.c(h))
     return s.b(h)
 
-
-@shared(X, group([8, 6], 14), a=A, u=of(L, 8, 6), d=of(L, 6, 8), b=B)
-def residual_block_applied_twice(s: Any, x: Tensor) -> Any:
+@shared(group([8, 6], 14), u=of(L, 8, 6), d=of(L, 6, 8))
+def residual_block_applied_twice(s, x):
     h = relu(s.a(x))
     for _ in range(2):
         h = relu(h + s.d(relu(s.u(h))))
     return s.b(h)
 
-
-@shared(X, group([6], 14, 8, dense=[8]), a=A, u=of(L, 8, 6), d=of(L, 6, 8), b=B)
-def linear_stream_of_tied_blocks(s: Any, x: Tensor) -> Any:
+@shared(group([6], 14, 8, dense=[8]), u=of(L, 8, 6), d=of(L, 6, 8))
+def linear_stream_of_tied_blocks(s, x):
     h = s.a(x)
     for _ in range(3):
         h = h + s.d(relu(s.u(h)))
     return s.b(h)
 
-
-@shared(X, group([8], 16, 8, shifts=8), least=UNITS, a=A, c=of(L, 8, 8), n=NORM, b=B)
-def normed_block_applied_twice(s: Any, x: Tensor) -> Any:
+@shared(group([8], 16, 8, shifts=8), least=UNITS, c=of(L, 8, 8), n=NORM)
+def normed_block_applied_twice(s, x):
     h = relu(s.a(x))
     for _ in range(2):
         h = relu(s.n(s.c(h)))
     return s.b(h)
 
-
-@shared(lambda n: (*X(n), *X(n)), UNITS, a=A, b=B)
-def siamese(s: Any, x: Tensor, y: Tensor) -> Any:
-    return s.b(relu(s.a(x)) - relu(s.a(y)))
-
+shared.row("siamese", UNITS, lambda s, x, y: s.b(relu(s.a(x)) - relu(s.a(y))), on=lambda n: (*X(n), *X(n)), a=A, b=B)
 
 # The candidate and the state change sign together, as in a plain recurrence.
-@shared(SEQUENCE, group([8], 0, 8), fresh=LENGTHS, w=of(L, 5, 24), u=of(L, 8, 24), b=B)
-def gated_recurrence(s: Any, x: Tensor) -> Any:
+@shared(group([8], 0, 8), on=SEQUENCE, w=of(L, 5, 24), u=of(L, 8, 24))
+def gated_recurrence(s, x):
     h = x.new_zeros(len(x), 8)
     for step in x.unbind(1):
         (r, z, n), (p, q, m) = s.w(step).chunk(3, 1), s.u(h).chunk(3, 1)
@@ -1766,24 +1389,17 @@ def gated_recurrence(s: Any, x: Tensor) -> Any:
         h = (1 - update) * tanh(n + torch.sigmoid(r + p) * m) + update * h
     return s.b(h)
 
-
 # Written both ways round, so that its scales would have to be their own inverses.
-@shared(IMAGE, group([8]), fresh=SIZES, w=parameter(8, 3, 3, 3))
-def convolution_and_its_transpose(s: Any, x: Tensor) -> Any:
-    return F.conv_transpose2d(relu(F.conv2d(x, s.w, padding=1)), s.w, padding=1)
+shared.row("convolution_and_its_transpose", group([8]),
+    lambda s, x: F.conv_transpose2d(relu(F.conv2d(x, s.w, padding=1)), s.w, padding=1), on=IMAGE,
+    w=parameter(8, 3, 3, 3))
+shared.row("weight_of_a_linear_layer_and_of_a_convolution", UNITS,
+    lambda s, x: s.b(relu(F.linear(x, s.w))) + s.c(relu(F.conv1d(x[..., None], s.w[..., None])[..., 0])),
+    w=parameter(8, 5), c=B)
+shared.row("weight_stacked_twice", group([4], 4), lambda s, x: s.b(relu(F.linear(x, torch.cat([s.w, 2 * s.w])))),
+    w=parameter(4, 5))
 
-
-@shared(X, UNITS, w=parameter(8, 5), b=B, c=B)
-def weight_of_a_linear_layer_and_of_a_convolution(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.linear(x, s.w))) + s.c(relu(F.conv1d(x[..., None], s.w[..., None])[..., 0]))
-
-
-@shared(X, group([4], 4), w=parameter(4, 5), b=B)
-def weight_stacked_twice(s: Any, x: Tensor) -> Any:
-    return s.b(relu(F.linear(x, torch.cat([s.w, 2 * s.w]))))
-
-
-@shared(X, group([6], 12, 6), a=of(L, 5, 6), gain=parameter(6), b=of(L, 6, 2), c=of(L, 6, 2))
-def gain_and_its_square(s: Any, x: Tensor) -> Any:
+@shared(group([6], 12, 6), a=of(L, 5, 6), gain=parameter(6), b=of(L, 6, 2), c=of(L, 6, 2))
+def gain_and_its_square(s, x):
     h = relu(s.a(x))
     return s.b(h * s.gain) + s.c(h * s.gain.square())

@@ -302,7 +302,7 @@ def test_dead_batch_norm() -> None:
 
 
 def test_signs_that_biases_take_up() -> None:
-    """Spec 1.3: sigmoid(-x) = 1 - sigmoid(x), so that flips change the biases, and with them the signs, further on."""
+    """Flips of sigmoids change the biases, and the signs further on (docs/theory/intertwiners.md, 1.4)."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = nn.Sequential(

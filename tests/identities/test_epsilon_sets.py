@@ -1,4 +1,4 @@
-"""The set J < epsilon on grids and samples: the tests 6, 7, 13 and 16 of the specification, and its section 5.5."""
+"""The set J < epsilon on grids and samples (docs/theory/equivalence.md, 4 and 5.5)."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The evidence against exact results and other ways to it (our specification, 5.6, identities 12 to 15)."""
+"""The evidence against exact results and other ways to it (docs/theory/curvature.md, 3)."""
 
 import math
 

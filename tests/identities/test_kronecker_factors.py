@@ -1,4 +1,4 @@
-"""Kronecker factors against dense matrices by automatic differentiation (specification, 5.6, identities 1 to 11)."""
+"""Kronecker factors against dense matrices by automatic differentiation (docs/theory/curvature.md, 1)."""
 
 import itertools
 

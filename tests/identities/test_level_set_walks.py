@@ -1,4 +1,4 @@
-"""Walks and Langevin chains inside classes: sections 9.2 and 9.3 of the specification, and test 18 of section 10."""
+"""Walks and Langevin chains inside classes (docs/theory/equivalence.md, 7 and 8)."""
 
 import math
 
@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_vector
 from lightning_sym.landscape.quotient import orbit_distances
 from lightning_sym.landscape.sampling import sample_sgld
-from lightning_sym.landscape.walks import LevelSetWalk, NetworkOutputs, walk_level_set
+from lightning_sym.landscape.walks import LevelSetWalk, walk_level_set
 from lightning_sym.networks import MultiLayerPerceptron
 
 MIXED, SAME_SIGN = (0.8, -0.6, 0.7, 0.5), (0.8, 0.6, 0.7, 0.5)
@@ -180,7 +181,7 @@ def curvatures(weights: tuple[float, ...]) -> Tensor:
 
 
 def langevin_matches(weights: tuple[float, ...], expected: float, chains: int, steps: int, inverse: float) -> None:
-    # The step of the specification's measurement: its predictions are 0.9986 and 0.5083.
+    # With this step the formula of docs/theory/equivalence.md, 8, predicts 0.9986 and 0.5083.
     found = sample_sgld(
         two_unit(weights),
         line(8),

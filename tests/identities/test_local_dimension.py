@@ -1,4 +1,4 @@
-"""The rank of the Jacobian against the dimension of the orbit: the table of the specification, section 4.5."""
+"""The rank of the Jacobian against the dimension of the orbit: the table of docs/theory/equivalence.md, 10."""
 
 import math
 from collections.abc import Callable

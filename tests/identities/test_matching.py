@@ -167,7 +167,7 @@ def signs_of_groups() -> nn.Module:
 
 @pytest.mark.parametrize(("make", "shape", "affine"), [(sigmoid, (4,), True), (signs_of_groups, (1, 2, 2), False)])
 def test_signs_that_biases_take_up_and_signs_of_whole_cells(make, shape, affine):
-    """Spec 1.3: sigmoid(-x) = 1 - sigmoid(x); and a group without gains passes one sign on for all its channels."""
+    """Flips of sigmoids change biases (docs/theory/intertwiners.md, 1.4); a group without gains passes one sign on."""
     networks = []
     for seed in (0, 1):
         with torch.random.fork_rng():
@@ -283,7 +283,7 @@ def test_scales_are_those_of_least_distance():
 
 
 def test_positive_scales_of_incoming_weights_alone_are_closed_form():
-    """Spec 5.1: with one norm behind, the best factor is <a, b> / |b|^2 where that is positive."""
+    """With one norm behind, the best factor is <a, b> / |b|^2 where that is positive (docs/theory/matching.md, 1.4)."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in "ab")
     p, q = (a * b).sum(1).numpy(), (b * b).sum(1).numpy()

@@ -1,4 +1,4 @@
-"""Found points up to symmetry: tests 12 and 17 of section 10 of the specification, sections 9.1 and 9.5."""
+"""Found points up to symmetry (docs/theory/equivalence.md, 6)."""
 
 import itertools
 import math

@@ -74,7 +74,7 @@ def apply_dense(x, weight, bias, out_grid):
 
 
 def block_diagonal_factored(layer, x):
-    """The formulation with one-hot inputs of the published code, our specification 1.3."""
+    """The formulation with one-hot inputs of the published code (docs/theory/relaxed_layers.md, 1.3)."""
     n, c, o = len(x), layer.in_channels, layer.out_channels
     one_hot = torch.zeros(n, c, c, x[0, 0].numel(), dtype=x.dtype)
     for channel in range(c):
@@ -310,7 +310,7 @@ def test_gradients_of_all_parameters_are_those_of_finite_differences(layer):
     assert torch.autograd.gradcheck(function, (x, *layer.parameters()), atol=1e-6)
 
 
-# ---- Equivariance, our specification 5.6, identity 16
+# ---- Equivariance (docs/theory/relaxed_layers.md, 1.2, 1.6 and 2)
 
 SHIFTS = [(1, 0), (0, 1), (3, 2), (-1, 5)]
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, StitchedNetwork
-from lightning_sym.symmetry import INTERTWINER_GROUPS, random_orthogonal
+from lightning_sym.symmetry import INTERTWINER_GROUPS
 from lightning_sym.tasks._rotations import element_at, rotate_by_group
 
 # Float64 rounding, through scales of up to a factor of 20 or so.
@@ -110,24 +110,12 @@ def test_scales_have_mean_one_and_the_given_spread():
     assert float(logs.std()) == pytest.approx(1.0, abs=0.1)
 
 
-def test_orthogonal_matrices_are_spread_evenly():
-    drawn = torch.stack([random_orthogonal(3, generator(seed)) for seed in range(2000)])
-    identity = torch.eye(3, dtype=torch.float64).expand_as(drawn)
-    torch.testing.assert_close(drawn @ drawn.mT, identity, atol=1e-12, rtol=0)
-    # Haar: every entry has mean 0 and variance 1 / 3; without the signs of R, the diagonal has another mean.
-    assert drawn.mean(0).abs().max() < 0.06
-    assert (drawn.square().mean(0) - 1 / 3).abs().max() < 0.03
-    assert abs(float((torch.linalg.det(drawn) > 0).double().mean()) - 0.5) < 0.05
-
-
 def test_what_cannot_be_done_is_said(case):
     _, source, _, _ = case
     with pytest.raises(ValueError, match=r"The network is not cut at 'nowhere', only at "):
         element_at(source, "nowhere")
     with pytest.raises(ValueError, match=r"scale must be a finite number >= 0, got -1"):
         element_at(source, source.sites[0], scale=-1)
-    with pytest.raises(ValueError, match="size of an orthogonal matrix must be at least 1, got 0"):
-        random_orthogonal(0)
 
 
 class Skipping(MultiLayerPerceptron):

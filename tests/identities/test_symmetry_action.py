@@ -1,7 +1,7 @@
 """Random elements keep the function, for one small network per operation and for every architecture of ours.
 
 For each network the whole group is stated, too: how many units change places, how many magnitudes and signs are free.
-The numbers are derived by hand from the table of spec 2.2.
+The numbers are derived by hand from the table of docs/theory/intertwiners.md, 2.2.
 """
 
 import copy
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from symmetry_family_cases import C, L, Program, buffer, of, parameter, sequential
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.convnext import CNBlock
@@ -37,24 +38,7 @@ from lightning_sym.symmetry.trace import trace_symmetry
 torch.set_num_threads(1)
 
 EXACT = 1e-10
-L, C = nn.Linear, nn.Conv2d
 VECTOR, SEQUENCE, IMAGE = (2, 5), (2, 5, 5), (2, 3, 8, 8)
-
-
-class Functional(nn.Module):
-    """A network written as one function of itself and its inputs; tensors become buffers."""
-
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self, *inputs)
 
 
 @dataclass
@@ -94,29 +78,17 @@ class Case:
 f = math.factorial
 
 
-def functional(function: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Callable[..., Case]:
-    """Return a maker of a case, whose parts are given by functions that make them."""
-
-    def make(**parts: Callable[[], Any]) -> Case:
-        return Case(lambda: Functional(function, **{k: p() for k, p in parts.items()}), shape, *args, **kwargs)
-
-    return make
-
-
-def sequential(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(part() for part in parts))
-
-
-def of(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    return lambda: kind(*args, **kwargs)
-
-
-def constant(*shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randn(shape)
-
-
-def parameter(*shape: int) -> Callable[[], nn.Parameter]:
-    return lambda: nn.Parameter(torch.randn(shape))
+def functional(
+    function: Callable[..., Any],
+    shape: Any,
+    *args: Any,
+    dense: Sequence[int] = (),
+    shifts: int = 0,
+    note: str | None = None,
+    **parts: Any,
+) -> Case:
+    """Return a case of a program; further keywords make its parts."""
+    return Case(lambda: Program(function, parts), shape, *args, dense=dense, shifts=shifts, note=note)
 
 
 RELU, TANH, FLAT = nn.ReLU, nn.Tanh, nn.Flatten
@@ -124,293 +96,168 @@ LINEAR_CASES = {
     "mlp_relu": Case(sequential(of(L, 5, 8), RELU, of(L, 8, 7), RELU, of(L, 7, 3)), VECTOR, [8, 7], 15, 0),
     "mlp_tanh": Case(sequential(of(L, 5, 8), TANH, of(L, 8, 7), TANH, of(L, 7, 3)), VECTOR, [8, 7], 0, 15),
     "mlp_gelu": Case(sequential(of(L, 5, 8), nn.GELU, of(L, 8, 7), nn.GELU, of(L, 7, 3)), VECTOR, [8, 7], 0, 0),
-    "mlp_linear": Case(
-        sequential(of(L, 5, 8), of(L, 8, 7), nn.Identity, of(L, 7, 3)), VECTOR, [8, 7], 15, 15, [1], dense=[8, 7]
-    ),
-    "no_bias": Case(
-        sequential(of(L, 5, 8, bias=False), RELU, of(L, 8, 7, bias=False), RELU, of(L, 7, 3, bias=False)),
-        VECTOR, [8, 7], 15, 0,
-    ),
-    "shared_module": functional(
-        lambda s, x: s.c(torch.relu(s.b(torch.relu(s.b(torch.relu(s.a(x))))))), VECTOR, [6], 6, 0
-    )(a=of(L, 5, 6), b=of(L, 6, 6), c=of(L, 6, 2)),
-    "functional_forms": functional(
-        lambda s, x: F.linear(F.leaky_relu(F.linear(x, s.a, s.b), 0.2), s.c), VECTOR, [8], 8, 0
-    )(a=parameter(8, 5), b=parameter(8), c=parameter(2, 8)),
+    "mlp_linear": Case(sequential(of(L, 5, 8), of(L, 8, 7), nn.Identity, of(L, 7, 3)), VECTOR, [8, 7], 15, 15, [1],
+        dense=[8, 7]),
+    "no_bias": Case(sequential(of(L, 5, 8, bias=False), RELU, of(L, 8, 7, bias=False), RELU, of(L, 7, 3, bias=False)),
+        VECTOR, [8, 7], 15, 0),
+    "shared_module": functional(lambda s, x: s.c(torch.relu(s.b(torch.relu(s.b(torch.relu(s.a(x))))))), VECTOR, [6], 6,
+        0, a=of(L, 5, 6), b=of(L, 6, 6), c=of(L, 6, 2)),
+    "functional_forms": functional(lambda s, x: F.linear(F.leaky_relu(F.linear(x, s.a, s.b), 0.2), s.c), VECTOR, [8], 8,
+        0, a=parameter(8, 5), b=parameter(8), c=parameter(2, 8)),
     "functional_normal": functional(
-        lambda s, x: F.conv2d(F.max_pool2d(F.relu(F.batch_norm(F.conv2d(x, s.a), s.m, s.v, s.g, s.b)), 2), s.c),
-        IMAGE, [6], 12, 6,
-    )(
-        a=parameter(6, 3, 3, 3), m=constant(6), v=lambda: torch.rand(6) + 0.5, g=parameter(6), b=parameter(6),
-        c=parameter(2, 6, 1, 1),
-    ),
-    "transposed_weight": functional(
-        lambda s, x: F.linear(torch.relu(F.linear(x, s.a.t())), s.b.mT), VECTOR, [8], 8, 0
-    )(a=parameter(5, 8), b=parameter(8, 2)),
-    "matmul": functional(lambda s, x: torch.relu(x @ s.a + s.b) @ s.c, VECTOR, [8], 8, 0)(
-        a=parameter(5, 8), b=parameter(8), c=parameter(8, 2)
-    ),
-    "einsum": functional(
-        lambda s, x: torch.einsum("bi,oi->bo", torch.relu(torch.einsum("bi,oi->bo", x, s.a)), s.b),
-        VECTOR, [8], 8, 0,
-    )(a=parameter(8, 5), b=parameter(2, 8)),
+        lambda s, x: F.conv2d(F.max_pool2d(F.relu(F.batch_norm(F.conv2d(x, s.a), s.m, s.v, s.g, s.b)), 2), s.c), IMAGE,
+        [6], 12, 6, a=parameter(6, 3, 3, 3), m=buffer(6), v=lambda: torch.rand(6) + 0.5, g=parameter(6), b=parameter(6),
+        c=parameter(2, 6, 1, 1)),
+    "transposed_weight": functional(lambda s, x: F.linear(torch.relu(F.linear(x, s.a.t())), s.b.mT), VECTOR, [8], 8, 0,
+        a=parameter(5, 8), b=parameter(8, 2)),
+    "matmul": functional(lambda s, x: torch.relu(x @ s.a + s.b) @ s.c, VECTOR, [8], 8, 0, a=parameter(5, 8),
+        b=parameter(8), c=parameter(8, 2)),
+    "einsum": functional(lambda s, x: torch.einsum("bi,oi->bo", torch.relu(torch.einsum("bi,oi->bo", x, s.a)), s.b),
+        VECTOR, [8], 8, 0, a=parameter(8, 5), b=parameter(2, 8)),
     # Encoder and decoder share a weight: scales would have to be their own inverses, and ReLU admits no signs.
     "tied_autoencoder": functional(
-        lambda s, x: F.linear(torch.relu(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 0
-    )(a=parameter(8, 5)),
+        lambda s, x: F.linear(torch.relu(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 0, a=parameter(8, 5)),
     "tied_autoencoder_tanh": functional(
-        lambda s, x: F.linear(torch.tanh(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 8
-    )(a=parameter(8, 5)),
-    "embedding": Case(
-        sequential(of(nn.Embedding, 10, 6), FLAT, of(L, 18, 5), RELU, of(L, 5, 2)),
-        lambda: torch.arange(6).reshape(2, 3), [6, 5], 11, 6, [f(5)], dense=[6],
-    ),
+        lambda s, x: F.linear(torch.tanh(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 8, a=parameter(8, 5)),
+    "embedding": Case(sequential(of(nn.Embedding, 10, 6), FLAT, of(L, 18, 5), RELU, of(L, 5, 2)),
+        lambda: torch.arange(6).reshape(2, 3), [6, 5], 11, 6, [f(5)], dense=[6]),
     # A residual stream between an embedding and its transpose: signed permutations.
-    "tied_embedding": functional(
-        lambda s, i: (lambda h: (h + s.d(torch.relu(s.u(h)))) @ s.e.weight.t())(s.e(i)),
-        lambda: torch.arange(6).reshape(2, 3), [6, 8], 8, 6,
-    )(e=of(nn.Embedding, 10, 6), u=of(L, 6, 8), d=of(L, 8, 6)),
+    "tied_embedding": functional(lambda s, i: (lambda h: (h + s.d(torch.relu(s.u(h)))) @ s.e.weight.t())(s.e(i)),
+        lambda: torch.arange(6).reshape(2, 3), [6, 8], 8, 6, e=of(nn.Embedding, 10, 6), u=of(L, 6, 8), d=of(L, 8, 6)),
     "width_1": Case(sequential(of(L, 5, 1), RELU, of(L, 1, 2)), VECTOR, [], 1, 0),
-    "width_1_conv": Case(
-        sequential(of(C, 3, 1, 3), RELU, FLAT, of(L, 36, 4), RELU, of(L, 4, 2)), IMAGE, [4], 5, 0
-    ),
+    "width_1_conv": Case(sequential(of(C, 3, 1, 3), RELU, FLAT, of(L, 36, 4), RELU, of(L, 4, 2)), IMAGE, [4], 5, 0),
     "batch_1": Case(sequential(of(L, 5, 8), RELU, of(L, 8, 3)), (1, 5), [8], 8, 0),
     "no_batch_axis": Case(sequential(of(L, 5, 8), RELU, of(L, 8, 3)), (5,), [8], 8, 0),
     "log_softmax_head": Case(sequential(of(L, 5, 8), RELU, of(L, 8, 3), of(nn.LogSoftmax, -1)), VECTOR, [8], 8, 0),
-    "dropout": Case(
-        sequential(of(L, 5, 8), RELU, nn.Dropout, of(L, 8, 7), nn.AlphaDropout, of(L, 7, 2)),
-        VECTOR, [8, 7], 15, 7, [f(8)], dense=[7],
-    ),
-    "bilinear_two_inputs": functional(
-        lambda s, x, y: s.c(torch.relu(s.a(x)) * s.b(y)), lambda: (torch.randn(2, 5), torch.randn(2, 4)), [8], 16, 8
-    )(a=of(L, 5, 8), b=of(L, 4, 8), c=of(L, 8, 2)),
+    "dropout": Case(sequential(of(L, 5, 8), RELU, nn.Dropout, of(L, 8, 7), nn.AlphaDropout, of(L, 7, 2)), VECTOR,
+        [8, 7], 15, 7, [f(8)], dense=[7]),
+    "bilinear_two_inputs": functional(lambda s, x, y: s.c(torch.relu(s.a(x)) * s.b(y)),
+        lambda: (torch.randn(2, 5), torch.randn(2, 4)), [8], 16, 8, a=of(L, 5, 8), b=of(L, 4, 8), c=of(L, 8, 2)),
 }  # fmt: skip
 
 CONVOLUTION_CASES = {
-    "conv1d": Case(
-        sequential(
-            of(nn.Conv1d, 3, 8, 3), of(nn.BatchNorm1d, 8), nn.LeakyReLU, of(nn.MaxPool1d, 2),
-            of(nn.Conv1d, 8, 4, 1), FLAT, of(L, 12, 2),
-        ),
-        (2, 3, 8), [8, 4], 20, 12, [f(8)], dense=[4], shifts=8,
-    ),
-    "conv3d": Case(
-        sequential(
-            of(nn.Conv3d, 3, 6, 2), RELU, of(nn.MaxPool3d, 2), of(nn.Conv3d, 6, 4, 1), nn.ELU,
-            of(nn.AdaptiveAvgPool3d, 1), FLAT, of(L, 4, 2),
-        ),
-        (2, 3, 5, 5, 5), [6, 4], 6, 0,
-    ),
-    "linear_conv": Case(
-        sequential(of(C, 3, 4, 3), of(nn.AvgPool2d, 2), of(C, 4, 2, 1), FLAT), IMAGE, [4], 4, 4, [1], dense=[4]
-    ),
+    "conv1d": Case(sequential(of(nn.Conv1d, 3, 8, 3), of(nn.BatchNorm1d, 8), nn.LeakyReLU, of(nn.MaxPool1d, 2),
+        of(nn.Conv1d, 8, 4, 1), FLAT, of(L, 12, 2)), (2, 3, 8), [8, 4], 20, 12, [f(8)], dense=[4], shifts=8),
+    "conv3d": Case(sequential(of(nn.Conv3d, 3, 6, 2), RELU, of(nn.MaxPool3d, 2), of(nn.Conv3d, 6, 4, 1), nn.ELU,
+        of(nn.AdaptiveAvgPool3d, 1), FLAT, of(L, 4, 2)), (2, 3, 5, 5, 5), [6, 4], 6, 0),
+    "linear_conv": Case(sequential(of(C, 3, 4, 3), of(nn.AvgPool2d, 2), of(C, 4, 2, 1), FLAT), IMAGE, [4], 4, 4, [1],
+        dense=[4]),
     # Depthwise: the permutation of the input, scales of its own; ReLU6 leaves those in front of the norm.
-    "depthwise": Case(
-        sequential(
-            of(C, 3, 8, 3, padding=1), of(nn.BatchNorm2d, 8), RELU, of(C, 8, 8, 3, groups=8, padding=1),
-            of(nn.BatchNorm2d, 8), nn.ReLU6, of(C, 8, 4, 1), RELU, of(nn.AdaptiveAvgPool2d, 1), FLAT, of(L, 4, 2),
-        ),
-        IMAGE, [8, 4], 28, 16, shifts=16,
-    ),
-    "depth_multiplier": Case(
-        sequential(of(C, 3, 4, 3), RELU, of(C, 4, 8, 3, groups=4), RELU, of(C, 8, 2, 1), FLAT),
-        IMAGE, [4, 8], 12, 0, [f(4), 2**4],
-    ),
-    "grouped": Case(
-        sequential(of(C, 3, 8, 3), RELU, of(C, 8, 12, 3, groups=4), RELU, of(C, 12, 2, 1), FLAT),
-        IMAGE, [8, 12], 20, 0, [f(4), f(2) ** 4, f(3) ** 4],
-    ),
-    "grouped_twice": Case(
-        sequential(
-            of(C, 3, 8, 3), RELU, of(C, 8, 12, 1, groups=4), RELU, of(C, 12, 8, 1, groups=4), RELU, of(C, 8, 2, 1), FLAT
-        ),
-        IMAGE, [8, 12, 8], 28, 0, [f(4), f(2) ** 4, f(3) ** 4, f(2) ** 4],
-    ),
-    "transposed": Case(
-        sequential(of(C, 3, 8, 3), RELU, of(nn.ConvTranspose2d, 8, 6, 3, stride=2), RELU, of(C, 6, 2, 1), FLAT),
-        IMAGE, [8, 6], 14, 0,
-    ),
-    "transposed_1d": Case(
-        sequential(of(nn.Conv1d, 3, 8, 3), RELU, of(nn.ConvTranspose1d, 8, 6, 3), RELU, of(nn.Conv1d, 6, 2, 1)),
-        (2, 3, 8), [8, 6], 14, 0,
-    ),
-    "transposed_grouped": Case(
-        sequential(
-            of(C, 3, 8, 3), RELU, of(nn.ConvTranspose2d, 8, 12, 3, stride=2, groups=4), RELU, of(C, 12, 2, 1), FLAT
-        ),
-        IMAGE, [8, 12], 20, 0, [f(4), f(2) ** 4, f(3) ** 4],
-    ),
-    "channel_shuffle": Case(
-        sequential(
-            of(C, 3, 8, 3), RELU, of(nn.ChannelShuffle, 2), of(C, 8, 8, 1, groups=2), RELU, of(C, 8, 2, 1), FLAT
-        ),
-        IMAGE, [8, 8], 16, 0, [2, f(4) ** 2, f(4) ** 2],
-    ),
-    "upsample": Case(
-        sequential(
-            of(C, 3, 8, 3), RELU, of(nn.Upsample, scale_factor=2, mode="bilinear"), of(C, 8, 4, 1), RELU,
-            of(nn.Upsample, scale_factor=2), of(C, 4, 2, 1), FLAT,
-        ),
-        IMAGE, [8, 4], 12, 0,
-    ),
-    "upsample_linear": Case(
-        sequential(of(C, 3, 4, 3), of(nn.Upsample, scale_factor=2, mode="bilinear"), of(C, 4, 2, 1), FLAT),
-        IMAGE, [4], 4, 4, [1], dense=[4],
-    ),
-    "flatten_max": Case(
-        sequential(of(C, 3, 8, 3), TANH, of(nn.MaxPool2d, 2), FLAT, of(L, 72, 7), TANH, of(L, 7, 2)),
-        IMAGE, [8, 7], 0, 7,
-    ),
-    "flatten_mean": Case(
-        sequential(of(C, 3, 8, 3), TANH, of(nn.AvgPool2d, 2), FLAT, of(L, 72, 7), TANH, of(L, 7, 2)),
-        IMAGE, [8, 7], 0, 15,
-    ),
-    "spatial_1x1_batch_1": Case(
-        sequential(of(C, 3, 8, 3, padding=1), RELU, of(C, 8, 4, 1), RELU, FLAT, of(L, 4, 2)),
-        (1, 3, 1, 1), [8, 4], 12, 0,
-    ),
-    "spatial_1x1_batch_norm": Case(
-        sequential(of(C, 3, 8, 3, padding=1), of(nn.BatchNorm2d, 8), RELU, of(nn.AdaptiveAvgPool2d, 1), FLAT,
-            of(L, 8, 2)),
-        (1, 3, 1, 1), [8], 16, 8, shifts=8,
-    ),
-    "pad_zero": Case(
-        sequential(of(C, 3, 4, 3), RELU, of(nn.ZeroPad2d, 1), of(C, 4, 2, 3)), IMAGE, [4], 4, 0
-    ),
-    "pad_one": Case(
-        sequential(of(C, 3, 4, 3), RELU, of(nn.ConstantPad2d, 1, 1.0), of(C, 4, 2, 3)), IMAGE, [4], 0, 0
-    ),
-    "pad_reflect": Case(
-        sequential(of(C, 3, 4, 3, padding=1, padding_mode="reflect"), RELU, of(nn.ReplicationPad2d, 1), of(C, 4, 2, 3)),
-        IMAGE, [4], 4, 0,
-    ),
-    "pad_circular": Case(
-        sequential(of(C, 3, 4, 3), RELU, of(C, 4, 2, 3, padding=1, padding_mode="circular")), IMAGE, [4], 4, 0
-    ),
-    "roll_and_flip": functional(
-        lambda s, x: s.b(torch.roll(torch.relu(s.a(x)), (2, -1), (2, 3)).flip(3)), IMAGE, [6], 6, 0
-    )(a=of(C, 3, 6, 3), b=of(C, 6, 2, 1)),
-    "unfold": functional(
-        lambda s, x: s.b(F.unfold(torch.relu(s.a(x)), 2, stride=2).mT), IMAGE, [], 0, 0, note="im2col"
-    )(a=of(C, 3, 6, 3), b=of(L, 24, 2)),
+    "depthwise": Case(sequential(of(C, 3, 8, 3, padding=1), of(nn.BatchNorm2d, 8), RELU,
+        of(C, 8, 8, 3, groups=8, padding=1), of(nn.BatchNorm2d, 8), nn.ReLU6, of(C, 8, 4, 1), RELU,
+        of(nn.AdaptiveAvgPool2d, 1), FLAT, of(L, 4, 2)), IMAGE, [8, 4], 28, 16, shifts=16),
+    "depth_multiplier": Case(sequential(of(C, 3, 4, 3), RELU, of(C, 4, 8, 3, groups=4), RELU, of(C, 8, 2, 1), FLAT),
+        IMAGE, [4, 8], 12, 0, [f(4), 2**4]),
+    "grouped": Case(sequential(of(C, 3, 8, 3), RELU, of(C, 8, 12, 3, groups=4), RELU, of(C, 12, 2, 1), FLAT), IMAGE,
+        [8, 12], 20, 0, [f(4), f(2) ** 4, f(3) ** 4]),
+    "grouped_twice": Case(sequential(of(C, 3, 8, 3), RELU, of(C, 8, 12, 1, groups=4), RELU, of(C, 12, 8, 1, groups=4),
+        RELU, of(C, 8, 2, 1), FLAT), IMAGE, [8, 12, 8], 28, 0, [f(4), f(2) ** 4, f(3) ** 4, f(2) ** 4]),
+    "transposed": Case(sequential(of(C, 3, 8, 3), RELU, of(nn.ConvTranspose2d, 8, 6, 3, stride=2), RELU, of(C, 6, 2, 1),
+        FLAT), IMAGE, [8, 6], 14, 0),
+    "transposed_1d": Case(sequential(of(nn.Conv1d, 3, 8, 3), RELU, of(nn.ConvTranspose1d, 8, 6, 3), RELU,
+        of(nn.Conv1d, 6, 2, 1)), (2, 3, 8), [8, 6], 14, 0),
+    "transposed_grouped": Case(sequential(of(C, 3, 8, 3), RELU, of(nn.ConvTranspose2d, 8, 12, 3, stride=2, groups=4),
+        RELU, of(C, 12, 2, 1), FLAT), IMAGE, [8, 12], 20, 0, [f(4), f(2) ** 4, f(3) ** 4]),
+    "channel_shuffle": Case(sequential(of(C, 3, 8, 3), RELU, of(nn.ChannelShuffle, 2), of(C, 8, 8, 1, groups=2), RELU,
+        of(C, 8, 2, 1), FLAT), IMAGE, [8, 8], 16, 0, [2, f(4) ** 2, f(4) ** 2]),
+    "upsample": Case(sequential(of(C, 3, 8, 3), RELU, of(nn.Upsample, scale_factor=2, mode="bilinear"), of(C, 8, 4, 1),
+        RELU, of(nn.Upsample, scale_factor=2), of(C, 4, 2, 1), FLAT), IMAGE, [8, 4], 12, 0),
+    "upsample_linear": Case(sequential(of(C, 3, 4, 3), of(nn.Upsample, scale_factor=2, mode="bilinear"), of(C, 4, 2, 1),
+        FLAT), IMAGE, [4], 4, 4, [1], dense=[4]),
+    "flatten_max": Case(sequential(of(C, 3, 8, 3), TANH, of(nn.MaxPool2d, 2), FLAT, of(L, 72, 7), TANH, of(L, 7, 2)),
+        IMAGE, [8, 7], 0, 7),
+    "flatten_mean": Case(sequential(of(C, 3, 8, 3), TANH, of(nn.AvgPool2d, 2), FLAT, of(L, 72, 7), TANH, of(L, 7, 2)),
+        IMAGE, [8, 7], 0, 15),
+    "spatial_1x1_batch_1": Case(sequential(of(C, 3, 8, 3, padding=1), RELU, of(C, 8, 4, 1), RELU, FLAT, of(L, 4, 2)),
+        (1, 3, 1, 1), [8, 4], 12, 0),
+    "spatial_1x1_batch_norm": Case(sequential(of(C, 3, 8, 3, padding=1), of(nn.BatchNorm2d, 8), RELU,
+        of(nn.AdaptiveAvgPool2d, 1), FLAT, of(L, 8, 2)), (1, 3, 1, 1), [8], 16, 8, shifts=8),
+    "pad_zero": Case(sequential(of(C, 3, 4, 3), RELU, of(nn.ZeroPad2d, 1), of(C, 4, 2, 3)), IMAGE, [4], 4, 0),
+    "pad_one": Case(sequential(of(C, 3, 4, 3), RELU, of(nn.ConstantPad2d, 1, 1.0), of(C, 4, 2, 3)), IMAGE, [4], 0, 0),
+    "pad_reflect": Case(sequential(of(C, 3, 4, 3, padding=1, padding_mode="reflect"), RELU, of(nn.ReplicationPad2d, 1),
+        of(C, 4, 2, 3)), IMAGE, [4], 4, 0),
+    "pad_circular": Case(sequential(of(C, 3, 4, 3), RELU, of(C, 4, 2, 3, padding=1, padding_mode="circular")), IMAGE,
+        [4], 4, 0),
+    "roll_and_flip": functional(lambda s, x: s.b(torch.roll(torch.relu(s.a(x)), (2, -1), (2, 3)).flip(3)), IMAGE, [6],
+        6, 0, a=of(C, 3, 6, 3), b=of(C, 6, 2, 1)),
+    "unfold": functional(lambda s, x: s.b(F.unfold(torch.relu(s.a(x)), 2, stride=2).mT), IMAGE, [], 0, 0, note="im2col",
+        a=of(C, 3, 6, 3), b=of(L, 24, 2)),
     # Sub-pixels are not interchangeable, and only whole blocks of four could move.
-    "pixel_shuffle": Case(
-        sequential(
-            of(C, 3, 8, 3), RELU, of(nn.PixelShuffle, 2), of(C, 2, 4, 1), RELU, of(C, 4, 2, 1), FLAT
-        ),
-        IMAGE, [4], 4, 0, note="conv2d in 3",
-    ),
+    "pixel_shuffle": Case(sequential(of(C, 3, 8, 3), RELU, of(nn.PixelShuffle, 2), of(C, 2, 4, 1), RELU, of(C, 4, 2, 1),
+        FLAT), IMAGE, [4], 4, 0, note="conv2d in 3"),
 }  # fmt: skip
 
 NORM_CASES = {
-    "batch_norm_mlp": Case(
-        sequential(of(L, 5, 8), of(nn.BatchNorm1d, 8), RELU, of(L, 8, 7), of(nn.BatchNorm1d, 7), TANH, of(L, 7, 3)),
-        VECTOR, [8, 7], 23, 22, shifts=15,
-    ),
-    "batch_norm_no_bias": Case(
-        sequential(of(L, 5, 8, bias=False), of(nn.BatchNorm1d, 8), RELU, of(L, 8, 3)), VECTOR, [8], 16, 8
-    ),
-    "batch_norm_after_relu": Case(
-        sequential(of(L, 5, 4), RELU, of(nn.BatchNorm1d, 4), of(L, 4, 2)), VECTOR, [4], 8, 4
-    ),
-    "batch_norm_plain": Case(
-        sequential(of(L, 5, 4), of(nn.BatchNorm1d, 4, affine=False), RELU, of(L, 4, 2)), VECTOR, [4], 4, 0, shifts=4
-    ),
-    "batch_norm_no_statistics": Case(
-        sequential(of(C, 3, 4, 3), of(nn.BatchNorm2d, 4, track_running_stats=False), RELU, of(C, 4, 2, 1)),
-        IMAGE, [4], 4, 4,
-    ),
+    "batch_norm_mlp": Case(sequential(of(L, 5, 8), of(nn.BatchNorm1d, 8), RELU, of(L, 8, 7), of(nn.BatchNorm1d, 7),
+        TANH, of(L, 7, 3)), VECTOR, [8, 7], 23, 22, shifts=15),
+    "batch_norm_no_bias": Case(sequential(of(L, 5, 8, bias=False), of(nn.BatchNorm1d, 8), RELU, of(L, 8, 3)), VECTOR,
+        [8], 16, 8),
+    "batch_norm_after_relu": Case(sequential(of(L, 5, 4), RELU, of(nn.BatchNorm1d, 4), of(L, 4, 2)), VECTOR, [4], 8, 4),
+    "batch_norm_plain": Case(sequential(of(L, 5, 4), of(nn.BatchNorm1d, 4, affine=False), RELU, of(L, 4, 2)), VECTOR,
+        [4], 4, 0, shifts=4),
+    "batch_norm_no_statistics": Case(sequential(of(C, 3, 4, 3), of(nn.BatchNorm2d, 4, track_running_stats=False), RELU,
+        of(C, 4, 2, 1)), IMAGE, [4], 4, 4),
     # Four groups of two; each group's sign is divided out, and gamma takes it back.
-    "group_norm": Case(
-        sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 4, 8), RELU, of(C, 8, 2, 1), FLAT),
-        IMAGE, [8], 8, 4, [f(4), f(2) ** 4],
-    ),
-    "group_norm_no_eps": Case(
-        sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 4, 8, eps=0), RELU, of(C, 8, 2, 1), FLAT),
-        IMAGE, [8], 12, 4, [f(4), f(2) ** 4],
-    ),
-    "group_norm_1": Case(
-        sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 1, 8), RELU, of(C, 8, 2, 1), FLAT), IMAGE, [8], 8, 1
-    ),
-    "group_norm_all": Case(
-        sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 8, 8), RELU, of(C, 8, 2, 1), FLAT), IMAGE, [8], 8, 8
-    ),
-    "instance_norm": Case(
-        sequential(of(C, 3, 8, 3), of(nn.InstanceNorm2d, 8, affine=True), RELU, of(C, 8, 2, 1), FLAT),
-        IMAGE, [8], 8, 8,
-    ),
-    "instance_norm_tracked": Case(
-        sequential(
-            of(C, 3, 8, 3), of(nn.InstanceNorm2d, 8, affine=True, track_running_stats=True), RELU, of(C, 8, 2, 1), FLAT
-        ),
-        IMAGE, [8], 16, 8, shifts=8,
-    ),
+    "group_norm": Case(sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 4, 8), RELU, of(C, 8, 2, 1), FLAT), IMAGE, [8], 8, 4,
+        [f(4), f(2) ** 4]),
+    "group_norm_no_eps": Case(sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 4, 8, eps=0), RELU, of(C, 8, 2, 1), FLAT),
+        IMAGE, [8], 12, 4, [f(4), f(2) ** 4]),
+    "group_norm_1": Case(sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 1, 8), RELU, of(C, 8, 2, 1), FLAT), IMAGE, [8], 8,
+        1),
+    "group_norm_all": Case(sequential(of(C, 3, 8, 3), of(nn.GroupNorm, 8, 8), RELU, of(C, 8, 2, 1), FLAT), IMAGE, [8],
+        8, 8),
+    "instance_norm": Case(sequential(of(C, 3, 8, 3), of(nn.InstanceNorm2d, 8, affine=True), RELU, of(C, 8, 2, 1), FLAT),
+        IMAGE, [8], 8, 8),
+    "instance_norm_tracked": Case(sequential(of(C, 3, 8, 3), of(nn.InstanceNorm2d, 8, affine=True,
+        track_running_stats=True), RELU, of(C, 8, 2, 1), FLAT), IMAGE, [8], 16, 8, shifts=8),
     "layer_norm": Case(sequential(of(L, 5, 8), of(nn.LayerNorm, 8), RELU, of(L, 8, 2)), VECTOR, [8], 8, 1),
     "layer_norm_linear": Case(sequential(of(L, 5, 8), of(nn.LayerNorm, 8), of(L, 8, 2)), VECTOR, [8], 8, 9),
-    "layer_norm_plain": Case(
-        sequential(of(L, 5, 8), of(nn.LayerNorm, 8, elementwise_affine=False), of(L, 8, 2)), VECTOR, [8], 0, 1
-    ),
-    "layer_norm_no_eps": Case(
-        sequential(of(L, 5, 8), of(nn.LayerNorm, 8, eps=0), RELU, of(L, 8, 2)), VECTOR, [8], 9, 1
-    ),
+    "layer_norm_plain": Case(sequential(of(L, 5, 8), of(nn.LayerNorm, 8, elementwise_affine=False), of(L, 8, 2)),
+        VECTOR, [8], 0, 1),
+    "layer_norm_no_eps": Case(sequential(of(L, 5, 8), of(nn.LayerNorm, 8, eps=0), RELU, of(L, 8, 2)), VECTOR, [8], 9,
+        1),
     "rms_norm": Case(sequential(of(L, 5, 8), of(nn.RMSNorm, 8), RELU, of(L, 8, 2)), VECTOR, [8], 8, 8),
     "rms_norm_linear": Case(sequential(of(L, 5, 8), of(nn.RMSNorm, 8), of(L, 8, 2)), VECTOR, [8], 8, 16),
     "written_out_rms_norm": functional(
         lambda s, x: (lambda h: s.b(s.g * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)))(s.a(x)),
-        VECTOR, [8], 8, 16,
-    )(a=of(L, 5, 8), g=parameter(8), b=of(L, 8, 2)),
+        VECTOR, [8], 8, 16, a=of(L, 5, 8), g=parameter(8), b=of(L, 8, 2)),
 }  # fmt: skip
 
 MOVEMENT_CASES = {
-    "cat": functional(
-        lambda s, x: s.c(s.n(torch.cat([F.relu(s.a(x)), F.relu(s.b(x)), x], 1))), IMAGE, [4, 5], 21, 12
-    )(a=of(C, 3, 4, 3, padding=1), b=of(C, 3, 5, 3, padding=1), n=of(nn.BatchNorm2d, 12), c=of(C, 12, 2, 1)),
-    "cat_with_itself": functional(lambda s, x: s.c(torch.cat([F.relu(s.a(x))] * 2, 1)), IMAGE, [4], 4, 0)(
-        a=of(C, 3, 4, 3), c=of(C, 8, 2, 1)
-    ),
-    "cat_of_tokens": functional(
-        lambda s, x: s.c(torch.relu(torch.cat([s.t.expand(2, 1, 8), s.a(x)], 1))), SEQUENCE, [8], 8, 0
-    )(a=of(L, 5, 8), t=parameter(1, 1, 8), c=of(L, 8, 2)),
-    "slices": functional(
-        lambda s, x: (lambda h: s.c(torch.cat([F.relu(h[:, :3]), F.gelu(h[:, 3:])], 1)))(s.a(x)), VECTOR, [3, 5], 3, 0
-    )(a=of(L, 5, 8), c=of(L, 8, 2)),
+    "cat": functional(lambda s, x: s.c(s.n(torch.cat([F.relu(s.a(x)), F.relu(s.b(x)), x], 1))), IMAGE, [4, 5], 21, 12,
+        a=of(C, 3, 4, 3, padding=1), b=of(C, 3, 5, 3, padding=1), n=of(nn.BatchNorm2d, 12), c=of(C, 12, 2, 1)),
+    "cat_with_itself": functional(lambda s, x: s.c(torch.cat([F.relu(s.a(x))] * 2, 1)), IMAGE, [4], 4, 0,
+        a=of(C, 3, 4, 3), c=of(C, 8, 2, 1)),
+    "cat_of_tokens": functional(lambda s, x: s.c(torch.relu(torch.cat([s.t.expand(2, 1, 8), s.a(x)], 1))), SEQUENCE,
+        [8], 8, 0, a=of(L, 5, 8), t=parameter(1, 1, 8), c=of(L, 8, 2)),
+    "slices": functional(lambda s, x: (lambda h: s.c(torch.cat([F.relu(h[:, :3]), F.gelu(h[:, 3:])], 1)))(s.a(x)),
+        VECTOR, [3, 5], 3, 0, a=of(L, 5, 8), c=of(L, 8, 2)),
     "split_sizes": functional(
         lambda s, x: (lambda p, q: s.c(torch.cat([torch.tanh(q), torch.relu(p)], 1)))(*s.a(x).split([3, 5], 1)),
-        VECTOR, [3, 5], 3, 5,
-    )(a=of(L, 5, 8), c=of(L, 8, 2)),
-    "unbind": functional(
-        lambda s, x: (lambda p, q: s.c(torch.relu(p) * q))(*s.a(x).reshape(2, 2, 8).unbind(1)), VECTOR, [8], 16, 8
-    )(a=of(L, 5, 16), c=of(L, 8, 2)),
+        VECTOR, [3, 5], 3, 5, a=of(L, 5, 8), c=of(L, 8, 2)),
+    "unbind": functional(lambda s, x: (lambda p, q: s.c(torch.relu(p) * q))(*s.a(x).reshape(2, 2, 8).unbind(1)), VECTOR,
+        [8], 16, 8, a=of(L, 5, 16), c=of(L, 8, 2)),
     "index_select": functional(
-        lambda s, x: s.c(torch.relu(s.a(x)).index_select(1, torch.tensor([3, 0, 7, 5, 1, 2, 6, 4]))), VECTOR, [8], 8, 0
-    )(a=of(L, 5, 8), c=of(L, 8, 2)),
+        lambda s, x: s.c(torch.relu(s.a(x)).index_select(1, torch.tensor([3, 0, 7, 5, 1, 2, 6, 4]))), VECTOR, [8], 8, 0,
+        a=of(L, 5, 8), c=of(L, 8, 2)),
     # Half of the units is never read: these four change places among themselves.
-    "index_some": functional(lambda s, x: s.c(torch.relu(s.a(x))[:, [0, 2, 4, 6]]), VECTOR, [4, 4], 8, 0)(
-        a=of(L, 5, 8), c=of(L, 4, 2)
-    ),
+    "index_some": functional(lambda s, x: s.c(torch.relu(s.a(x))[:, [0, 2, 4, 6]]), VECTOR, [4, 4], 8, 0, a=of(L, 5, 8),
+        c=of(L, 4, 2)),
     "flip_and_roll_of_units": functional(
-        lambda s, x: s.c(torch.relu(s.a(x)).flip(1).roll(2, 1)), VECTOR, [8], 8, 0
-    )(a=of(L, 5, 8), c=of(L, 8, 2)),
-    "stack": functional(
-        lambda s, x: s.c(torch.stack([torch.relu(s.a(x)), torch.relu(s.b(x))], 1).sum(1)), VECTOR, [8], 8, 0
-    )(a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)),
-    "tokens": functional(
-        lambda s, x: s.c(torch.relu(s.b(torch.relu(s.a(x)).flatten(2).transpose(1, 2))).mean(1)), IMAGE, [8, 6], 14, 0
-    )(a=of(C, 3, 8, 3), b=of(L, 8, 6), c=of(L, 6, 2)),
+        lambda s, x: s.c(torch.relu(s.a(x)).flip(1).roll(2, 1)), VECTOR, [8], 8, 0, a=of(L, 5, 8), c=of(L, 8, 2)),
+    "stack": functional(lambda s, x: s.c(torch.stack([torch.relu(s.a(x)), torch.relu(s.b(x))], 1).sum(1)), VECTOR, [8],
+        8, 0, a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)),
+    "tokens": functional(lambda s, x: s.c(torch.relu(s.b(torch.relu(s.a(x)).flatten(2).transpose(1, 2))).mean(1)),
+        IMAGE, [8, 6], 14, 0, a=of(C, 3, 8, 3), b=of(L, 8, 6), c=of(L, 6, 2)),
     "patches": functional(
         lambda s, x: s.b(torch.relu(s.a(x)).reshape(2, 8, 3, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(2, 9, 32)),
-        IMAGE, [8], 8, 0,
-    )(a=of(C, 3, 8, 3), b=of(L, 32, 6)),
+        IMAGE, [8], 8, 0, a=of(C, 3, 8, 3), b=of(L, 32, 6)),
     "repeat": functional(
-        lambda s, x: s.b(torch.relu(s.a(x)).repeat_interleave(2, 1)), VECTOR, [8], 8, 0
-    )(a=of(L, 5, 8), b=of(L, 16, 2)),
-    "in_place_relu": functional(lambda s, x: (lambda h: s.c(h.relu_() + h))(s.a(x)), VECTOR, [8], 8, 0)(
-        a=of(L, 5, 8), c=of(L, 8, 2)
-    ),
-    "in_place_modules": Case(
-        sequential(of(L, 5, 8), of(nn.ReLU, inplace=True), of(L, 8, 7), of(nn.LeakyReLU, inplace=True), of(L, 7, 2)),
-        VECTOR, [8, 7], 15, 0,
-    ),
+        lambda s, x: s.b(torch.relu(s.a(x)).repeat_interleave(2, 1)), VECTOR, [8], 8, 0, a=of(L, 5, 8), b=of(L, 16, 2)),
+    "in_place_relu": functional(lambda s, x: (lambda h: s.c(h.relu_() + h))(s.a(x)), VECTOR, [8], 8, 0, a=of(L, 5, 8),
+        c=of(L, 8, 2)),
+    "in_place_modules": Case(sequential(of(L, 5, 8), of(nn.ReLU, inplace=True), of(L, 8, 7),
+        of(nn.LeakyReLU, inplace=True), of(L, 7, 2)), VECTOR, [8, 7], 15, 0),
 }  # fmt: skip
 
 
@@ -434,215 +281,154 @@ def masked_attention(s: Any, x: Tensor) -> Any:
 
 
 MOVEMENT_CASES |= {
-    "add_in_place": functional(add_in_place, VECTOR, [8], 8, 0)(a=of(L, 5, 8), b=of(L, 8, 8), c=of(L, 8, 2)),
-    "write_into_slice": functional(write_into_slice, VECTOR, [4, 4], 8, 4, [f(4)], dense=[4])(
-        a=of(L, 5, 8), c=of(L, 8, 2)
-    ),
-}
+    "add_in_place": functional(add_in_place, VECTOR, [8], 8, 0, a=of(L, 5, 8), b=of(L, 8, 8), c=of(L, 8, 2)),
+    "write_into_slice": functional(write_into_slice, VECTOR, [4, 4], 8, 4, [f(4)], dense=[4], a=of(L, 5, 8),
+        c=of(L, 8, 2)),
+}  # fmt: skip
 
 CONSTANT_CASES = {
     # A table that is part of the program cannot move, one that is part of the state can.
-    "position_constant": functional(
-        lambda s, x: s.b(torch.relu(s.a(x) + torch.linspace(-1, 1, 40).reshape(5, 8))), SEQUENCE, [], 0, 0
-    )(a=of(L, 5, 8), b=of(L, 8, 2)),
-    "position_buffer": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0)(
-        a=of(L, 5, 8), p=constant(5, 8), b=of(L, 8, 2)
-    ),
-    "position_parameter": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0)(
-        a=of(L, 5, 8), p=parameter(1, 5, 8), b=of(L, 8, 2)
-    ),
+    "position_constant": functional(lambda s, x: s.b(torch.relu(s.a(x) + torch.linspace(-1, 1, 40).reshape(5, 8))),
+        SEQUENCE, [], 0, 0, a=of(L, 5, 8), b=of(L, 8, 2)),
+    "position_buffer": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0, a=of(L, 5, 8),
+        p=buffer(5, 8), b=of(L, 8, 2)),
+    "position_parameter": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0, a=of(L, 5, 8),
+        p=parameter(1, 5, 8), b=of(L, 8, 2)),
     # The same for all units: they may change places, but adding a number stops scales.
-    "time_constant": functional(lambda s, x: s.b(torch.relu(s.a(x) + torch.arange(5)[:, None])), SEQUENCE, [8], 0, 0)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
-    "time_factor": functional(
-        lambda s, x: s.b(torch.relu(s.a(x) * torch.linspace(1, 2, 5)[:, None])), SEQUENCE, [8], 8, 0
-    )(a=of(L, 5, 8), b=of(L, 8, 2)),
+    "time_constant": functional(lambda s, x: s.b(torch.relu(s.a(x) + torch.arange(5)[:, None])), SEQUENCE, [8], 0, 0,
+        a=of(L, 5, 8), b=of(L, 8, 2)),
+    "time_factor": functional(lambda s, x: s.b(torch.relu(s.a(x) * torch.linspace(1, 2, 5)[:, None])), SEQUENCE, [8], 8,
+        0, a=of(L, 5, 8), b=of(L, 8, 2)),
     # Different factors for different units: scales pass, permutations do not.
-    "unit_factor": functional(lambda s, x: s.b(torch.relu(s.a(x)) * torch.arange(1.0, 9.0)), SEQUENCE, [], 8, 0)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
-    "scalars": functional(lambda s, x: s.b(torch.relu(-2 * s.a(x) / 3)), VECTOR, [8], 8, 0)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
-    "scalar_added": functional(lambda s, x: s.b(torch.relu(s.a(x) + 1)), VECTOR, [8], 0, 0)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
+    "unit_factor": functional(lambda s, x: s.b(torch.relu(s.a(x)) * torch.arange(1.0, 9.0)), SEQUENCE, [], 8, 0,
+        a=of(L, 5, 8), b=of(L, 8, 2)),
+    "scalars": functional(lambda s, x: s.b(torch.relu(-2 * s.a(x) / 3)), VECTOR, [8], 8, 0, a=of(L, 5, 8),
+        b=of(L, 8, 2)),
+    "scalar_added": functional(lambda s, x: s.b(torch.relu(s.a(x) + 1)), VECTOR, [8], 0, 0, a=of(L, 5, 8),
+        b=of(L, 8, 2)),
     # The gate's own magnitude and sign are free against the next weight.
-    "scalar_gate": functional(lambda s, x: s.b(F.relu(s.a(x)) * s.g), VECTOR, [8], 9, 1)(
-        a=of(L, 5, 8), b=of(L, 8, 2), g=parameter()
-    ),
-}
+    "scalar_gate": functional(lambda s, x: s.b(F.relu(s.a(x)) * s.g), VECTOR, [8], 9, 1, a=of(L, 5, 8), b=of(L, 8, 2),
+        g=parameter()),
+}  # fmt: skip
 
 GATE_CASES = {
-    "swiglu": functional(lambda s, x: s.d(F.silu(s.g(x)) * s.u(x)), VECTOR, [8], 8, 8)(
-        g=of(L, 5, 8), u=of(L, 5, 8), d=of(L, 8, 2)
-    ),
-    "glu": functional(lambda s, x: s.d(F.glu(s.g(x))), VECTOR, [8], 8, 8)(g=of(L, 5, 16), d=of(L, 8, 2)),
+    "swiglu": functional(lambda s, x: s.d(F.silu(s.g(x)) * s.u(x)), VECTOR, [8], 8, 8, g=of(L, 5, 8), u=of(L, 5, 8),
+        d=of(L, 8, 2)),
+    "glu": functional(lambda s, x: s.d(F.glu(s.g(x))), VECTOR, [8], 8, 8, g=of(L, 5, 16), d=of(L, 8, 2)),
     "prelu": Case(sequential(of(L, 5, 8), of(nn.PReLU, 8), of(L, 8, 2)), VECTOR, [8], 8, 0),
     "prelu_one_slope": Case(sequential(of(L, 5, 8), nn.PReLU, of(L, 8, 2)), VECTOR, [8], 8, 0),
-    "product_with_itself": functional(lambda s, x: (lambda h: s.b(h * h))(s.a(x)), VECTOR, [8], 8, 8)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
-    "quotient": functional(
-        lambda s, x: s.c(s.a(x) / (s.b(x).square() + 1)), VECTOR, [8], 8, 16
-    )(a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)),
-    "addcmul": functional(
-        lambda s, x: s.d(torch.addcmul(s.a(x), torch.relu(s.b(x)), s.c(x))), VECTOR, [8], 16, 8
-    )(a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 5, 8), d=of(L, 8, 2)),
+    "product_with_itself": functional(lambda s, x: (lambda h: s.b(h * h))(s.a(x)), VECTOR, [8], 8, 8, a=of(L, 5, 8),
+        b=of(L, 8, 2)),
+    "quotient": functional(lambda s, x: s.c(s.a(x) / (s.b(x).square() + 1)), VECTOR, [8], 8, 16, a=of(L, 5, 8),
+        b=of(L, 5, 8), c=of(L, 8, 2)),
+    "addcmul": functional(lambda s, x: s.d(torch.addcmul(s.a(x), torch.relu(s.b(x)), s.c(x))), VECTOR, [8], 16, 8,
+        a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 5, 8), d=of(L, 8, 2)),
     # A leaky ReLU written out, a threshold that scales would move, and a maximum of two (positive scales in common).
-    "where": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, 0.1 * h)))(s.a(x)), VECTOR, [8], 8, 0)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
-    "where_threshold": functional(
-        lambda s, x: (lambda h: s.b(torch.where(h > 0.1, h, 0.1 * h)))(s.a(x)), VECTOR, [8], 0, 0
-    )(a=of(L, 5, 8), b=of(L, 8, 2)),
-    "where_else_one": functional(
-        lambda s, x: (lambda h: s.b(torch.where(h > 0, h, torch.ones(()))))(s.a(x)), VECTOR, [8], 0, 0
-    )(a=of(L, 5, 8), b=of(L, 8, 2)),
-    "maximum": functional(lambda s, x: s.c(torch.maximum(s.a(x), s.b(x))), VECTOR, [8], 8, 0)(
-        a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)
-    ),
+    "where": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, 0.1 * h)))(s.a(x)), VECTOR, [8], 8, 0,
+        a=of(L, 5, 8), b=of(L, 8, 2)),
+    "where_threshold": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0.1, h, 0.1 * h)))(s.a(x)), VECTOR, [8],
+        0, 0, a=of(L, 5, 8), b=of(L, 8, 2)),
+    "where_else_one": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, torch.ones(()))))(s.a(x)), VECTOR,
+        [8], 0, 0, a=of(L, 5, 8), b=of(L, 8, 2)),
+    "maximum": functional(lambda s, x: s.c(torch.maximum(s.a(x), s.b(x))), VECTOR, [8], 8, 0, a=of(L, 5, 8),
+        b=of(L, 5, 8), c=of(L, 8, 2)),
     "minimum_with_constant": functional(
-        lambda s, x: s.c(torch.minimum(s.a(x), torch.tensor(0.5))), VECTOR, [8], 0, 0
-    )(a=of(L, 5, 8), c=of(L, 8, 2)),
+        lambda s, x: s.c(torch.minimum(s.a(x), torch.tensor(0.5))), VECTOR, [8], 0, 0, a=of(L, 5, 8), c=of(L, 8, 2)),
     # No rule of its own: units move together, and the notes say that scales were given up.
-    "lerp": functional(
-        lambda s, x: s.c(torch.relu(torch.lerp(s.a(x), s.b(x), 0.3))), VECTOR, [8], 0, 0, note="lerp"
-    )(a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)),
+    "lerp": functional(lambda s, x: s.c(torch.relu(torch.lerp(s.a(x), s.b(x), 0.3))), VECTOR, [8], 0, 0, note="lerp",
+        a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)),
     # A cumulative sum over time is linear, and leaves the units alone.
-    "cumsum_over_time": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(1)), SEQUENCE, [8], 8, 0)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
-    "cumsum_over_units": functional(
-        lambda s, x: s.b(torch.relu(s.a(x)).cumsum(-1)), SEQUENCE, [], 0, 0, note="cumsum"
-    )(a=of(L, 5, 8), b=of(L, 8, 2)),
-    "softmax_over_units": functional(lambda s, x: s.b(s.a(x).softmax(-1)), VECTOR, [8], 0, 0)(
-        a=of(L, 5, 8), b=of(L, 8, 2)
-    ),
+    "cumsum_over_time": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(1)), SEQUENCE, [8], 8, 0, a=of(L, 5, 8),
+        b=of(L, 8, 2)),
+    "cumsum_over_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(-1)), SEQUENCE, [], 0, 0, note="cumsum",
+        a=of(L, 5, 8), b=of(L, 8, 2)),
+    "softmax_over_units": functional(lambda s, x: s.b(s.a(x).softmax(-1)), VECTOR, [8], 0, 0, a=of(L, 5, 8),
+        b=of(L, 8, 2)),
     "sum_over_units": functional(
-        lambda s, x: s.b(torch.relu(s.a(x)).sum(1, keepdim=True)), VECTOR, [8], 0, 0
-    )(a=of(L, 5, 8), b=of(L, 1, 2)),
+        lambda s, x: s.b(torch.relu(s.a(x)).sum(1, keepdim=True)), VECTOR, [8], 0, 0, a=of(L, 5, 8), b=of(L, 1, 2)),
 }  # fmt: skip
 
 BLOCK_CASES = {
     # Every ReLU: 4 + 6 + 5; what the transposed convolution puts out meets linear maps only.
     "u_net": functional(
         lambda s, x: (lambda h: s.e(torch.relu(s.d(torch.cat([h, s.u(torch.relu(s.b(F.max_pool2d(h, 2))))], 1)))))(
-            torch.relu(s.a(x))
-        ),
-        IMAGE, [4, 6, 4, 5], 19, 4, [f(4), f(6), f(5)], dense=[4],
-    )(
-        a=of(C, 3, 4, 3, padding=1), b=of(C, 4, 6, 3, padding=1), u=of(nn.ConvTranspose2d, 6, 4, 2, stride=2),
-        d=of(C, 8, 5, 3, padding=1), e=of(C, 5, 2, 1),
-    ),
-    "inception": functional(
-        lambda s, x: s.g(
-            torch.relu(s.f(torch.cat([torch.relu(s.a(x)), torch.relu(s.b(x)), torch.relu(s.c(x)),
-                                      torch.relu(s.d(F.max_pool2d(x, 3, 1, 1)))], 1))).mean((2, 3))
-        ),
-        IMAGE, [2, 3, 2, 2, 4], 13, 0,
-    )(
-        a=of(C, 3, 2, 1), b=of(C, 3, 3, 3, padding=1), c=of(C, 3, 2, 5, padding=2), d=of(C, 3, 2, 1),
-        f=of(C, 9, 4, 1), g=of(L, 4, 2),
-    ),
+        torch.relu(s.a(x))), IMAGE, [4, 6, 4, 5], 19, 4, [f(4), f(6), f(5)], dense=[4], a=of(C, 3, 4, 3, padding=1),
+        b=of(C, 4, 6, 3, padding=1), u=of(nn.ConvTranspose2d, 6, 4, 2, stride=2), d=of(C, 8, 5, 3, padding=1),
+        e=of(C, 5, 2, 1)),
+    "inception": functional(lambda s, x: s.g(torch.relu(s.f(torch.cat([torch.relu(s.a(x)), torch.relu(s.b(x)),
+        torch.relu(s.c(x)), torch.relu(s.d(F.max_pool2d(x, 3, 1, 1)))], 1))).mean((2, 3))), IMAGE, [2, 3, 2, 2, 4], 13,
+        0, a=of(C, 3, 2, 1), b=of(C, 3, 3, 3, padding=1), c=of(C, 3, 2, 5, padding=2), d=of(C, 3, 2, 1),
+        f=of(C, 9, 4, 1), g=of(L, 4, 2)),
     # Stream of 4 + 3 channels, read by norms: in front of them 4 + 3, behind them 4 + 7, and 3 that nothing restricts.
-    "dense_block": functional(
-        lambda s, x: (lambda h: (lambda g: s.o(torch.cat([g, s.b(F.relu(s.n(g)))], 1)))(
-            torch.cat([h, s.a(F.relu(s.m(h)))], 1)
-        ))(s.i(x)),
-        IMAGE, [4, 3, 3], 21, 10, [f(4), f(3)], dense=[3],
-    )(
-        i=of(C, 3, 4, 3, padding=1), m=of(nn.BatchNorm2d, 4), a=of(C, 4, 3, 3, padding=1), n=of(nn.BatchNorm2d, 7),
-        b=of(C, 7, 3, 3, padding=1), o=of(C, 10, 2, 1),
-    ),
-    "squeeze_excitation": Case(
-        sequential(of(C, 3, 8, 3), RELU, of(SqueezeExcitation, 8, 4), of(C, 8, 2, 1), FLAT), IMAGE, [8, 4], 12, 0
-    ),
+    "dense_block": functional(lambda s, x: (
+        lambda h: (lambda g: s.o(torch.cat([g, s.b(F.relu(s.n(g)))], 1)))(torch.cat([h, s.a(F.relu(s.m(h)))], 1)))(
+        s.i(x)), IMAGE, [4, 3, 3], 21, 10, [f(4), f(3)], dense=[3], i=of(C, 3, 4, 3, padding=1), m=of(nn.BatchNorm2d,
+        4), a=of(C, 4, 3, 3, padding=1), n=of(nn.BatchNorm2d, 7), b=of(C, 7, 3, 3, padding=1), o=of(C, 10, 2, 1)),
+    "squeeze_excitation": Case(sequential(of(C, 3, 8, 3), RELU, of(SqueezeExcitation, 8, 4), of(C, 8, 2, 1), FLAT),
+        IMAGE, [8, 4], 12, 0),
     # Stream 4, expansion 8: in front of the three norms 8 + 8 + 4, and the stream itself.
-    "inverted_residual": Case(
-        sequential(of(C, 3, 4, 3), of(InvertedResidual, 4, 4, 1, 2), of(C, 4, 2, 1), FLAT), IMAGE, [4, 8], 24, 24
-    ),
+    "inverted_residual": Case(sequential(of(C, 3, 4, 3), of(InvertedResidual, 4, 4, 1, 2), of(C, 4, 2, 1), FLAT), IMAGE,
+        [4, 8], 24, 24),
     # Stream 8, gamma of the norm 8, layer scale 8; one sign for the whole depthwise output in front of the norm.
-    "convnext": Case(
-        sequential(of(C, 3, 8, 3), of(CNBlock, 8, 0.5, 0.0), of(C, 8, 2, 1), FLAT), IMAGE, [8, 32], 24, 25
-    ),
-    "stochastic_depth": functional(
-        lambda s, x: s.c(torch.relu((lambda h: h + s.p(s.b(h)))(torch.relu(s.a(x))))), VECTOR, [8], 8, 0
-    )(a=of(L, 5, 8), b=of(L, 8, 8), p=of(StochasticDepth, 0.5, "row"), c=of(L, 8, 2)),
-    "lstm": functional(lambda s, x: s.o(s.l(x)[0]), SEQUENCE, [], 0, 0, note="lstm in l: no rule")(
-        l=of(nn.LSTM, 5, 8, batch_first=True), o=of(L, 8, 2)
-    ),
-    "rnn": functional(lambda s, x: s.o(torch.relu(s.i(s.l(x)[0]))), SEQUENCE, [6], 6, 0, note="rnn_tanh in l: no rule")(
-        l=of(nn.RNN, 5, 8, batch_first=True), i=of(L, 8, 6), o=of(L, 6, 2)
-    ),
-    "gru": functional(lambda s, x: s.o(s.l(torch.relu(s.i(x)))[0]), SEQUENCE, [], 0, 0, note="gru in l: no rule")(
-        i=of(L, 5, 6), l=of(nn.GRU, 6, 8, batch_first=True), o=of(L, 8, 2)
-    ),
+    "convnext": Case(sequential(of(C, 3, 8, 3), of(CNBlock, 8, 0.5, 0.0), of(C, 8, 2, 1), FLAT), IMAGE, [8, 32], 24,
+        25),
+    "stochastic_depth": functional(lambda s, x: s.c(torch.relu((lambda h: h + s.p(s.b(h)))(torch.relu(s.a(x))))),
+        VECTOR, [8], 8, 0, a=of(L, 5, 8), b=of(L, 8, 8), p=of(StochasticDepth, 0.5, "row"), c=of(L, 8, 2)),
+    "lstm": functional(lambda s, x: s.o(s.l(x)[0]), SEQUENCE, [], 0, 0, note="lstm in l: no rule",
+        l=of(nn.LSTM, 5, 8, batch_first=True), o=of(L, 8, 2)),
+    "rnn": functional(lambda s, x: s.o(torch.relu(s.i(s.l(x)[0]))), SEQUENCE, [6], 6, 0, note="rnn_tanh in l: no rule",
+        l=of(nn.RNN, 5, 8, batch_first=True), i=of(L, 8, 6), o=of(L, 6, 2)),
+    "gru": functional(lambda s, x: s.o(s.l(torch.relu(s.i(x)))[0]), SEQUENCE, [], 0, 0, note="gru in l: no rule",
+        i=of(L, 5, 6), l=of(nn.GRU, 6, 8, batch_first=True), o=of(L, 8, 2)),
 }  # fmt: skip
 
 # Per layer of two heads of size 4: 2 x 16 for queries and keys, 2 x 16 for values; the heads change places.
 HEADS = [4] * 4
 ATTENTION_CASES = {
-    "masked_attention": functional(masked_attention, SEQUENCE, [8, 8], 16, 16, [1], dense=[8, 8])(
-        q=of(L, 5, 8), k=of(L, 5, 8), v=of(L, 5, 8), o=of(L, 8, 2)
-    ),
+    "masked_attention": functional(masked_attention, SEQUENCE, [8, 8], 16, 16, [1], dense=[8, 8], q=of(L, 5, 8),
+        k=of(L, 5, 8), v=of(L, 5, 8), o=of(L, 8, 2)),
     "causal_attention": functional(
         lambda s, x: s.o(F.scaled_dot_product_attention(s.q(x), s.k(x), s.v(x), is_causal=True)),
-        SEQUENCE, [8, 8], 16, 16, [1], dense=[8, 8],
-    )(q=of(L, 5, 8), k=of(L, 5, 8), v=of(L, 5, 8), o=of(L, 8, 2)),
-    "self_attention": functional(
-        lambda s, x: (lambda h: s.o(s.m(h, h, h, need_weights=False)[0]))(s.i(x)),
-        SEQUENCE, [8, 8, 8, 8], 32, 32, [2], dense=[8, 8, *HEADS],
-    )(i=of(L, 5, 8), m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
-    "attention_with_weights": functional(
-        lambda s, x: (lambda h: (lambda y, w: (s.o(y), w))(*s.m(h, h, h)))(s.i(x)),
-        SEQUENCE, [8, 8, 8, 8], 32, 32, [2], dense=[8, 8, *HEADS],
-    )(i=of(L, 5, 8), m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
+        SEQUENCE, [8, 8], 16, 16, [1], dense=[8, 8], q=of(L, 5, 8), k=of(L, 5, 8), v=of(L, 5, 8), o=of(L, 8, 2)),
+    "self_attention": functional(lambda s, x: (lambda h: s.o(s.m(h, h, h, need_weights=False)[0]))(s.i(x)), SEQUENCE,
+        [8, 8, 8, 8], 32, 32, [2], dense=[8, 8, *HEADS], i=of(L, 5, 8),
+        m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
+    "attention_with_weights": functional(lambda s, x: (lambda h: (lambda y, w: (s.o(y), w))(*s.m(h, h, h)))(s.i(x)),
+        SEQUENCE, [8, 8, 8, 8], 32, 32, [2], dense=[8, 8, *HEADS], i=of(L, 5, 8),
+        m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
     # The weights of each head are put out, so heads stay in their places.
     "attention_with_weights_per_head": functional(
         lambda s, x: (lambda h: (lambda y, w: (s.o(y), w))(*s.m(h, h, h, average_attn_weights=False)))(s.i(x)),
-        SEQUENCE, [8, 8, 8, 8], 32, 32, [1], dense=[8, 8, *HEADS],
-    )(i=of(L, 5, 8), m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
+        SEQUENCE, [8, 8, 8, 8], 32, 32, [1], dense=[8, 8, *HEADS], i=of(L, 5, 8),
+        m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
     # Queries and keys are stacked in one weight, whose columns read both streams: these are mixed by one matrix.
-    "cross_attention": functional(
-        lambda s, x, y: (lambda q, k: s.o(s.m(q, k, k)[0]))(s.i(x), s.j(y)),
+    "cross_attention": functional(lambda s, x, y: (lambda q, k: s.o(s.m(q, k, k)[0]))(s.i(x), s.j(y)),
         lambda: (torch.randn(2, 5, 5), torch.randn(2, 3, 4)), [8, 8, 8, 8], 32, 32, [2], dense=[8, 8, *HEADS],
-    )(i=of(L, 5, 8), j=of(L, 4, 8), m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
-    "attention_other_widths": functional(
-        lambda s, x, y: (lambda q, k: s.o(s.m(q, k, k)[0]))(s.i(x), s.j(y)),
+        i=of(L, 5, 8), j=of(L, 4, 8), m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
+    "attention_other_widths": functional(lambda s, x, y: (lambda q, k: s.o(s.m(q, k, k)[0]))(s.i(x), s.j(y)),
         lambda: (torch.randn(2, 5, 5), torch.randn(2, 3, 4)), [8, 6, 8, 8, 8], 38, 38, [2], dense=[8, 6, 8, *HEADS],
-    )(i=of(L, 5, 8), j=of(L, 4, 6), m=of(nn.MultiheadAttention, 8, 2, kdim=6, vdim=6, batch_first=True), o=of(L, 8, 2)),
+        i=of(L, 5, 8), j=of(L, 4, 6), m=of(nn.MultiheadAttention, 8, 2, kdim=6, vdim=6, batch_first=True),
+        o=of(L, 8, 2)),
     # Post-norm: the stream is tied to the input, but its sign between the norms is free. Feed-forward 16, ReLU.
-    "encoder_layer": Case(
-        of(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), (2, 5, 8), [8, 8, 16], 32, 17, [2, f(16)],
-        dense=HEADS,
-    ),
+    "encoder_layer": Case(of(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), (2, 5, 8), [8, 8, 16], 32, 17,
+        [2, f(16)], dense=HEADS),
     # Pre-norm: the gammas of both norms against their readers.
-    "encoder_layer_norm_first": Case(
-        of(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True, norm_first=True), (2, 5, 8),
-        [8, 8, 16], 48, 32, [2, f(16)], dense=HEADS,
-    ),
+    "encoder_layer_norm_first": Case(of(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True, norm_first=True),
+        (2, 5, 8), [8, 8, 16], 48, 32, [2, f(16)], dense=HEADS),
     # The memory is an input, and the columns that read it read the second norm, too: two gammas are free.
-    "decoder_layer_norm_first": Case(
-        of(nn.TransformerDecoderLayer, 8, 2, 16, batch_first=True, norm_first=True, activation="gelu"),
-        lambda: (torch.randn(2, 5, 8), torch.randn(2, 3, 8)), [8, 8, 8, 8, 16], 16 + 32, 16 + 32, [2, 2, f(16)],
-        dense=HEADS + HEADS,
-    ),
+    "decoder_layer_norm_first": Case(of(nn.TransformerDecoderLayer, 8, 2, 16, batch_first=True, norm_first=True,
+        activation="gelu"), lambda: (torch.randn(2, 5, 8), torch.randn(2, 3, 8)), [8, 8, 8, 8, 16], 16 + 32, 16 + 32,
+        [2, 2, f(16)], dense=HEADS + HEADS),
     # Stream 8 with one sign; three norms; heads; feed-forward 16, GELU.
-    "vision_transformer": Case(
-        of(VisionTransformer, 8, 4, 1, 2, 8, 16, num_classes=3), IMAGE,
-        [8, 8, 8, 16], 24 + 16, 24 + 16 + 1, [f(8), 2, f(16)], dense=HEADS,
-    ),
+    "vision_transformer": Case(of(VisionTransformer, 8, 4, 1, 2, 8, 16, num_classes=3), IMAGE, [8, 8, 8, 16], 24 + 16,
+        24 + 16 + 1, [f(8), 2, f(16)], dense=HEADS),
     # Stem 8 with one sign, stream 8 with one sign; five norms; per block heads, and 32 GELU.
-    "swin_transformer": Case(
-        of(SwinTransformer, [4, 4], 8, [2], [2], [4, 4], num_classes=3), (2, 3, 32, 32),
-        [8, 8, 8, 8, 8, 32, 32], 40 + 32, 40 + 32 + 2, [f(8), 2, 2, f(32), f(32)], dense=HEADS + HEADS,
-    ),
+    "swin_transformer": Case(of(SwinTransformer, [4, 4], 8, [2], [2], [4, 4], num_classes=3), (2, 3, 32, 32),
+        [8, 8, 8, 8, 8, 32, 32], 40 + 32, 40 + 32 + 2, [f(8), 2, 2, f(32), f(32)], dense=HEADS + HEADS),
 }  # fmt: skip
 
 
-# Positive scales, signs, the exponent aside (spec 1.2), for eight units.
+# Positive scales, signs, the exponent aside (docs/theory/intertwiners.md, 1.2), for eight units.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "relu": (F.relu, 8, 0),
     "clamp": (lambda x: x.clamp(min=0), 8, 0),
@@ -693,16 +479,13 @@ CASES = {
     **BLOCK_CASES,
     **ATTENTION_CASES,
     **{
-        f"activation_{name}": Case(
-            of(Functional, lambda s, x, _a=activation: s.b(_a(s.a(x))), a=L(5, 8), b=L(8, 2)),
-            VECTOR,
-            [8],
-            scales,
-            signs,
+        f"activation_{name}": functional(
+            lambda s, x, activation=activation: s.b(activation(s.a(x))),
+            VECTOR, [8], scales, signs, a=of(L, 5, 8), b=of(L, 8, 2),
         )
         for name, (activation, scales, signs) in ACTIVATIONS.items()
     },
-}
+}  # fmt: skip
 
 
 def example(shape: Any) -> tuple[Tensor, ...]:
@@ -899,7 +682,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_one_example_serves_all_sizes() -> None:
-    """Batch 1 and one pixel say as much as a batch of images (spec 3.5)."""
+    """Batch 1 and one pixel say as much as a batch of images (docs/theory/intertwiners.md, 3.4)."""
     torch.manual_seed(0)
     network = CIFARResNet(width=2).eval()
     reference = trace_symmetry(network, torch.randn(2, 3, 16, 16), check=False)

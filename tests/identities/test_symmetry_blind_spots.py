@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import EXACT, L, Program, difference, evaluate, of
+from symmetry_family_cases import EXACT, L, Program, difference, evaluate, of, sequential
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -86,10 +86,6 @@ def program(function: Callable[..., Any], **parts: Callable[[], Any]) -> Callabl
     return lambda: Program(function, parts)
 
 
-def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(layer() for layer in layers))
-
-
 def edited(make: Callable[[], nn.Module], edit: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         network = make()
@@ -153,61 +149,39 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "one zero": (WITHOUT_BIAS, of(torch.zeros, 1, 5)),
     "first sample is padding": (WITHOUT_BIAS, lambda: torch.cat([torch.zeros(1, 5), torch.randn(2, 5)])),
     "last sample is padding": (WITHOUT_BIAS, lambda: torch.cat([torch.randn(2, 5), torch.zeros(2, 5)])),
-    "first steps are padding": (
-        program(lambda s, x: bent(s, x)[:, 0], **{**PARTS, "a": of(L, 5, 8, bias=False)}),
-        lambda: torch.cat([torch.zeros(2, 3, 5), torch.randn(2, 1, 5)], 1),
-    ),
-    "image of ones before a maximum": (
-        sequential(of(nn.Conv2d, 3, 8, 3), Greatest, of(nn.Conv2d, 8, 2, 1)), ONES,
-    ),
-    "image of zeros before a maximum": (
-        sequential(of(nn.Conv2d, 3, 8, 3), Greatest, of(nn.Conv2d, 8, 2, 1)), of(torch.zeros, 1, 3, 8, 8),
-    ),
+    "first steps are padding": (program(lambda s, x: bent(s, x)[:, 0], **{**PARTS, "a": of(L, 5, 8, bias=False)}),
+        lambda: torch.cat([torch.zeros(2, 3, 5), torch.randn(2, 1, 5)], 1)),
+    "image of ones before a maximum": (sequential(of(nn.Conv2d, 3, 8, 3), Greatest, of(nn.Conv2d, 8, 2, 1)), ONES),
+    "image of zeros before a maximum": (sequential(of(nn.Conv2d, 3, 8, 3), Greatest, of(nn.Conv2d, 8, 2, 1)),
+        of(torch.zeros, 1, 3, 8, 8)),
     "outputs masked by the smallest number": (masked(None), X),
     "outputs masked by minus infinity": (masked(-float("inf")), X),
     "outputs masked by NaN": (masked(float("nan")), X),
     "huge output beside": (program(lambda s, x: (1e12 * straight(s, x), bent(s, x)), **BOTH), X),
     "huge column beside": (program(lambda s, x: torch.cat([bent(s, x), 1e12 * straight(s, x)[:, :1]], 1), **BOTH), X),
-    "huge step beside": (
-        program(lambda s, x: torch.stack([bent(s, x), bent(s, x), 1e12 * straight(s, x)], 1), **BOTH), X,
-    ),
+    "huge step beside": (program(lambda s, x: torch.stack([bent(s, x), bent(s, x), 1e12 * straight(s, x)], 1), **BOTH),
+        X),
     "tiny output beside": (program(lambda s, x: (straight(s, x), 1e-12 * bent(s, x)), **BOTH), X),
     "nested output": (program(lambda s, x: {"a": straight(s, x), "b": [None, (bent(s, x),)]}, **BOTH), X),
     "last layer starts at zero": (edited(PLAIN, lambda n: n[3].weight.zero_()), X),
     "all weights start at zero": (edited(PLAIN, lambda n: [w.zero_() for w in n.parameters()]), X),
-    "gain starts at zero": (
-        program(
-            lambda s, x: s.b(torch.relu(s.c(x)) + s.gate * s.bend(torch.relu(s.a(x)))), **PARTS, c=A,
-            gate=lambda: nn.Parameter(torch.zeros(8)),
-        ), X,
-    ),
-    "tokens": (
-        program(lambda s, i: s.b(s.bend(torch.relu(s.e(i)))), b=B, bend=Bend, e=of(nn.Embedding, 10, 8)), TOKENS,
-    ),
-    "padding tokens": (
-        program(
-            lambda s, i: s.b(s.bend(torch.relu(s.e(i)))), b=B, bend=Bend, e=of(nn.Embedding, 10, 8, padding_idx=0)
-        ),
-        of(torch.zeros, 1, 4, dtype=torch.long),
-    ),
+    "gain starts at zero": (program(lambda s, x: s.b(torch.relu(s.c(x)) + s.gate * s.bend(torch.relu(s.a(x)))), **PARTS,
+        c=A, gate=lambda: nn.Parameter(torch.zeros(8))), X),
+    "tokens": (program(lambda s, i: s.b(s.bend(torch.relu(s.e(i)))), b=B, bend=Bend, e=of(nn.Embedding, 10, 8)),
+        TOKENS),
+    "padding tokens": (program(lambda s, i: s.b(s.bend(torch.relu(s.e(i)))), b=B, bend=Bend,
+        e=of(nn.Embedding, 10, 8, padding_idx=0)), of(torch.zeros, 1, 4, dtype=torch.long)),
     "single precision inside": (cast(torch.float32), X),
     "half precision inside": (cast(torch.bfloat16), X),
     "one sample": (PLAIN, of(torch.randn, 1, 5)),
     "deviation over two samples": (program(standardised, **PARTS), X),
     "deviation over one sample": (program(standardised, **PARTS), of(torch.randn, 1, 5)),
     "inputs that have to be positive": (program(lambda s, x: bent(s, x.log()), **PARTS), of(torch.rand, 2, 5)),
-    "inputs that have to be below one": (
-        program(lambda s, x: bent(s, torch.logit(x)), **PARTS), lambda: 0.9 + 0.09 * torch.rand(2, 5),
-    ),
-    "categories as floating point numbers": (
-        program(
-            lambda s, x: s.b(s.bend(torch.relu(s.a(x) + s.e(x[:, 0].long())))), **PARTS, e=of(nn.Embedding, 3, 8)
-        ),
-        lambda: torch.cat([torch.tensor([[0.0], [2.0]]), torch.randn(2, 4)], 1),
-    ),
-    "batch size that is written down": (
-        program(lambda s, x: bent(s, x.reshape(2, 5)), **PARTS), X,
-    ),
+    "inputs that have to be below one": (program(lambda s, x: bent(s, torch.logit(x)), **PARTS),
+        lambda: 0.9 + 0.09 * torch.rand(2, 5)),
+    "categories as floating point numbers": (program(lambda s, x: s.b(s.bend(torch.relu(s.a(x) + s.e(x[:, 0].long())))),
+        **PARTS, e=of(nn.Embedding, 3, 8)), lambda: torch.cat([torch.tensor([[0.0], [2.0]]), torch.randn(2, 4)], 1)),
+    "batch size that is written down": (program(lambda s, x: bent(s, x.reshape(2, 5)), **PARTS), X),
     **{
         f"two units, {layers} layers before": (
             sequential(of(L, 5, 2), *[nn.ReLU, of(L, 2, 2)] * layers, Ranked, of(L, 2, 3)), X,
@@ -269,27 +243,19 @@ E1 = {"a": A, "b": B}
 VALID: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int]] = {
     "logarithm of zeros": (program(lambda s, x: s.b(torch.relu(s.a(x))).relu().log(), **E1), X, 8),
     "first sample is masked": (
-        program(
-            lambda s, x: s.b(torch.relu(s.a(x))).masked_fill(torch.arange(len(x))[:, None] == 0, -torch.inf).softmax(1),
-            **E1,
-        ), X, 8,
-    ),
+        program(lambda s, x: s.b(torch.relu(s.a(x))).masked_fill(torch.arange(len(x))[:, None] == 0,
+        -torch.inf).softmax(1), **E1), X, 8),
     "output that is zero": (program(lambda s, x: (s.b(torch.relu(s.a(x))), 0 * s.b(torch.relu(s.a(x)))), **E1), X, 8),
     "tiny outputs": (program(lambda s, x: 1e-30 * s.b(torch.relu(s.a(x))), **E1), X, 8),
     "huge outputs": (program(lambda s, x: 1e30 * s.b(torch.relu(s.a(x))), **E1), X, 8),
     # What is left of a difference of equal numbers is rounding.
     "output that is rounding": (
-        program(
-            lambda s, x: (lambda y: (y, (y - y.mean(1, keepdim=True)).mean(1)))(s.b(torch.relu(s.a(x)))), **E1,
-        ), X, 8,
-    ),
+        program(lambda s, x: (lambda y: (y, (y - y.mean(1, keepdim=True)).mean(1)))(s.b(torch.relu(s.a(x)))), **E1), X,
+        8),
     "output that is a difference": (
-        program(lambda s, x: (lambda y: (y, (3 * y - y) / 2 - y))(s.b(torch.relu(s.a(x)))), **E1), X, 8,
-    ),
+        program(lambda s, x: (lambda y: (y, (3 * y - y) / 2 - y))(s.b(torch.relu(s.a(x)))), **E1), X, 8),
     "integers beside": (program(lambda s, x: (s.b(torch.relu(s.a(x))), s.b(torch.relu(s.a(x))).argmax(1)), **E1), X, 8),
-    "truth values beside": (
-        program(lambda s, x: (lambda y: (y, (y > 0).any(1)))(s.b(torch.relu(s.a(x)))), **E1), X, 8,
-    ),
+    "truth values beside": (program(lambda s, x: (lambda y: (y, (y > 0).any(1)))(s.b(torch.relu(s.a(x)))), **E1), X, 8),
     "large offset": (program(lambda s, x: s.b(torch.relu(s.a(x))) + 1e4, **E1), X, 8),
 }  # fmt: skip
 
@@ -417,10 +383,8 @@ STRANGE: dict[str, Callable[[], nn.Module]] = {
     "list of weights": Listed,
     "lock": Locked,
     "vmap over samples": program(lambda s, x: torch.vmap(lambda row: s.b(torch.relu(s.a(row))))(x), **E1),
-    "vmap over members": program(
-        ensemble, w=lambda: nn.Parameter(torch.randn(3, 8, 5)), v=lambda: nn.Parameter(torch.randn(3, 8)),
-        o=lambda: nn.Parameter(torch.randn(8, 2)),
-    ),
+    "vmap over members": program(ensemble, w=lambda: nn.Parameter(torch.randn(3, 8, 5)),
+        v=lambda: nn.Parameter(torch.randn(3, 8)), o=lambda: nn.Parameter(torch.randn(8, 2))),
     "jacobian inside": program(lambda s, x: torch.func.vmap(torch.func.jacrev(s.a))(x).flatten(1), **E1),
     "gradient inside": program(gradient, **E1),
     "scripted network": lambda: torch.jit.script(nn.Sequential(L(5, 8), nn.ReLU(), L(8, 3))),
@@ -445,10 +409,8 @@ STRANGE: dict[str, Callable[[], nn.Module]] = {
     "spectrum": program(lambda s, x: s.b(torch.fft.fft(torch.relu(s.a(x))).abs()), **E1),
     "spectrum of the samples": program(lambda s, x: s.b(torch.fft.rfft(torch.relu(s.a(x)), dim=0).real), **E1),
     "sparse": program(lambda s, x: s.b(torch.relu(torch.sparse.mm(x.to_sparse(), s.a.weight.t()) + s.a.bias)), **E1),
-    "constant kept as an attribute": edited(
-        program(lambda s, x: s.b(torch.relu(s.a(x)) * s.kept), **E1),
-        lambda network: setattr(network, "kept", torch.arange(1.0, 9)),
-    ),
+    "constant kept as an attribute": edited(program(lambda s, x: s.b(torch.relu(s.a(x)) * s.kept), **E1),
+        lambda network: setattr(network, "kept", torch.arange(1.0, 9))),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The sizes of spec 3.3, and torchvision's models without any hint."""
+"""The sizes of docs/theory/intertwiners.md, 3.3, and torchvision's models without any hint."""
 
 import math
 import re
@@ -30,28 +30,22 @@ def log10_factorials(counts: dict[int, int]) -> float:
     return sum(count * math.lgamma(size + 1) for size, count in counts.items()) / math.log(10)
 
 
-# Spec 3.3: sizes, decimal logarithm of the number of permutations, magnitudes, signs; and the biases in front of norms.
+# docs/theory/intertwiners.md, 3.3: sizes, decimal logarithm of the number of permutations, magnitudes, signs.
 TABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[int, int], float, int, int]] = {
-    "mlp": (
-        lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3)),
-        (2, 5), {8: 1, 7: 1}, 8.3, 15, 0,
-    ),
-    "myrtle": (
-        lambda: MyrtleCNN(64, batch_norm=False), (1, 3, 32, 32), {64: 1, 128: 1, 256: 1, 512: 1}, 1978.2, 960, 0
-    ),
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3)), (2, 5),
+        {8: 1, 7: 1}, 8.3, 15, 0),
+    "myrtle": (lambda: MyrtleCNN(64, batch_norm=False), (1, 3, 32, 32), {64: 1, 128: 1, 256: 1, 512: 1}, 1978.2, 960,
+        0),
     "myrtle_bn": (lambda: MyrtleCNN(64), (1, 3, 32, 32), {64: 1, 128: 1, 256: 1, 512: 1}, 1978.2, 1920, 960),
     "resnet20_a": (lambda: CIFARResNet(), (1, 3, 32, 32), {16: 5, 32: 4, 64: 3}, 475.6, 688 + 336 + 64, 688),
-    "resnet20_b": (
-        lambda: CIFARResNet(shortcut="B"), (1, 3, 32, 32), {16: 4, 32: 4, 64: 4}, 551.4, 784 + 336 + 112, 784
-    ),
-    "cifar_resnet18": (
-        lambda: CIFARResNet18(), (1, 3, 32, 32), {64: 3, 128: 3, 256: 3, 512: 3}, 5934.5, 7680, 4800
-    ),
+    "resnet20_b": (lambda: CIFARResNet(shortcut="B"), (1, 3, 32, 32), {16: 4, 32: 4, 64: 4}, 551.4, 784 + 336 + 112,
+        784),
+    "cifar_resnet18": (lambda: CIFARResNet18(), (1, 3, 32, 32), {64: 3, 128: 3, 256: 3, 512: 3}, 5934.5, 7680, 4800),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_table_of_the_specification(name: str) -> None:
+def test_sizes_of_the_theory(name: str) -> None:
     make, shape, expected, log10, scales, signs = TABLE[name]
     torch.manual_seed(0)
     network = make().eval()
@@ -105,61 +99,38 @@ class Model:
 MODELS: dict[str, Model] = {
     "resnet18": Model({64: 3, 128: 3, 256: 3, 512: 3}, 12, None, 4800 + 1920 + 960, 4800),
     # Two inner groups for each of 16 blocks, the first convolution, four streams.
-    "resnet50": Model(
-        {64: 7, 128: 8, 256: 13, 512: 7, 1024: 1, 2048: 1}, 37, None,
-        26560 + 2 * (3 * 64 + 4 * 128 + 6 * 256 + 3 * 512) + 64 + 3840, 26560,
-    ),
-    "vgg11_bn": Model(
-        {64: 1, 128: 1, 256: 2, 512: 4, 4096: 2}, 10, None, 2 * 2752 + 2 * 4096, 2752, shifts=2752
-    ),
+    "resnet50": Model({64: 7, 128: 8, 256: 13, 512: 7, 1024: 1, 2048: 1}, 37, None,
+        26560 + 2 * (3 * 64 + 4 * 128 + 6 * 256 + 3 * 512) + 64 + 3840, 26560),
+    "vgg11_bn": Model({64: 1, 128: 1, 256: 2, 512: 4, 4096: 2}, 10, None, 2 * 2752 + 2 * 4096, 2752, shifts=2752),
     # Each norm in front of a convolution: 120 groups, of which 58 are the layers' new channels.
     "densenet121": Model({32: 58, 64: 1, 128: 59, 256: 1, 512: 1}, 120, None, 52064, 10240),
-    "squeezenet1_1": Model(
-        {64: 7, 16: 2, 128: 4, 32: 2, 48: 2, 192: 4, 256: 4}, 25, None, 64 + 2 * 9 * (16 + 32 + 48 + 64), 0, image=64
-    ),
+    "squeezenet1_1": Model({64: 7, 16: 2, 128: 4, 32: 2, 48: 2, 192: 4, 256: 4}, 25, None,
+        64 + 2 * 9 * (16 + 32 + 48 + 64), 0, image=64),
     "googlenet": Model(None, 57, None, 2 * 7280, 7280, options=(("init_weights", False),)),
     # The first depthwise convolution has the first convolution's channels; 16 expansions, 7 streams, the last layer.
-    "mobilenet_v2": Model(
-        {32: 2, 16: 1, 96: 2, 24: 1, 144: 2, 192: 3, 64: 1, 384: 4, 576: 3, 160: 1, 960: 3, 320: 1, 1280: 1},
-        25, None, 17056 + 712, 17056 + 712,
-    ),
+    "mobilenet_v2": Model({32: 2, 16: 1, 96: 2, 24: 1, 144: 2, 192: 3, 64: 1, 384: 4, 576: 3, 160: 1, 960: 3, 320: 1,
+        1280: 1}, 25, None, 17056 + 712, 17056 + 712),
     # Norms 6056, streams 16 + 24 + 40 + 48 + 96, ReLUs 16 + 2 x 72 + 2 x 88, and 592 squeezed channels.
-    "mobilenet_v3_small": Model(
-        {8: 1, 16: 2, 24: 2, 32: 1, 40: 2, 48: 1, 64: 2, 72: 2, 88: 1, 96: 2, 120: 1, 144: 3, 240: 2, 288: 1,
-         576: 3, 1024: 1},
-        27, None, 6056 + 224 + 336 + 592, 6056 + 224,
-    ),
+    "mobilenet_v3_small": Model({8: 1, 16: 2, 24: 2, 32: 1, 40: 2, 48: 1, 64: 2, 72: 2, 88: 1, 96: 2, 120: 1, 144: 3,
+        240: 2, 288: 1, 576: 3, 1024: 1}, 27, None, 6056 + 224 + 336 + 592, 6056 + 224),
     # SiLU everywhere: magnitudes in front of norms and in the seven streams only.
     "efficientnet_b0": Model(None, 40, None, 21008 + 784, 21008 + 784),
     # Per block: gamma of the norm, layer scale, and one sign in front of the norm. Streams meet norms: one sign each.
-    "convnext_tiny": Model(
-        {96: 1, 192: 1, 384: 4, 768: 4, 1536: 9, 3072: 3}, 22, None,
-        2 * 6624 + 672 + 768, 2 * 6624 + 672 + 768 + 18 + 4 + 1, image=64,
-    ),
+    "convnext_tiny": Model({96: 1, 192: 1, 384: 4, 768: 4, 1536: 9, 3072: 3}, 22, None, 2 * 6624 + 672 + 768,
+        2 * 6624 + 672 + 768 + 18 + 4 + 1, image=64),
     # Squeezed channels 8 + 12 + 3 x 26 + 6 x 52 + 5 x 110. Two groups of w channels per block, in w / 8 groups of 8.
-    "regnet_y_400mf": Model(
-        None, 53,
-        log10_factorials({
-            32: 1, 48: 1, 104: 1, 208: 1, 440: 1, 12: 1, 52: 6, 110: 5, 26: 3 + 6, 55: 6, 6: 1, 13: 3,
-            8: 1 + 2 * (6 + 3 * 13 + 6 * 26 + 6 * 55),
-        }),
-        13576 + 32 + 2 * 4248 + 800 + 960, 13576,
-    ),
+    "regnet_y_400mf": Model(None, 53, log10_factorials({32: 1, 48: 1, 104: 1, 208: 1, 440: 1, 12: 1, 52: 6, 110: 5,
+        26: 3 + 6, 55: 6, 6: 1, 13: 3, 8: 1 + 2 * (6 + 3 * 13 + 6 * 26 + 6 * 55)}), 13576 + 32 + 2 * 4248 + 800 + 960,
+        13576),
     # Per channel of the 13 plain branches six magnitudes and four signs; the three wide blocks' first branches 2 + 2.
-    "shufflenet_v2_x0_5": Model(
-        None, 80, 4884.77, 696 * 6 + 168 * 10 + 48 + 2048, 696 * 4 + 168 * 7 + 24 + 1024
-    ),
+    "shufflenet_v2_x0_5": Model(None, 80, 4884.77, 696 * 6 + 168 * 10 + 48 + 2048, 696 * 4 + 168 * 7 + 24 + 1024),
     # 25 norms; 12 layers with 12 heads of 64; one sign of the stream.
-    "vit_b_16": Model(
-        None, 37, log10_factorials({768: 1, 3072: 12, 12: 12}), 25 * 768 + 12 * 1536, 25 * 768 + 12 * 1536 + 1,
-        dense=12 * 2 * 12 * 64 * 63, options=(("image_size", 32),),
-    ),
+    "vit_b_16": Model(None, 37, log10_factorials({768: 1, 3072: 12, 12: 12}), 25 * 768 + 12 * 1536,
+        25 * 768 + 12 * 1536 + 1, dense=12 * 2 * 12 * 64 * 63, options=(("image_size", 32),)),
     # Norms of 12 blocks, of three mergings (of four channels each) and the last; heads of 32; stem and four streams.
-    "swin_t": Model(
-        None, 40, log10_factorials({
-            96: 1, 192: 1, 384: 1 + 2, 768: 1 + 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2,
-        }), 8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, dense=4416 * 2 * 31,
-    ),
+    "swin_t": Model(None, 40,
+        log10_factorials({96: 1, 192: 1, 384: 1 + 2, 768: 1 + 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2}),
+        8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, dense=4416 * 2 * 31),
 }  # fmt: skip
 SLOW = {"vgg11_bn"}  # 130 million weights, twice in float64
 

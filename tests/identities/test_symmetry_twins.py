@@ -205,12 +205,10 @@ N = nn.BatchNorm1d
 Pair = tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]
 REFUSED: dict[str, Pair] = {
     "pruned": (between(of(Masked, FULL), nn.ReLU), between(of(Masked, cut()), nn.ReLU), VECTOR),
-    "dense, of a pruned one": (
-        between(of(Masked, torch.arange(64).reshape(8, 8) % 8 < 4)), between(of(Masked, cut())), VECTOR,
-    ),
-    "pruned, mask not saved": (
-        between(of(Masked, FULL, persistent=False)), between(of(Masked, cut(), persistent=False)), VECTOR,
-    ),
+    "dense, of a pruned one": (between(of(Masked, torch.arange(64).reshape(8, 8) % 8 < 4)), between(of(Masked, cut())),
+        VECTOR),
+    "pruned, mask not saved": (between(of(Masked, FULL, persistent=False)),
+        between(of(Masked, cut(), persistent=False)), VECTOR),
     "heads of torch's attention": (of(Attention, 1), of(Attention, 4), SEQUENCE),
     "heads in a plain attribute": (of(Heads, 1), of(Heads, 4), SEQUENCE),
     "more heads": (of(Heads, 4), of(Heads, 2), SEQUENCE),
@@ -220,55 +218,39 @@ REFUSED: dict[str, Pair] = {
     "slope 1": (between(of(nn.LeakyReLU, 1.0)), between(of(nn.LeakyReLU, 0.1)), VECTOR),
     "slope -1": (between(of(nn.LeakyReLU, -1.0)), between(of(nn.LeakyReLU, 0.1)), VECTOR),
     "groups of a norm": (between(of(nn.GroupNorm, 1, 8)), between(of(nn.GroupNorm, 4, 8)), VECTOR),
-    "eps of a group norm": (
-        between(of(nn.GroupNorm, 2, 8, eps=0)), between(of(nn.GroupNorm, 2, 8, eps=0.1)), VECTOR,
-    ),
+    "eps of a group norm": (between(of(nn.GroupNorm, 2, 8, eps=0)), between(of(nn.GroupNorm, 2, 8, eps=0.1)), VECTOR),
     "eps of a layer norm": (between(of(nn.LayerNorm, 8, eps=0)), between(of(nn.LayerNorm, 8, eps=0.1)), VECTOR),
     "eps of a batch norm": (between(of(N, 8)), between(of(N, 8, eps=0.1)), VECTOR),
-    "eps of an instance norm": (
-        image(of(nn.InstanceNorm2d, 8, eps=0, affine=True)), image(of(nn.InstanceNorm2d, 8, eps=0.1, affine=True)),
-        IMAGE,
-    ),
+    "eps of an instance norm": (image(of(nn.InstanceNorm2d, 8, eps=0, affine=True)),
+        image(of(nn.InstanceNorm2d, 8, eps=0.1, affine=True)), IMAGE),
     "order of routing": (between(of(Routed, STRAIGHT)), between(of(Routed, CROSSED)), VECTOR),
-    "order of routing, not saved": (
-        between(of(Routed, STRAIGHT, persistent=False)), between(of(Routed, CROSSED, persistent=False)), VECTOR,
-    ),
+    "order of routing, not saved": (between(of(Routed, STRAIGHT, persistent=False)),
+        between(of(Routed, CROSSED, persistent=False)), VECTOR),
     "range of hardtanh": (between(of(nn.Hardtanh, -1, 1)), between(of(nn.Hardtanh, -1, 3)), VECTOR),
     "threshold": (between(of(nn.Threshold, 0.0, 0.0)), between(of(nn.Threshold, 0.5, 0.0)), VECTOR),
     "value of a threshold": (between(of(nn.Threshold, 0.0, 0.0)), between(of(nn.Threshold, 0.0, 1.0)), VECTOR),
-    "groups of a shuffle": (
-        image(of(nn.ChannelShuffle, 1), of(nn.GroupNorm, 2, 8)),
-        image(of(nn.ChannelShuffle, 4), of(nn.GroupNorm, 2, 8)), IMAGE,
-    ),
-    "padding by a constant": (
-        image(nn.ReLU, of(nn.ConstantPad2d, 1, 0.0)), image(nn.ReLU, of(nn.ConstantPad2d, 1, 1.0)), IMAGE,
-    ),
+    "groups of a shuffle": (image(of(nn.ChannelShuffle, 1), of(nn.GroupNorm, 2, 8)),
+        image(of(nn.ChannelShuffle, 4), of(nn.GroupNorm, 2, 8)), IMAGE),
+    "padding by a constant": (image(nn.ReLU, of(nn.ConstantPad2d, 1, 0.0)),
+        image(nn.ReLU, of(nn.ConstantPad2d, 1, 1.0)), IMAGE),
     "constant in the repr": (between(of(Power, 1.0)), between(of(Power, 2.0)), VECTOR),
     "name of an activation": (between(of(Silent, "relu")), between(of(Silent, "tanh")), VECTOR),
     "activation that is a function": (between(of(Silent, F.relu)), between(of(Silent, F.gelu)), VECTOR),
-    "buffer that is not saved": (
-        between(of(Factors, ALIKE, persistent=False)), between(of(Factors, APART, persistent=False)), VECTOR,
-    ),
+    "buffer that is not saved": (between(of(Factors, ALIKE, persistent=False)),
+        between(of(Factors, APART, persistent=False)), VECTOR),
     "shared weights": (tied(False), tied(True), VECTOR),
     "private attribute": (between(of(Hidden, leaky, 1.0)), between(of(Hidden, leaky, 0.1)), VECTOR),
     "number in a dictionary": (between(ITEM({"slope": 1.0})), between(ITEM({"slope": 0.1})), VECTOR),
     "number in nested lists": (between(NESTED([[1.0]])), between(NESTED([[0.1]])), VECTOR),
-    "configuration": (
-        between(FIELD(SimpleNamespace(slope=1.0))), between(FIELD(SimpleNamespace(slope=0.1))), VECTOR,
-    ),
-    "tensor that is no buffer": (
-        between(of(Hidden, torch.mul, torch.ones(8))), between(of(Hidden, torch.mul, torch.arange(8.0))), VECTOR,
-    ),
-    "function with one argument held": (
-        between(of(Silent, functools.partial(F.leaky_relu, negative_slope=1.0))),
-        between(of(Silent, functools.partial(F.leaky_relu, negative_slope=0.1))), VECTOR,
-    ),
-    "function without a name": (
-        between(of(Silent, lambda x: x.relu())), between(of(Silent, lambda x: x.tanh())), VECTOR,
-    ),
-    "class of a module that holds others": (
-        lambda: nn.Sequential(nn.Sequential(L(5, 8)), L(8, 2)), lambda: nn.Sequential(Tanh(L(5, 8)), L(8, 2)), VECTOR,
-    ),
+    "configuration": (between(FIELD(SimpleNamespace(slope=1.0))), between(FIELD(SimpleNamespace(slope=0.1))), VECTOR),
+    "tensor that is no buffer": (between(of(Hidden, torch.mul, torch.ones(8))),
+        between(of(Hidden, torch.mul, torch.arange(8.0))), VECTOR),
+    "function with one argument held": (between(of(Silent, functools.partial(F.leaky_relu, negative_slope=1.0))),
+        between(of(Silent, functools.partial(F.leaky_relu, negative_slope=0.1))), VECTOR),
+    "function without a name": (between(of(Silent, lambda x: x.relu())), between(of(Silent, lambda x: x.tanh())),
+        VECTOR),
+    "class of a module that holds others": (lambda: nn.Sequential(nn.Sequential(L(5, 8)), L(8, 2)),
+        lambda: nn.Sequential(Tanh(L(5, 8)), L(8, 2)), VECTOR),
     "hook": (between(nn.Identity), hooked, VECTOR),
 }  # fmt: skip
 
@@ -280,38 +262,27 @@ OTHER_TENSORS: dict[str, Pair] = {
     "torch's pruning": (between(nn.ReLU), pruned, VECTOR),
     "weight norm": (between(nn.ReLU), normed, VECTOR),
     "no bias": (between(nn.ReLU), lambda: nn.Sequential(L(5, 8, bias=False), nn.ReLU(), L(8, 2)), VECTOR),
-    "buffer that is saved": (
-        between(of(Factors, ALIKE, persistent=False)), between(of(Factors, ALIKE, persistent=True)), VECTOR,
-    ),
+    "buffer that is saved": (between(of(Factors, ALIKE, persistent=False)),
+        between(of(Factors, ALIKE, persistent=True)), VECTOR),
 }  # fmt: skip
 
 # Refusing is allowed, being wrong is not: other architectures, most of them with the same symmetry.
 SIMILAR: dict[str, Pair] = {
     "eps of an RMS norm": (between(of(nn.RMSNorm, 8, eps=0)), between(of(nn.RMSNorm, 8, eps=0.1)), VECTOR),
-    "blocks of a softmax": (
-        between(of(nn.Unflatten, 1, (2, 4)), of(nn.Softmax, -1), nn.Flatten),
-        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, -1), nn.Flatten),
-        VECTOR,
-    ),
-    "axis of a softmax": (
-        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, 1), nn.Flatten),
-        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, 2), nn.Flatten),
-        VECTOR,
-    ),
+    "blocks of a softmax": (between(of(nn.Unflatten, 1, (2, 4)), of(nn.Softmax, -1), nn.Flatten),
+        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, -1), nn.Flatten), VECTOR),
+    "axis of a softmax": (between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, 1), nn.Flatten),
+        between(of(nn.Unflatten, 1, (4, 2)), of(nn.Softmax, 2), nn.Flatten), VECTOR),
     "alpha of ELU": (between(nn.ELU), between(of(nn.ELU, 2.0)), VECTOR),
     "beta of softplus": (between(nn.Softplus), between(of(nn.Softplus, 3.0)), VECTOR),
     "form of GELU": (between(nn.GELU), between(of(nn.GELU, approximate="tanh")), VECTOR),
-    "mode of an upsampling": (
-        image(nn.ReLU, of(nn.Upsample, scale_factor=2)),
-        image(nn.ReLU, of(nn.Upsample, scale_factor=2, mode="bilinear")), IMAGE,
-    ),
+    "mode of an upsampling": (image(nn.ReLU, of(nn.Upsample, scale_factor=2)),
+        image(nn.ReLU, of(nn.Upsample, scale_factor=2, mode="bilinear")), IMAGE),
     "stride": (image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 2, 1)), IMAGE),
-    "padding": (
-        image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)), IMAGE,
-    ),
-    "dilation": (
-        image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dilation=2), nn.ReLU(), nn.Conv2d(8, 2, 1)), IMAGE,
-    ),
+    "padding": (image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)),
+        IMAGE),
+    "dilation": (image(nn.ReLU), lambda: nn.Sequential(nn.Conv2d(3, 8, 3, dilation=2), nn.ReLU(), nn.Conv2d(8, 2, 1)),
+        IMAGE),
     "weights no longer shared": (tied(True), tied(False), VECTOR),
     "slopes below 1": (between(of(nn.LeakyReLU, 0.2)), between(of(nn.LeakyReLU, 0.1)), VECTOR),
     "size of a pooling": (image(nn.ReLU, of(nn.MaxPool2d, 2)), image(nn.ReLU, of(nn.MaxPool2d, 3)), IMAGE),
@@ -319,21 +290,15 @@ SIMILAR: dict[str, Pair] = {
 
 ACCEPTED: dict[str, Pair] = {
     "equal mask": (between(of(Masked, cut())), between(of(Masked, cut())), VECTOR),
-    "mask that is a state": (
-        between(of(Masked, FULL.float())), between(of(Masked, torch.rand(8, 8))), VECTOR,
-    ),
+    "mask that is a state": (between(of(Masked, FULL.float())), between(of(Masked, torch.rand(8, 8))), VECTOR),
     "equal order": (between(of(Routed, CROSSED)), between(of(Routed, CROSSED)), VECTOR),
-    "equal factors": (
-        between(of(Factors, APART, persistent=False)), between(of(Factors, APART, persistent=False)), VECTOR,
-    ),
-    "factors that are a state": (
-        between(of(Factors, APART, persistent=True)), between(of(Factors, ALIKE, persistent=True)), VECTOR,
-    ),
+    "equal factors": (between(of(Factors, APART, persistent=False)), between(of(Factors, APART, persistent=False)),
+        VECTOR),
+    "factors that are a state": (between(of(Factors, APART, persistent=True)),
+        between(of(Factors, ALIKE, persistent=True)), VECTOR),
     "rate of dropout": (between(nn.ReLU, of(nn.Dropout, 0.1)), between(nn.ReLU, of(nn.Dropout, 0.7)), VECTOR),
     "momentum of a batch norm": (between(of(N, 8)), between(of(N, 8, momentum=None)), VECTOR),
-    "integers that evaluation does not read": (
-        between(of(Counting, 0)), between(of(Counting, 1000)), VECTOR,
-    ),
+    "integers that evaluation does not read": (between(of(Counting, 0)), between(of(Counting, 1000)), VECTOR),
     "slope that is a weight": (between(nn.PReLU), between(of(nn.PReLU, init=0.7)), VECTOR),
 }  # fmt: skip
 

@@ -213,7 +213,7 @@ class _Facts:
 
     Attributes:
         written: The arguments that are written to.
-        returns: Of every result the written argument that it is, or None, and whether it is a view.
+        returns: For every result the written argument that it is, or None, and whether it is a view.
         random: Whether it draws random numbers.
         kernel: Whether CUDA has it.
         composite: Whether it is made of others; inference mode hands such ones over whole.

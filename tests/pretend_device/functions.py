@@ -26,6 +26,7 @@ from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.population import LoopPopulation, VmapPopulation
 from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -251,11 +252,11 @@ def populations(side):
     found = []
     for kind in (LoopPopulation, VmapPopulation):
         members = kind(perceptron(), [0, 1]).to(side.network)
-        step = members.step(torch.stack([x, x]), torch.stack([y, y]), skip=frozenset([1]), label_smoothing=0.1, draw=0)
-        found += [step.losses, step.correct, *members.without(step.gradients, step.losses > 0)]
-        found += [members.logits(x), members.logits(x, {n: members.member_state(0) for n in (0, 1)})]
+        step = members.step(torch.stack([x, x]), torch.stack([y, y]), CrossEntropy(0.1), skip=frozenset([1]))
+        found += [step.losses, step.outputs, *members.without(step.gradients, step.losses > 0)]
+        found += [members(x), members(x, skip=frozenset([0]))]
         members.set_member_state(0, {name: value.cpu() for name, value in members.member_state(1).items()})
-        found += members.distance_step(x, members.logits(x)[0].detach(), skip=frozenset(), draw=0)[1]
+        found += members.step(x, members(x)[0].detach(), SquaredDistance(), shared=True).gradients
     return found
 
 
@@ -267,9 +268,7 @@ def dropout(side):
         members = kind(Dropping(), [0, 1]).to(side.network)
         before = torch.cuda.get_rng_state(), torch.get_rng_state()
         losses = [
-            members.step(
-                torch.stack([x, x]), torch.stack([y, y]), skip=frozenset(), label_smoothing=0.0, draw=draw
-            ).losses
+            members.step(torch.stack([x, x]), torch.stack([y, y]), CrossEntropy(), draw=draw).losses
             for draw in (0, 1, 0)
         ]
         assert torch.equal(losses[0], losses[2]), "the same step has other masks"
@@ -444,8 +443,8 @@ def functions_of_two_units(side):
     target, moments = wide([0.8, -0.6, 0.7, 0.5]), landscape.Moments.of(side.few[:, 0])
     weights = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(side.network)
     known = landscape.TwoUnitClass(target, moments)
-    measured = [function(weights, target, moments) for function in (landscape.distance, landscape.distance_gradient)]
-    return [*measured, known.contains(weights), known.stratum_of(weights), known.barrier, known.optimal_path()]
+    measured = landscape.two_unit.distance(weights, target, moments)
+    return [measured, known.contains(weights), known.stratum_of(weights), known.barrier, known.optimal_path()]
 
 
 @case
@@ -453,7 +452,7 @@ def stacks(side):
     losses = landscape.surfaces(side.net(small), side.few, dtype=torch.float64)
     points = vectors(side.net(small))
     plane, grid = landscape.WeightPlane.through(points), landscape.Grid(dimension=2, bound=1.0, points=3)
-    return [landscape.class_stack(losses, points.to(side.inputs), plane, grid)]
+    return [landscape.evaluate_grid(losses(point), plane, grid) for point in points.to(side.inputs)]
 
 
 # ---- all of them

@@ -99,8 +99,8 @@ def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=Fa
         make_data: Makes the data.
         interrupt: Epoch and batch, or None.
         waits: Whether steps may wait for the device.
-        accelerator: Of the trainer.
-        settings: Of the trainer.
+        accelerator: Accelerator of the trainer.
+        settings: Settings of the trainer.
 
     Returns:
         The task of the uninterrupted run.
@@ -185,10 +185,11 @@ def zoo_at(folder, make=myrtle, members=2):
 # ---- zoos
 
 
-def zoo(folder, execution, network=perceptron, callbacks=(), **settings):
+def zoo(folder, execution, network=perceptron, callbacks=(), prior_precision=None, **settings):
+    task = functools.partial(ZooTask, members=2, execution=execution, optimizer=adam, lr_scheduler=cosine)
     return run(
         folder,
-        lambda: ZooTask(network(), members=2, execution=execution, optimizer=adam, lr_scheduler=cosine),
+        lambda: task(network(), prior_precision=prior_precision),
         lambda path: [ZooExport(str(path / "zoo")), ZooReport(), *(make(path) for make in callbacks)],
         digits,
         **settings,
@@ -238,12 +239,12 @@ def zoo_deterministic(folder):
 
 @scenario
 def zoo_evidence_loop(folder):
-    zoo(folder, "loop", callbacks=[functools.partial(evidence, samples=1)])
+    zoo(folder, "loop", callbacks=[functools.partial(evidence, samples=1)], prior_precision=1.0)
 
 
 @scenario
 def zoo_evidence_vmap(folder):
-    zoo(folder, "vmap", callbacks=[evidence])
+    zoo(folder, "vmap", callbacks=[evidence], prior_precision=1.0)
 
 
 @scenario

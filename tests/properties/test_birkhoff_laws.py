@@ -246,11 +246,11 @@ def test_what_is_not_finite_is_refused(function):
 
 def test_settings_out_of_range_are_refused():
     eye = torch.eye(2)
-    with pytest.raises(ValueError, match="iterations must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="iterations must be an integer >= 1, got 0"):
         sinkhorn(eye, 0)
     with pytest.raises(ValueError, match="tolerance must be a number > 0, got 0"):
         project_to_birkhoff(eye, 0)
-    with pytest.raises(ValueError, match="max_iterations must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="max_iterations must be an integer >= 1, got 0"):
         project_to_birkhoff(eye, 1e-8, 0)
     with pytest.raises(ValueError, match="tau must be a number > 0, got 0"):
         soft_sort(torch.ones(2), 0)

@@ -16,7 +16,7 @@ NAMES = [name for name in recipe_names() if name.startswith("equivariance/")]
 PAPERS = [name for name in NAMES if not name.startswith(("equivariance/digits_", "equivariance/mnist5k_"))]
 P4 = "equivariance/rotated_cifar10_p4"
 
-# Numbers of parameters: our specification, 8.1.
+# Numbers of parameters: docs/theory/relaxed_layers.md, 3.
 COUNTS = {
     "cifar10_fc": 133_635_690,
     "cifar10_conv": 338_770,

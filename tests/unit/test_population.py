@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation, VmapPopulation, carry_gradients
+from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 
 KINDS = [LoopPopulation, VmapPopulation]
 
@@ -69,7 +70,7 @@ def batch(members: int, size: int = 6, shape: tuple[int, ...] = (1, 4, 4), seed:
 
 
 def step(population, images, labels, skip=frozenset(), draw=0, label_smoothing=0.0):
-    return population.step(images, labels, skip=skip, draw=draw, label_smoothing=label_smoothing)
+    return population.step(images, labels, CrossEntropy(label_smoothing), skip=skip, draw=draw)
 
 
 def gradients_of(population, gradients, number):
@@ -139,17 +140,21 @@ def test_unusual_networks(kind):
     expected = [p.grad if p.grad is not None else torch.zeros_like(p) for p in member.parameters() if p.requires_grad]
     for gradient, value in zip(gradients_of(population, found.gradients, 1), expected, strict=True):
         torch.testing.assert_close(gradient, value)
-    states = {number: population.member_state(number) for number in (0, 1)}
-    torch.testing.assert_close(population.logits(images[0], states), population.logits(images[0]))
+    before = population(images[0])
+    population.set_member_state(1, state)
+    torch.testing.assert_close(population(images[0]), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_with_other_states(kind):
+def test_outputs_are_of_all_members_but_the_skipped_ones(kind):
     network = MyrtleCNN(width=2, in_channels=1, image_size=8, num_classes=3)
-    population = kind(network, (0, 1)).eval()
+    population = kind(network, (0, 5, 7)).eval()
     images = batch(1, shape=(1, 8, 8))[0][0]
-    swapped = {0: population.member_state(1), 1: population.member_state(0)}
-    torch.testing.assert_close(population.logits(images, swapped), population(images).flip(0))
+    every = population(images)
+    for row, number in enumerate((0, 5, 7)):
+        torch.testing.assert_close(every[row], network.fresh(number).eval()(images))
+    assert torch.equal(population(images, skip=frozenset({5})), every[[0, 2]])
+    assert population(images, skip=frozenset({0, 5, 7})) is None
 
 
 @pytest.mark.parametrize("saved", KINDS)
@@ -185,12 +190,12 @@ def test_skipped_members_have_no_gradient_and_leave_the_others_alone(kind):
     population = kind(perceptron(), (4, 5, 6))
     every, some = step(population, images, labels), step(population, images, labels, skip=frozenset({5}))
     assert some.losses[1] == 0
-    assert some.correct[1] == 0
+    assert not some.outputs[1].any()
     assert all(not gradient.any() for gradient in gradients_of(population, some.gradients, 5))
     for number in (4, 6):
         index = number - 4
         assert torch.equal(some.losses[index], every.losses[index])
-        assert torch.equal(some.correct[index], every.correct[index])
+        assert torch.equal(some.outputs[index], every.outputs[index])
         pairs = zip(
             gradients_of(population, some.gradients, number),
             gradients_of(population, every.gradients, number),
@@ -345,7 +350,8 @@ def test_evaluation_has_no_dropout(kind):
 
 
 def distances(population, inputs, targets, skip=frozenset()):
-    return population.distance_step(inputs, targets, skip=skip, draw=0)
+    found = population.step(inputs, targets, SquaredDistance(), shared=True, skip=skip)
+    return found.losses, found.gradients
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -401,6 +407,81 @@ def test_distance_of_unusual_networks(kind):
     shapes = [tuple(gradient.shape) for gradient in gradients_of(population, gradients, 1)]
     assert sorted(shapes) == sorted(tuple(p.shape) for p in member.parameters() if p.requires_grad)
     assert any(not gradient.any() for gradient in gradients_of(population, gradients, 1))
+
+
+# ---- losses of one's own
+
+
+class TwoHeads(Network):
+    """A network of several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.trunk = nn.Linear(16, 5)
+        self.left, self.right = nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(self.flatten(x)).tanh()
+        return self.left(x), self.right(x)
+
+
+def both_heads(outputs, targets):
+    logits, values = outputs
+    error = nn.functional.mse_loss(values, targets["values"])
+    return nn.functional.cross_entropy(logits, targets["labels"]) + 0.1 * error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_any_loss_of_several_outputs_and_targets(kind, shared):
+    images, labels = batch(2)
+    targets = {"labels": labels, "values": torch.randn(2, 6, 2, generator=torch.Generator().manual_seed(1))}
+    if shared:
+        images, targets = images[0], {name: value[0] for name, value in targets.items()}
+    population = kind(TwoHeads(), (3, 4))
+    found = population.step(images, targets, both_heads, shared=shared)
+    for row, number in enumerate((3, 4)):
+        member = TwoHeads().fresh(number)
+        own = (images, targets) if shared else (images[row], {name: value[row] for name, value in targets.items()})
+        outputs = member(own[0])
+        expected = both_heads(outputs, own[1])
+        torch.testing.assert_close(found.losses[row], expected.detach())
+        for mine, theirs in zip(found.outputs, outputs, strict=True):
+            torch.testing.assert_close(mine[row], theirs.detach())
+        alone = torch.autograd.grad(expected, list(member.parameters()))
+        for gradient, value in zip(gradients_of(population, found.gradients, number), alone, strict=True):
+            torch.testing.assert_close(gradient, value)
+    left, _ = population.step(images, targets, both_heads, shared=shared, skip=frozenset({3})).outputs
+    assert not left[0].any()
+    assert torch.equal(left[1], found.outputs[0][1])
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(0.1), SquaredDistance()], ids=["cross-entropy", "distance"])
+def test_losses_of_all_members_at_once_are_those_of_each(loss):
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = (torch.randn(3, 6, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    given = targets.softmax(2) if isinstance(loss, CrossEntropy) else targets
+    for wanted in (given, targets.argmax(2)) if isinstance(loss, CrossEntropy) else (given,):
+        expected = torch.stack([loss(mine, theirs) for mine, theirs in zip(outputs, wanted, strict=True)])
+        torch.testing.assert_close(loss.stacked(outputs, wanted), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_that_are_not_one_number_are_refused(kind):
+    images, labels = batch(2)
+
+    def every_image(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    with pytest.raises(ValueError, match=r"one number for a member's batch, got shape \[6\]; average over the batch"):
+        kind(perceptron(), (0, 1)).step(images, labels, every_image)
+
+
+def test_targets_that_are_no_tensors_are_refused():
+    images, _ = batch(2)
+    with pytest.raises(TypeError, match=r"Outputs and targets must be tensors, .* got str"):
+        LoopPopulation(perceptron(), (0, 1)).step(images, "labels", CrossEntropy())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,51 +9,32 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
     "lightning_sym": ROOT / "lightning_sym",
     **{f"lightning_sym.{name}": ROOT / name for name in ("callbacks", "datamodules", "recipes")},
 }
 
-# Each room and the rooms that it may import from, besides itself; from the bottom up.
-HELPERS = {"_distributed", "_files", "_random", "_statistics", "_text"}
-NUMERICS = {"symmetry", "curvature", "similarity", "landscape"}
-ARROWS: dict[str, set[str]] = {
-    "_distributed": set(),
-    "_files": set(),
-    "_random": set(),
-    "_statistics": set(),
-    "_text": set(),
-    "layers": HELPERS,
-    "networks": {"layers", *HELPERS},
-    **{room: {"layers", "networks", *NUMERICS, *HELPERS} for room in NUMERICS},
-    "stitching": {"layers", "networks", *NUMERICS, *HELPERS},
-    "connectivity": {"layers", "networks", *NUMERICS, *HELPERS},
-    "population": {"layers", "networks", *NUMERICS, *HELPERS},
-    "zoo": {"layers", "networks", *NUMERICS, *HELPERS},
-    "figures": HELPERS,
-    "datamodules": {"figures", "layers", "networks", *NUMERICS, *HELPERS},
-}
-BELOW = set(ARROWS)
-ARROWS |= {
-    "tasks": BELOW,
-    "callbacks": {"tasks", *BELOW},
-    "cli": {"callbacks", "tasks", "recipes", *BELOW},
-    "recipes": {"cli", *HELPERS},
-}
-WITHOUT_LIGHTNING = {
-    "layers",
-    "networks",
-    *NUMERICS,
-    "population",
-    "stitching",
-    "connectivity",
-    "figures",
-    "zoo",
-    "recipes",
-    *HELPERS,
+# The rooms from the bottom up: what stands in a line may import what stands in it and below. The recipes are files to
+# be read; their module only finds them.
+LEVELS = [
+    {"_checks", "_distributed", "_files", "_linear_algebra", "_random", "_statistics", "_text", "recipes"},
+    {"layers"},
+    {"networks"},
+    {"symmetry", "curvature"},
+    {"stitching", "connectivity", "landscape", "similarity", "dissection", "zoo", "population"},
+    {"reports", "figures"},
+    {"tasks", "datamodules"},
+    {"callbacks"},
+    {"cli"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+# What is still wrong; an entry that is no longer needed fails, so that the list only gets shorter.
+KNOWN_OFFENDERS = {
+    "lightning_sym.callbacks._learned_networks imports the private lightning_sym.tasks._prior",
+    "lightning_sym.landscape._first_layer imports the private lightning_sym.networks._trace",
+    "lightning_sym.tasks._branches imports the private lightning_sym.population._generator_state",
+    "circle: lightning_sym.curvature._laplace_torch, lightning_sym.curvature.laplace",
 }
 
 
@@ -80,56 +61,102 @@ def natural(name):
 
 
 def imports(file):
-    """Yield everything that a file imports, wherever in the file: dotted names and the level of the import."""
+    """Yield everything that a file imports, wherever in the file: module, name (or none) and level of the import."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, 0) for alias in node.names)
+            yield from ((alias.name, None, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from ((f"{node.module}.{alias.name}", node.level) for alias in node.names)
+            yield from ((node.module, alias.name, node.level) for alias in node.names)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_one_way(name):
-    for target, level in imports(MODULES[name]):
-        assert level == 0, "imports are absolute"
-        top = target.split(".")[0]
-        assert top not in ("lightning", "callbacks", "datamodules", "recipes", "tests", "benchmarks")
-        if room(name) in WITHOUT_LIGHTNING | {None}:
-            assert top not in ("pytorch_lightning", "lightning_fabric")
-        if top == "lightning_sym" and target != "lightning_sym.__version__":
-            assert room(target) in {room(name), *ARROWS[room(name)]}, f"{name} imports {target}"
+def arrows():
+    """Return pairs of a module and what it imports of the package, a module or a name of one; functions included."""
+    return {
+        (source, module if name is None else f"{module}.{name}")
+        for source, file in MODULES.items()
+        for module, name, _ in imports(file)
+        if module.split(".")[0] == "lightning_sym"
+    }
+
+
+def circles(pairs):
+    """Yield the sorted members of every circle of modules."""
+    targets = {name: set() for name in MODULES}
+    for source, target in pairs:
+        targets[source].add(target if target in MODULES else target.rpartition(".")[0])
+    reached = {}
+    for source in MODULES:
+        found, ahead = set(), [source]
+        while ahead:
+            new = targets[ahead.pop()] - found
+            found |= new
+            ahead.extend(new)
+        reached[source] = found
+    circle = {name: tuple(sorted(other for other in reached[name] if name in reached[other])) for name in MODULES}
+    yield from {members for name, members in circle.items() if name in reached[name]}
+
+
+def test_imports_run_down_without_circles_and_past_no_private_name():
+    offenders = {f"circle: {', '.join(members)}" for members in circles(arrows())}
+    for source, target in arrows():
+        here, there = room(source), room(target)
+        if None in (here, there) or here == there or there == "__version__":
+            continue
+        if LEVEL[there] > LEVEL[here]:
+            offenders.add(f"{source} runs up to {target}")
+        private = [index for index, part in enumerate(target.split(".")) if index > 1 and part.startswith("_")]
+        if private:
+            offenders.add(f"{source} imports the private {'.'.join(target.split('.')[: private[0] + 1])}")
+    assert offenders == KNOWN_OFFENDERS
+
+
+def test_imports_are_absolute_and_only_the_upper_rooms_know_lightning():
+    offenders = []
+    for name, file in MODULES.items():
+        forbidden = {"lightning", "callbacks", "datamodules", "recipes", "tests", "benchmarks"}
+        if LEVEL.get(room(name), 0) < LEVEL["tasks"]:
+            forbidden |= {"pytorch_lightning", "lightning_fabric"}
+        for module, _, level in imports(file):
+            if level or module.split(".")[0] in forbidden:
+                offenders.append(f"{name} imports {module}")
+    assert not offenders
 
 
 def test_tests_and_benchmarks_import_absolutely():
     for folder in ("tests", "benchmarks", "examples"):
         for file in (ROOT / folder).rglob("*.py"):
-            for target, level in imports(file):
+            for module, _, level in imports(file):
                 assert level == 0, file
-                assert target.split(".")[0] not in ("lightning", "callbacks", "datamodules", "recipes"), file
+                assert module.split(".")[0] not in ("lightning", "callbacks", "datamodules", "recipes"), file
 
 
-@pytest.mark.parametrize("name", [name for name, file in MODULES.items() if file.name == "__init__.py"])
-def test_what_is_exported_is_sorted_and_documented(name):
-    package = importlib.import_module(name)
-    assert package.__doc__
-    if name == "lightning_sym.recipes":  # functions of its own
-        return
-    exported = getattr(package, "__all__", [])  # a sub-room exports nothing itself
-    assert exported == sorted(exported, key=natural)
-    for export in exported:
-        value = getattr(package, export)
-        if inspect.isclass(value):
+def test_what_is_exported_is_sorted_and_documented():
+    offenders = []
+    for name, file in MODULES.items():
+        if file.name != "__init__.py" or name == "lightning_sym.recipes":  # recipes: functions of its own
+            continue
+        package = importlib.import_module(name)
+        exports = getattr(package, "__all__", [])  # sub-rooms export nothing
+        if not package.__doc__ or exports != sorted(exports, key=natural):
+            offenders.append(name)
+        for export in exports:
+            value = getattr(package, export)
             # In vars: a docstring that is inherited says nothing about the class.
-            assert vars(value).get("__doc__"), export
-        elif inspect.isfunction(value):
-            assert value.__doc__, export
+            if (inspect.isclass(value) or inspect.isfunction(value)) and not vars(value).get("__doc__", value.__doc__):
+                offenders.append(f"{name}.{export}")
+    assert not offenders
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if "lightning_sym._" not in name])
-def test_public_classes_are_documented(name):
-    for node in ast.parse(MODULES[name].read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{name}.{node.name}"
+def test_public_classes_and_functions_are_documented():
+    offenders = [
+        f"{name}.{node.name}"
+        for name, file in MODULES.items()
+        if "lightning_sym._" not in name
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+        if not ast.get_docstring(node)
+    ]
+    assert not offenders
 
 
 def test_all_packages_are_in_the_wheel_and_only_they():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.symmetry.groups import IntertwinerGroup
@@ -28,7 +29,7 @@ class Port:
     Args:
         in_channels: Channels of the network in front, >= 1.
         out_channels: Channels that the network behind expects, >= 1.
-        axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
+        axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
         group: Acts on the channels; default permutations only.
 
     Raises:
@@ -41,10 +42,7 @@ class Port:
     group: IntertwinerGroup = PERMUTATIONS
 
     def __post_init__(self) -> None:
-        for name in ("in_channels", "out_channels"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of a port must be an integer >= 1, got {value!r}.")
+        check_integers(of="a port", in_channels=self.in_channels, out_channels=self.out_channels)
         if isinstance(self.axis, bool) or not isinstance(self.axis, int):
             raise ValueError(f"axis of a port must be an integer, 1 for images or -1 for tokens, got {self.axis!r}.")
 
@@ -72,7 +70,7 @@ class StitchingMap(nn.Module, ABC):
 
     References:
         Godfrey et al. (2022), "On the Symmetries of Deep Learning Models and their Internal Representations",
-        arXiv:2205.14258, section 4 and appendix D.2; our specification, 6.2.
+        arXiv:2205.14258, section 4 and appendix D.2; docs/theory/stitching.md, 2.1.
     """
 
     needs_equal_widths: ClassVar[bool] = False
@@ -138,7 +136,7 @@ class StitchingMap(nn.Module, ABC):
         """Start from the family's member that fits features best in the sense of least squares.
 
         Args:
-            moments: Of features in front of the map and those that should come out; reduced over ranks.
+            moments: Moments of the features in front of the map and of those that should come out; reduced over ranks.
 
         Raises:
             NotImplementedError: If the family has no such start.

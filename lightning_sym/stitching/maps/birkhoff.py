@@ -11,6 +11,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from lightning_sym._checks import check_integers, check_numbers
+
 _LOOK = 8  # iterations between two looks at the residual: each look makes the CPU wait for the GPU
 
 
@@ -26,8 +28,8 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
     It is not the Euclidean projection, see :func:`project_to_birkhoff`, but nearest in the sense of relative entropy.
 
     Args:
-        matrix: Of any sign; negative entries count as 0. Shape ``[C, C]``, floating; half precision is computed in
-            float32.
+        matrix: Entries of any sign; negative ones count as 0. Shape ``[C, C]``, floating; half precision is computed
+            in float32.
         iterations: >= 1.
 
     Returns:
@@ -46,8 +48,7 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
                 [0., 1.]])
     """
     _check_square(matrix)
-    if iterations < 1:
-        raise ValueError(f"iterations must be >= 1, got {iterations}.")
+    check_integers(iterations=iterations)
     size = len(matrix)
     with full_precision(matrix):
         kernel = at_least_single(matrix)
@@ -93,10 +94,8 @@ def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations:
                 [0., 1.]])
     """
     _check_square(matrix)
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        raise ValueError(f"tolerance must be a number > 0, got {tolerance}.")
-    if max_iterations < 1:
-        raise ValueError(f"max_iterations must be >= 1, got {max_iterations}.")
+    check_numbers("> 0", tolerance=tolerance)
+    check_integers(max_iterations=max_iterations)
     _check_finite(matrix)
     size = len(matrix)
     device = "cpu" if matrix.device.type == "mps" else matrix.device  # which has no float64
@@ -184,8 +183,7 @@ def soft_sort(scores: Tensor, tau: float) -> Tensor:
         raise TypeError(f"scores must be a floating tensor, got {scores.dtype}.")
     if scores.ndim != 1 or not len(scores):
         raise ValueError(f"scores must be a vector of shape [C] with C >= 1, got shape {list(scores.shape)}.")
-    if not (math.isfinite(tau) and tau > 0):
-        raise ValueError(f"tau must be a number > 0, got {tau}.")
+    check_numbers("> 0", tau=tau)
     ordered = scores.sort(descending=True, stable=True).values
     distances = (ordered[:, None] - scores).abs()
     return torch.softmax(-distances / tau, dim=1)

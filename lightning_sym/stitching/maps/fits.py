@@ -7,6 +7,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.stitching.maps.moments import FeatureMoments
 
 
@@ -40,9 +41,7 @@ def reduced_rank(moments: FeatureMoments, rank: int) -> tuple[Tensor, Tensor]:
 
 def procrustes(moments: FeatureMoments) -> Tensor:
     """Return the best orthogonal matrix, the polar factor of ``yx``. Shape ``[C, C]``."""
-    left, _, right = torch.linalg.svd(_double(moments.yx))
-    polar: Tensor = left @ right
-    return polar
+    return polar_factor(moments.yx)
 
 
 def assign(moments: FeatureMoments, *, permutations: bool, scales: bool, signs: bool) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
 """Stitching maps that follow the intertwiner group: permutations with scales or signs, trained or fitted."""
 
-import math
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps import fits
 from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
@@ -40,8 +40,8 @@ class GroupMap(StitchingMap):
         port: Equal widths, the axis, and the group, which must not be ``dense``.
         alpha: Weight of the regularisation, >= 0. The default is that of Godfrey et al.
         projection: How ``P`` returns to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
-        iterations: Of Sinkhorn at each projection, >= 1.
-        initial_iterations: Of Sinkhorn for the start, from uniform random entries, >= 1.
+        iterations: Iterations of Sinkhorn at each projection, >= 1.
+        initial_iterations: Iterations of Sinkhorn for the start, from uniform random entries, >= 1.
 
     Attributes:
         weights: ``P``. Shape ``[C, C]``; None without permutations.
@@ -59,8 +59,8 @@ class GroupMap(StitchingMap):
         would look worse than no match. Rounding is ``O(C^3)`` at worst on the CPU, 10 to 20 ms for 512 channels.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2; our specification, 6.2. The floor in Sinkhorn, the
-        Euclidean projection, signs and ports without scales are ours.
+        Godfrey et al. (2022), arXiv:2205.14258, appendix D.2; docs/theory/stitching.md, 2.2 to 2.4. The floor in
+        Sinkhorn, the Euclidean projection, signs and ports without scales are ours.
     """
 
     needs_equal_widths: ClassVar[bool] = True
@@ -79,13 +79,10 @@ class GroupMap(StitchingMap):
     ) -> None:
         super().__init__(port)
         _check_not_dense(port, type(self).__name__, "FullMap")
-        if not (math.isfinite(alpha) and alpha >= 0):
-            raise ValueError(f"alpha of GroupMap must be a number >= 0, got {alpha}.")
+        check_numbers(">= 0", of="GroupMap", alpha=alpha)
         if projection not in get_args(Projection):
             raise ValueError(unknown("projection of GroupMap", projection, get_args(Projection)))
-        for name, value in (("iterations", iterations), ("initial_iterations", initial_iterations)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of GroupMap must be an integer >= 1, got {value!r}.")
+        check_integers(of="GroupMap", iterations=iterations, initial_iterations=initial_iterations)
         self.alpha = alpha
         self.projection = projection
         self.iterations = iterations
@@ -224,8 +221,8 @@ class SoftSortMap(StitchingMap):
         _check_not_dense(port, type(self).__name__, "FullMap")
         if not port.group.permutations:
             raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which does without.")
-        if tau is not None and not (math.isfinite(tau) and tau > 0):
-            raise ValueError(f"tau of SoftSortMap must be a number > 0, got {tau}.")
+        if tau is not None:
+            check_numbers("> 0", of="SoftSortMap", tau=tau)
         size = port.in_channels
         self.tau = 1 / size if tau is None else tau
         self.scores = nn.Parameter(2 * torch.rand(size) - 1)
@@ -288,7 +285,7 @@ class AssignmentMap(FittedMap):
         ValueError: If widths differ or the group is dense.
 
     References:
-        Our specification, 6.2 and 8.4; for permutations alone it is the matching of activations of Ainsworth et al.
+        docs/theory/stitching.md, 2.5; for permutations alone it is the matching of activations of Ainsworth et al.
         (2023), arXiv:2209.04836, section 3.1.
     """
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_numbers
 from lightning_sym.stitching.maps import fits
 from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
 from lightning_sym.stitching.maps.birkhoff import at_least_single, full_precision
@@ -55,8 +56,7 @@ class LassoMap(FullMap):
 
     def __init__(self, port: Port, penalty: float = 0.01) -> None:
         super().__init__(port)
-        if not (math.isfinite(penalty) and penalty >= 0):
-            raise ValueError(f"penalty of LassoMap must be a number >= 0, got {penalty}.")
+        check_numbers(">= 0", of=self, penalty=penalty)
         self.penalty = penalty
 
     def matrix(self) -> Tensor:
@@ -141,7 +141,7 @@ class OrthogonalMap(StitchingMap):
         port: Equal widths, and the axis; the group is not used.
 
     References:
-        Our specification, 6.2; for the Cayley transform Helfrich et al. (2018), arXiv:1707.09520.
+        docs/theory/stitching.md, 2.1; for the Cayley transform Helfrich et al. (2018), arXiv:1707.09520.
     """
 
     needs_equal_widths: ClassVar[bool] = True
@@ -262,7 +262,7 @@ class LeastSquaresMap(_FittedMatrix):
         port: Widths and axis; the group is not used.
 
     References:
-        Our specification, 6.2 and 8.4.
+        docs/theory/stitching.md, 2.5.
     """
 
     def _fit(self, moments: FeatureMoments) -> None:

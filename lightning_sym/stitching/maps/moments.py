@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_sym._checks import check_integers
+
 _ROWS = 65_536  # positions cast to double precision at a time, so that this copy stays small
 
 
@@ -30,7 +32,7 @@ class FeatureMoments:
         ValueError: If a width is not an integer >= 1.
 
     References:
-        Our specification, 8.4, row "stitch initialisers".
+        docs/theory/stitching.md, 2.5.
 
     Example:
         >>> moments = FeatureMoments(2, 1)
@@ -40,9 +42,7 @@ class FeatureMoments:
     """
 
     def __init__(self, in_channels: int, out_channels: int, device: torch.device | str | None = None) -> None:
-        for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+        check_integers(in_channels=in_channels, out_channels=out_channels)
         self.in_channels = in_channels
         self.out_channels = out_channels
         device = torch.device(device or "cpu")
@@ -61,7 +61,7 @@ class FeatureMoments:
             x: Features with ``C1`` channels along ``axis``; floating, any number of axes.
             y: Features with ``C2`` channels along ``axis`` and otherwise the shape of ``x``; row by row of the same
                 inputs.
-            axis: Of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
+            axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
 
         Raises:
             RuntimeError: If the sums were reduced over ranks already.
@@ -128,7 +128,7 @@ class FeatureMoments:
         """Take over the sums that :meth:`state_dict` returned; they are moved to this one's device.
 
         Args:
-            state: Of moments with the same widths.
+            state: State of moments with the same widths.
 
         Raises:
             ValueError: If an entry is missing or has another shape.

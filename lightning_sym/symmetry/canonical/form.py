@@ -62,16 +62,16 @@ class CanonicalForm:
 def balance(symmetry: Symmetry, network: nn.Module) -> dict[str, Balance]:
     r"""Measure for every unit the norm of its incoming weights against that of its outgoing weights.
 
-    For a unit with a free scale :math:`\lambda` (spec 4.2) whose weights move by :math:`w_k \to \lambda^{a_k} w_k`,
-    gradient flow conserves :math:`\sum_k a_k w_k^2`: incoming minus outgoing squared norm, each term weighted by its
-    exponent. Weight decay drives it to 0. Where several scales belong to a unit, the one that both multiplies and
-    divides weights is taken: with batch norm before the activation the scale of what the unit puts out, so that
-    incoming means ``gamma^2 + beta^2``, and outgoing the next layer's columns. (The other scale, in front of the batch
-    norm, only multiplies: gradient flow conserves the norm of the rows themselves.) Without a free scale (tanh, GELU)
-    incoming means the first module's weights and biases, outgoing all others, and nothing is conserved.
+    For a unit with a free scale :math:`\lambda` whose weights move by :math:`w_k \to \lambda^{a_k} w_k`, gradient flow
+    conserves :math:`\sum_k a_k w_k^2` (docs/theory/intertwiners.md, 5.1): incoming minus outgoing squared norm, each
+    term weighted by its exponent. Weight decay drives it to 0. Where several scales belong to a unit, the one that both
+    multiplies and divides weights is taken: with batch norm before the activation the scale of what the unit puts out,
+    so that incoming means ``gamma^2 + beta^2``, and outgoing the next layer's columns. (The other scale, in front of
+    the batch norm, only multiplies: gradient flow conserves the norm of the rows themselves.) Without a free scale
+    (tanh, GELU) incoming means the first module's weights and biases, outgoing all others, and nothing is conserved.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed.
 
     Returns:
@@ -130,12 +130,12 @@ def canonicalize(
 ) -> CanonicalForm:
     r"""Return the canonical member of a network's orbit: the same function, the same weights for every member.
 
-    **Scales** (spec 4.2). A scale that only multiplies weights (the one in front of a batch norm) has no member of
-    smallest norm; the weights that it multiplies get squared norm 1 (or their number, if it acts on the rows of several
-    modules, as does the scale of a residual stream on all its last batch norms). Weights that are normalised that way
-    are constant, so that a scale that otherwise only divides such weights is one-sided, too: hence
-    :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. Biases before a batch norm are 0. The
-    scales that are left, which multiply some weights and divide others, take
+    **Scales** (docs/theory/intertwiners.md, 5.2). A scale that only multiplies weights (the one in front of a batch
+    norm) has no member of smallest norm; the weights that it multiplies get squared norm 1 (or their number, if it acts
+    on the rows of several modules, as does the scale of a residual stream on all its last batch norms). Weights that
+    are normalised that way are constant, so that a scale that otherwise only divides such weights is one-sided, too:
+    hence :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. Biases before a batch norm are
+    0. The scales that are left, which multiply some weights and divide others, take
 
     - ``"balanced"``: the values of smallest L2 norm: incoming and outgoing norms are equal. The squared norm is a
       convex function of the logarithms; cyclic sweeps with the factor :math:`(q_- / q_+)^{1/4}`, then Newton's method.
@@ -145,13 +145,13 @@ def canonicalize(
     **Signs.** The gain of a norm layer is positive. Otherwise the entry of largest magnitude among the incoming weights
     and bias is positive; if the largest ones tie and disagree, the sum of the cubes is, then the plain sum.
 
-    **Order** (spec 4.3). Within its cell, dead units last; then by falling norm of the incoming weights; ties by the
-    norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and sums weighted by the
-    place of the units on the other side. Units that are alike in all of these (copies, dead units) keep their order,
-    with a note.
+    **Order** (docs/theory/intertwiners.md, 5.3). Within its cell, dead units last; then by falling norm of the incoming
+    weights; ties by the norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and
+    sums weighted by the place of the units on the other side. Units that are alike in all of these (copies, dead units)
+    keep their order, with a note.
 
     Args:
-        symmetry: Of the network's architecture.
+        symmetry: Symmetry of the network's architecture.
         network: Not changed unless ``inplace``.
         scales: The gauge of the scales. None leaves scales and biases before batch norms as they are.
         signs: Whether to fix signs.
@@ -170,7 +170,7 @@ def canonicalize(
         if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
         the orbit's member.
         Cells on which any invertible matrix acts (`AxisGroup.dense`) stay as they are, with a note. Sorting is not
-        continuous: near networks may have far canonical forms (spec 4.4).
+        continuous: near networks may have far canonical forms (docs/theory/intertwiners.md, 5.4).
 
     Example:
         >>> from lightning_sym.symmetry.trace import trace_symmetry

@@ -168,7 +168,8 @@ def _refine(rank: Ints, key: Floats, size: Floats | None = None) -> Ints:
     Args:
         rank: Shape (size,).
         key: Shape (size,).
-        size: Of what the keys are sums, as that is what is rounded; the keys themselves by default. Shape (size,).
+        size: Magnitude of the terms that the keys are sums of, as these are rounded; by default that of the keys. Shape
+            (size,).
 
     Returns:
         New ranks from 0. Shape (size,).
@@ -200,7 +201,7 @@ def find_order(
     """Sort units within cells, and blocks, by keys that no other permutation changes.
 
     Args:
-        symmetry: Of the network.
+        symmetry: Symmetry of the network.
         plan: The symmetry's.
         slices: Sums of squares at each position, under the scales.
         gauged: The weights under scales and signs.

@@ -15,7 +15,7 @@ class Scales:
     """Finds the scales of a gauge: see `canonicalize`.
 
     Args:
-        symmetry: Of the network.
+        symmetry: Symmetry of the network.
         plan: The symmetry's.
         squares: The network's.
         gauge: "balanced" or "unit".

@@ -207,7 +207,7 @@ def activation_matching(
         balance: Whether both networks are brought to the balanced gauge before signs and other groups are matched by
             weights; ignored without ``scales``.
         refine: As for :func:`weight_matching`.
-        seed: Of the order in which groups without activations are matched.
+        seed: Seed of the order in which groups without activations are matched.
 
     Returns:
         The match.

@@ -32,17 +32,6 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
 
 
-def check_counts(**numbers: int) -> None:
-    """Check that numbers, named by the keys, are integers >= 1.
-
-    Raises:
-        ValueError: If one is not.
-    """
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
-
-
 def balanced(symmetry: Symmetry, network: nn.Module) -> tuple[nn.Module, Element]:
     """Return the network in the balanced gauge, and the element that brings it there."""
     form = canonicalize(symmetry, network, scales="balanced", signs=False, order=False)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import ranks
+from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import (
@@ -67,13 +68,6 @@ def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Block
     return systems
 
 
-def polar(matrix: Tensor) -> Tensor:
-    """Return the orthogonal O that maximises tr(O^T M). Shape of M, float64, on the CPU."""
-    u, _, v = torch.linalg.svd(matrix.double().cpu())
-    result: Tensor = u @ v
-    return result
-
-
 def best_blocks(
     system: Blocks, tables: Mapping[int, Tables], raw: Mapping[int, Tensor]
 ) -> tuple[Ints, dict[int, Chosen]]:
@@ -109,7 +103,7 @@ class Descent:
     """Coordinate descent. Holds the parameters of A and those of the current member of B's orbit.
 
     Args:
-        symmetry: Of both networks.
+        symmetry: Symmetry of both networks.
         a: The reference.
         b: The network that is moved.
         signs: Whether signs may change.
@@ -254,7 +248,7 @@ class Descent:
         for cell_index in self._dense_cells.get(group.index, ()):
             places = np.searchsorted(group.units, self.symmetry.structure.dense[cell_index])
             at = torch.from_numpy(places).to(matrix.device)
-            dense[cell_index] = polar(matrix[at[:, None], at[None, :]])
+            dense[cell_index] = polar_factor(matrix[at[:, None], at[None, :]])
         return self._try(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
 
     def _improve_blocks(self, system: Blocks) -> bool:
@@ -276,7 +270,7 @@ class Descent:
                     units = group.units[places[old]]
                     cell = int(self.symmetry.structure.cell_of[units[0]])
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
-                    dense[cell] = polar(raw[group.index][rows[:, None], columns[None, :]])
+                    dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
         tensors = frozenset().union(*(group.tensors for group in involved.values()))
         return self._try(replace(element, dense=tuple(dense)), tensors)
 
@@ -334,7 +328,7 @@ class Descent:
         """Sweep over all groups until nothing improves.
 
         Args:
-            generator: Of the order of groups.
+            generator: Generator for the order of groups.
             max_sweeps: Most sweeps.
             report: Called with the number of each sweep and the objective after it.
 
@@ -426,7 +420,7 @@ def descend(
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             start = symmetry.identity()
             if initial is not None:
-                dense = tuple(polar(matrix) for matrix in initial.dense)
+                dense = tuple(polar_factor(matrix) for matrix in initial.dense)
                 start = replace(start, permutation=initial.permutation, sign=initial.sign, dense=dense)
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of, wide
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
-from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 
 
@@ -74,7 +75,7 @@ def orbit_distance(
         The bounds are for permutations and signs of the balanced networks. A dead unit has no balanced form; it is
         left as it is.
     """
-    check_counts(restarts=restarts, max_sweeps=max_sweeps)
+    check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
     where = torch.device(device) if device is not None else device_of(a)
     with torch.no_grad():

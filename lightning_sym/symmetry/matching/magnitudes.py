@@ -10,6 +10,7 @@ from scipy import sparse
 from torch import Tensor, nn
 
 from lightning_sym._distributed import wide
+from lightning_sym._linear_algebra import best_scales
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import Floats, Ints
@@ -29,7 +30,7 @@ def refined(
     exponents, and matrices, stay.
 
     Args:
-        symmetry: Of both networks.
+        symmetry: Symmetry of both networks.
         a: The reference.
         b: The network that is moved.
         element: Moves `b`.
@@ -184,33 +185,13 @@ def best_factors(p: Floats, q: Floats, r: Floats, s: Floats) -> Floats:
     Returns:
         Shape (n,), within [-20, 20].
     """
-    result = np.zeros(len(p))
-    tiny = 1e-300
-    both = (q > tiny) & (s > tiny)
-    only = (q > tiny) & ~both & (p > 0)
-    result[only] = np.log(p[only] / q[only])
-    inverse = (s > tiny) & ~both & (r > 0)
-    result[inverse] = -np.log(r[inverse] / s[inverse])
-    if both.any():
-        at = np.flatnonzero(both)
-        # In units of f0 = (s/q)^(1/4) the polynomial is g^4 - u g^3 + v g - 1.
-        f0 = (s[at] / q[at]) ** 0.25
-        norm = np.sqrt(q[at] * s[at])
-        u, v = p[at] * f0 / norm, r[at] / f0 / norm
-        companion = np.zeros((len(at), 4, 4))
-        companion[:, 0, 0], companion[:, 0, 2], companion[:, 0, 3] = u, -v, 1.0
-        companion[:, (1, 2, 3), (0, 1, 2)] = 1.0
-        roots = np.linalg.eigvals(companion)
-        real = np.where((np.abs(roots.imag) < 1e-6 * np.abs(roots)) & (roots.real > 0), roots.real, np.nan)
-        candidates = np.concatenate([real, (1 / f0)[:, None]], axis=1)
-        with np.errstate(all="ignore"):
-            value = -2 * u[:, None] * candidates + candidates**2 - 2 * v[:, None] / candidates + candidates**-2.0
-        best = candidates[np.arange(len(at)), np.nanargmin(value, axis=1)]
-        # Newton in the logarithm: roots of a companion matrix have half the digits where they nearly meet.
-        for _ in range(3):
-            slope = -u * best + best**2 + v / best - best**-2.0
-            bend = -u * best + 2 * best**2 - v / best + 2 * best**-2.0
-            step = np.where(bend > 0, -slope / np.where(bend > 0, bend, 1.0), 0.0)
-            best *= np.exp(np.clip(step, -0.1, 0.1))
-        result[at] = np.log(best * f0)
-    return np.clip(result, -20.0, 20.0)
+    scales = best_scales(*(torch.from_numpy(np.asarray(part, dtype=np.float64)) for part in (p, q, r, s)))[1].numpy()
+    moves = np.isfinite(scales) & (scales > 0)
+    best = np.where(moves, scales, 1.0)
+    # Newton in the logarithm: roots of a companion matrix have half the digits where they nearly meet.
+    for _ in range(3):
+        slope = -p * best + q * best**2 + r / best - s / best**2
+        bend = -p * best + 2 * q * best**2 - r / best + 2 * s / best**2
+        step = np.where(bend > 0, -slope / np.where(bend > 0, bend, 1.0), 0.0)
+        best *= np.exp(np.clip(step, -0.1, 0.1))
+    return np.where(moves, np.clip(np.log(best), -20.0, 20.0), 0.0)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of, wide
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.matching.balanced import balanced, check_counts, check_networks
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
 
@@ -107,7 +108,7 @@ def weight_matching(
         signs: Whether signs may change.
         restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, the others at random
             permutations (if ``initial`` is given, all there, and only the order of the groups differs).
-        seed: Of the order of groups and the restarts; no other generator is used or changed.
+        seed: Seed of the order of groups and of the restarts; no other generator is used or changed.
         initial: Where to begin, an element for ``b``; only its permutation, signs and matrices are used.
         max_sweeps: Most sweeps over all groups in a descent, >= 1.
         balance: Whether both networks are brought to the balanced gauge first; ignored without ``scales``.
@@ -134,7 +135,7 @@ def weight_matching(
         Ainsworth et al. (2022), "Git Re-Basin: Merging Models modulo Permutation Symmetries", Algorithm 1,
         arXiv:2209.04836. Scales, signs, blocks, rotations and the skipping of unchanged groups are added.
     """
-    check_counts(restarts=restarts, max_sweeps=max_sweeps)
+    check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
     if initial is not None:
         symmetry._own(initial)

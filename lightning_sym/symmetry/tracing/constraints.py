@@ -60,7 +60,8 @@ class Sighting:
     Attributes:
         label: One entry per position.
         tensor: The parameter or buffer, or None.
-        kind: "value", or "variance" for a running variance, which moves by (spec 2.3) v' = s^2 (v + eps) - eps.
+        kind: "value", or "variance" for a running variance, which moves by v' = s^2 (v + eps) - eps
+            (docs/theory/intertwiners.md, 2.3).
         epsilon: That eps.
     """
 
@@ -72,7 +73,9 @@ class Sighting:
 
 @dataclass
 class Shift:
-    """A vector that may be added to biases, as running means behind them take it off again (spec 2.3, c).
+    """A vector that may be added to biases, as running means behind them take it off again.
+
+    See docs/theory/intertwiners.md, 2.3: c.
 
     Attributes:
         states: The biases, then the running means: usually one of each; more where layers share a norm, or norms one

@@ -1,4 +1,7 @@
-"""Rules for elementwise operations, pooling, and operations that only move elements about (spec 2.2)."""
+"""Rules for elementwise operations, pooling, and operations that only move elements about.
+
+See docs/theory/intertwiners.md, 2.2.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Rules for linear maps, normalisation and attention (spec 2.2 to 2.5)."""
+"""Rules for linear maps, normalisation and attention (docs/theory/intertwiners.md, 2.2 to 2.5)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -118,7 +118,7 @@ def _convolution(count: int, transposed: bool) -> Rule:
 def _grouped(
     trace: Trace, value: Value, weight: Value, groups: int, channel: int, transposed: bool, shape: tuple[int, ...]
 ) -> Value:
-    """Groups of channels stay together; inside a group both sides permute freely (spec 2.2)."""
+    """Groups of channels stay together; inside a group both sides permute freely (docs/theory/intertwiners.md, 2.2)."""
     constraints = trace.constraints
     label = trace.label(value, channel)
     rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
@@ -395,7 +395,10 @@ def _attention(
     causal: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Softmax(Q K^T) V per head (spec 2.5): queries against keys cancel, values pass, heads move as blocks."""
+    """Softmax(Q K^T) V per head: queries against keys cancel, values pass, heads move as blocks.
+
+    See docs/theory/intertwiners.md, 2.5.
+    """
     rank = query.ndim
     if kwargs.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         return unknown(trace, query, key, value, mask)

@@ -1,4 +1,7 @@
-"""What each operation allows: one rule per operation (spec 2.2), and the registry for users' own."""
+"""What each operation allows: one rule per operation, and the registry for users' own.
+
+See docs/theory/intertwiners.md, 2.2.
+"""
 
 import functools
 import operator
@@ -148,7 +151,9 @@ def passes_offset(target: Any) -> bool:
 
 
 def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
-    """Whether an operation can take up what changes of sign add to its input (spec 1.3); notes in which bias it does.
+    """Whether an operation can take up what changes of sign add to its input; notes in which bias it does.
+
+    See docs/theory/intertwiners.md, 1.4.
 
     It can if it is linear and has a bias; a convolution only without padding, as the padding stays zero.
     """

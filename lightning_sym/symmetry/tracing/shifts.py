@@ -1,4 +1,7 @@
-"""Free shifts: vectors that may be added to biases, as running means behind them take them off (spec 2.3, c)."""
+"""Free shifts: vectors that may be added to biases, as running means behind them take them off.
+
+See docs/theory/intertwiners.md, 2.3: c.
+"""
 
 from torch import fx
 

@@ -28,8 +28,8 @@ class Value:
         concrete: Its value, where it is made of constants only (indices, masks).
         state: The parameter or buffer that this is, untouched so far.
         producer: The bias that was added last, if this value comes right out of a linear operation with one.
-        offset: What a unit's change of sign adds to it (spec 1.3: sigmoid(-x) = 1 - sigmoid(x)). Only a linear
-            operation with a bias can take it up.
+        offset: What a unit's change of sign adds to it: sigmoid(-x) = 1 - sigmoid(x). Only a linear operation with a
+            bias can take it up (docs/theory/intertwiners.md, 1.4).
         by_size: Whether a constant may be another one for an input of another size: it was made from positions (a
             range, a triangle), or is a part of something that is not one number everywhere.
         sources: The values whose elements were only moved to get here, and how they were moved, step by step.

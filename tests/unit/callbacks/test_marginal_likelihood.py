@@ -127,15 +127,15 @@ def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity)
     assert paths["layer.noise"]["mean_square"] < 1e-2 * paths["layer.signal"]["mean_square"]
     if likelihood == "regression":
         assert callback.records[-1]["noise"] == pytest.approx(0.3, rel=0.15)
-        assert task.log_noise == pytest.approx(math.log(callback.records[-1]["noise"]))
+        assert task.prior.log_noise == pytest.approx(math.log(callback.records[-1]["noise"]))
     first, last = callback.records[0], callback.records[-1]
     assert last["log_marginal_likelihood"] > first["log_marginal_likelihood"]
     # What the callback says is what the evidence at the final weights is.
     data = planted(likelihood).curvature_dataloader()
     groups = parameter_groups(task.network)
     evidence = Evidence.of(task.network, factors(task.network, data, likelihood), groups)
-    precisions = torch.tensor([task.log_precisions[f"{name}.linear.weight"] for name in groups.names])
-    total = evidence.log_marginal_likelihood(precisions.double(), task.log_noise) / 200
+    precisions = torch.tensor([task.prior.log_precisions[f"{name}.linear.weight"] for name in groups.names])
+    total = evidence.log_marginal_likelihood(precisions.double(), task.prior.log_noise) / 200
     assert last["log_marginal_likelihood"] == pytest.approx(total, rel=1e-6)
     parts = last["log_likelihood"] - last["log_determinant"] - last["scatter"]
     assert last["log_marginal_likelihood"] == pytest.approx(parts)
@@ -151,16 +151,16 @@ def test_schedule(tmp_path, burn_in, every, expected):
 
     class Spy(MarginalLikelihood):
         def on_train_epoch_end(self, trainer, pl_module):
-            before = dict(pl_module.log_precisions)
+            before = dict(pl_module.prior.log_precisions)
             super().on_train_epoch_end(trainer, pl_module)
-            if pl_module.log_precisions != before:
+            if pl_module.prior.log_precisions != before:
                 seen.append(trainer.current_epoch + 1)
 
     callback = Spy(burn_in=burn_in, every_n_epochs=every, steps=3)
     task, _ = fit(tmp_path, callback, planted("classification"), epochs=7)
     assert seen == expected
     assert [record["epoch"] for record in callback.records] == [*expected, *([] if 7 in expected else [7])]
-    assert (set(task.log_precisions.values()) == {0.0}) == (not expected)
+    assert (set(task.prior.log_precisions.values()) == {0.0}) == (not expected)
 
 
 def test_an_update_takes_so_many_steps_of_adam(tmp_path):
@@ -173,7 +173,7 @@ def test_an_update_takes_so_many_steps_of_adam(tmp_path):
     found = factors(task.network, planted("classification").curvature_dataloader(), "classification")
     alone = PrecisionOptimizer(groups.names, lr=0.05)
     alone.update(Evidence.of(task.network, found, groups), 7)
-    assert list(task.log_precisions.values()) == pytest.approx(alone.log_precisions.tolist(), rel=1e-9)
+    assert list(task.prior.log_precisions.values()) == pytest.approx(alone.log_precisions.tolist(), rel=1e-9)
 
 
 def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
@@ -286,7 +286,7 @@ def test_what_is_left_behind(tmp_path, capsys):
         values = callback.records[-1]["paths"][f"{row['layer']}.{row['path']}"]
         assert float(row["normalised"]) == pytest.approx(values["effective"] / 6)
         assert float(row["precision"]) == pytest.approx(
-            math.exp(task.log_precisions[f"layer.{row['path']}.linear.weight"])
+            math.exp(task.prior.log_precisions[f"layer.{row['path']}.linear.weight"])
         )
         weight = task.network.get_submodule(f"layer.{row['path']}.linear").weight
         assert float(row["mean_square"]) == pytest.approx(float(weight.detach().double().square().mean()))
@@ -326,10 +326,10 @@ def test_an_ordinary_network_has_layers_without_types(tmp_path, capsys):
 def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
     first = MarginalLikelihood(burn_in=1, every_n_epochs=1)
     task, _ = fit(tmp_path / "1", first, planted("classification"), epochs=2)
-    before = dict(task.log_precisions)
+    before = dict(task.prior.log_precisions)
     again = MarginalLikelihood(burn_in=None)
     fit(tmp_path / "2", again, planted("classification"), epochs=1, task=task)
-    assert task.log_precisions == before
+    assert task.prior.log_precisions == before
     shown = {path: values["precision"] for path, values in again.records[-1]["paths"].items()}
     assert shown["layer.noise"] == pytest.approx(math.exp(before["layer.noise.linear.weight"]))
 
@@ -341,12 +341,11 @@ def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
         ({"every_n_epochs": 0}, "every_n_epochs must be an integer >= 1, got 0"),
         ({"steps": 1.5}, "steps must be an integer >= 1"),
         ({"samples": 0}, "samples must be an integer >= 1 or null"),
-        ({"lr": 0.0}, "lr of the precisions must be positive"),
+        ({"lr": 0.0}, "lr of the precisions must be a number > 0"),
         ({"engine": "jax"}, "engine"),
         ({"granularity": "per_weight"}, "granularity"),
         ({"ffc": "dense"}, "ffc"),
         ({"bounds": (1.0, -1.0)}, "ascending"),
-        ({"precision": 0.0}, "precision must be a finite number > 0 or null"),
     ],
 )
 def test_bad_settings_are_refused(settings, words):
@@ -358,10 +357,8 @@ def test_other_tasks_and_data_are_refused(tmp_path):
     class Other(LightningModule):
         """Some task."""
 
-    with pytest.raises(TypeError, match=r"works with lightning_sym\.tasks\.EquivarianceTask and ZooTask, got Other"):
-        MarginalLikelihood().task(Other())
-    with pytest.raises(ValueError, match="for an EquivarianceTask set the task's own precision"):
-        fit(tmp_path, MarginalLikelihood(precision=2.0), planted("classification"))
+    with pytest.raises(TypeError, match=r"learns the precisions of task\.prior, and Other has none; set self.prior"):
+        MarginalLikelihood().setup(Trainer(logger=False, fast_dev_run=True), Other(), "fit")
 
 
 def test_a_state_of_another_division_is_refused(tmp_path):

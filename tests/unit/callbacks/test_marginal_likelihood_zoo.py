@@ -65,8 +65,8 @@ def fit(folder, task, callback=None, epochs=4, data=None, before=(), **settings)
 
 
 def zoo(optimizer="adam", *, norm=False, **settings):
-    settings = {"members": 2, "keep": "last", "optimizer": OPTIMIZERS.get(optimizer, optimizer), **settings}
-    return ZooTask(SmallCNN(norm=norm), **settings)
+    settings = {"members": 2, "keep": "last", "prior_precision": 1.0, **settings}
+    return ZooTask(SmallCNN(norm=norm), optimizer=OPTIMIZERS[optimizer], **settings)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -104,7 +104,7 @@ def test_the_evidence_of_a_member_is_that_of_its_network(tmp_path, norm):
         network.load_state_dict(task.population.member_state(record["member"]))
         groups = parameter_groups(network)
         evidence = Evidence.of(network, factors(network, data.curvature_dataloader()), groups)
-        log_precisions = callback.networks.prior(record["member"])[0]
+        log_precisions = task.prior.members[record["member"]].log_precisions
         chosen = torch.tensor([log_precisions[f"{name}.weight"] for name in groups.names], dtype=torch.float64)
         assert record["log_marginal_likelihood"] == pytest.approx(
             evidence.log_marginal_likelihood(chosen) / 80, rel=1e-9
@@ -119,17 +119,17 @@ def test_the_evidence_of_a_member_is_that_of_its_network(tmp_path, norm):
 def test_a_member_is_trained_as_an_equivariance_task_trains_it(tmp_path, optimizer, execution):
     """With all data in a batch, so that their order does not matter; the prior is strong enough to be seen."""
     settings = {"data": digits(batch_size=80), "epochs": 12}
-    task = zoo(optimizer, execution=execution, seed=3)
-    callback, _ = fit(tmp_path, task, MarginalLikelihood(burn_in=4, every_n_epochs=4, precision=5.0), **settings)
+    task = zoo(optimizer, execution=execution, seed=3, prior_precision=5.0)
+    fit(tmp_path, task, MarginalLikelihood(burn_in=4, every_n_epochs=4), **settings)
     alone = EquivarianceTask(SmallCNN().fresh(4), precision=5.0, optimizer=OPTIMIZERS[optimizer])
-    other, _ = fit(tmp_path, alone, MarginalLikelihood(burn_in=4, every_n_epochs=4), **settings)
-    assert callback.networks.implicit == other.networks.implicit == (optimizer != "rmsprop")
+    fit(tmp_path, alone, MarginalLikelihood(burn_in=4, every_n_epochs=4), **settings)
+    assert task.prior.implicit == alone.prior.implicit == (optimizer != "rmsprop")
     for name, value in alone.network.state_dict().items():
         torch.testing.assert_close(task.population.member_state(4)[name], value, rtol=1e-3, atol=1e-4)
-    for name, value in alone.log_precisions.items():
-        assert callback.networks.prior(4)[0][name] == pytest.approx(value, abs=1e-3)
-    free = zoo(optimizer, execution=execution, seed=3)
-    fit(tmp_path, free, MarginalLikelihood(burn_in=None, precision=1e-9), **settings)
+    for name, value in alone.prior.log_precisions.items():
+        assert task.prior.members[4].log_precisions[name] == pytest.approx(value, abs=1e-3)
+    free = zoo(optimizer, execution=execution, seed=3, prior_precision=1e-9)
+    fit(tmp_path, free, MarginalLikelihood(burn_in=None), **settings)
     changed = task.population.member_state(4)["last.weight"] - free.population.member_state(4)["last.weight"]
     assert changed.abs().max() > 0.01
 
@@ -190,18 +190,25 @@ def test_passes_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_run(
     ("settings", "words"),
     [
         ({"optimizer": functools.partial(torch.optim.SGD, lr=0.1, weight_decay=1e-4)}, "SGD decays weights, which"),
-        ({"optimizer": torch.optim.AdamW}, "AdamW decays weights, which the prior of MarginalLikelihood"),
+        ({"optimizer": torch.optim.AdamW}, "AdamW decays weights, which the Gaussian prior"),
         ({"label_smoothing": 0.1}, "With label_smoothing 0.1 the loss is no log likelihood"),
+        ({"prior_precision": 0.0}, "precision must be a finite number > 0"),
     ],
 )
-def test_what_a_zoo_must_not_have(tmp_path, settings, words):
+def test_what_a_zoo_with_a_prior_must_not_have(settings, words):
     with pytest.raises(ValueError, match=words):
-        fit(tmp_path, zoo(**settings))
+        ZooTask(SmallCNN(), **{"prior_precision": 1.0, **settings})
+
+
+def test_a_zoo_without_a_prior_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"ZooTask has none; .*prior_precision of ZooTask"):
+        fit(tmp_path, ZooTask(SmallCNN(), members=2, keep="last"))
 
 
 def test_what_is_left_behind(tmp_path, capsys):
     callback = MarginalLikelihood(burn_in=2, every_n_epochs=2, steps=5)
-    _, trainer = fit(tmp_path, zoo(norm=True), callback, logger=MetricsCSV(tmp_path), data=digits(val_fraction=0.2))
+    task = zoo(norm=True)
+    _, trainer = fit(tmp_path, task, callback, logger=MetricsCSV(tmp_path), data=digits(val_fraction=0.2))
     with (tmp_path / "results" / "layers.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     layers = ["first", "norm", "second", "last"]
@@ -210,7 +217,7 @@ def test_what_is_left_behind(tmp_path, capsys):
         last = next(r for r in reversed(callback.records) if r["member"] == int(row["member"]))
         assert float(row["precision"]) == pytest.approx(last["paths"][row["layer"]]["precision"])
     about = json.loads((tmp_path / "results" / "layers.json").read_text())
-    assert about["log_precisions"]["member-0001"]["norm.bias"] == callback.networks.prior(1)[0]["norm.bias"]
+    assert about["log_precisions"]["member-0001"]["norm.bias"] == task.prior.members[1].log_precisions["norm.bias"]
     assert about["test"].keys() == about["evidence"].keys() == {"member-0000", "member-0001"}
     mean = sum(values["accuracy"] for values in about["test"].values()) / 2
     with (tmp_path / "metrics.csv").open(newline="") as file:
@@ -229,7 +236,8 @@ def test_what_is_left_behind(tmp_path, capsys):
 
 
 def test_a_large_zoo_is_not_printed_whole(tmp_path, capsys):
-    task = ZooTask(MultiLayerPerceptron(widths=(4,), image_size=8), members=23, execution="vmap", keep="last")
+    network = MultiLayerPerceptron(widths=(4,), image_size=8)
+    task = ZooTask(network, members=23, execution="vmap", keep="last", prior_precision=1.0)
     fit(tmp_path, task, MarginalLikelihood(burn_in=None), epochs=1)
     assert "and 6 more in layers.csv" in capsys.readouterr().out
     assert len((tmp_path / "results" / "layers.csv").read_text().splitlines()) == 47

@@ -183,7 +183,7 @@ def test_steps_out_of_range():
 def test_evidence_that_cannot_be_made():
     network = relaxed()
     found, groups = factors(network, batches()), parameter_groups(network)
-    with pytest.raises(ValueError, match="temperature must be positive"):
+    with pytest.raises(ValueError, match="temperature must be a number > 0"):
         Evidence.of(network, found, groups, temperature=0)
     with pytest.raises(ValueError, match=r"'0\.fc\.theta1' has a curvature block but no"):
         Evidence(found, {}, groups)

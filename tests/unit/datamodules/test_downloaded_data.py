@@ -1,8 +1,11 @@
+"""MNIST and CIFAR as torchvision fetches and reads them, on small files of the published formats."""
+
 import gzip
 import hashlib
 import io
 import pickle
 import tarfile
+import urllib.request
 from pathlib import Path
 from urllib.error import URLError
 
@@ -19,6 +22,7 @@ from lightning_sym.datamodules import (
 )
 
 TRAIN, TEST = 20, 6
+IMAGES = "train-images-idx3-ubyte"
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -35,42 +39,23 @@ def mnist_files() -> dict[str, bytes]:
     return files
 
 
-def cifar_files(names: list[str], key: str) -> dict[str, bytes]:
-    random = np.random.default_rng(0)
-    return {
-        name: pickle.dumps({"data": random.integers(0, 256, (4, 3072), dtype=np.uint8), key: [0, 1, 2, 3]})
-        for name in names
-    }
-
-
 def md5(data: bytes) -> str:
     return hashlib.md5(data).hexdigest()
 
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise URLError("Name or service not known")
+    """Files are served from folders; every other address is out of reach."""
+    urlopen = urllib.request.urlopen
 
-    monkeypatch.setattr("lightning_sym.datamodules._downloaded.download_url", refuse)
+    def local(request, *args, **kwargs):
+        if not request.full_url.startswith("file:"):
+            raise URLError("Name or service not known")
+        response = urlopen(request, *args, **kwargs)
+        response.length = None  # torchvision asks for it, and only answers of servers have it
+        return response
 
-
-def serve(monkeypatch, contents: dict[str, bytes]):
-    """Let downloads of the named files succeed."""
-    asked = []
-
-    def download(url, root, md5=None):
-        name = url.rpartition("/")[2]
-        asked.append(url)
-        if name not in contents:
-            Path(root, name).write_bytes(b"half a fi")
-            raise URLError("timed out")
-        Path(root, name).write_bytes(contents[name])
-        if hashlib.md5(contents[name]).hexdigest() != md5:
-            raise RuntimeError("File not found or corrupted.")
-
-    monkeypatch.setattr("lightning_sym.datamodules._downloaded.download_url", download)
-    return asked
+    monkeypatch.setattr(urllib.request, "urlopen", local)
 
 
 @pytest.fixture
@@ -88,38 +73,54 @@ def mnist_root(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def served(tmp_path_factory, monkeypatch):
+    """A folder from which torchvision downloads MNIST; its first mirror is out of reach."""
+    folder = tmp_path_factory.mktemp("served")
+    packed = {f"{name}.gz": gzip.compress(data) for name, data in mnist_files().items()}
+    for name, data in packed.items():
+        (folder / name).write_bytes(data)
+    source = torchvision.datasets.MNIST
+    monkeypatch.setattr(source, "resources", [(name, md5(data)) for name, data in packed.items()])
+    monkeypatch.setattr(source, "mirrors", ["https://first/", f"{folder.as_uri()}/"])
+    return folder
+
+
 @pytest.fixture(params=[CIFAR10DataModule, CIFAR100DataModule])
-def cifar(request, monkeypatch):
-    """The class, its files and the archive that holds them; torchvision's sums are replaced by theirs."""
-    cls = request.param
-    source, key = cls.source, cls.label_key
-    files = cifar_files([name for name, _ in [*source.train_list, *source.test_list]], key)
+def cifar(request, monkeypatch, tmp_path_factory):
+    """The class, its files and the archive that holds them; torchvision's sums and address are replaced by theirs."""
+    cls, random = request.param, np.random.default_rng(0)
+    source, key = cls.source, {10: "labels", 100: "fine_labels"}[cls.source_classes]
+    files = {
+        name: pickle.dumps({"data": random.integers(0, 256, (4, 3072), dtype=np.uint8), key: [0, 1, 2, 3]})
+        for name, _ in [*source.train_list, *source.test_list]
+    }
+    files[source.meta["filename"]] = pickle.dumps({source.meta["key"]: ["a", "b"]})
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, data in files.items():
             entry = tarfile.TarInfo(f"{source.base_folder}/{name}")
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
-    archive = buffer.getvalue()
+    path = tmp_path_factory.mktemp("served") / source.filename
+    path.write_bytes(buffer.getvalue())
     for part in ("train_list", "test_list"):
         monkeypatch.setattr(source, part, [[name, md5(files[name])] for name, _ in getattr(source, part)])
-    monkeypatch.setattr(source, "tgz_md5", md5(archive))
+    monkeypatch.setattr(source, "meta", {**source.meta, "md5": md5(files[source.meta["filename"]])})
+    monkeypatch.setattr(source, "tgz_md5", md5(buffer.getvalue()))
+    monkeypatch.setattr(source, "url", path.as_uri())
     monkeypatch.setattr(cls, "source_sizes", None)
-    return cls, files, archive
+    return cls, files, path
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_mnist_reads_what_torchvision_reads(mnist, mnist_root, packed):
-    expected = torchvision.datasets.MNIST(mnist_root, train=True)
-    if packed:
-        for path in list((mnist_root / "MNIST" / "raw").iterdir()):
-            path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
-            path.unlink()
+def test_mnist_reads_the_values_and_labels_of_the_files(mnist, mnist_root):
     data = mnist(mnist_root, val_fraction=0.25)
     data.prepare_data()  # nothing to do
     train, test = data.load()
-    assert torch.equal(train.images[:, 0], expected.data)
-    assert torch.equal(train.labels, expected.targets)
+    expected = np.frombuffer(mnist_files()[IMAGES], np.uint8, offset=16).reshape(TRAIN, 1, 28, 28)
+    assert train.images.dtype == torch.uint8
+    assert torch.equal(train.images, torch.from_numpy(expected.copy()))
+    assert torch.equal(train.labels, torch.arange(TRAIN) % 10)
     assert data.identity()["splits"] == {"train": 15, "val": 5, "test": TEST}
     assert test.images.shape == (TEST, 1, 28, 28)
 
@@ -148,8 +149,11 @@ def test_offline_and_absent_says_where_and_what_to_do(tmp_path, monkeypatch, cls
         cls().prepare_data()
     message = str(caught.value)
     assert f"{cls.title} is not in {tmp_path}/data/{folder} (missing: " in message
-    assert "the download failed: Name or service not known); copy them there, or set root to" in message
+    assert "the download failed: " in message
+    assert "Name or service not known" in message
+    assert "; copy them there, or set root to" in message
     assert "\n" not in message
+    assert list((tmp_path / "data").iterdir()) == []
     with pytest.raises(FileNotFoundError, match=r"download is false.*set download to true"):
         cls(download=False).prepare_data()
     with pytest.raises(FileNotFoundError, match=r"nothing was downloaded yet.*call prepare_data\(\) first"):
@@ -164,95 +168,79 @@ def test_declared_sizes_allow_checks_before_anything_is_downloaded():
     assert FashionMNISTDataModule().class_names[9] == "Ankle boot"
 
 
-def test_mnist_is_downloaded_whole_from_the_first_mirror_that_works(mnist, tmp_path, monkeypatch):
-    contents = {f"{name}.gz": gzip.compress(data) for name, data in mnist_files().items()}
-    resources = [(name, md5(data)) for name, data in contents.items()]
-    monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
-    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["https://first/", "https://second/"])
-    last = resources[-1][0]
-    asked = serve(monkeypatch, {name: data for name, data in contents.items() if name != last})
-    with pytest.raises(FileNotFoundError, match=r"missing: .*the download failed: timed out"):
-        mnist(tmp_path).prepare_data()
-    assert asked[-2:] == [f"https://first/{last}", f"https://second/{last}"]
-    folder = tmp_path / "MNIST" / "raw"
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        name: data for name, data in mnist_files().items() if name != last.removesuffix(".gz")
-    }
-    asked = serve(monkeypatch, contents)
+def test_mnist_is_downloaded_whole_from_the_first_mirror_that_works(mnist, served, tmp_path):
     data = mnist(tmp_path)
     data.prepare_data()
-    assert asked == [f"https://first/{last}"]  # only what was missing
+    assert {path.name: path.read_bytes() for path in data.folder.iterdir()} == mnist_files()
     assert data.identity()["splits"]["test"] == TEST
+    assert [path.name for path in tmp_path.iterdir()] == ["MNIST"]
 
 
-def test_a_download_with_the_wrong_sum_leaves_nothing(mnist, tmp_path, monkeypatch):
-    serve(monkeypatch, {f"{name}.gz": b"not the file" for name in mnist_files()})
-    with pytest.raises(FileNotFoundError, match=r"the download failed: File not found or corrupted"):
+@pytest.mark.parametrize("problem", ["absent", "another sum"])
+def test_a_failed_mnist_download_leaves_nothing(mnist, served, tmp_path, problem):
+    last = served / "t10k-labels-idx1-ubyte.gz"
+    last.unlink() if problem == "absent" else last.write_bytes(b"not the file")
+    with pytest.raises(FileNotFoundError, match=rf"the download failed: Error downloading {last.name}"):
         mnist(tmp_path).prepare_data()
-    assert list((tmp_path / "MNIST" / "raw").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_packed_mnist_files_are_unpacked_without_a_network(mnist, served, tmp_path):
+    folder = tmp_path / "MNIST" / "raw"
+    served.rename(folder.parent.mkdir() or folder)
+    data = mnist(tmp_path)
+    data.prepare_data()
+    assert {name: (folder / name).read_bytes() for name in mnist_files()} == mnist_files()
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("train-images-idx3-ubyte", lambda data: data[:-1], "15679 values where its header says 15680"),
-        ("train-labels-idx1-ubyte", lambda data: b"<html>", "no header of uint8 values with 1 axes"),
-        ("t10k-images-idx3-ubyte", lambda data: b"", "no header of uint8 values with 3 axes"),
-        ("t10k-labels-idx1-ubyte", lambda data: idx(np.zeros(5, np.uint8)), "5 labels for 6 images"),
-        ("t10k-labels-idx1-ubyte", lambda data: idx(np.full(6, 10, np.uint8)), "a label of 10"),
-        (
-            "train-images-idx3-ubyte",
-            lambda data: idx(np.zeros((20, 8, 8), np.uint8)),
-            r"images of \[8, 8\] pixels",
-        ),
-        ("train-images-idx3-ubyte", lambda data: idx(np.zeros((0, 28, 28), np.uint8)), "it holds nothing"),
+        (IMAGES, lambda data: data[:-1], "the file is damaged .*15679"),
+        ("train-labels-idx1-ubyte", lambda data: b"<html>", "the file is damaged .*wrong header"),
+        ("t10k-images-idx3-ubyte", lambda data: b"", "the file is damaged"),
+        (IMAGES, lambda data: idx(np.zeros((0, 28, 28), np.uint8)), "the file is damaged"),
+        (IMAGES, lambda data: data[:2] + b"\x0d" + data[3:], "the file is damaged"),  # floats
+        ("t10k-labels-idx1-ubyte", lambda data: idx(np.zeros(5, np.uint8)), "the test images .*one per image"),
+        ("t10k-labels-idx1-ubyte", lambda data: idx(np.full(6, 10, np.uint8)), r"the test images .*in \[0, 10\)"),
+        (IMAGES, lambda data: idx(np.zeros((20, 8, 8), np.uint8)), r"must have shape \(1, 28, 28\)"),
     ],
 )
 def test_a_damaged_mnist_file_is_named(mnist, mnist_root, name, change, message):
     path = mnist_root / "MNIST" / "raw" / name
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"MNIST: the file {path} is damaged .{message}.; delete it and run again"):
+    with pytest.raises(ValueError, match=message.replace("the file", f"MNIST: {path}")):
         mnist(mnist_root).setup()
 
 
-def test_a_damaged_packed_file_is_named(mnist, mnist_root):
-    path = mnist_root / "MNIST" / "raw" / "train-images-idx3-ubyte"
-    packed = gzip.compress(path.read_bytes())
-    path.unlink()
-    for content in (packed[: len(packed) // 2], b"not gzip", packed[:50] + bytes(50) + packed[100:]):
-        path.with_name(path.name + ".gz").write_bytes(content)
-        with pytest.raises(ValueError, match=rf"the file {path}.gz is damaged .cannot be unpacked"):
-            mnist(mnist_root).setup()
-
-
-def test_cifar_is_downloaded_unpacked_and_read(cifar, tmp_path, monkeypatch):
-    cls, files, archive = cifar
-    serve(monkeypatch, {cls.source.url.rpartition("/")[2]: archive})
+def test_cifar_is_downloaded_unpacked_and_read(cifar, tmp_path):
+    cls, files, _ = cifar
     data = cls(str(tmp_path), batch_size=2, val_fraction=0.25)
     data.prepare_data()
     assert sorted(path.name for path in data.folder.iterdir()) == sorted(files)
     assert [path.name for path in tmp_path.iterdir()] == [cls.source.base_folder]
     train, test = data.load()
     assert train.images.shape == (4 * len(cls.source.train_list), 3, 32, 32)
+    assert train.images.is_contiguous()
     first = pickle.loads(files[cls.source.train_list[0][0]])["data"]
     assert torch.equal(train.images[:4].flatten(1), torch.from_numpy(first))
     assert test.labels.tolist() == [0, 1, 2, 3]
+    assert test.labels.dtype == torch.int64
 
 
-def test_a_failed_cifar_download_leaves_nothing(cifar, tmp_path, monkeypatch):
+@pytest.mark.parametrize("published", [True, False], ids=["another sum", "no archive to its end"])
+def test_a_failed_cifar_download_leaves_nothing(cifar, tmp_path, monkeypatch, published):
     cls, _, archive = cifar
-    name = cls.source.url.rpartition("/")[2]
-    serve(monkeypatch, {name: archive[:-100]})
+    archive.write_bytes(archive.read_bytes()[:-100])
+    if not published:
+        monkeypatch.setattr(cls.source, "tgz_md5", md5(archive.read_bytes()))
     with pytest.raises(FileNotFoundError, match=r"the download failed"):
         cls(str(tmp_path)).prepare_data()
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(cls.source, "tgz_md5", md5(archive[:-100]))  # whole, but not an archive to its end
-    with pytest.raises(FileNotFoundError, match=r"the download failed"):
-        cls(str(tmp_path)).prepare_data()
-    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
-def test_a_foreign_pickle_is_never_opened(cifar, tmp_path):
+@pytest.mark.parametrize("which", ["train_list", "test_list", "meta"])
+def test_a_foreign_pickle_is_never_opened(cifar, tmp_path, which):
     cls, files, _ = cifar
 
     class Harmful:
@@ -263,19 +251,15 @@ def test_a_foreign_pickle_is_never_opened(cifar, tmp_path):
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    path = folder / cls.source.test_list[0][0]
-    path.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(
-        ValueError, match=rf"the file {path} is damaged .its MD5 sum is .*it was not opened.; delete it"
-    ):
-        cls(str(tmp_path), batch_size=2).setup()
+    name = cls.source.meta["filename"] if which == "meta" else getattr(cls.source, which)[0][0]
+    for content in (pickle.dumps(Harmful()), files[name][:-5]):
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{folder} is damaged .*corrupted.*; delete it and run again"):
+            cls(str(tmp_path), batch_size=2).setup()
     assert not (tmp_path / "harm").exists()
-    path.write_bytes(files[path.name][:-5])
-    with pytest.raises(ValueError, match=rf"the file {path} is damaged"):
-        cls(str(tmp_path), batch_size=2).setup()
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(mnist, tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_named(mnist, served, tmp_path):
     (tmp_path / "MNIST").write_text("a file where a folder should be")
     with pytest.raises(FileNotFoundError, match=rf"MNIST is not in {tmp_path}/MNIST/raw .*the download failed"):
         mnist(tmp_path).prepare_data()

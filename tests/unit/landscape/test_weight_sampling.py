@@ -1,17 +1,16 @@
-"""Samples of sets without a grid, neighbour graphs, stacks of classes and the dimension of cuts."""
+"""Samples of sets without a grid, neighbour graphs, and J around given weights."""
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_sym.landscape.grids import Grid
+from lightning_sym.landscape.outputs import surfaces
 from lightning_sym.landscape.planes import WeightPlane
 from lightning_sym.landscape.sampling import neighbour_graph, sample_set
-from lightning_sym.landscape.stacks import class_stack, cut_dimension, surfaces, two_unit_targets
+from lightning_sym.landscape.two_unit import balanced_weights
 from lightning_sym.networks import MultiLayerPerceptron
 
 TWO = MultiLayerPerceptron(widths=[2], in_channels=1, image_size=1, num_classes=1, bias=False)
@@ -135,52 +134,14 @@ def test_wrong_arguments_say_so() -> None:
         neighbour_graph(ring, points, 0.1, checks=0)
 
 
-def test_cut_dimensions() -> None:
-    # Spec 5.6: two-unit net, mixed and same sign, planes of dimension 2, 3, 4.
-    assert [cut_dimension(4, 2, m) for m in (2, 3, 4)] == [0, 1, 2]
-    assert [cut_dimension(4, 3, m) for m in (2, 3, 4)] == [1, 2, 3]
-    assert cut_dimension(1000, 100, 3) == -897
-    for wrong in ((4, 5, 2), (4, 2, 5), (4, -1, 2)):
-        with pytest.raises(ValueError, match=r"must be in 0 \.\. 4"):
-            cut_dimension(*wrong)
-
-
-def test_targets_have_their_slopes() -> None:
-    targets = two_unit_targets((0.5, -0.2), (-0.5, 0.3), 11)
-    a, b, c, d = targets.T
-    p, q = c * a.relu() + d * b.relu(), c * (-a).relu() + d * (-b).relu()
-    assert torch.allclose(p, torch.linspace(0.5, -0.5, 11).double(), atol=1e-7)
-    assert torch.allclose(q, torch.linspace(-0.2, 0.3, 11).double(), atol=1e-7)
-    assert torch.allclose(
-        two_unit_targets((0.3, 0.1), (1.0, 1.0), 1)[0, :2].abs(), torch.tensor([0.3, 0.1]).double().sqrt()
-    )
-    with pytest.raises(ValueError, match="count"):
-        two_unit_targets((0.0, 0.0), (1.0, 1.0), 0)
-
-
-def test_a_stack_has_a_slice_for_each_target(tmp_path: Path) -> None:
-    targets = two_unit_targets((0.5, 0.3), (0.5, 0.0), 3)
-    points = torch.stack([targets[0], *(targets[0] + 0.1 * torch.eye(4, dtype=torch.float64)[:2])])
-    plane, grid = WeightPlane.through(points), Grid(dimension=2, points=9, bound=0.5)
-    make, seen = surfaces(TWO, LINE), []
-    stack = class_stack(
-        make, targets, plane, grid, partial=tmp_path / "stack", progress=lambda *counts: seen.append(counts)
-    )
-    assert stack.shape == (3, 9, 9)
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    # The origin of the plane is the first target, from which the others are q apart: J = M- (q - q*)^2.
-    moment = float(LINE[LINE < 0].square().sum()) / 21
-    assert torch.allclose(stack[:, 4, 4], moment * torch.tensor([0.0, 0.15, 0.3]).double().square(), atol=1e-14)
-    coefficients = grid.coefficients(0, 81)
-    assert torch.allclose(stack[1].flatten(), make(targets[1]).at(plane.weights(coefficients)), rtol=1e-9, atol=1e-14)
-    with pytest.raises(ValueError, match="targets must have shape"):
-        class_stack(make, targets[0], plane, grid)
-
-
 def test_samples_of_a_plane_of_a_network() -> None:
-    targets = two_unit_targets((0.5, 0.3), (0.5, 0.3), 1)
-    points = torch.stack([targets[0], *(targets[0] + torch.eye(4, dtype=torch.float64)[:3])])
-    evaluate = partial(surfaces(TWO, LINE)(targets[0]).on, WeightPlane.through(points))
+    target = balanced_weights(torch.tensor([0.5, 0.3]))
+    points = torch.stack([target, *(target + torch.eye(4, dtype=torch.float64)[:3])])
+    make = surfaces(TWO, LINE)
+    # Around the origin of the plane the slopes of the other class are 0.2 off: J = M- (q - q*)^2.
+    other = make(balanced_weights(torch.tensor([0.5, 0.1]))).at(target[None])
+    torch.testing.assert_close(other, LINE.clamp(max=0).square().mean()[None] * 0.04, rtol=1e-6, atol=0)
+    evaluate = partial(make(target).on, WeightPlane.through(points))
     found = sample_set(evaluate, dimension=3, bound=0.5, epsilon=1e-3, samples=2**13)
     graph = neighbour_graph(evaluate, found.coefficients, 1e-3)
     assert len(found.coefficients) > 30

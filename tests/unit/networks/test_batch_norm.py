@@ -140,7 +140,7 @@ def test_one_pass_is_the_mean_over_batches():
 
 
 def test_larger_batches_come_closer_to_the_exact_statistics():
-    """Heavy tails, as in the spec's measurement: with small batches the outputs are off by percents."""
+    """Heavy tails: with small batches the outputs are off by percents (docs/theory/stitching.md, 4.2)."""
     network = deep()
     generator = torch.Generator().manual_seed(5)
     data = images(256).mul(torch.randn(256, 1, 1, 1, generator=generator).double().exp())

@@ -36,7 +36,7 @@ FUNCTIONS = {
 }
 ON_CHANNELS = {"avg_pool", "interpolate", "max_pool", "dropout", "alpha_dropout"}
 
-# min_B |sigma(A X) - B sigma(X)| / |sigma(A X)| as printed in the specification, section 1.2; None: accepted.
+# min_B |sigma(A X) - B sigma(X)| / |sigma(A X)| outside of the group, from another implementation; None: accepted.
 RESIDUALS = {
     "relu": (None, 0.35, 0.13),
     "leaky_relu": (None, 0.34, 0.12),
@@ -386,7 +386,7 @@ def test_affine_signs_change_the_weights_but_not_the_network(name):
     b2_ = b2 - w2_ @ shift
     before, after = sigma(x @ w1.T + b1) @ w2.T + b2, sigma(x @ w1_.T + b1_) @ w2_.T + b2_
     torch.testing.assert_close(after, before, atol=1e-13, rtol=0)
-    # The closed form of the specification, without the permutation.
+    # The closed form of docs/theory/intertwiners.md, 1.4, without the permutation.
     s = torch.tensor([1, -1, -1, 1, 1, -1, 1, -1], dtype=torch.float64)
     after = sigma(x @ (s[:, None] * w1).T + s * b1) @ (w2 * s).T + b2 + w2 @ (1 - s) / 2
     torch.testing.assert_close(after, before, atol=1e-13, rtol=0)
@@ -417,7 +417,7 @@ def test_how_far_gelu_is_from_homogeneous():
 
     printed = {0.25: 0.065, 0.5: 0.069, 0.75: 0.041, 1.0: 0.0, 2.0: 0.177}
     assert {t: round(xi(t), 3) for t in printed} == printed
-    # The specification prints 0.1267, cut off; the limit is the distance of GELU from ReLU.
+    # The paper's 0.1267 is cut off (docs/theory/intertwiners.md, 1.2); the limit is the distance of GELU from ReLU.
     assert xi(1e5) / 1e5 == pytest.approx(0.12675385, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Tracing: bad input, users' own rules, what is left alone, batch norm (spec 2.3), and optimisers' state."""
+"""Tracing: bad input, users' own rules, what is left alone, batch norm, and optimisers' state."""
 
 import copy
 import dataclasses
@@ -615,7 +615,7 @@ def test_taps_show_the_units_move() -> None:
     assert torch.allclose(new, old[:, element.permutation[group.units]])
 
 
-# Batch norm (spec 2.3).
+# Batch norm (docs/theory/intertwiners.md, 2.3).
 
 
 @functools.cache
@@ -642,7 +642,7 @@ def change(one: nn.Module, two: nn.Module, x: Tensor, *, training: bool) -> floa
 
 
 def part_of(symmetry: Any, which: str) -> Any:
-    """An element that is random in one of the four parts of spec 2.3: (p, lam, d, c)."""
+    """An element that is random in one of the four parts of docs/theory/intertwiners.md, 2.3: (p, lam, d, c)."""
     drawn, nothing = symmetry.sample(generator(5)), symmetry.identity()
     if which == "p":
         return dataclasses.replace(nothing, permutation=drawn.permutation)
@@ -684,7 +684,7 @@ def test_naive_rule_for_running_variances_is_wrong() -> None:
 
 
 def test_batch_norm_parts_by_hand() -> None:
-    """Every formula of spec 2.3, applied to the first layer by hand."""
+    """Every formula of docs/theory/intertwiners.md, 2.3, applied to the first layer by hand."""
     network, _, symmetry = normalised()
     e = symmetry.sample(generator(9))
     made = symmetry.act(e, network)

@@ -9,7 +9,7 @@ from pytorch_lightning import Callback, Trainer
 from safetensors.torch import save_file
 
 from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
-from lightning_sym.landscape import Moments, distance
+from lightning_sym.landscape.two_unit import Moments, distance
 from lightning_sym.networks import LeNet5, MultiLayerPerceptron
 from lightning_sym.tasks import EquivalenceTask
 from lightning_sym.tasks._divergence import Divergence
@@ -136,7 +136,7 @@ def test_initial_weights_do_not_depend_on_the_precision_of_the_fit():
     tasks = [EquivalenceTask(two_unit(), members=2, teacher=10, optimizer=SGD, stop_when_found=False) for _ in "ab"]
     fit(tasks[0], max_epochs=1, precision="64-true")
     fit(tasks[1], max_epochs=1, precision="32-true")
-    reference = [-0.08383071, -0.03428686, -0.2651674, 0.16266517]  # spec 2
+    reference = [-0.08383071, -0.03428686, -0.2651674, 0.16266517]  # docs/theory/equivalence.md, 1.2
     for task in tasks:
         weights = torch.cat([parameter.flatten() for parameter in task.teacher.parameters()])
         torch.testing.assert_close(weights.double(), torch.tensor(reference).double(), rtol=0, atol=1e-8)

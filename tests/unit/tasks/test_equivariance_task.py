@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_sym.curvature import EmptyLoaderError
+from lightning_sym.curvature.prior import shrink
 from lightning_sym.datamodules import DigitsDataModule, Quadrant
 from lightning_sym.networks import MultiLayerPerceptron, Network, RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask
-from lightning_sym.tasks._prior import shrink
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -81,8 +81,8 @@ def test_the_prior_is_the_negative_log_joint_over_n(likelihood):
     x, y = problem(likelihood)
     network = Line().double()
     task = EquivarianceTask(network, likelihood, noise=0.7, temperature=1.5, prior_step="gradient")
-    task.samples = len(x)
-    task.set_prior({"linear.weight": math.log(3.0), "linear.bias": math.log(5.0)}, math.log(0.7))
+    task.prior.samples = len(x)
+    task.prior.set({"linear.weight": math.log(3.0), "linear.bias": math.log(5.0)}, math.log(0.7))
     noise = 0.7
     weight, bias = network.linear.weight, network.linear.bias
     scatter = (3 * weight.square().sum() + 5 * bias.square().sum()) / 2
@@ -92,7 +92,7 @@ def test_the_prior_is_the_negative_log_joint_over_n(likelihood):
     else:
         fit, factor = (outputs - y).square().sum() / (2 * noise**2), len(x) / (2 * noise**2)
     joint = fit / 1.5 + scatter  # tempered
-    loss = task._loss((x.double(), y), task.train_metrics) + task.prior_term()
+    loss = task._loss((x.double(), y), task.train_metrics) + task.prior.energy()
     torch.testing.assert_close(factor * loss / 1.5, joint, rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad(factor * loss / 1.5, [weight, bias], retain_graph=True)
     for mine, exact in zip(found, torch.autograd.grad(joint, [weight, bias]), strict=True):
@@ -101,7 +101,7 @@ def test_the_prior_is_the_negative_log_joint_over_n(likelihood):
 
 def test_positions_and_lengthscales_have_no_prior():
     network = RelaxedNetwork(["sconv"], width=1, grid=8, in_channels=1, learn_positions=True, learn_lengthscale=True)
-    named = set(EquivarianceTask(network).log_precisions)
+    named = set(EquivarianceTask(network).prior.log_precisions)
     left = {name for name, _ in network.named_parameters()} - named
     assert named
     assert left == {name for name, _ in network.named_parameters() if "positions" in name or "omega" in name}
@@ -122,7 +122,7 @@ def test_the_implicit_step_has_the_same_solution(tmp_path, likelihood, momentum)
         trainer(tmp_path, 4).fit(task, Given(x, y, classes=2, repeats=150))
         network = task.network
         gradient = torch.autograd.grad(
-            task._loss((x, y), task.train_metrics) + task.prior_term(), list(network.parameters())
+            task._loss((x, y), task.train_metrics) + task.prior.energy(), list(network.parameters())
         )
         assert max(float(g.abs().max()) for g in gradient) < 1e-4
         found.append(network.linear.weight.detach())
@@ -143,10 +143,9 @@ ADAMS = {
 def test_adam_with_implicit_steps_solves_ridge_regression(name):
     x, y = (tensor.double() for tensor in problem("regression"))
     task = EquivarianceTask(Line().double(), "regression", precision=4.0, noise=0.8, optimizer=ADAMS[name])
-    assert task.implicit
-    task.samples = len(x)
+    assert task.prior.implicit
     optimizer = task.configure_optimizers()
-    optimizer.register_step_post_hook(task._shrink)  # as when a fit starts
+    task.prior.start([optimizer], Given(x, y))  # as when a fit starts
     for step in range(2000):  # the learning rate goes to 0, without which Adam never rests
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * 0 + 0.02 * (1 - step / 2000) ** 2
@@ -199,9 +198,8 @@ def test_the_count_of_steps_may_be_a_tensor_or_a_number(step):
 def test_a_step_that_is_skipped_does_not_shrink(kind, fused):
     """As a gradient scaler skips it when a gradient is not finite; fused steps are called nevertheless."""
     task = EquivarianceTask(Line(), precision=100.0, optimizer=functools.partial(kind, lr=0.1, fused=fused))
-    task.samples = 10
     optimizer = task.configure_optimizers()
-    optimizer.register_step_post_hook(task._shrink)
+    task.prior.start([optimizer], Given(*problem("classification", 10)))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     weight, bias = task.network.linear.weight, task.network.linear.bias
     for infinite in (True, False):
@@ -239,8 +237,8 @@ def test_the_implicit_step_is_stable_for_every_precision(tmp_path, name, precisi
         def on_train_batch_end(self, trainer, task, *_):
             if trainer.current_epoch > 10:
                 values = [float(p.detach().abs().max()) for p in task.network.parameters()]
-                assert all(p.isfinite().all() for p in task.network.parameters()) or task.prior_step == "gradient"
-                largest[task.prior_step] = max(*values, largest.get(task.prior_step, 0.0))
+                assert all(p.isfinite().all() for p in task.network.parameters()) or task.prior.step == "gradient"
+                largest[task.prior.step] = max(*values, largest.get(task.prior.step, 0.0))
 
     for step in ("implicit", "gradient"):
         task = EquivarianceTask(Line(), precision=precision, prior_step=step, optimizer=OPTIMIZERS[name])
@@ -255,11 +253,11 @@ def test_auto_is_implicit_where_the_metric_is_known():
         """May do anything."""
 
     for kind in (torch.optim.SGD, torch.optim.Adam, functools.partial(torch.optim.AdamW, weight_decay=0.0)):
-        assert EquivarianceTask(Line(), optimizer=kind).implicit
-        assert not EquivarianceTask(Line(), optimizer=kind, prior_step="gradient").implicit
-    assert EquivarianceTask(Line()).implicit
+        assert EquivarianceTask(Line(), optimizer=kind).prior.implicit
+        assert not EquivarianceTask(Line(), optimizer=kind, prior_step="gradient").prior.implicit
+    assert EquivarianceTask(Line()).prior.implicit
     for kind in (torch.optim.RMSprop, torch.optim.NAdam, Mine):
-        assert not EquivarianceTask(Line(), optimizer=kind).implicit
+        assert not EquivarianceTask(Line(), optimizer=kind).prior.implicit
         with pytest.raises(ValueError, match=r"implicit is for torch\.optim\.SGD, Adam and AdamW, got"):
             EquivarianceTask(Line(), optimizer=kind, prior_step="implicit")
 
@@ -280,7 +278,7 @@ def test_the_prior_acts_with_the_optimizer_of_a_subclass(tmp_path, kind):
         task.own = optimizer
         task.network.linear.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
         trainer(tmp_path, 20).fit(task, Given(x, y, classes=2))
-        assert task.implicit == (kind is torch.optim.SGD)
+        assert task.prior.implicit == (kind is torch.optim.SGD)
         found.append(task.network.linear.weight.detach())
     assert torch.equal(*found)
     assert found[0].abs().max() < 0.5
@@ -331,7 +329,7 @@ def test_accuracy_and_loss_are_those_of_the_split(tmp_path):
     task = EquivarianceTask(RelaxedNetwork(width=1, grid=16, in_channels=1))
     run = trainer(tmp_path)
     run.fit(task, data)
-    assert task.samples == 61
+    assert task.prior.samples == 61
     (tested,) = run.test(task, data, verbose=False)
     images, labels = data.split_tensors("test")
     with torch.no_grad():
@@ -360,11 +358,11 @@ def test_a_checkpoint_holds_the_prior(tmp_path):
     task = EquivarianceTask(Line(), "regression")
     run = trainer(tmp_path)
     run.fit(task, Given(x, y))
-    task.set_prior({"linear.weight": 1 / 3, "linear.bias": -2.0}, 0.1)
+    task.prior.set({"linear.weight": 1 / 3, "linear.bias": -2.0}, 0.1)
     run.save_checkpoint(tmp_path / "a.ckpt")
     again = EquivarianceTask.load_from_checkpoint(tmp_path / "a.ckpt", network=Line(), weights_only=True)
-    assert again.log_precisions == {"linear.weight": 1 / 3, "linear.bias": -2.0}
-    assert again.log_noise == 0.1
+    assert again.prior.log_precisions == {"linear.weight": 1 / 3, "linear.bias": -2.0}
+    assert again.prior.log_noise == 0.1
 
 
 def test_metrics_of_half_an_epoch_are_for_a_resumed_run_alone(tmp_path):
@@ -413,8 +411,8 @@ def test_bad_settings_are_refused(settings, words):
 
 def test_what_the_data_must_be(tmp_path):
     x, y = problem("classification")
-    with pytest.raises(ValueError, match="counted when a fit starts"):
-        EquivarianceTask(Line()).prior_term()
+    with pytest.raises(ValueError, match=r"which start\(\) counts"):
+        EquivarianceTask(Line()).prior.energy()
     with pytest.raises(ValueError, match="needs a datamodule with curvature_dataloader"):
         trainer(tmp_path).fit(EquivarianceTask(Line()), DataLoader(TensorDataset(x, y), 5))
     with pytest.raises(ValueError, match=r"Regression targets must have the shape of the outputs, \[20, 2\]"):
@@ -438,4 +436,4 @@ def test_what_the_data_must_be(tmp_path):
 def test_other_parameters_are_refused():
     task = EquivarianceTask(MultiLayerPerceptron(widths=(3,), image_size=8))
     with pytest.raises(ValueError, match="not those of this network"):
-        task.set_prior({"linear.weight": 0.0})
+        task.prior.set({"linear.weight": 0.0})

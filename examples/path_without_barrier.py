@@ -1,52 +1,17 @@
-"""Equivalence classes of one-input ReLU networks of any width, without biases."""
+"""Three ReLU units of one input have no barrier: a path between two of their weights along which J stays 0.
+
+Two units whose slopes have to change places must cross a barrier (``TwoUnitClass.optimal_path``). With one unit more
+there is a way around it, which is built here leg by leg:
+
+    python examples/path_without_barrier.py
+"""
 
 import torch
 from torch import Tensor
 
-from lightning_sym.landscape.two_unit import slope_jacobian, slopes, straight_legs
+from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance, slopes, straight_legs
 
 _EQUAL = 1e-9  # relative error of slopes up to which two weight vectors compute the same function
-
-
-def class_dimension(positive: int, negative: int) -> int:
-    """Return the dimension of the equivalence class at a point whose input weights are not 0.
-
-    Args:
-        positive: Number of units with positive input weight, >= 0.
-        negative: Number of units with negative input weight, >= 0.
-
-    Returns:
-        Twice the number of units, less one for each sign that occurs. At points where all output weights of a sign are
-        0 too: its input weights drop out of the slope, but the output weights do not.
-
-    Raises:
-        ValueError: If a number is negative.
-    """
-    if min(positive, negative) < 0:
-        raise ValueError(f"numbers of units must be >= 0, got {positive} and {negative}.")
-    return 2 * (positive + negative) - (positive > 0) - (negative > 0)
-
-
-def slope_rank(input_weights: Tensor, output_weights: Tensor) -> int:
-    """Return the rank of the derivative of the slopes (p, q) in the weights.
-
-    Args:
-        input_weights: Shape ``[H]``, floating.
-        output_weights: Shape ``[H]``.
-
-    Returns:
-        0, 1 or 2: the number of parameters less the local dimension of the class.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
-    if input_weights.shape != output_weights.shape or input_weights.ndim != 1:
-        raise ValueError(
-            f"input and output weights must be vectors of one length, got shapes {[*input_weights.shape]} and "
-            f"{[*output_weights.shape]}."
-        )
-    # The two rows share no column, so each counts by itself, whatever their scales.
-    return int(slope_jacobian(torch.cat([input_weights, output_weights])).any(-1).sum())
 
 
 def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
@@ -120,3 +85,16 @@ def connecting_path(start: Tensor, end: Tensor, points: int = 20) -> Tensor:
         if carriers[side] != unit:
             hand_over(side, unit)
     return straight_legs([*corners, last, end], points)
+
+
+def main() -> None:
+    """Swap the slopes of two units with and without a third one, and print the largest J on the way."""
+    two = TwoUnitClass(torch.tensor([0.8, -0.6, 0.7, 0.5]))
+    print(f"two units:   {float(distance(two.optimal_path(), two.target, two.moments).max()):.2e}, the barrier")
+    start = torch.tensor([0.8, -0.6, 0.3, 0.7, 0.5, 0.0])  # the third unit has no effect
+    path = connecting_path(start, start[[1, 0, 2, 4, 3, 5]])
+    print(f"three units: {float(distance(path, two.target, Moments()).max()):.2e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,11 @@
 """The quadric in which a 3-plane cuts the large stratum of a same-sign class of the two-unit network."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_sym.landscape.planes import WeightPlane
+from lightning_sym.landscape.planes import WeightPlane
 
 _FLAT = 1e-9  # curvatures and slopes below this are zero: planes are known to about 1e-12
 
@@ -20,10 +18,10 @@ class PlaneQuadric:
     sheet, with a throat around the centre, or of two, or a cone if the level is :math:`f_0`.
 
     Args:
-        plane: Of dimension 3 in R^4, with orthonormal basis.
+        plane: Plane of dimension 3 in R^4, with orthonormal basis.
         level: p* for a, b > 0; -q* for a, b < 0.
         moment: The second moment of the inputs on that side.
-        sign: Of a and b: 1 or -1.
+        sign: Sign of a and b: 1 or -1.
 
     Attributes:
         level: As given.
@@ -42,7 +40,7 @@ class PlaneQuadric:
         ValueError: If the plane is not of dimension 3 in R^4.
     """
 
-    def __init__(self, plane: "WeightPlane", level: float, moment: float, sign: int) -> None:
+    def __init__(self, plane: WeightPlane, level: float, moment: float, sign: int) -> None:
         self._origin, self._basis = (t.detach().double().cpu() for t in (plane.centre, plane.basis))
         if self._basis.shape != (4, 3):
             raise ValueError(f"plane must be of dimension 3 in R^4, got a basis of shape {[*self._basis.shape]}.")

@@ -1,0 +1,107 @@
+"""Checks of arguments, written once: every error is one sentence that names the argument and what was given."""
+
+import math
+import re
+from collections.abc import Sequence
+from numbers import Real
+
+from torch import Tensor, nn
+
+Grid = int | Sequence[int]
+
+
+def _named(name: str, of: object) -> str:
+    owner = type(of).__name__ if isinstance(of, nn.Module) else of
+    return f"{name} of {owner}" if owner else name
+
+
+def is_integer(value: object, least: int = 1) -> bool:
+    """Return whether a value is an integer (and no bool) that is large enough."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_integers(least: int = 1, *, of: object = "", **values: object) -> None:
+    """Check that every value is an integer, and at least so large.
+
+    Args:
+        least: The smallest that is allowed.
+        of: Whose arguments they are, for the message: words, or a module, which is called by its class.
+        values: The arguments by name.
+
+    Raises:
+        ValueError: If one is not; the message names it.
+    """
+    for name, value in values.items():
+        if not is_integer(value, least):
+            raise ValueError(f"{_named(name, of)} must be an integer >= {least}, got {value!r}.")
+
+
+def check_numbers(allowed: str, *, of: object = "", **values: object) -> None:
+    """Check that every value is a number in an interval; infinity and NaN are in none.
+
+    Args:
+        allowed: ``"> 0"``, ``">= 0"``, or an interval such as ``"in (0, 1]"``.
+        of: As for :func:`check_integers`.
+        values: The arguments by name.
+
+    Raises:
+        ValueError: If one is not; the message names it.
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not _within(float(value), allowed):
+            raise ValueError(
+                f"{_named(name, of)} must be {'' if '(' in allowed else 'a number '}{allowed}, got {value!r}."
+            )
+
+
+def _within(value: float, allowed: str) -> bool:
+    if not math.isfinite(value):
+        return False
+    if match := re.fullmatch(r"in ([\[(])(.+), (.+)([\])])", allowed):
+        opening, low, high, closing = match.groups()
+        above = value >= float(low) if opening == "[" else value > float(low)
+        return above and (value <= float(high) if closing == "]" else value < float(high))
+    relation, bound = allowed.split()
+    return value > float(bound) if relation == ">" else value >= float(bound)
+
+
+def check_kernel(module: nn.Module, kernel_size: object) -> None:
+    """Check that a kernel size is an odd integer >= 1, so that the kernel has a centre.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    check_integers(of=module, kernel_size=kernel_size)
+    if isinstance(kernel_size, int) and kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size of {type(module).__name__} must be odd, got {kernel_size}.")
+
+
+def height_width(grid: object, name: str = "grid", *, of: object = "") -> tuple[int, int]:
+    """Return height and width of a grid or an image given as such, or by the side of a square.
+
+    Args:
+        grid: In pixels: an integer >= 1, or a pair of them.
+        name: What the argument is called.
+        of: As for :func:`check_integers`.
+
+    Raises:
+        ValueError: If it is neither an integer >= 1 nor a pair of them.
+    """
+    sides = (grid, grid) if isinstance(grid, int) else tuple(grid) if isinstance(grid, Sequence) else ()
+    if len(sides) != 2 or not all(is_integer(side) for side in sides):
+        raise ValueError(f"{_named(name, of)} must be an integer >= 1 or a pair (height, width), got {grid!r}.")
+    return sides[0], sides[1]
+
+
+def check_features(module: nn.Module, x: Tensor, channels: int, grid: tuple[int, int] | None = None) -> None:
+    """Check that features are ``[N, channels, H, W]``, on the grid that a layer was made for.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if x.ndim != 4 or x.shape[1] != channels or (grid is not None and tuple(x.shape[2:]) != grid):
+        sides = ("H", "W") if grid is None else grid
+        raise ValueError(
+            f"{type(module).__name__} expects features of shape [N, {channels}, {sides[0]}, {sides[1]}], got "
+            f"{list(x.shape)}; build the layer for the channels and grid of what comes in."
+        )

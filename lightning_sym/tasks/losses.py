@@ -1,0 +1,39 @@
+"""Losses of one member, which also take all members at once; see :meth:`lightning_sym.population.Population.step`."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class CrossEntropy:
+    """Mean cross-entropy of logits, in nats.
+
+    Args:
+        label_smoothing: In ``[0, 1)``; 0 is the plain cross-entropy.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return one member's loss. Logits ``[B, K]``; classes ``[B]`` int64, or their probabilities ``[B, K]``."""
+        return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
+
+    def stacked(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return all members' losses ``[M]``, with a leading member axis on both arguments."""
+        smoothing = self.label_smoothing
+        losses = F.cross_entropy(
+            outputs.flatten(0, 1), targets.flatten(0, 1), label_smoothing=smoothing, reduction="none"
+        )
+        return losses.view(outputs.shape[:2]).mean(1)
+
+
+class SquaredDistance:
+    """Mean over inputs of the sum over outputs of squared differences."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return one member's loss; both of shape ``[B, ...]``."""
+        return (outputs - targets).square().sum() / len(targets)
+
+    def stacked(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return all members' losses ``[M]``; both of shape ``[M, B, ...]``."""
+        return (outputs - targets).square().flatten(1).sum(1) / targets.shape[1]

@@ -1,0 +1,67 @@
+"""Short, quiet runs of a trainer, for the tests of several folders and for the scripts of ``distributed/``."""
+
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+
+from lightning_sym.datamodules import DigitsDataModule
+
+
+def digits(**changes: Any) -> DigitsDataModule:
+    """Return 80 digits in batches of 16."""
+    return DigitsDataModule(**{"batch_size": 16, "max_samples": 80, **changes})
+
+
+def saving(folder: Path, filename: str = "last", **changes: Any) -> ModelCheckpoint:
+    """Return a callback that writes ``folder/filename.ckpt`` at the end of each epoch or when ``changes`` say so."""
+    settings = changes or {"save_on_train_epoch_end": True}
+    return ModelCheckpoint(folder, filename=filename, enable_version_counter=False, **settings)
+
+
+def quiet_trainer(*callbacks: Callback, folder: Path | None = None, **changes: Any) -> Trainer:
+    """Return a trainer on the CPU that prints nothing and writes only what its callbacks write, for one epoch."""
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "callbacks": list(callbacks),
+    }
+    return Trainer(**{**settings, **changes})
+
+
+def fit(
+    task: LightningModule,
+    data: Any = None,
+    *callbacks: Callback,
+    folder: Path | None = None,
+    ckpt_path: Path | None = None,
+    **changes: Any,
+) -> Trainer:
+    """Fit a task, on :func:`digits` unless there is other data, and return the :func:`quiet_trainer`."""
+    trainer = quiet_trainer(*callbacks, folder=folder, **changes)
+    trainer.fit(task, digits() if data is None else data, ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+class Interrupt(Callback):
+    """Raises ``RuntimeError("interrupted")`` before a step, ``"<epoch> <step within it>"``, or at the ``"end"``.
+
+    At the end means before the reports that follow in the list of callbacks.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.place == f"{trainer.current_epoch} {batch_idx}":
+            raise RuntimeError("interrupted")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.place == "end":
+            raise RuntimeError("interrupted")

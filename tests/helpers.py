@@ -1,0 +1,111 @@
+"""What the tests of several folders share, without Lightning; see ``fits.py`` for runs of a trainer."""
+
+import csv
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.networks import Network
+from lightning_sym.zoo import rebuild_manifest, write_member
+
+# ---- refusals
+
+
+def assert_refused(
+    call: Callable[..., Any],
+    *arguments: Any,
+    says: str | Sequence[str] = (),
+    error: type[Exception] = ValueError,
+    **offered: Any,
+) -> None:
+    """Check that ``call(*arguments, **offered)`` raises an error whose sentence names what was wrong.
+
+    Args:
+        call: A class, a function, or a ``lambda`` around more.
+        *arguments: Passed on; not looked for in the sentence.
+        says: Texts that the sentence must hold; without any, each name and each value in ``offered``.
+        error: What must be raised, exactly.
+        **offered: Passed on.
+    """
+    with pytest.raises(error) as caught:
+        call(*arguments, **offered)
+    sentence = str(caught.value)
+    assert caught.type is error, f"{caught.type.__name__}: {sentence}"
+    texts = [says] if isinstance(says, str) else says
+    for text in texts or [str(part) for item in offered.items() for part in item]:
+        assert text in sentence, f"{text!r} is not in: {sentence}"
+
+
+def refused(call: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    """Return a row for a table of refusals, ``@pytest.mark.parametrize("refusal", [refused(...), ...])``.
+
+    The test calls ``refusal()``; see :func:`assert_refused` for the arguments.
+    """
+    says = settings.get("says", ())
+    words = [says] if isinstance(says, str) else says
+    names = [name for name in settings if name not in ("says", "error")]
+    title = " ".join([getattr(call, "__name__", "call").replace("<lambda>", ""), *(names or words)])
+    return pytest.param(functools.partial(assert_refused, call, *arguments, **settings), id=title.strip())
+
+
+# ---- what a run left behind
+
+
+def read_csv(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a table on disk."""
+    with file.open(newline="") as content:
+        return list(csv.DictReader(content))
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of ``results/NAME.json``."""
+    return json.loads(file.with_suffix(".json").read_text())["rows"]
+
+
+def assert_same(a: object, b: object, where: str = "") -> None:
+    """Compare nested values, tensors bit for bit."""
+    if isinstance(a, Mapping):
+        assert isinstance(b, Mapping), where
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (one, two) in enumerate(zip(a, b, strict=True)):
+            assert_same(one, two, f"{where}/{index}")
+    elif isinstance(a, Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+# ---- networks and zoos
+
+
+def randomize_statistics(network: nn.Module, seed: int = 0) -> nn.Module:
+    """Give each batch norm running statistics and an affine map that are not those of the start; in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                module.running_mean.normal_(0, 0.1, generator=generator)
+                module.running_var.uniform_(0.5, 1.5, generator=generator)
+                module.weight.uniform_(0.5, 1.5, generator=generator)
+                module.bias.normal_(0, 0.1, generator=generator)
+    return network
+
+
+def write_zoo(folder: Path, networks: Sequence[Network], data: Any) -> Path:
+    """Write networks as the members 0, 1, ... of a zoo trained on a datamodule, and return its folder."""
+    for number, network in enumerate(networks):
+        state = {name: tensor.detach() for name, tensor in network.state_dict().items()}
+        write_member(folder, number, state, architecture=network.architecture, data=data.identity())
+    rebuild_manifest(folder)
+    return folder

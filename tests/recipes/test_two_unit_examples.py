@@ -1,0 +1,269 @@
+"""The two examples on ReLU units: simulated searches are training, and three units have no barrier."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sym.landscape import Moments, TwoUnitClass, weight_vector
+from lightning_sym.landscape.two_unit import distance, predicts_success, slopes
+from lightning_sym.networks import MultiLayerPerceptron
+
+EXACT = 1e-12
+MIXED, SAME_SIGN, PAPER = (0.56, 0.30), (0.86, 0.0), (0.0, -0.016651893)
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+search, paths = load("two_unit_search"), load("path_without_barrier")
+connecting_path = paths.connecting_path
+
+
+def vector(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def gaussian(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def toy_network(weights):
+    network = MultiLayerPerceptron(widths=[2], in_channels=1, image_size=1, num_classes=1, bias=False).double()
+    torch.nn.utils.vector_to_parameters(weights, network.parameters())
+    return network
+
+
+def run(target, restarts, steps, *, optimizer="sgd", learning_rate=0.015):
+    inputs = gaussian(0, 16384)
+    initial = search.draw_initial(restarts, torch.Generator().manual_seed(1))
+    moments = search.batch_moments(inputs, 256)
+    settings = {"learning_rate": learning_rate, "steps": steps, "optimizer": optimizer}
+    return (
+        initial,
+        search.simulate_search(initial, target, moments, **settings),
+        TwoUnitClass(target, Moments.of(inputs)),
+    )
+
+
+@pytest.fixture(scope="module")
+def mixed_run():
+    return run(MIXED, 2000, 3000)
+
+
+@pytest.mark.parametrize("module", [search, paths])
+def test_the_example_prints_its_table(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["example", *(["--restarts=50", "--steps=200"] if module is search else [])])
+    module.main()
+    lines = capsys.readouterr().out.splitlines()
+    if module is search:
+        assert [line.split(" (")[0] for line in lines] == list(search.TARGETS)
+    else:
+        barrier, none = (float(line.split(":")[1].split(",")[0]) for line in lines)
+        assert barrier == pytest.approx(0.045)
+        assert none < 1e-30
+
+
+class TestSearch:
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+    def test_simulation_is_training(self, optimizer):
+        """Weights after 60 minibatch steps on real networks, uneven last batch included, one unit at 0."""
+        inputs, target = gaussian(0, 1000), MIXED
+        initial = search.draw_initial(4, torch.Generator().manual_seed(2))
+        initial[3, 0] = 0
+        settings = {"learning_rate": 0.02, "steps": 60, "optimizer": optimizer}
+        outcome = search.simulate_search(
+            initial,
+            target,
+            search.batch_moments(inputs, 256),
+            sample=Moments.of(inputs),
+            thresholds=(0.1, 0.03),
+            **settings,
+        )
+        p, q = target
+        teacher = inputs.clamp_min(0) * p + (-inputs).clamp_min(0) * q
+        for number, weights in enumerate(initial):
+            network = toy_network(weights)
+            make = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
+            descent = make(network.parameters(), lr=0.02)
+            losses = []
+            for step in range(61):
+                with torch.no_grad():
+                    losses.append(float((network(inputs[:, None, None, None])[:, 0] - teacher).square().mean()))
+                if step == 60:
+                    break
+                x, y = (part.split(256)[step % 4] for part in (inputs, teacher))
+                descent.zero_grad()
+                (network(x[:, None, None, None])[:, 0] - y).square().mean().backward()
+                descent.step()
+            assert float((weight_vector(network) - outcome.weights[number]).abs().max()) <= EXACT
+            assert float(outcome.distances[number]) == pytest.approx(losses[-1], abs=EXACT)
+            for column, level in enumerate((0.1, 0.03)):
+                expected = next((step for step, loss in enumerate(losses) if loss < level), -1)
+                assert int(outcome.steps[number, column]) == expected
+        assert float(outcome.weights[3, 0]) == 0
+
+    def test_the_start_decides(self, mixed_run):
+        """Test 10: 2000 restarts, 3000 steps."""
+        initial, outcome, mixed = mixed_run
+        reached = outcome.distances < 1e-6
+        assert float((predicts_success(initial, mixed.target) == reached).double().mean()) >= 0.99
+        # each unit alive with probability 1 - sqrt(2) / 8, signs opposite with 1 / 2
+        assert 0.5 * (1 - math.sqrt(2) / 8) ** 2 == pytest.approx(0.339, abs=5e-4)
+        assert float(reached.double().mean()) == pytest.approx(0.339, abs=0.04)
+
+    @pytest.mark.parametrize("target", [(-0.56, 0.30), (0.56, -0.30), (-0.56, -0.30)])
+    def test_the_start_decides_for_slopes_of_any_sign(self, target):
+        """With slopes of two signs more succeed, as units that cross 0 are of use there; none less."""
+        initial, outcome, _ = run(target, 1000, 3000)
+        reached, predicted = outcome.distances < 1e-6, predicts_success(initial, target)
+        assert float((predicted & ~reached).double().mean()) <= 0.002
+        more = float((reached & ~predicted).double().mean())
+        assert more == pytest.approx(0.1, abs=0.03) if target[0] * target[1] < 0 else more <= 0.01
+
+    def test_failures_sit_at_the_three_local_minima(self, mixed_run):
+        """Test 11, and the shares of 2600 failures in the table: 47.5, 47.9 and 4.7%."""
+        _, outcome, mixed = mixed_run
+        found = [name for name in mixed.diagnose(outcome.distances, 1e-6) if name != "reached"]
+        assert sum(name in mixed.local_minima for name in found) >= 0.95 * len(found)
+        shares = [found.count(name) / len(found) for name in mixed.local_minima]
+        assert shares == pytest.approx([0.475, 0.479, 0.047], abs=0.05)
+
+    def test_steps_of_the_mixed_target(self, mixed_run):
+        _, outcome, _ = mixed_run
+        assert outcome.fraction(1e-6) == pytest.approx(0.349, abs=0.05)
+        assert outcome.fraction(1e-6, within=1000) == pytest.approx(0.318, abs=0.05)
+        assert outcome.quantiles(1e-6) == pytest.approx([422, 627, 976, 1476], rel=0.15)
+        assert outcome.quantiles(1e-10) == pytest.approx([756, 1040, 1460, 1978], rel=0.15)
+
+    @pytest.mark.parametrize(("target", "success", "median"), [(MIXED, 0.373, 206), (SAME_SIGN, 0.697, 200)])
+    def test_adam(self, target, success, median):
+        _, outcome, _ = run(target, 1000, 2000, optimizer="adam", learning_rate=0.01)
+        assert outcome.fraction(1e-6) == pytest.approx(success, abs=0.05)
+        assert outcome.quantiles(1e-10, [0.5]) == pytest.approx([median], rel=0.1)
+
+    def test_larger_steps(self):
+        _, outcome, _ = run(MIXED, 2000, 600, learning_rate=0.1)
+        assert outcome.fraction(1e-6) == pytest.approx(0.349, abs=0.04)
+        assert outcome.quantiles(1e-10, [0.5]) == pytest.approx([153], rel=0.1)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("target", "success", "steps", "more_steps", "within"),
+        [
+            (MIXED, 0.349, [422, 627, 976, 1476], [756, 1040, 1460, 1978], 0.318),
+            (SAME_SIGN, 0.681, [234, 598, 3798, 13446], [390, 1303, 6693, 17282], 0.444),
+            (PAPER, 0.677, [302, 1235, 5337, 16646], [605, 2471, 11058, 18064], 0.290),
+        ],
+        ids=["mixed", "same sign", "paper"],
+    )
+    def test_the_table_of_20000_steps(self, target, success, steps, more_steps, within):
+        initial, outcome, found = run(target, 4096, 20000)
+        # twice 4096 restarts: four standard errors of the difference of two fractions
+        error = 4 * math.sqrt(2 * 0.25 / 4096)
+        assert outcome.fraction(1e-6) == pytest.approx(success, abs=error)
+        assert outcome.fraction(1e-6, within=1000) == pytest.approx(within, abs=error)
+        assert outcome.quantiles(1e-6) == pytest.approx(steps, rel=0.15)
+        assert outcome.quantiles(1e-10) == pytest.approx(more_steps, rel=0.15)
+        predicted = predicts_success(initial, target)
+        assert float(predicted.double().mean()) <= outcome.fraction(1e-6) + 0.01
+        if found.kind == "same_sign":
+            assert 1 - (1 - (1 - math.sqrt(2) / 8) / 2) ** 2 == pytest.approx(0.654, abs=5e-4)
+            assert float(predicted.double().mean()) == pytest.approx(0.654, abs=error)
+
+    def test_divergence_is_no_success(self):
+        inputs = gaussian(0, 512)
+        initial = torch.cat([1000 * torch.ones(1, 4), vector(0.8, -0.6, 0.7, 0.5)[None]])
+        outcome = search.simulate_search(initial, MIXED, search.batch_moments(inputs, 256), learning_rate=0.1, steps=50)
+        assert not bool(outcome.distances[0].isfinite())
+        assert outcome.steps.tolist() == [[-1, -1], [0, 0]]
+        assert outcome.fraction(1e-6) == 0.5
+
+    def test_no_steps_and_no_thresholds(self):
+        initial = search.draw_initial(3, torch.Generator().manual_seed(0))
+        outcome = search.simulate_search(
+            initial, MIXED, torch.full((1, 2), 0.5), learning_rate=0.1, steps=0, thresholds=()
+        )
+        assert torch.equal(outcome.weights, initial)
+        assert outcome.steps.shape == (3, 0)
+        torch.testing.assert_close(outcome.distances, distance(initial, MIXED, Moments()))
+
+    def test_nothing_reached_has_no_quantiles(self):
+        moments = search.batch_moments(torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0]), 2)
+        assert moments.tolist() == [[0.5, 2], [4.5, 0], [0, 1]]
+        outcome = search.simulate_search(torch.zeros(3, 4), MIXED, moments, learning_rate=0.1, steps=1)
+        assert all(math.isnan(value) for value in outcome.quantiles(1e-6))
+        with pytest.raises(ValueError, match="optimizer must be"):
+            search.simulate_search(torch.zeros(3, 4), MIXED, moments, learning_rate=0.1, steps=1, optimizer="lbfgs")
+
+
+LAW = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def another_member(weights, seed):
+    """Other input weights of any signs (both occur), random output weights, the first of each side solved for."""
+    count = len(weights) // 2
+    inputs, outputs = gaussian(seed, count), gaussian(seed + 1, count)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    inputs[order[0]], inputs[order[1]] = inputs[order[0]].abs(), -inputs[order[1]].abs()
+    missing = slopes(weights) - slopes(torch.cat([inputs, outputs]))
+    outputs[order[:2]] += missing / inputs[order[:2]].abs()
+    return torch.cat([inputs, outputs])
+
+
+@given(seed=st.integers(0, 2**40), count=st.integers(3, 6))
+@LAW
+def test_members_of_wide_classes_are_joined_without_a_barrier(seed, count):
+    start = gaussian(seed, 2 * count)
+    end = another_member(start, seed + 1)
+    path = connecting_path(start, end, points=7)
+    torch.testing.assert_close(path[0], start)
+    torch.testing.assert_close(path[-1], end)
+    scale = float((path[:, :count] * path[:, count:]).abs().max())
+    values = distance(path, slopes(start), Moments())
+    assert float(values.max()) <= (1e-13 * (1 + scale)) ** 2
+    # straight legs: also between the points
+    middle = distance((path[1:] + path[:-1]) / 2, slopes(start), Moments())
+    assert float(middle.max()) <= (1e-13 * (1 + scale)) ** 2
+
+
+@given(seed=st.integers(0, 2**40), side=st.sampled_from([1, -1]))
+@LAW
+def test_same_sign_classes_of_two_units_are_connected(seed, side):
+    """From weights with both units alive to the dead-unit flange with the carrier the other unit."""
+    start = gaussian(seed, 4)
+    start[:2] = side * start[:2].abs()
+    slope = slopes(start).sum()
+    a, b = gaussian(seed + 1, 2).tolist()
+    end = torch.tensor([-side * abs(a), side * abs(b), 0.0, float(slope) / abs(b)], dtype=torch.float64)
+    values = distance(connecting_path(start, end), slopes(start), Moments())
+    assert float(values.max()) <= 1e-24 * (1 + float(end.abs().max())) ** 2
+    with pytest.raises(ValueError, match="cannot spare one"):
+        connecting_path(*[torch.tensor([1.0, -1.0, 0.5, 0.5])] * 2)
+
+
+def test_three_units_have_no_barrier():
+    """Test 8: from (+, -, -) to the swapped pattern."""
+    start = vector(0.8, -0.6, -0.4, 0.7, 0.5, -0.2)
+    p, q = slopes(start).tolist()
+    end = vector(-0.6, 0.8, 0.5, q / 0.6, 0.5 * p / 0.8, 0.5 * p / 0.5)
+    assert slopes(end).tolist() == pytest.approx([p, q], abs=1e-12)
+    path = connecting_path(start, end, points=100)
+    values = distance(path, [p, q], Moments())
+    assert float(values.max()) <= 1e-30
+    torch.testing.assert_close(path[[0, -1]], torch.stack([start, end]))
+    assert float(path.diff(dim=0).abs().max()) < 0.05
+    with pytest.raises(ValueError, match="same function"):
+        connecting_path(torch.ones(6), 2 * torch.ones(6))
+    with pytest.raises(ValueError, match="one length"):
+        connecting_path(torch.ones(6), torch.ones(4))
