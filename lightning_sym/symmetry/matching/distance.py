@@ -73,8 +73,8 @@ def orbit_distance(
 
     Note:
         The bounds are for permutations and signs of the balanced networks; with scales left free, in the space of the
-        weights as they are, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form; it is
-        left as it is.
+        weights as they are, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form; it
+        is left as it is.
     """
     check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
