@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from lightning_sym._checks import height_width
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
-from lightning_sym.networks._trace import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
+from lightning_sym.networks.cuts import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 
 _PUBLIC = "lightning_sym.networks"
 M = TypeVar("M", bound=nn.Module)
@@ -70,6 +70,11 @@ class Cuts:
     uppers: Mapping[str, nn.Module]
     crossing: Mapping[str, tuple[str, ...]]
     whole: nn.Module
+
+    @property
+    def taps(self) -> list[str]:
+        """The values that cross the cuts, by name and in the order of ``whole``: ``site/0``, ``site/1``, ..."""
+        return [f"{site}/{index}" for site in self.sites for index in range(len(self.crossing[site]))]
 
 
 class Network(nn.Module, ABC):
