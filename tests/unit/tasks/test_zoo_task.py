@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from pytorch_lightning import Callback, LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
@@ -542,3 +543,87 @@ def test_float64_trains_in_float64(tmp_path):
 def test_member_is_learning(tmp_path):
     task = fit(tmp_path, ZooTask(perceptron(), members=1, optimizer=adam), digits(max_samples=400), epochs=8)
     assert task.kept[0]["metrics"]["accuracy"] > 0.8
+
+
+# ---- losses of one's own
+
+
+class Brightness(ZooTask):
+    """Tell how bright an image is."""
+
+    def evaluation_batch(self, batch):
+        images, _ = batch
+        return images, images.flatten(-3).mean(-1, keepdim=True)
+
+
+def one_output() -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(12,), image_size=8, num_classes=1)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_a_loss_of_ones_own_is_trained_logged_and_decides_what_is_kept(tmp_path, execution):
+    task = Brightness(one_output(), members=2, loss=nn.functional.mse_loss, execution=execution, optimizer=wild)
+    run = trainer(tmp_path, epochs=4)
+    run.fit(task, digits())
+    assert set(task.history) == {"train/loss", "val/loss"}
+    for number in (0, 1):
+        curve = [row[number] for row in task.history["val/loss"]]
+        assert task.kept[number]["epoch"] == curve.index(min(curve))
+        assert task.kept[number]["metrics"] == {"loss": min(curve)}
+    inputs, targets = task.evaluation_batch((digits().normalize(digits().split_tensors("test").images), None))
+    network = one_output()
+    network.load_state_dict(task.kept[1]["state"])
+    expected = float((network(inputs) - targets).detach().square().mean())
+    assert float(task.split_metrics(digits())["test"]["loss"][1]) == pytest.approx(expected, rel=1e-5)
+    (outputs,) = run.predict(task, digits())
+    torch.testing.assert_close(outputs[1], network(inputs).detach())
+
+
+def test_an_overridden_loss_is_that_of_all_members(tmp_path):
+    class Absolute(Brightness):
+        def loss(self, outputs, targets):
+            return (outputs - targets).abs().mean()
+
+    by_method = fit(tmp_path, Absolute(one_output(), members=2, optimizer=adam))
+    by_argument = fit(tmp_path, Brightness(one_output(), members=2, optimizer=adam, loss=nn.functional.l1_loss))
+    assert by_method.history == by_argument.history
+    assert not by_method.classifies
+
+
+def test_a_checkpoint_of_another_loss_is_refused(tmp_path):
+    run = trainer(tmp_path, epochs=1)
+    run.fit(Brightness(one_output(), members=1, loss=nn.functional.mse_loss), digits())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    other = Brightness(one_output(), members=1, loss=nn.functional.l1_loss)
+    with pytest.raises(ValueError, match="The checkpoint has loss mse_loss and this run has l1_loss"):
+        trainer(tmp_path).fit(other, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "written", ["torch.nn.functional.mse_loss", {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}}]
+)
+def test_losses_from_yaml(written):
+    parser = ArgumentParser()
+    parser.add_class_arguments(ZooTask, "zoo", fail_untyped=False)
+    network = {
+        "class_path": "lightning_sym.networks.MultiLayerPerceptron",
+        "init_args": {"widths": [4], "image_size": 8},
+    }
+    task = parser.instantiate_classes(parser.parse_object({"zoo": {"network": network, "loss": written}})).zoo
+    a, b = torch.ones(3, 2), torch.zeros(3, 2)
+    assert float(task.loss(a, b)) == (1.0 if isinstance(written, str) else 6.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label_smoothing": 0.1}, "label_smoothing is of the cross-entropy, and loss is another one"),
+        (
+            {"prior_precision": 1.0},
+            "With a loss of your own the loss is no log likelihood, which prior_precision needs",
+        ),
+    ],
+)
+def test_what_needs_the_cross_entropy_is_refused_with_another_loss(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ZooTask(perceptron(), loss=nn.functional.mse_loss, **settings)
