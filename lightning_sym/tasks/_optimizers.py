@@ -1,7 +1,13 @@
-"""Which optimizers leave the members of a population independent of each other."""
+"""What tasks ask of optimizers and schedulers; which leave the members of a population independent of each other."""
+
+import warnings
+from typing import Any
 
 import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 # Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
 _ENTRYWISE = {
@@ -27,3 +33,38 @@ def check_optimizer(optimizer: Optimizer, execution: str) -> None:
             f'{name} may look at a tensor as a whole, which mixes members under execution="vmap"; use '
             'execution="loop", or one of ' + ", ".join(sorted(_ENTRYWISE)) + "."
         )
+
+
+def check_scheduler(scheduler: LRScheduler | None) -> None:
+    """Check that a scheduler does not mix members.
+
+    Raises:
+        ValueError: If it would.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau would tie the members' learning rates together; use a scheduler that depends on the "
+            "epoch or step only."
+        )
+
+
+def scheduled(trainer: Trainer, optimizer: Optimizer, scheduler: LRScheduler | None, interval: str) -> Any:
+    """Return what ``configure_optimizers`` returns; warn if the learning rate comes to its lowest before the end.
+
+    Args:
+        trainer: Trainer of the run.
+        optimizer: The optimizer.
+        scheduler: Its scheduler; None for a constant learning rate.
+        interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
+    """
+    if scheduler is None:
+        return optimizer
+    epochs, period = trainer.max_epochs, getattr(scheduler, "T_max", None)
+    per_epoch = interval == "epoch" and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    if period is not None and per_epoch and epochs not in (None, -1, period):
+        warnings.warn(
+            f"The learning rate comes to its lowest after {period} epochs (T_max) and training ends after {epochs} "
+            f"(max_epochs); to anneal over the whole run set lr_scheduler.T_max to {epochs}.",
+            stacklevel=3,
+        )
+    return OptimizerLRSchedulerConfig(optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": interval})
