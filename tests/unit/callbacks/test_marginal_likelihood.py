@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sym.callbacks import MarginalLikelihood
-from lightning_sym.callbacks.marginal_likelihood import _short
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.curvature import (
     CurvatureError,
@@ -27,6 +26,7 @@ from lightning_sym.curvature import (
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.reports.evidence import short
 from lightning_sym.tasks import EquivarianceTask
 
 pytestmark = [
@@ -425,7 +425,7 @@ def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
     [(0.0, "0"), (0.0077, "8e-3"), (0.0791, "0.079"), (99.4, "99"), (99.7, "100"), (9999.7, "10000"), (2.9e7, "3e7")],
 )
 def test_numbers_of_the_printed_table_are_short(value, text):
-    assert _short(value) == text
+    assert short(value) == text
 
 
 def test_a_trial_run_does_everything_but_the_report(tmp_path):
