@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -48,19 +48,19 @@ def check_scheduler(scheduler: LRScheduler | None) -> None:
         )
 
 
-def scheduled(trainer: Trainer, optimizer: Optimizer, scheduler: LRScheduler | None, interval: str) -> Any:
+def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRScheduler | None, interval: str) -> Any:
     """Return what ``configure_optimizers`` returns; warn if the learning rate comes to its lowest before the end.
 
     Args:
-        trainer: Trainer of the run.
+        task: The task; has a trainer by now if there is a scheduler.
         optimizer: The optimizer.
         scheduler: Its scheduler; None for a constant learning rate.
         interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
     """
     if scheduler is None:
         return optimizer
-    epochs, period = trainer.max_epochs, getattr(scheduler, "T_max", None)
-    per_epoch = interval == "epoch" and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    epochs, period = task.trainer.max_epochs, getattr(scheduler, "T_max", None)
+    per_epoch = interval == "epoch" and not task.trainer.fast_dev_run  # type: ignore[attr-defined]
     if period is not None and per_epoch and epochs not in (None, -1, period):
         warnings.warn(
             f"The learning rate comes to its lowest after {period} epochs (T_max) and training ends after {epochs} "

@@ -208,7 +208,7 @@ class EquivarianceTask(LightningModule):
                 "ReduceLROnPlateau waits for a metric, which changes with the prior; use a scheduler that depends on "
                 "the epoch or step only."
             )
-        return scheduled(self.trainer, optimizer, scheduler, self.lr_scheduler_interval)
+        return scheduled(self, optimizer, scheduler, self.lr_scheduler_interval)
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)

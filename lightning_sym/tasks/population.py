@@ -340,7 +340,7 @@ class PopulationTask(LightningModule):
             parameters.append({"params": others, "weight_decay": 0.0})
         optimizer = self._make_optimizer(parameters)
         scheduler = self._make_scheduler(optimizer)
-        return scheduled(self.trainer, optimizer, scheduler, self.lr_scheduler_interval)
+        return scheduled(self, optimizer, scheduler, self.lr_scheduler_interval)
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer is not None else self.default_optimizer(parameters)
