@@ -477,7 +477,7 @@ class PopulationTask(LightningModule):
         """Train a member no further.
 
         Args:
-            number: Of this rank's members.
+            number: Number of one of this rank's members.
             reason: Said in a warning and kept with it.
             epoch: When that was; default now.
             step: Likewise.
