@@ -21,8 +21,8 @@ class LearnedNetworks(ABC):
     """What :class:`lightning_sym.callbacks.MarginalLikelihood` asks of a task.
 
     Attributes:
-        prior: Of the task.
-        numbers: Of all networks, the same on every rank.
+        prior: The task's prior.
+        numbers: Numbers of all networks, the same on every rank.
         needs: What the task must have besides.
     """
 

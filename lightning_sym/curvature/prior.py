@@ -38,7 +38,7 @@ class Precisions:
 
         Args:
             log_precisions: By parameter, for all that have a prior.
-            log_noise: Of a regression.
+            log_noise: Logarithm of the noise of a regression.
 
         Raises:
             ValueError: If they are of other parameters.
@@ -169,7 +169,7 @@ class GaussianPrior(_TrainedPrior, Precisions):
     Args:
         network: Every layer with trainable parameters needs a curvature rule
             (:func:`lightning_sym.curvature.register_layer`).
-        precision: Of all weights at the start, > 0.
+        precision: Prior precision of all weights at the start, > 0.
         likelihood: ``"classification"``: softmax and class indices. ``"regression"``: Gaussian, errors as above.
         noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
         temperature: ``T`` > 0; 1 is Bayes.
@@ -187,7 +187,7 @@ class GaussianPrior(_TrainedPrior, Precisions):
         ValueError: If an argument is out of range, or a layer has no curvature rule.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; our specification, 4.3.
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 and 2.3.
 
     Example:
         >>> prior = GaussianPrior(nn.Linear(1, 2), precision=3.0)
@@ -221,7 +221,7 @@ class GaussianPrior(_TrainedPrior, Precisions):
         To be called on every rank once a fit, when the optimizers are made: ``trainer.optimizers`` in ``on_fit_start``.
 
         Args:
-            optimizers: Of the network. Without weight decay.
+            optimizers: Optimizers of the network, without weight decay.
             data: The datamodule, ``trainer.datamodule``: its ``curvature_dataloader()`` gives batches ``(inputs, labels
                 or targets, ...)``, each training datum once, this rank's share. If it has ``num_classes``, a warning
                 names the classes that never occur.
@@ -277,8 +277,8 @@ class PopulationPrior(_TrainedPrior):
 
     Args:
         network: With the parameters that every member has.
-        numbers: Of all members, the same on every rank.
-        precision: Of all weights at the start, > 0.
+        numbers: Numbers of all members, the same on every rank.
+        precision: Prior precision of all weights at the start, > 0.
 
     Attributes:
         members: The present precisions of every member, by its number.

@@ -63,7 +63,7 @@ class RotationTask(BranchTask):
 
     Branches share the frozen lower part only: a fit costs what it costs to train the upper parts of members x sites x
     kinds x repeats networks, one after another; and it holds all of them. Where upper parts have batch norms, they are
-    trained as usual. Use it with :class:`lightning_sym.callbacks.RotationPenalty`, which makes the table and the
+    trained as usual. Use it with :class:`lightning_sym.callbacks.RotationReport`, which makes the table and the
     picture. What is tested are the weights of the epoch with the best validation accuracy, branch by branch; the last
     ones if there are no validation data.
 

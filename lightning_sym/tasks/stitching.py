@@ -73,7 +73,7 @@ class StitchingTask(BranchTask):
     Lower parts are run once per batch; all that lies above a cut is run once per map. In evaluation, maps are ``hard``
     (permutations are rounded, small weights of ``lasso`` are 0). Use it with
     :class:`lightning_sym.callbacks.BatchNormRecalibration`, so that all maps are evaluated with statistics measured
-    with them, and :class:`lightning_sym.callbacks.StitchPenalty`, which makes the tables and pictures. What is tested
+    with them, and :class:`lightning_sym.callbacks.StitchingReport`, which makes the tables and pictures. What is tested
     are the weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation
     data.
 

@@ -32,14 +32,14 @@ from pytorch_lightning.loggers import TensorBoardLogger
 import lightning_sym
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
-    EquivalencePlane,
-    EquivalenceWalk,
+    EquivalenceReport,
     MarginalLikelihood,
     MatchingReport,
     PlaneGrid,
-    RotationPenalty,
-    StitchPenalty,
+    RotationReport,
+    StitchingReport,
     SymmetryMonitor,
+    WalkReport,
     ZooExport,
     ZooReport,
 )
@@ -269,7 +269,7 @@ def stitching(folder):
     run(
         folder,
         lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=maps, head_start=0.5),
-        lambda path: [BatchNormRecalibration(images=16), StitchPenalty()],
+        lambda path: [BatchNormRecalibration(images=16), StitchingReport()],
         digits,
         waits=True,  # for the projection of doubly stochastic matrices
     )
@@ -281,7 +281,7 @@ def stitching_unprojected(folder):
     run(
         folder,
         lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=["full", "lasso"]),
-        lambda path: [StitchPenalty()],
+        lambda path: [StitchingReport()],
         digits,
     )
 
@@ -293,7 +293,7 @@ def stitching_all_maps(folder):
     run(
         folder,
         lambda: StitchingTask(path, pairs=[[0, 1]], maps=maps, head_start=0.5),
-        lambda path: [StitchPenalty()],
+        lambda path: [StitchingReport()],
         digits,
         waits=True,
     )
@@ -306,7 +306,7 @@ def rotation(folder):
     run(
         folder,
         lambda: RotationTask(path, sites=["activation2"], kinds=kinds, repeats=1),
-        lambda path: [RotationPenalty()],
+        lambda path: [RotationReport()],
         digits,
     )
 
@@ -362,7 +362,7 @@ def equivalence(folder, execution, callbacks, **data):
 
 
 def plane(*grids):
-    return EquivalencePlane(list(grids), epsilon=0.5, limit_seconds=None)
+    return EquivalenceReport(list(grids), epsilon=0.5, limit_seconds=None)
 
 
 @scenario
@@ -377,7 +377,7 @@ def equivalence_plane_of_fresh_inputs(folder):
 
 @scenario
 def equivalence_walk(folder):
-    equivalence(folder, "vmap", lambda: [EquivalenceWalk(steps=3, step_size=0.05)])
+    equivalence(folder, "vmap", lambda: [WalkReport(steps=3, step_size=0.05)])
 
 
 @scenario

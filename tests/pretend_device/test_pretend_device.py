@@ -24,6 +24,7 @@ NOT_RUN = {
     "MemberParallelStrategy": "places members on several processes",
     "RecalibrationTargets": "a protocol",
     "RunReport": "the base class of reports",
+    **dict.fromkeys(("publish_figure", "publish_numbers", "publish_results", "publish_text"), "parts of every report"),
 }
 ROOMS = ("connectivity", "curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
 INPUTS = {"inputs", "images", "example", "example_input", "data", "loader", "batches"}
