@@ -135,7 +135,7 @@ def test_steps_of_adam_are_those_of_torch():
 
 
 @pytest.mark.parametrize("learn_noise", [False, True])
-def test_resumed_is_uninterrupted(learn_noise):
+def test_resumed_precision_optimizer_is_uninterrupted(learn_noise):
     network = nn.Linear(4, 3)
     x = torch.randn(20, 4)
     found = Evidence.of(
@@ -185,7 +185,7 @@ def test_a_state_of_another_network():
         ({"groups": []}, "no groups"),
     ],
 )
-def test_settings_out_of_range(settings, words):
+def test_precision_optimizer_names_bad_settings(settings, words):
     with pytest.raises(ValueError, match=words):
         PrecisionOptimizer(**{"groups": ["a"], **settings})
 

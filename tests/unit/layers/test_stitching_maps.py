@@ -375,7 +375,7 @@ def test_names():
         (3, "Unknown stitching map 3"),
     ],
 )
-def test_unknown_names(name, message):
+def test_unknown_stitching_maps_are_named(name, message):
     with pytest.raises(ValueError, match=message):
         stitching_map(name)
 
