@@ -64,6 +64,15 @@ class RunReport(Callback, ABC, Generic[TaskT, DataT]):
         """Whether this run is one that is reported on: a fit, and no trial."""
         return self._path is not None
 
+    def data(self, trainer: Trainer) -> DataT:
+        """Return the datamodule as what it is.
+
+        Raises:
+            TypeError: If it is not of ``data_type``.
+        """
+        found: Any = checked_datamodule(self, trainer, self.data_type)
+        return found  # type: ignore[no-any-return]
+
     def measure(self, trainer: Trainer, task: TaskT, data: DataT) -> Any:
         """Return what has to be evaluated for the report; called on every rank, for all to work together."""
         return None
@@ -111,7 +120,7 @@ class RunReport(Callback, ABC, Generic[TaskT, DataT]):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         check_needs(self, pl_module, self.needs, self.example)
-        checked_datamodule(self, trainer, self.data_type)
+        self.data(trainer)
         self._run = run_folder(trainer)  # asked for here, as it needs all ranks
         self._path = Path(self.dirpath) if self.dirpath else self._run / "results"
 
@@ -120,7 +129,7 @@ class RunReport(Callback, ABC, Generic[TaskT, DataT]):
         if not self.active:
             return
         task: Any = pl_module
-        data: Any = checked_datamodule(self, trainer, self.data_type)
+        data = self.data(trainer)
         measured = self.measure(trainer, task, data)
 
         def publish() -> None:

@@ -1,6 +1,7 @@
 """Data of a finished run in, tables, figures and a summary out; no Lightning."""
 
 from lightning_sym.reports.equivalence import equivalence_results
+from lightning_sym.reports.evidence import evidence_results
 from lightning_sym.reports.matching import matching_results
 from lightning_sym.reports.rotation import rotation_results
 from lightning_sym.reports.stitching import stitching_results
@@ -14,6 +15,7 @@ __all__ = [
     "RunResults",
     "SymmetryMeter",
     "equivalence_results",
+    "evidence_results",
     "matching_results",
     "monitor_results",
     "rotation_results",

@@ -18,7 +18,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._text import ranges
-from lightning_sym.curvature import PopulationPrior
+from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler
@@ -78,7 +78,7 @@ class PopulationTask(LightningModule):
         history: What was logged in each epoch of a fit, by name, for instance ``"val/loss"``: one row for each epoch,
             one value for each member, NaN for those that were stopped.
         history_epochs: How many epochs had been trained when it was logged, by split.
-        prior: :class:`lightning_sym.curvature.PopulationPrior` of the members, set by subclasses that have one;
+        prior: :class:`lightning_sym.curvature.GaussianPrior` of the members, set by subclasses that have one;
             None if they have none.
 
     Class attributes:
@@ -134,7 +134,7 @@ class PopulationTask(LightningModule):
         self.lr_scheduler_interval = lr_scheduler_interval
         self.weight_decay_on = weight_decay_on
         self.keep = keep
-        self.prior: PopulationPrior | None = None
+        self.prior: GaussianPrior | None = None
         # Refuses bad settings now.
         self._settings = self._describe_optimizer()
         self.kept: dict[int, dict[str, Any]] = {}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym.curvature import PopulationPrior
+from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.tasks.losses import CrossEntropy
@@ -67,7 +67,7 @@ class ZooTask(PopulationTask):
             weight decay and the plain cross-entropy. Default: members have no prior.
 
     Attributes:
-        prior: :class:`lightning_sym.curvature.PopulationPrior` of the members, whose precisions
+        prior: :class:`lightning_sym.curvature.GaussianPrior` of the members, whose precisions
             :class:`lightning_sym.callbacks.MarginalLikelihood` learns; None if they have none.
 
     Raises:
@@ -125,7 +125,7 @@ class ZooTask(PopulationTask):
                     f"With {setting} the loss is no log likelihood, which prior_precision needs; leave one of the two "
                     "out."
                 )
-            self.prior = PopulationPrior(network.fresh(seed), self.numbers, prior_precision)
+            self.prior = GaussianPrior(network.fresh(seed), prior_precision, members=self.numbers)
             self._describe_optimizer()  # refuses weight decay now
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler", "loss"])

@@ -154,7 +154,7 @@ def curvatures(weights: tuple[float, ...]) -> Tensor:
 def test_langevin_chains_read_the_learning_coefficient(
     weights: tuple[float, ...], expected: float, chains: int, steps: int
 ) -> None:
-    # The step of the specification's measurement: its predictions are 0.9986 and 0.5083.
+    # With this step the formula of docs/theory/equivalence.md, 8, predicts 0.9986 and 0.5083.
     options = {"chains": chains, "steps": steps, "burn_in": 200, "inverse_temperature": 1e5, "step": 0.05 / 1e5}
     found = sample_sgld(two_unit(weights), line(8), **options)
     assert found.curvature == pytest.approx(float(curvatures(weights).max()), rel=1e-3)

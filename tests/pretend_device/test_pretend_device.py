@@ -22,8 +22,10 @@ TRIED = ("2.14", "2.15")
 NOT_RUN = {
     "FoundWeights": "what a search has found",
     "MemberParallelStrategy": "places members on several processes",
+    "PopulationTask": "the base class of tasks with several networks",
     "RecalibrationTargets": "a protocol",
     "RunReport": "the base class of reports",
+    **dict.fromkeys(("CrossEntropy", "SquaredDistance"), "losses that the tasks of the scenarios use by themselves"),
     **dict.fromkeys(("publish_figure", "publish_numbers", "publish_results", "publish_text"), "parts of every report"),
 }
 ROOMS = ("connectivity", "curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
