@@ -38,6 +38,7 @@ from lightning_sym.callbacks import BatchNormRecalibration, StitchingReport
 from lightning_sym.datamodules import MNIST5kDataModule
 from lightning_sym.networks import MyrtleCNN
 from lightning_sym.stitching import CutNetwork, GroupMap, Port, StitchedNetwork
+from lightning_sym.symmetry import INTERTWINER_GROUPS
 from lightning_sym.tasks import StitchingTask
 from lightning_sym.zoo import rebuild_manifest, write_member
 
@@ -199,7 +200,7 @@ def measure_projections(rounds: int, device: str) -> list[dict[str, Any]]:
         networks = [MyrtleCNN().fresh(seed).to(device) for seed in (0, 1)]
         cuts = [CutNetwork(network, [site], example=images) for network in networks]
         step = OurStep(cuts[0], cuts[1], site, "group")
-        port = Port(channels, channels, scales=True)
+        port = Port(channels, channels, group=INTERTWINER_GROUPS["relu"])
         maps = {how: GroupMap(port, projection=how).to(device) for how in ("sinkhorn", "euclidean")}  # type: ignore[arg-type]
         runs: Runs = {"plain": lambda step=step: step(images, labels)}
         for how, module in maps.items():

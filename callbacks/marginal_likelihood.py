@@ -198,8 +198,9 @@ class MarginalLikelihood(RunReport):
         """
         if self.networks.prior.samples < 1:
             raise ValueError(
-                f"{type(pl_module).__name__} does not train under its prior; call self.prior.start(trainer.optimizers, "
-                "trainer.datamodule) in its on_fit_start, and add self.prior.penalty() to its training loss."
+                f"{type(pl_module).__name__} does not train under its prior; call self.prior.start("
+                "self.trainer.optimizers, self.trainer.datamodule) in its on_fit_start, and "
+                "self.prior.add_gradients() in on_before_optimizer_step."
             )
 
     def updates_after(self, epoch: int) -> bool:

@@ -35,7 +35,7 @@ def publish_text(trainer: Trainer, text: str, tag: str) -> None:
 
     Args:
         trainer: Its loggers are used; those without ``add_text`` are passed over.
-        text: Of one or several lines.
+        text: One or several lines.
         tag: Name in TensorBoard.
     """
     for logger in trainer.loggers:
@@ -67,7 +67,7 @@ def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: st
     Args:
         trainer: Its loggers are used.
         results: What a run has found.
-        folder: Of the files.
+        folder: Folder of the files.
         tag: First part of the figures' names in TensorBoard, for example ``figures/ZooReport``.
     """
     for table in results.tables:

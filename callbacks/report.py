@@ -82,7 +82,7 @@ class RunReport(Callback, ABC):
         """Return what is written and printed; called on rank 0 only.
 
         Args:
-            trainer: Of the run.
+            trainer: Trainer of the run.
             task: The task.
             data: The datamodule.
             measured: What :meth:`measure` returned.
@@ -97,7 +97,7 @@ class RunReport(Callback, ABC):
         """Show how far some work is, on rank 0, where there is a progress bar.
 
         Args:
-            trainer: Of the run.
+            trainer: Trainer of the run.
             title: Beside the bar.
 
         Yields:

@@ -96,7 +96,7 @@ class StitchingReport(RunReport):
             "seed": task.seed,
             "settings": picked(task, "ports", "batch_norm", "init", "head_start", "resize"),
             "recalibration": recalibration and picked(recalibration, "images", "batch_size", "exact"),
-            "skipped": task.skipped,
+            "skipped": task.left_out,
             "epochs": trainer.current_epoch,
             **self.source(data),
         }

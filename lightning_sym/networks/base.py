@@ -71,6 +71,11 @@ class Cuts:
     crossing: Mapping[str, tuple[str, ...]]
     whole: nn.Module
 
+    @property
+    def taps(self) -> list[str]:
+        """The values that cross the cuts, by name and in the order of ``whole``: ``site/0``, ``site/1``, ..."""
+        return [f"{site}/{index}" for site in self.sites for index in range(len(self.crossing[site]))]
+
 
 class Network(nn.Module, ABC):
     """A module that remembers how it was made, knows its sites, and can be cut in two at each of them.

@@ -77,7 +77,7 @@ class EvaluatedGrid:
         settings: What was asked for.
         values: J there, of the grid's shape.
         epsilon: Bound of the set, in the unit of J.
-        numbers: Of the set.
+        numbers: What is known of the set.
         finer: The same with half the spacing; None if that was not asked for.
         finest: J on the finest grid.
     """
@@ -111,7 +111,7 @@ class EvaluatedGrid:
         """Return the points that the plane goes through, as figures mark them.
 
         Args:
-            coordinates: Of the points; default those in the plane.
+            coordinates: Coordinates of the points; default those in the plane.
         """
         used = self.points[: self.grid.dimension + 1]
         vectors = torch.stack([point.weights for point in used]).to(self.plane.basis)

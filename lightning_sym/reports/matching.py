@@ -47,7 +47,7 @@ class Line(NamedTuple):
     Attributes:
         method: How they were matched.
         batch_norm: Which statistics batch norms have on the line: ``"as is"``, ``"recalibrated"``, or ``"none"``.
-        split: Of the images.
+        split: Split of the images.
     """
 
     method: str

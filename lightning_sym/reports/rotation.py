@@ -48,7 +48,7 @@ def rotation_results(
             ``epoch``.
         evaluations: By split (``"test"``, and ``"val"`` if there is one): ``accuracy``, ``loss``, ``penalty`` and
             ``member_accuracy`` (of the network that was not rotated) of each network.
-        stopped: Of the networks that were stopped, by place in the list: why.
+        stopped: Why networks were stopped, by their place in the list.
         title: For table and figure.
         about: What is needed to make the tables again.
         numbers: Mean penalties on the test split, by tag.

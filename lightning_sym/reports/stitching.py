@@ -52,7 +52,7 @@ def stitching_results(
             batch norms), ``ports``, ``dimension``, ``sparsity``, ``epoch``, ``val_accuracy`` and ``val_loss``.
         evaluations: By kind of statistics (``"as is"``, ``"recalibrated"``): ``accuracy``, ``loss`` and ``penalty`` of
             each network.
-        stopped: Of the networks that were stopped, by place in the list: why.
+        stopped: Why networks were stopped, by their place in the list.
         title: For tables and figures.
         about: What is needed to make the tables again.
         two_zoos: Whether lower and upper members are of different zoos, so that equal numbers are different models.

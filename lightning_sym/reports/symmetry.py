@@ -224,7 +224,7 @@ def monitor_results(
         kinds: What is defined for each axis group.
         network: Name of the architecture, for the title.
         about: What is needed to make the tables again.
-        name: Of the files.
+        name: Name of the files.
         distance: Whether there are distances.
     """
     what = "units of axis groups while training: balance of incoming and outgoing squared norms"

@@ -103,8 +103,8 @@ class RunResults:
 
         Args:
             console: What is printed to.
-            folder: Of the results.
-            run: Of the run.
+            folder: Folder of the results.
+            run: Folder of the run.
         """
         if self.shown is not None:
             console.print(self.shown)

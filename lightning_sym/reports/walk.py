@@ -42,7 +42,7 @@ def walk_results(
         samples: Langevin chains near the teacher; None for none.
         title: What the class is of.
         teacher: What is known of it.
-        settings: Of the walk and the chains.
+        settings: Settings of the walk and the chains.
         about: What else is needed to make the table again.
     """
     distances = (walk.vectors - walk.vectors[0]).norm(dim=1)

@@ -36,7 +36,7 @@ def zoo_results(
         numbers: The members' numbers.
         splits: By split, the last one the headline: ``accuracy`` and ``loss`` of each member, and ``confusion``, the
             mean over members. Shapes ``[M]``, ``[M]`` and ``[K, K]``.
-        stopped: Of the members that were stopped, by number: their ``reason``.
+        stopped: The ``reason`` of each member that was stopped, by number.
         kept: Epochs trained when the weights were taken that were kept, by number.
         network: Name of the architecture, for titles.
         about: What is needed to make the table again.

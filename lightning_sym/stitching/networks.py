@@ -7,7 +7,7 @@ can be stitched to it without any loss, wherever it is cut (:class:`PlantedStitc
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,13 +21,13 @@ from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.stitching.maps.families import Port, StitchingMap, stitching_map
 from lightning_sym.stitching.maps.moments import FeatureMoments
-from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
+from lightning_sym.symmetry import Element, IntertwinerGroup, Symmetry, trace_symmetry
 
 Family = str | Callable[[Port], StitchingMap]
 Ports = Literal["all", "branch"]
 BatchNormMode = Literal["batch", "frozen"]
 
-_TRIALS = 8  # elements that are tried to see which values have signs: a product of signs is overlooked in one of 2**7
+NOTHING = IntertwinerGroup("nothing", positive_scales=False, signs=False, permutations=False)
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,14 @@ class Crossing:
         axis: Its channel axis, counted with the batch axis: 1 for ``[N, C, H, W]``, 2 for ``[N, T, C]``.
         mapped: Whether a stitch has a map here. The network's input, and what is no floating tensor with channels,
             pass as they are.
-        permutations: Whether the network's symmetry permutes its channels.
-        scales: Whether it rescales them.
-        signs: Whether it flips their signs.
-        dense: Whether any invertible matrix may mix them.
+        group: What the network's symmetry does to its channels.
     """
 
     name: str
     shape: tuple[int, ...]
     axis: int = 1
     mapped: bool = True
-    permutations: bool = False
-    scales: bool = False
-    signs: bool = False
-    dense: bool = False
+    group: IntertwinerGroup = NOTHING
 
     @property
     def channels(self) -> int:
@@ -109,7 +103,6 @@ class CutNetwork:
         self._example = on_device_of(network, example[:2])
         self._like = like
         self._symmetry: Symmetry | None = None
-        self._crossings: dict[str, tuple[Crossing, ...]] | None = None
         with torch.no_grad():
             expected = network(self._example)
             values = self.values(self._example)
@@ -150,103 +143,43 @@ class CutNetwork:
 
     def crossings(self, site: str) -> tuple[Crossing, ...]:
         """Return the values that cross a cut, the site's activation first, and what the symmetry does to each."""
-        if self._crossings is None:
-            if self._like is not None:
-                self._crossings = {site: self._like.crossings(site) for site in self.sites}
-            else:
-                with seeded(0):  # the caller's random numbers do not depend on who asks first
-                    self._crossings = self._find_crossings()
-        return self._crossings[site]
+        if self._like is not None:
+            return self._like.crossings(site)
+        inputs = {node.name for node in self._cuts.whole.graph.nodes if node.op == "placeholder"}  # type: ignore[union-attr]
+        taps = self.symmetry.taps
+        # A value on which nothing acts has its channels where others of its shape have them, or where they usually are.
+        known = {tap.shape[1:]: tap.axis for tap in taps.values() if tap.axis}
+        found = []
+        for index, (name, shape) in enumerate(self.shapes(site)):
+            if not shape or name in inputs:
+                found.append(Crossing(name, shape, mapped=False))
+                continue
+            tap = taps[f"{site}/{index}"]
+            group = tap.group if tap.axis and len(tap.seen) == 1 else NOTHING
+            found.append(Crossing(name, shape, tap.axis or known.get(shape, 2 if len(shape) == 2 else 1), group=group))
+        return tuple(found)
 
-    def widths(self, site: str) -> tuple[Crossing, ...]:
-        """Return the values that cross a cut, as :meth:`crossings` does, but without asking for the symmetry."""
-        return tuple(
-            Crossing(name, shape, axis=_usual_axis(shape), mapped=bool(shape))
-            for name, shape in zip(self._cuts.crossing[site], self._shapes[site], strict=True)
-        )
+    def shapes(self, site: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return names and shapes of the values that cross a cut, see :class:`Crossing`; asks for no symmetry."""
+        return tuple(zip(self._cuts.crossing[site], self._shapes[site], strict=True))
 
     @property
     def symmetry(self) -> Symmetry:
-        """The symmetry of the network with a probe at each port, see :class:`PlantedStitches`."""
+        """The symmetry of the network; its taps show all that crosses the cuts, as ``site/0``, ``site/1``, ..."""
+        if self._like is not None:
+            return self._like.symmetry
         if self._symmetry is None:
-            if self._like is not None:
-                return self._like.symmetry
-            self.crossings(self.sites[0])
-        assert self._symmetry is not None
+            example = self._example.to(next(self.network.parameters()))
+            with seeded(0):  # the caller's random numbers do not depend on who asks first
+                self._symmetry = trace_symmetry(self.network, example, cuts=self._cuts)
         return self._symmetry
-
-    @property
-    def probed(self) -> nn.Module:
-        """The network with a probe at each port."""
-        places = [(site, i) for site in self.sites for i in range(len(self._shapes[site]))]
-        axes = [self.crossings(site)[i].axis if self._shapes[site][i] else 0 for site, i in places]
-        return _Probed(self._cuts.whole, [s for site in self.sites for s in self._shapes[site]], axes)
-
-    def probe(self, site: str, index: int) -> str:
-        """Return the name of a probe's weight in :attr:`probed`."""
-        number = sum(len(self._shapes[other]) for other in self.sites[: self.sites.index(site)]) + index
-        return f"probes.{number}.weight"
-
-    def _find_crossings(self) -> dict[str, tuple[Crossing, ...]]:
-        shapes = [shape for site in self.sites for shape in self._shapes[site]]
-        names = [name for site in self.sites for name in self._cuts.crossing[site]]
-        axes = self._channel_axes(names, shapes)
-        example = self._example.to(next(self.network.parameters()))
-        probed = _Probed(self._cuts.whole, shapes, axes).to(example)
-        self._symmetry = symmetry = trace_symmetry(probed, example)
-        moved = _diagonals(
-            symmetry,
-            {
-                f"probes.{number}.weight": shape[axis - 1]
-                for number, (shape, axis) in enumerate(zip(shapes, axes, strict=True))
-                if shape
-            },
-        )
-        inputs = {node.name for node in self._cuts.whole.graph.nodes if node.op == "placeholder"}  # type: ignore[union-attr]
-        found = []
-        for number, (name, shape, axis) in enumerate(zip(names, shapes, axes, strict=True)):
-            if not shape or name in inputs:
-                found.append(Crossing(name, shape, axis or 1, mapped=False))
-                continue
-            weight = f"probes.{number}.weight"
-            own = [g for g in symmetry.groups if any(o.tensor == weight and o.axis == 1 for o in g.occurrences)]
-            found.append(
-                Crossing(
-                    name,
-                    shape,
-                    axis,
-                    permutations=any(group.movable for group in own),
-                    scales=not torch.allclose(moved[weight].abs(), torch.ones_like(moved[weight])),
-                    signs=bool((moved[weight] < 0).any()),
-                    dense=any(group.dense for group in own),
-                )
-            )
-        whole = iter(found)
-        return {site: tuple(next(whole) for _ in self._shapes[site]) for site in self.sites}
-
-    def _channel_axes(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the channel axis of each value; 0 for what is no tensor."""
-        usual = [_usual_axis(shape) if shape else 0 for shape in shapes]
-        tokens = any(isinstance(module, nn.LayerNorm | nn.MultiheadAttention) for module in self.network.modules())
-        if not tokens and all(len(shape) != 2 for shape in shapes):
-            return usual
-        # Channels are on the axis on which the symmetry acts, of the value itself or of others of its shape.
-        example = self._example.to(next(self.network.parameters()))
-        taps = {tap.module: tap.axis for g in trace_symmetry(self.network, example).groups for tap in g.taps}
-        known = {shape: taps[name] for name, shape in zip(names, shapes, strict=True) if name in taps}
-        return [
-            taps.get(name, known.get(shape, axis)) if shape else 0
-            for name, shape, axis in zip(names, shapes, usual, strict=True)
-        ]
 
 
 class PlantedStitches:
     r"""A network that differs from another by a symmetry only, and the stitches between the two, which are exact.
 
     For :math:`B = g A` and every cut, the values of ``B`` are those of ``A`` times :math:`\varphi(g)` (Theorem 4.2 of
-    Godfrey et al. 2022); :meth:`matrices` are these. They are found by giving ``A`` a further output at each port, a
-    linear map that is the identity (a probe): acting on network and probes, ``g`` multiplies a probe by the inverse of
-    what it does to the values.
+    Godfrey et al. 2022); :meth:`matrices` are these, from ``Symmetry.on_activations``.
 
     Args:
         source: Network ``A``.
@@ -259,7 +192,7 @@ class PlantedStitches:
         network: Network ``B``.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, Theorem 4.2. The probes, and a map for each port, are ours.
+        Godfrey et al. (2022), arXiv:2205.14258, Theorem 4.2. A map for each port is ours.
     """
 
     def __init__(
@@ -273,23 +206,26 @@ class PlantedStitches:
         self._source = source
         symmetry = source.symmetry
         self.element = symmetry.sample(generator, scale=scale) if element is None else element
-        probed = source.probed.to(next(source.network.parameters()))
-        moved = symmetry.act(self.element, probed)
-        self._probes = {name: parameter for name, parameter in moved.named_parameters() if name.startswith("probes.")}
-        # The probed network has the network's own tensors, under a longer name.
-        state = moved.state_dict()
-        self.network = copy.deepcopy(source.network)
-        self.network.load_state_dict({name: state[f"network.{name}"] for name in self.network.state_dict()})
+        moved = symmetry.act(self.element, source.network)
+        assert isinstance(moved, Network)
+        self.network = moved
 
     def matrices(self, site: str) -> tuple[Tensor | None, ...]:
         """Return for each value that crosses the cut what takes that of ``A`` to that of ``B``.
 
         Each of shape ``[C, C]``, None where a value passes as it is.
         """
-        return tuple(
-            torch.linalg.inv(self._probes[self._source.probe(site, index)].detach()) if crossing.mapped else None
-            for index, crossing in enumerate(self._source.crossings(site))
-        )
+        like = next(self._source.network.parameters())
+        matrices: list[Tensor | None] = []
+        for index, crossing in enumerate(self._source.crossings(site)):
+            action = self._source.symmetry.on_activations(self.element, f"{site}/{index}") if crossing.mapped else None
+            if action is None:
+                matrices.append(None)
+            elif action.parts:
+                matrices.append(action.element.matrix().to(like))
+            else:
+                matrices.append(torch.eye(crossing.channels).to(like))
+        return tuple(matrices)
 
 
 class StitchedNetwork(nn.Module):
@@ -364,7 +300,7 @@ class StitchedNetwork(nn.Module):
                 raise TypeError(f"A family must make a StitchingMap from a Port, got {type(module).__name__}.")
         self._mapped = [port is not None for port in found]
         shapes = [crossing.positions for crossing in target.crossings(target_site)]
-        given = [crossing.shape for crossing in source.widths(site)]
+        given = [shape for _, shape in source.shapes(site)]
         self._axes = [port.axis if port is not None else 0 for port in found]
         self._sizes = [
             size if port is not None and _positions(shape, port.axis) != size else None
@@ -470,7 +406,7 @@ def stitch_ports(
     for cut, name in ((source, site), (target, target_site)):
         if name not in cut.sites:
             raise ValueError(f"The network is not cut at {name!r}, only at {', '.join(cut.sites)}.")
-    wanted, given = target.crossings(target_site), source.widths(site)
+    wanted, given = target.crossings(target_site), source.shapes(site)
     where = f"{site!r} of the lower network and {target_site!r} of the upper one"
     if len(given) < len(wanted):
         raise ValueError(
@@ -480,102 +416,45 @@ def stitch_ports(
         )
     found: list[Port | None] = []
     for index, crossing in enumerate(wanted):
-        own = given[index]
+        name, shape = given[index]
         if not crossing.mapped or (ports == "branch" and index > 0):
-            if own.shape != crossing.shape:
+            if shape != crossing.shape:
                 raise ValueError(
                     f"{where} cannot be stitched: {crossing.name} would pass without a map, but has shape "
-                    f"{list(own.shape)} below and {list(crossing.shape)} above; "
+                    f"{list(shape)} below and {list(crossing.shape)} above; "
                     + ('use ports="all".' if crossing.mapped else "choose other sites.")
                 )
             found.append(None)
             continue
-        if len(own.shape) != len(crossing.shape):
+        if len(shape) != len(crossing.shape):
             raise ValueError(
-                f"{where} cannot be stitched: a value of shape {list(own.shape)} (without batch) cannot become one of "
+                f"{where} cannot be stitched: a value of shape {list(shape)} (without batch) cannot become one of "
                 f"shape {list(crossing.shape)}; choose sites of the same kind."
             )
-        positions = _positions(own.shape, crossing.axis)
+        positions = _positions(shape, crossing.axis)
         if positions != crossing.positions:
             fits = all(a % b == 0 for a, b in zip(positions, crossing.positions, strict=True))
             if not (resize and fits):
                 advice = "set resize=True to average positions" if fits else "choose sites with whole multiples of them"
                 raise ValueError(
-                    f"{where} cannot be stitched: {own.name} has {_times(positions)} positions and {crossing.name} has "
+                    f"{where} cannot be stitched: {name} has {_times(positions)} positions and {crossing.name} has "
                     f"{_times(crossing.positions)}; {advice}."
                 )
         found.append(
             Port(
-                own.shape[crossing.axis - 1],
+                shape[crossing.axis - 1],
                 crossing.channels,
                 axis=crossing.axis,
-                permutations=crossing.permutations,
-                scales=crossing.scales,
-                signs=crossing.signs,
-                dense=crossing.dense,
+                group=crossing.group,
             )
         )
     return found
-
-
-class _Probed(nn.Module):
-    """A network with further outputs: of values inside, each through a linear map of its channels."""
-
-    def __init__(self, whole: nn.Module, shapes: Sequence[tuple[int, ...]], axes: Sequence[int]) -> None:
-        super().__init__()
-        self.network = whole
-        self._axes = tuple(axes)
-        self.probes = nn.ModuleList(
-            _identity(shape[axis - 1]) if shape else nn.Identity() for shape, axis in zip(shapes, axes, strict=True)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        output, *values = self.network(x)
-        seen = [
-            probe(value.movedim(axis, -1))
-            for probe, value, axis in zip(self.probes, values, self._axes, strict=True)
-            if isinstance(probe, nn.Linear)
-        ]
-        return (output, *seen)
-
-
-def _diagonals(symmetry: Symmetry, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return by what elements without permutations multiply the channels of probes, shape ``[trials, C]`` each.
-
-    What an element does to the identity that a probe holds shows what it does to the values. The elements are generic:
-    of evenly spaced scales, or equal signs only, those of several factors could cancel.
-    """
-    generator = torch.Generator().manual_seed(0)
-    found: dict[str, list[Tensor]] = {name: [] for name in sizes}
-    for trial in range(_TRIALS):
-        sign = 1 - 2 * torch.randint(2, (symmetry.signs,), generator=generator).double()
-        element = replace(
-            symmetry.identity(),
-            log_scale=torch.rand(symmetry.scales, generator=generator, dtype=torch.float64) + 0.1,
-            sign=sign if trial else -torch.ones_like(sign),
-        )
-        units = {name: torch.eye(size, dtype=torch.float64) for name, size in sizes.items()}
-        for name, moved in symmetry.act_on(element, units).items():
-            found[name].append(moved.diagonal())
-    return {name: torch.stack(diagonals) for name, diagonals in found.items()}
-
-
-def _identity(channels: int) -> nn.Linear:
-    layer = nn.Linear(channels, channels, bias=False, device="meta").to_empty(device="cpu")  # draws nothing
-    with torch.no_grad():
-        layer.weight.copy_(torch.eye(channels))
-    return layer
 
 
 def _shape(value: object) -> tuple[int, ...]:
     if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2:
         return tuple(value.shape[1:])
     return ()
-
-
-def _usual_axis(shape: tuple[int, ...]) -> int:
-    """Return 1, as of images and vectors; 2 of tokens ``[N, T, C]``."""
-    return 2 if len(shape) == 2 else 1
 
 
 def _positions(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Symmetries of networks: the groups that commute through activations."""
 
+from lightning_sym.symmetry.action import ActivationAction
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import Balance, CanonicalForm, balance, canonicalize
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
@@ -20,6 +21,7 @@ from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
 
 __all__ = [
     "INTERTWINER_GROUPS",
+    "ActivationAction",
     "ActivationMoments",
     "AxisGroup",
     "Balance",

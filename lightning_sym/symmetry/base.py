@@ -3,7 +3,6 @@
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,54 +13,18 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import random_orthogonal
+from lightning_sym._text import unknown
+from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
-from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
+from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Showing, Tap
+from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.tracing.capture import copied, evaluating, state_tensors
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
+from lightning_sym.symmetry.tracing.structure import Sight, Sights, Structure
+from lightning_sym.symmetry.tracing.vocabulary import Value
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class _Action:
-    """What an element does to each slot."""
-
-    source: Ints
-    scale: Floats
-    moved: NDArray[np.bool_]
-
-
-# By which power of a weight's scale an optimiser's state moves.
-_POWERS = {
-    **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "prev"), -1.0),
-    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), -2.0),
-    "acc_delta": 2.0,
-}
-
-
-def _powered(scale: Floats, power: float) -> Floats:
-    """Raise magnitudes to a power; odd and zeroth powers keep the sign."""
-    powered: Floats = np.abs(scale) ** power
-    return powered if power in (2.0, -2.0) else np.sign(scale) * powered
-
-
-class _Scratch:
-    """Memory for what is needed only for a moment: fresh memory costs more than the work done in it."""
-
-    def __init__(self) -> None:
-        self.memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def select(self, tensor: Tensor, axis: int, source: Ints) -> Tensor:
-        """Return `tensor.index_select(axis, source)`, valid until the next call."""
-        key = (tensor.dtype, tensor.device)
-        held = self.memory.get(key)
-        if held is None or held.numel() < tensor.numel() or held.data_ptr() == tensor.data_ptr():
-            held = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            self.memory[key] = held
-        index = torch.from_numpy(source).to(tensor.device)
-        return torch.index_select(tensor, axis, index, out=held[: tensor.numel()].view(tensor.shape))
 
 
 class Symmetry:
@@ -72,6 +35,8 @@ class Symmetry:
 
     Attributes:
         groups: The axis groups, in the order of the forward pass.
+        taps: By name, the values inside the network on which elements act, see :meth:`on_activations`: the outputs of
+            all modules that ran (of several tensors, the first), and what crosses the cuts that were traced.
         notes: What limits the group: unknown operations, parameters never used, and the like.
         worst_error: Largest relative change of an output that the self-test saw; NaN without a test.
         tolerance: The change that was accepted: 1e-10, or more for networks that round to a lower precision inside.
@@ -83,9 +48,10 @@ class Symmetry:
     def __init__(
         self,
         structure: Structure,
+        sights: Sights,
+        marked: Mapping[Mark, Value],
         network: nn.Module,
         notes: Sequence[str],
-        modules: dict[str, str],
         *,
         constants: Collection[str] = (),
         examples: Sequence[tuple[Any, ...]] = (),
@@ -102,15 +68,34 @@ class Symmetry:
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
         self.fingerprint = digest(self.architecture.text, structure)
         self._proven: dict[str, float] = {}
-        self._slots_of: dict[str, list[int]] = {}
-        for index, slot in enumerate(structure.slots):
-            self._slots_of.setdefault(slot.tensor, []).append(index)
-        self._dense_cells = {tuple(cell.tolist()): index for index, cell in enumerate(structure.dense)}
-        self.groups: tuple[AxisGroup, ...] = tuple(self._axis_groups(modules))
+        self._sights = sights
+        self.taps: dict[str, Tap] = {
+            mark.name: self._tap(mark, value, seen)
+            for (mark, value), seen in zip(marked.items(), sights.of, strict=True)
+        }
+        leaves = {name for name, module in network.named_modules() if not any(module.children())}
+        self._leaf_taps = [tap for tap in self.taps.values() if tap.module in leaves]
+        self.groups: tuple[AxisGroup, ...] = tuple(self._axis_groups())
 
     # What there is.
 
-    def _axis_groups(self, modules: dict[str, str]) -> Iterator[AxisGroup]:
+    def _tap(self, mark: Mark, value: Value, seen: tuple[Sight, ...]) -> Tap:
+        structure = self.structure
+        numbers = np.concatenate([np.zeros(0, np.int64), *(sight.unit for sight in seen)])
+        units = numbers[(numbers >= 0) & (numbers < structure.units)]
+        scales, signs = (
+            any(rows[sight.rows].nnz for sight in seen) for rows in (self._sights.magnitudes, self._sights.signs)
+        )
+        group = IntertwinerGroup(
+            mark.name,
+            permutations=bool(structure.moves[units].any() or (numbers >= structure.units).any()),
+            positive_scales=scales,
+            signs=signs,
+            dense=bool((structure.cell_of[units] >= 0).any()),
+        )
+        return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, value.producer)
+
+    def _axis_groups(self) -> Iterator[AxisGroup]:
         structure = self.structure
         starts = np.array([slot.offset for slot in structure.slots], np.int64)
         forms = structure.magnitudes
@@ -138,11 +123,6 @@ class Symmetry:
                         slot.tensor in self.parameter_names,
                     )
                 )
-            taps = [
-                Tap(modules[node], axis, torch.from_numpy(positions))
-                for node, axis, positions in structure.taps[index]
-                if node in modules
-            ]
             # Buffers and biases are named after the same module as the weight, which comes first.
             name = occurrences[0].tensor.rpartition(".")[0] or occurrences[0].tensor
             number = 2
@@ -159,7 +139,7 @@ class Symmetry:
                 scales=structure.scale_table[index].shape[1],
                 signs=structure.sign_table[index].shape[1],
                 occurrences=tuple(occurrences),
-                taps=tuple(taps),
+                shown=tuple(showing for tap in self._leaf_taps if (showing := _shows(tap, units)) is not None),
             )
 
     @property
@@ -319,7 +299,7 @@ class Symmetry:
         if signs:
             sign = torch.randint(0, 2, (self.signs,), generator=generator).double() * 2 - 1
         dense = []
-        for _index, cell in enumerate(structure.dense):
+        for cell in structure.dense:
             size = len(cell)
             matrix = torch.eye(size, dtype=torch.float64)
             if mixing:
@@ -382,20 +362,11 @@ class Symmetry:
     def _pulled(self, numbers: Tensor, tables: tuple[Ints, ...], permutation: Ints) -> Tensor:
         """Rename generators of the permuted network to those of the network before: what unit p[j] has, j had."""
         result = numbers.clone()
-        local = self._local
         for units, table in zip(self.structure.orbits, tables, strict=True):
             if table.shape[1]:
-                old = table[local[permutation[units]]]
+                old = table[self.structure.place_in_orbit[permutation[units]]]
                 result[torch.from_numpy(old)] = numbers[torch.from_numpy(table)]
         return result
-
-    @cached_property
-    def _local(self) -> Ints:
-        """For each unit, its place in its orbit."""
-        local = np.zeros(self.units, np.int64)
-        for units in self.structure.orbits:
-            local[units] = np.arange(len(units))
-        return local
 
     def compose(self, second: Element, first: Element) -> Element:
         """Return the element that acts as `first` and then `second`.
@@ -409,14 +380,12 @@ class Symmetry:
         for index, cell in enumerate(self.structure.dense):
             dense.append(second.dense[self._cell_after(cell, permutation)] @ first.dense[index])
         shift = []
-        action = self._action(second)
-        source = self._action(first).source
+        before, after = Action(self.structure, first), Action(self.structure, second)
         for index, (places, size) in enumerate(self.structure.shifts):
             slot = self.structure.slots[places[-1]]
-            at = slice(slot.offset, slot.offset + size)
-            old = torch.from_numpy(source[at] - slot.offset)
+            old = torch.from_numpy(before.source_in(slot))
             later = torch.zeros(size, dtype=torch.float64)
-            later[old] = torch.from_numpy(action.scale[at]) * first.shift[index][old] + second.shift[index]
+            later[old] = torch.from_numpy(after.scale[slot.rows]) * first.shift[index][old] + second.shift[index]
             shift.append(later)
         return Element(
             self.fingerprint,
@@ -429,8 +398,7 @@ class Symmetry:
 
     def _cell_after(self, cell: Ints, permutation: Ints) -> int:
         """Return the dense cell in whose place the given one stands after a permutation."""
-        inverse = np.argsort(permutation)
-        return self._dense_cells[tuple(inverse[cell].tolist())]
+        return int(self.structure.cell_of[np.argsort(permutation)[cell[0]]])
 
     def inverse(self, element: Element) -> Element:
         """Return the element that undoes another one."""
@@ -440,13 +408,12 @@ class Symmetry:
         dense: list[Tensor] = [torch.empty(0)] * len(element.dense)
         for index, cell in enumerate(self.structure.dense):
             dense[self._cell_after(cell, element.permutation.numpy())] = torch.linalg.inv(element.dense[index])
-        action = self._action(element)
+        action = Action(self.structure, element)
         shift = []
-        for index, (places, size) in enumerate(self.structure.shifts):
+        for index, (places, _) in enumerate(self.structure.shifts):
             slot = self.structure.slots[places[-1]]
-            at = slice(slot.offset, slot.offset + size)
-            old = torch.from_numpy(action.source[at] - slot.offset)
-            shift.append((-element.shift[index] / torch.from_numpy(action.scale[at]))[old])
+            old = torch.from_numpy(action.source_in(slot))
+            shift.append((-element.shift[index] / torch.from_numpy(action.scale[slot.rows]))[old])
         return Element(
             self.fingerprint,
             inverse,
@@ -457,22 +424,6 @@ class Symmetry:
         )
 
     # Action.
-
-    def _action(self, element: Element) -> _Action:
-        structure = self.structure
-        total = structure.magnitudes.shape[0]
-        scale = np.exp(structure.magnitudes @ element.log_scale.numpy())
-        if structure.signs.shape[1]:
-            flips = structure.signs @ (element.sign.numpy() < 0).astype(np.float64)
-            scale = np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
-        source = np.arange(total)
-        permutation = element.permutation.numpy()
-        local = self._local
-        for units, columns in zip(structure.orbits, structure.columns, strict=True):
-            new = permutation[units]
-            if not np.array_equal(new, units):
-                source[columns] = columns[local[new]]
-        return _Action(source, scale, source != np.arange(total))
 
     def act(
         self,
@@ -517,23 +468,20 @@ class Symmetry:
         """Change a network's weights and buffers, whatever its function."""
         if optimizer is not None and not inplace:
             raise ValueError("an optimiser's state can be carried along only with inplace=True")
-        action = self._action(element)
+        action = Action(self.structure, element)
         old = state_tensors(network)
-        scratch = _Scratch()
         with torch.no_grad():
-            added = self._added(old, action)
+            added = action.added(old)
             if inplace:
                 if optimizer is not None:
-                    self._carry(optimizer, old, element, action)
-                for name in self._slots_of:
-                    old[name].copy_(
-                        self._moved(old[name], name, element, action, scratch=scratch, added=added.get(name))
-                    )
+                    action.carry(optimizer, old)
+                for name in self.structure.slots_of:
+                    old[name].copy_(action.moved(old[name], name, added=added.get(name)))
                 return network
             # The copy gets its new tensors at once, instead of copies of the old ones.
             made: dict[int, Any] = {}
-            for name in self._slots_of:
-                tensor = self._moved(old[name], name, element, action, scratch=scratch, added=added.get(name))
+            for name in self.structure.slots_of:
+                tensor = action.moved(old[name], name, added=added.get(name))
                 if type(old[name]) is nn.Parameter:
                     tensor = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
                 made[id(old[name])] = tensor
@@ -547,14 +495,61 @@ class Symmetry:
             tensors: Parameters or buffers, by name. What a bias takes up of signs is added if its weight is among them.
             shifts: Whether to shift biases in front of batch norms, and running means.
         """
-        action, scratch = self._action(element), _Scratch()
-        added = self._added(tensors, action)
+        action = Action(self.structure, element)
+        added = action.added(tensors)
         return {
-            name: self._moved(tensor, name, element, action, scratch=scratch, shifted=shifts, added=added.get(name))
-            if name in self._slots_of
+            name: action.moved(tensor, name, shifted=shifts, added=added.get(name))
+            if name in self.structure.slots_of
             else tensor
             for name, tensor in tensors.items()
         }
+
+    def on_activations(self, element: Element, tap: Tap | str) -> ActivationAction:
+        r"""Return what an element does to a value inside the network, in evaluation mode.
+
+        If the weights of a network are changed by the element, its values at the tap are those of the network before
+        with this applied: :math:`v' = A v`. At the output of an activation it is :math:`\varphi(g)` of Godfrey et al.
+        (2022), arXiv:2205.14258, Proposition 3.4. It follows from the constraints that give the action on the weights.
+
+        Args:
+            element: From this symmetry.
+            tap: One of :attr:`taps`, or its name.
+
+        Raises:
+            ValueError: If the element belongs to another network's symmetry, or there is no such tap.
+
+        Example:
+            >>> from lightning_sym.symmetry.trace import trace_symmetry
+            >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> x = torch.randn(2, 5)
+            >>> symmetry = trace_symmetry(network, x)
+            >>> element = symmetry.sample()
+            >>> moved = symmetry.act(element, network)
+            >>> action = symmetry.on_activations(element, "1")
+            >>> torch.allclose(moved[:2](x), action.apply(network[:2](x)), atol=1e-5)
+            True
+        """
+        self._own(element)
+        tap = self._tapped(tap)
+        return Action(self.structure, element).on_values(self._sights, tap.seen, tap.offset, tap.bias)
+
+    def generators_at(self, tap: Tap | str) -> tuple[dict[int, float], dict[int, float]]:
+        """Return which free magnitudes and which free signs show at a tap, each with its exponent where it first does.
+
+        Args:
+            tap: One of :attr:`taps`, or its name.
+        """
+        found: list[dict[int, float]] = []
+        for forms in (self._sights.magnitudes, self._sights.signs):
+            shown = [forms[sight.rows] for sight in self._tapped(tap).seen]
+            pairs = [pair for rows in shown for pair in zip(rows.indices.tolist(), rows.data.tolist(), strict=True)]
+            found.append(dict(sorted(dict(reversed(pairs)).items())))
+        return found[0], found[1]
+
+    def _tapped(self, tap: Tap | str) -> Tap:
+        if isinstance(tap, str) and tap not in self.taps:
+            raise ValueError(unknown("tap", tap, self.taps))
+        return self.taps[tap] if isinstance(tap, str) else tap
 
     def require(self, network: nn.Module) -> None:
         """Check that a network's function differs from the traced one's by its weights only, as far as can be seen.
@@ -585,192 +580,6 @@ class Symmetry:
                 f"{name.lstrip('.')} is {value!r} there; expected {self.architecture.settings.get(name)!r}, as in the "
                 f"traced network, whose elements change the function of this one: {ADVICE}"
             )
-
-    def _moved(
-        self,
-        tensor: Tensor,
-        name: str,
-        element: Element,
-        action: _Action,
-        *,
-        scratch: "_Scratch",
-        power: float = 1.0,
-        shifted: bool = True,
-        added: Tensor | None = None,
-    ) -> Tensor:
-        """Return what becomes of one tensor (of weights; of their gradients with power -1, of squares with -2)."""
-        slots = [self.structure.slots[index] for index in self._slots_of[name]]
-        result = tensor.detach()
-        if added is not None:
-            result = result + added
-        for slot in slots:
-            if slot.offset in self._dense_places:
-                result = self._mixed(result, slot, element)
-        joint = next((slot for slot in slots if len(slot.axes) == 2), None)
-        if joint is not None:
-            scale = _powered(action.scale[joint.offset : joint.offset + joint.size], power)
-            result = self._moved_jointly(result * self._on_axis(torch.from_numpy(scale), joint, result), joint, action)
-        else:
-            moves = [
-                (slot.axes[0], action.source[slot.offset : slot.offset + slot.size] - slot.offset)
-                for slot in slots
-                if slot.axes and action.moved[slot.offset : slot.offset + slot.size].any()
-            ]
-            for axis, source in moves[:-1]:
-                result = scratch.select(result, axis, source)
-            if moves:
-                axis, source = moves[-1]
-                result = result.index_select(axis, torch.from_numpy(source).to(result.device))
-        if result.data_ptr() == tensor.data_ptr():
-            result = result.clone()
-        for slot in slots:
-            if slot is joint:
-                continue
-            at = slice(slot.offset, slot.offset + slot.size)
-            scale = action.scale[action.source[at]]
-            if slot.kind == "variance" and shifted:
-                square = self._on_axis(torch.from_numpy(scale**2), slot, result)
-                result.add_(slot.epsilon).mul_(square).sub_(slot.epsilon)
-            elif not np.all(scale == 1):
-                result.mul_(self._on_axis(torch.from_numpy(_powered(scale, power)), slot, result))
-        if shifted and self.structure.shifts:
-            for index in self._shifts_of.get(name, ()):
-                places = self.structure.shifts[index][0]
-                slot = next(s for s in map(self.structure.slots.__getitem__, places) if s.tensor == name)
-                source = action.source[slot.offset : slot.offset + slot.size] - slot.offset
-                result.add_(element.shift[index][torch.from_numpy(source)].to(result))
-        return result
-
-    def _added(self, tensors: Mapping[str, Tensor], action: _Action) -> dict[str, Tensor]:
-        """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
-        added: dict[str, Tensor] = {}
-        for bias, weight, axis, offset in self.structure.absorbed:
-            slot = next((s for s in self.structure.slots if s.tensor == weight and s.axes == (axis,)), None)
-            if slot is None or weight not in tensors:
-                continue
-            flipped = torch.from_numpy(action.scale[slot.offset : slot.offset + slot.size] < 0)
-            if flipped.any():
-                columns = tensors[weight].detach()
-                columns = columns.flatten(2).sum(2) if columns.ndim > 2 else columns
-                added[bias] = offset * columns[:, flipped.to(columns.device)].sum(1)
-        return added
-
-    @cached_property
-    def _shifts_of(self) -> dict[str, list[int]]:
-        """By tensor: which shifts are added to it."""
-        found: dict[str, list[int]] = {}
-        for index, (places, _) in enumerate(self.structure.shifts):
-            for slot in places:
-                found.setdefault(self.structure.slots[slot].tensor, []).append(index)
-        return found
-
-    @staticmethod
-    def _on_axis(vector: Tensor, slot: Slot, tensor: Tensor) -> Tensor:
-        shape = [1] * tensor.ndim
-        for axis, size in zip(slot.axes, slot.shape, strict=True):
-            shape[axis] = size
-        return vector.reshape(shape).to(tensor)
-
-    def _moved_jointly(self, tensor: Tensor, joint: Slot, action: _Action) -> Tensor:
-        """Move the weight of a grouped convolution: which channel the second axis means depends on the first."""
-        rows = next(
-            self.structure.slots[i] for i in self._slots_of[joint.tensor] if self.structure.slots[i].axes == (0,)
-        )
-        at = slice(rows.offset, rows.offset + rows.size)
-        row = action.source[at] - rows.offset
-        unit = joint.unit
-        # Channels on which nothing acts (-1) stay in the order in which they are.
-        wanted = np.where(unit < 0, -1, self._permutation_of(action)[unit])
-        # In row r of the new weight stands row[r] of the old one, in which the wanted units have to be found.
-        held = unit[row]
-        if held.shape[1] == 1:
-            column = np.zeros_like(held)
-        else:
-            order = np.argsort(held, axis=1, kind="stable")
-            rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
-            column = np.take_along_axis(order, rank, axis=1)
-        return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
-
-    def _permutation_of(self, action: _Action) -> Ints:
-        unit_at = np.full(len(action.source), -1)
-        for slot in self.structure.slots:
-            if len(slot.axes) < 2:
-                unit_at[slot.offset : slot.offset + slot.size] = slot.unit.ravel()
-        permutation = np.arange(self.units)
-        for units, columns in zip(self.structure.orbits, self.structure.columns, strict=True):
-            permutation[units] = unit_at[action.source[columns[:, 0]]]
-        return permutation
-
-    def _mixed(self, tensor: Tensor, slot: Slot, element: Element) -> Tensor:
-        """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
-        for cells, positions, read in self._dense_places.get(slot.offset, ()):
-            matrices = torch.stack([element.dense[cell] for cell in cells])
-            matrices = (torch.linalg.inv(matrices).mT if read else matrices).to(tensor)
-            moved = tensor.movedim(slot.axes[0], 0).clone(memory_format=torch.contiguous_format)
-            for at in positions:  # (cells, size)
-                index = torch.from_numpy(at.ravel()).to(tensor.device)
-                old = moved.index_select(0, index).reshape(*at.shape, -1)
-                moved.index_copy_(0, index, torch.bmm(matrices, old).reshape(len(index), *moved.shape[1:]))
-            tensor = moved.movedim(0, slot.axes[0])
-        return tensor
-
-    @cached_property
-    def _dense_places(self) -> dict[int, list[tuple[list[int], list[Ints], bool]]]:
-        """By slot: which dense cells of one size stand there, where, and whether they are read (or put out)."""
-        structure = self.structure
-        found: dict[tuple[int, bool, int, int], list[tuple[int, Ints]]] = {}
-        starts = np.array([slot.offset for slot in structure.slots], np.int64)
-        type_of = {int(unit): index for index, units in enumerate(structure.orbits) for unit in units}
-        for cell_index, cell in enumerate(structure.dense):
-            own_type = type_of[int(cell[0])]
-            columns = structure.columns[own_type][self._local[cell]]
-            slot_of = np.searchsorted(starts, columns[0], side="right") - 1
-            exponent = structure.magnitudes.data[structure.magnitudes.indptr[columns[0]]]
-            for slot_index, read in dict.fromkeys(zip(slot_of.tolist(), (exponent < 0).tolist(), strict=True)):
-                offset = structure.slots[slot_index].offset
-                at = columns[:, (slot_of == slot_index) & ((exponent < 0) == read)] - offset
-                found.setdefault((offset, read, own_type, len(cell)), []).append((cell_index, at))
-        places: dict[int, list[tuple[list[int], list[Ints], bool]]] = {}
-        for (offset, read, _, _), members in found.items():
-            positions = np.stack([at for _, at in members])  # (cells, size, columns)
-            cells = [cell for cell, _ in members]
-            places.setdefault(offset, []).append((cells, list(np.moveaxis(positions, 2, 0)), read))
-        return places
-
-    def _carry(
-        self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], element: Element, action: _Action
-    ) -> None:
-        """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights."""
-        names = {tensor: name for name, tensor in tensors.items()}
-        mixes = any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in element.dense)
-        moved: list[tuple[Tensor, Tensor]] = []
-        for group in optimizer.param_groups:
-            powers = dict(_POWERS)
-            if isinstance(optimizer, torch.optim.RMSprop):
-                powers["momentum_buffer"] = 0.0  # of gradients over their size
-            for parameter in group["params"]:
-                name = names.get(parameter)
-                state = optimizer.state.get(parameter, {})
-                if name not in self._slots_of or not state:
-                    continue
-                if mixes and any(self.structure.slots[i].offset in self._dense_places for i in self._slots_of[name]):
-                    raise ValueError(
-                        f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
-                        "element with mixing=False"
-                    )
-                for key, value in state.items():
-                    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
-                        continue
-                    if key not in powers:
-                        raise ValueError(
-                            f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(powers)}"
-                        )
-                    new = self._moved(
-                        value, name, element, action, scratch=_Scratch(), power=powers[key], shifted=False
-                    )
-                    moved.append((value, new))
-        for value, new in moved:  # only now, so that an error leaves everything as it was
-            value.copy_(new)
 
     def check(
         self,
@@ -823,3 +632,14 @@ class Symmetry:
                 self, exact, [batches], samples=samples, scale=scale, generator=generator, noise=(perturb,)
             )
             return found
+
+
+def _shows(tap: Tap, units: Ints) -> Showing | None:
+    """Return where a tap shows all of some units, once each, on one axis; None if it does not."""
+    for sight in tap.seen:
+        at = np.flatnonzero(np.isin(sight.unit, units))
+        if len(sight.axes) == 1 and len(at) == len(units) == len(np.unique(sight.unit[at])):
+            positions = np.empty(len(units), np.int64)
+            positions[np.searchsorted(units, sight.unit[at])] = at
+            return Showing(tap, sight.axes[0], torch.from_numpy(positions))
+    return None

@@ -4,18 +4,52 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.tracing.structure import Sight
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Tap:
-    """A place in the network where the units of an axis group can be watched.
+    """A value inside the network on which elements act.
 
     Attributes:
-        module: The module whose output shows them.
-        axis: The axis of that output on which they live.
+        name: The module whose output it is, with ``-2``, ``-3``, ... for its later calls; ``site/0``, ``site/1``, ...
+            for what crosses a cut.
+        shape: Its shape for the traced example, batch included.
+        group: Which group acts on its channels.
+        seen: For each axis (or axes together) on which units live, which unit stands where.
+        module: The module whose output it is; None at a cut.
+        call: Which of the module's calls it is, from 0.
+        offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
+        bias: The bias that was added last to it, which may be shifted.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: IntertwinerGroup
+    seen: tuple[Sight, ...]
+    module: str | None = None
+    call: int = 0
+    offset: float = 0.0
+    bias: str | None = None
+
+    @property
+    def axis(self) -> int | None:
+        """The axis of the channels: the last one on which units live by themselves; None if there is none."""
+        return max((sight.axes[0] for sight in self.seen if len(sight.axes) == 1), default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Showing:
+    """A place in the network where all units of an axis group can be watched.
+
+    Attributes:
+        tap: The output of a module without children.
+        axis: The axis of that output on which the units live.
         positions: For each unit, its position there. Shape (size,), int64.
     """
 
-    module: str
+    tap: Tap
     axis: int
     positions: Tensor
 
@@ -55,7 +89,7 @@ class AxisGroup:
         scales: How many magnitudes are free per unit.
         signs: How many signs are free per unit.
         occurrences: Where the units stand.
-        taps: Where they can be watched.
+        shown: Where they can be watched, in the order of the forward pass.
     """
 
     name: str
@@ -66,7 +100,7 @@ class AxisGroup:
     scales: int
     signs: int
     occurrences: tuple[Occurrence, ...]
-    taps: tuple[Tap, ...]
+    shown: tuple[Showing, ...]
 
     @property
     def size(self) -> int:

@@ -235,6 +235,8 @@ class IntertwinerGroup:
         positive_scales: Whether ``sigma(t x) = t**exponent sigma(x)`` for all ``t > 0``.
         signs: Whether ``sigma(-x) = sigma(x)`` (``even``), or ``offset - sigma(x)``.
         dense: The activation is linear: all invertible matrices.
+        permutations: Whether units change places. They do through every activation; at a place in a network they may
+            be held where they are.
         exponent: Exponent of the positive scales in :math:`\varphi`; 1 without them. 0 for ``sign``, which forgets
             them.
         even: :math:`\varphi` forgets the signs.
@@ -264,6 +266,7 @@ class IntertwinerGroup:
     positive_scales: bool
     signs: bool
     dense: bool = False
+    permutations: bool = True
     exponent: float = 1.0
     even: bool = False
     offset: float = 0.0
@@ -348,7 +351,8 @@ class IntertwinerGroup:
             return GroupElement._of(unit.permutation, unit.scale, left * magnitudes @ right)
         if self.signs:
             magnitudes = magnitudes * (1 - 2 * torch.randint(2, (size,), **options)).to(dtype)
-        return GroupElement._of(torch.randperm(size, **options), magnitudes)
+        order = torch.randperm(size, **options) if self.permutations else torch.arange(size, device=generator.device)
+        return GroupElement._of(order, magnitudes)
 
     def contains(self, element: GroupElement | Tensor, tolerance: float | None = None) -> bool:
         """Return whether an element, or a matrix, belongs to the group.

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
 from lightning_sym._distributed import on_device_of
+from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.proof import (
     batches_of,
@@ -36,6 +37,7 @@ def trace_symmetry(
     affine: bool = False,
     check: bool = True,
     tolerance: float | None = None,
+    cuts: Cuts | None = None,
 ) -> Symmetry:
     """Find the weight-space symmetry of a network, and prove it on random elements.
 
@@ -56,6 +58,7 @@ def trace_symmetry(
             them, each through a round trip of the state dict.
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
             lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
+        cuts: Made by the network's :meth:`~lightning_sym.networks.Network.cuts`: what crosses them can be tapped, too.
 
     Returns:
         The symmetry.
@@ -80,7 +83,7 @@ def trace_symmetry(
     examples = [_arguments(example) for example in (example_input, *more_examples)]
     _check_network(network)
     examples = on_device_of(network, examples)
-    captures = [capture(network, inputs, leaf_types()) for inputs in examples]
+    captures = [capture(network, inputs, leaf_types(), cuts=cuts) for inputs in examples]
     states, unsaved = state_tensors(network), constant_names(network)
     trace = Walk(states, constants=unsaved, affine=affine)
     for captured in captures:
@@ -88,7 +91,14 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
-    structure = build_structure(trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
+    structure, sights = build_structure(
+        trace.constraints,
+        trace.axis_labels,
+        trace.grouped,
+        trace.kinds,
+        trace.absorbed,
+        [numbers for _, numbers in trace.taps.values()],
+    )
     notes = list(trace.constraints.notes)
     if unused:
         shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
@@ -97,9 +107,10 @@ def trace_symmetry(
         warnings.warn(note, stacklevel=2)
     symmetry = Symmetry(
         structure,
+        sights,
+        {mark: value for mark, (value, _) in trace.taps.items()},
         network,
         notes,
-        {node.name: name for node, name in captures[0].results.items()},
         constants=[name for name in read if name in unsaved or not states[name].is_floating_point()],
         examples=examples,
     )

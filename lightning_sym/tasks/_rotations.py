@@ -1,7 +1,6 @@
 """Random changes of basis in front of one activation: elements of the symmetry group, and orthogonal matrices."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,44 +47,31 @@ def element_at(
     first = source.crossings(site)[0]
     if not first.mapped:
         raise ValueError(f"What crosses the cut at {site!r} is the network's input or has no channels; {_ADVICE}.")
-    if not (first.permutations or first.scales or first.signs or first.dense):
+    group = first.group
+    if not (group.permutations or group.positive_scales or group.signs or group.dense):
         raise ValueError(f"The symmetry group does not change what crosses the cut at {site!r}; {_ADVICE}.")
-    symmetry, probe = source.symmetry, source.probe(site, 0)
+    symmetry = source.symmetry
     structure = symmetry.structure
+    (seen,) = symmetry.taps[f"{site}/0"].seen
     found = symmetry.identity()
-    units: set[int] = set()
     permutation = found.permutation.numpy().copy()
-    for group in symmetry.groups:
-        if not any(occurrence.tensor == probe and occurrence.axis == 1 for occurrence in group.occurrences):
-            continue
-        own, cells = group.units.numpy(), group.cells.numpy()
-        units.update(own.tolist())
-        if group.movable and not group.dense:
-            draw = torch.rand(len(own), dtype=torch.float64, generator=generator).numpy()
-            permutation[own[np.argsort(cells, kind="stable")]] = own[np.lexsort((draw, cells))]
+    for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
+        if movable and structure.cell_of[units[0]] < 0 and np.isin(units, seen.unit).any():
+            draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
+            permutation[units[np.argsort(cells, kind="stable")]] = units[np.lexsort((draw, cells))]
     log_scale, sign, matrices = found.log_scale, found.sign, list(found.dense)
     for index, cell in enumerate(structure.dense):
-        if units.issuperset(cell.tolist()):
+        if np.isin(cell, seen.unit).all():
             left, right = (random_orthogonal(len(cell), generator) for _ in range(2))
             drawn = scale * torch.randn(len(cell), dtype=torch.float64, generator=generator)
             matrices[index] = (left * drawn.exp()) @ right
-    if not first.dense:  # there the matrices do it all
-        place = next(place for place in structure.slots if place.tensor == probe and place.axes == (1,))
-        rows = slice(place.offset, place.offset + place.size)
-        columns, powers = _generators(structure.magnitudes[rows])
-        drawn = scale * torch.randn(len(columns), dtype=torch.float64, generator=generator) - scale**2 / 2
-        log_scale[columns] = -drawn / powers  # a probe moves by the inverse of what the values do
-        columns, _ = _generators(structure.signs[rows])
-        sign[columns] = 1.0 - 2.0 * torch.randint(0, 2, (len(columns),), generator=generator).double()
+    if not group.dense:  # there the matrices do it all
+        scales, signs = symmetry.generators_at(f"{site}/0")
+        drawn = scale * torch.randn(len(scales), dtype=torch.float64, generator=generator) - scale**2 / 2
+        for (number, exponent), log in zip(scales.items(), drawn.tolist(), strict=True):
+            log_scale[number] = log / exponent
+        sign[list(signs)] = 1.0 - 2.0 * torch.randint(0, 2, (len(signs),), generator=generator).double()
     return replace(found, permutation=torch.from_numpy(permutation), dense=tuple(matrices))
-
-
-def _generators(exponents: Any) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the generators that act on some positions, and the exponent of each where it first acts."""
-    entries = exponents.tocoo()
-    acting = entries.data != 0
-    columns, first = np.unique(entries.col[acting], return_index=True)
-    return torch.from_numpy(columns).long(), torch.from_numpy(entries.data[acting][first]).double()
 
 
 def rotate_by_group(

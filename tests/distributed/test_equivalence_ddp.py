@@ -102,7 +102,7 @@ def scenarios(run):
     fit("2 mended", processes=2, ckpt_path=step("2 broken"))
     message = "shares out its candidates, not the data; use --trainer.strategy ddp_members"
     fit("plain ddp", processes=2, strategy="ddp_fork", fails=message)
-    message = "1 candidate(s) cannot be placed on 2 processes"
+    message = "1 member(s) cannot be placed on 2 processes"
     fit("too few", processes=2, task={"members": 1, "points": 1}, dimensions={}, fails=message)
     fit("1 loop")
     fit("1 vmap", execution="vmap")
@@ -180,7 +180,7 @@ def test_loop_and_vmap_find_the_same(runs):
 
 def test_a_candidate_that_stops_stops_on_all_ranks(runs):
     one, two = searched(runs / "1 poisoned"), searched(runs / "2 poisoned")
-    assert one["outcomes"][1]["stopped"] == "its loss is not finite"
+    assert one["outcomes"][1]["stopped"] == "its training loss is not finite"
     assert same(one, two)
     assert same(two, searched(runs / "2 poisoned", 1))
     whole = searched(runs / "1 loop")["outcomes"]

@@ -6,6 +6,7 @@ from helpers import assert_refused
 
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, StitchedNetwork
+from lightning_sym.symmetry import INTERTWINER_GROUPS
 from lightning_sym.tasks._rotations import element_at, rotate_by_group
 
 # Float64 rounding, through scales of up to a factor of 20 or so.
@@ -73,8 +74,9 @@ def test_the_undone_network_has_penalty_zero_at_every_site(case):
         if has != "all":
             assert torch.equal((matrix != 0).sum(0), torch.ones(len(matrix), dtype=torch.int64))
             # Where max pooling is not in between, tanh has signs.
-            assert bool((matrix < 0).any()) == ("signs" in has or (has == "" and not source.crossings(site)[0].scales
-                                                and source.crossings(site)[0].signs))  # fmt: skip
+            assert bool((matrix < 0).any()) == (
+                "signs" in has or (has == "" and source.crossings(site)[0].group == INTERTWINER_GROUPS["tanh"])
+            )
             sizes = matrix.abs().sum(1)
             assert bool((sizes - 1).abs().max() > 1e-3) == ("scales" in has)
 

@@ -1,6 +1,7 @@
 """Starts from moments are optimal in their family: against batch solutions, brute force and planted maps."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lightning_sym.stitching import (
     ProcrustesMap,
     SoftSortMap,
 )
+from lightning_sym.symmetry import INTERTWINER_GROUPS
 
 torch.set_num_threads(1)
 LAW = settings(max_examples=20, deadline=None, derandomize=True)
@@ -98,10 +100,10 @@ def test_low_rank_reaches_the_optimum(width_in, width_out, rank, seed):
 # ---- assignment
 
 GROUPS = {
-    "permutations": {},
-    "scales": {"scales": True},
-    "signs": {"signs": True},
-    "scales and signs": {"scales": True, "signs": True},
+    "permutations": INTERTWINER_GROUPS["gelu"],
+    "scales": INTERTWINER_GROUPS["relu"],
+    "signs": INTERTWINER_GROUPS["tanh"],
+    "scales and signs": INTERTWINER_GROUPS["dropout"],
 }
 
 
@@ -132,7 +134,7 @@ def brute_force(group, x, y):
 def test_assignment_is_the_best_of_all_elements(family, group, channels, seed):
     rectified = "signs" not in group
     x, y = features(channels, seed, rectified, 9), features(channels, seed + 1, rectified, 9)
-    stitch = started(family, Port(channels, channels, **GROUPS[group]), x, y)
+    stitch = started(family, Port(channels, channels, group=GROUPS[group]), x, y)
     stitch.mode = "hard"
     expected = brute_force(group, x, y)
     assert abs(error(stitch.matrix().detach(), x, y) - expected) < 1e-9 * max(1.0, expected)
@@ -140,7 +142,7 @@ def test_assignment_is_the_best_of_all_elements(family, group, channels, seed):
 
 def test_negative_products_are_never_matched_by_positive_scales():
     x, y = features(4, 0, rectified=False), -features(4, 0, rectified=False)
-    stitch = started(AssignmentMap, Port(4, 4, scales=True), x, y)
+    stitch = started(AssignmentMap, Port(4, 4, group=INTERTWINER_GROUPS["relu"]), x, y)
     assert (stitch.scale >= 0).all()
     assert error(stitch.matrix(), x, y) <= float(y.square().sum())
     assert error(stitch.matrix(), x, y) == pytest.approx(brute_force("scales", x, y))
@@ -150,7 +152,7 @@ def test_negative_products_are_never_matched_by_positive_scales():
 def test_a_dead_input_gets_the_scale_one(group):
     x, y = features(4, 0), features(4, 1)
     x[:, 2] = 0
-    stitch = started(AssignmentMap, Port(4, 4, **GROUPS[group]), x, y)
+    stitch = started(AssignmentMap, Port(4, 4, group=GROUPS[group]), x, y)
     assert stitch.scale[2] == 1
     assert stitch.matrix().isfinite().all()
 
@@ -175,7 +177,7 @@ def planted(group, channels, seed):
 def test_a_planted_element_is_recovered(family, group, channels):
     matrix = planted(group, channels, 5)
     x = features(channels, 1, rectified="signs" not in group, samples=400)
-    stitch = started(family, Port(channels, channels, **GROUPS[group]), x, x @ matrix.T)
+    stitch = started(family, Port(channels, channels, group=GROUPS[group]), x, x @ matrix.T)
     for mode in ("soft", "hard"):
         stitch.mode = mode
         torch.testing.assert_close(stitch.matrix().detach(), matrix, rtol=0, atol=PLANTED)
@@ -189,7 +191,9 @@ def test_a_planted_element_is_recovered(family, group, channels):
 def test_soft_sort_starts_from_scores_that_sort_into_the_planted_element(scales, channels):
     matrix = planted("scales" if scales else "permutations", channels, 6)
     x = features(channels, 1, samples=400)
-    stitch = started(SoftSortMap, Port(channels, channels, scales=scales), x, x @ matrix.T)
+    stitch = started(
+        SoftSortMap, Port(channels, channels, group=INTERTWINER_GROUPS["relu" if scales else "gelu"]), x, x @ matrix.T
+    )
     stitch.mode = "hard"
     torch.testing.assert_close(stitch.matrix().detach(), matrix, rtol=0, atol=PLANTED)
     torch.testing.assert_close(stitch(x).detach(), x @ matrix.T, rtol=0, atol=PLANTED)
@@ -199,7 +203,7 @@ def test_soft_sort_starts_from_scores_that_sort_into_the_planted_element(scales,
 
 def test_soft_sort_can_hold_a_scale_that_is_best_at_zero():
     x = features(3, 0, rectified=False)
-    stitch = started(SoftSortMap, Port(3, 3, scales=True), x, -x.abs() - 1)
+    stitch = started(SoftSortMap, Port(3, 3, group=INTERTWINER_GROUPS["relu"]), x, -x.abs() - 1)
     assert stitch.log_scale.isfinite().all()
 
 
@@ -207,9 +211,16 @@ def test_scales_in_place_where_nothing_may_be_permuted():
     x = features(4, 0, rectified=False)
     d = torch.tensor([2.0, 0.5, 3.0, 1.0], dtype=torch.float64)
     for family in (AssignmentMap, GroupMap):
-        stitch = started(family, Port(4, 4, permutations=False, scales=True), x, x.flip(1) * 0.1 + x * d)
+        stitch = started(
+            family,
+            Port(4, 4, group=replace(INTERTWINER_GROUPS["relu"], permutations=False)),
+            x,
+            x.flip(1) * 0.1 + x * d,
+        )
         assert torch.equal(stitch.matrix(), stitch.matrix().diag().diag())
-        planted_stitch = started(family, Port(4, 4, permutations=False, scales=True), x, x * d)
+        planted_stitch = started(
+            family, Port(4, 4, group=replace(INTERTWINER_GROUPS["relu"], permutations=False)), x, x * d
+        )
         torch.testing.assert_close(planted_stitch.matrix().diag().detach(), d, rtol=0, atol=PLANTED)
 
 

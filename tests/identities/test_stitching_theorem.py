@@ -214,8 +214,8 @@ def test_even_activations_take_signs_before_and_none_after():
 
     for before, signs in ((True, True), (False, False)):
         source, _ = made((make, (1, 3, 3)), before=before)
-        assert [source.crossings(site)[0].signs for site in source.sites] == [signs, signs]
-        assert all(source.crossings(site)[0].scales for site in source.sites)
+        assert [source.crossings(site)[0].group.signs for site in source.sites] == [signs, signs]
+        assert all(source.crossings(site)[0].group.positive_scales for site in source.sites)
         check_theorem(*made((make, (1, 3, 3))))
 
 
@@ -251,9 +251,9 @@ def test_buffers_of_the_network_itself_move_with_it():
 
 def groups(case, **settings) -> dict[str, list[str]]:
     source, _ = made(case, **settings)
-    names = ("permutations", "scales", "signs", "dense")
+    names = ("permutations", "positive_scales", "signs", "dense")
     return {
-        site: ["+".join(name for name in names if getattr(crossing, name)) for crossing in source.crossings(site)]
+        site: ["+".join(name for name in names if getattr(crossing.group, name)) for crossing in source.crossings(site)]
         for site in source.sites
     }
 
@@ -261,14 +261,14 @@ def groups(case, **settings) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("case", "group"),
     [
-        ("perceptron", "permutations+scales"),
+        ("perceptron", "permutations+positive_scales"),
         ("perceptron tanh", "permutations+signs"),
-        ("lenet", "permutations+scales"),
+        ("lenet", "permutations+positive_scales"),
         ("lenet gelu", "permutations"),
-        ("myrtle", "permutations+scales"),
-        ("myrtle constant", "permutations+scales"),
-        ("resnet20", "permutations+scales"),
-        ("resnet20 B leaky", "permutations+scales"),
+        ("myrtle", "permutations+positive_scales"),
+        ("myrtle constant", "permutations+positive_scales"),
+        ("resnet20", "permutations+positive_scales"),
+        ("resnet20 B leaky", "permutations+positive_scales"),
         ("resnet18 gelu", "permutations"),
     ],
 )
@@ -330,7 +330,7 @@ def test_fitted_maps_find_what_was_planted(architecture, activation, family, tol
     with torch.no_grad():
         expected = network(images)
     for site in sites:
-        if family == "softsort" and any(c.signs for c in source.crossings(site)):
+        if family == "softsort" and any(c.group.signs for c in source.crossings(site)):
             continue  # which has none
         stitched = fitted(source, target, site, family, images)
         assert error(stitched, images, expected) < tolerance, site

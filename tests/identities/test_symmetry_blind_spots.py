@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_refused
-from symmetry_family_cases import EXACT, L, Program, difference, evaluate, of, sequential
+from helpers import Program, assert_refused, of, sequential
+from symmetry_family_cases import EXACT, L, difference, evaluate
 from torch import Tensor, nn
 from torch.nn import functional as F
 

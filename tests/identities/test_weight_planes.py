@@ -74,30 +74,6 @@ def test_independence_is_relative_to_a_vectors_own_length_and_to_the_tolerance()
     assert independent(torch.eye(3).repeat(2, 1)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (points(4, 2), "4 points need 3 dimensions, but the network has only 2 parameters"),
-        (points(1, 4), "at least two weight vectors"),
-        (points(3, 4)[0], "at least two weight vectors"),
-        (torch.ones(3, 4, dtype=torch.long), "floating"),
-        (torch.tensor([[1.0, 2.0], [torch.inf, 0.0]]), "Point 1 has weights that are not finite"),
-    ],
-)
-def test_points_that_make_no_plane(given, message):
-    with pytest.raises(ValueError, match=message):
-        WeightPlane.through(given)
-
-
-def test_wrong_shapes_and_tolerances():
-    plane = WeightPlane.through(points(3, 4))
-    for call, size in ((plane.coordinates, 4), (plane.residual, 4), (plane.weights, 2)):
-        with pytest.raises(ValueError, match=rf"must have shape \[..., {size}\]"):
-            call(torch.zeros(5, 3))
-    assert_refused(lambda: WeightPlane.through(points(3, 4), tolerance=0), says="tolerance must be in (0, 1)")
-    assert_refused(independent, torch.zeros(3), says="floating tensor of shape")
-
-
 def test_float32_points_are_kept_exactly_and_not_shared():
     given = points(3, 4).float()
     plane = WeightPlane.through(given)

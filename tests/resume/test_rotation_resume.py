@@ -65,5 +65,5 @@ def test_resumed_is_uninterrupted(place, whole, tmp_path):
         assert (resumed / "results" / name).read_bytes() == (expected / "results" / name).read_bytes(), name
     if place != "end":  # then no training was left, nor a checkpoint to write
         one, two = (torch.load(path / "last.ckpt", weights_only=True) for path in (expected, resumed))
-        assert_same(two["branches"], one["branches"])
+        assert_same(two["population"], one["population"])
         assert_same(two["state_dict"], one["state_dict"])

@@ -473,12 +473,6 @@ def test_losses_that_are_not_one_number_are_refused(kind):
     assert_refused(lambda: kind(perceptron(), (0, 1)).step(images, labels, every_image), says="one number for a")
 
 
-def test_targets_that_are_no_tensors_are_refused():
-    images, _ = batch(2)
-    with pytest.raises(TypeError, match=r"Outputs and targets must be tensors, .* got str"):
-        LoopPopulation(perceptron(), (0, 1)).step(images, "labels", CrossEntropy())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_set_member_state_copies_into_one_member(kind):
     network = MyrtleCNN(width=2, in_channels=1, image_size=8, num_classes=3)

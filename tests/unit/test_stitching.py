@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.stitching import CutNetwork, FullMap, PlantedStitches, Port, StitchedNetwork, stitch_ports
+from lightning_sym.symmetry import INTERTWINER_GROUPS
 
 torch.set_num_threads(1)
 
@@ -93,8 +94,8 @@ def test_crossings_say_what_crosses():
     # The skip connection has another width and resolution: it comes from in front of a block that halves.
     assert [c.shape for c in pair] == [(4, 4, 4), (2, 8, 8)]
     assert [c.name for c in pair] == ["blocks.3.activation1", "blocks.2.activation2"]
-    assert all(c.mapped and c.permutations and c.scales for c in pair)
-    assert [c.shape for c in source.widths("blocks.3.activation1")] == [c.shape for c in pair]
+    assert all(c.mapped and c.group == INTERTWINER_GROUPS["relu"] for c in pair)
+    assert source.shapes("blocks.3.activation1") == tuple((c.name, c.shape) for c in pair)
 
 
 def test_like_takes_the_symmetry_over():
@@ -120,7 +121,7 @@ def test_ports_of_equal_sites():
     ports = stitch_ports(resnet(), resnet(1), "blocks.3.activation1", "blocks.3.activation1")
     assert [(p.in_channels, p.out_channels, p.axis) for p in ports] == [(4, 4, 1), (2, 2, 1)]
     branch = stitch_ports(resnet(), resnet(1), "blocks.0.activation1", "blocks.0.activation1", ports="branch")
-    assert branch[0] == Port(2, 2, scales=True)
+    assert branch[0] == Port(2, 2, group=INTERTWINER_GROUPS["relu"])
     assert branch[1] is None
 
 
@@ -306,7 +307,7 @@ def test_moving_to_another_precision():
     # Asked for only now: the example follows.
     late = cnn(2)
     late.to(torch.float64)
-    assert late.crossings("activation1")[0].scales
+    assert late.crossings("activation1")[0].group.positive_scales
 
 
 def test_maps_of_the_same_seed_are_the_same_whoever_asks_first():

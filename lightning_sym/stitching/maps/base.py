@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.moments import FeatureMoments
+from lightning_sym.symmetry.groups import IntertwinerGroup
 
 Mode = Literal["soft", "hard"]
+PERMUTATIONS = IntertwinerGroup("permutations", positive_scales=False, signs=False)
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,7 @@ class Port:
         in_channels: Channels of the network in front, >= 1.
         out_channels: Channels that the network behind expects, >= 1.
         axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
-        permutations: Whether permutations belong to the group.
-        scales: Whether positive scales do.
-        signs: Whether signs do.
-        dense: Whether the group is that of all invertible matrices.
+        group: Acts on the channels; default permutations only.
 
     Raises:
         ValueError: If a width is not an integer >= 1, or ``axis`` is no integer.
@@ -40,10 +39,7 @@ class Port:
     in_channels: int
     out_channels: int
     axis: int = 1
-    permutations: bool = True
-    scales: bool = False
-    signs: bool = False
-    dense: bool = False
+    group: IntertwinerGroup = PERMUTATIONS
 
     def __post_init__(self) -> None:
         check_integers(of="a port", in_channels=self.in_channels, out_channels=self.out_channels)

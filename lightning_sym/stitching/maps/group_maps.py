@@ -89,9 +89,9 @@ class GroupMap(StitchingMap):
         size = port.in_channels
         self.register_parameter("weights", None)
         self.register_parameter("scale", None)
-        if port.permutations:
+        if port.group.permutations:
             self.weights = nn.Parameter(sinkhorn(torch.rand(size, size), initial_iterations))
-        if port.scales or port.signs:
+        if port.group.positive_scales or port.group.signs:
             self.scale = nn.Parameter(torch.ones(size))
         self.register_buffer("assignment", torch.arange(size))
         self._rounded: Tensor | None = None  # the weights that assignment belongs to
@@ -124,9 +124,9 @@ class GroupMap(StitchingMap):
                 tolerance = max(1e-8, 10 * torch.finfo(self.weights.dtype).eps)
                 self.weights.copy_(project_to_birkhoff(self.weights, tolerance))
         if self.scale is not None:
-            if not self.port.signs:
+            if not self.port.group.signs:
                 self.scale.clamp_(min=0)
-            elif not self.port.scales:
+            elif not self.port.group.positive_scales:
                 self.scale.clamp_(-1, 1)
 
     def regularization(self) -> Tensor:
@@ -149,7 +149,7 @@ class GroupMap(StitchingMap):
 
     def held_parameters(self) -> list[nn.Parameter]:
         """Return ``scale``, unless it holds signs; see the note above."""
-        return [] if self.scale is None or self.port.signs else [self.scale]
+        return [] if self.scale is None or self.port.group.signs else [self.scale]
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
         """Return ``weights``: the projection would undo most of a decay, so that it acts on the scales only."""
@@ -169,7 +169,7 @@ class GroupMap(StitchingMap):
 
     def dimension(self) -> int:
         """Return the number of free scales, ``C`` or 0; permutations and signs are discrete."""
-        return self.port.in_channels if self.port.scales else 0
+        return self.port.in_channels if self.port.group.positive_scales else 0
 
     def extra_repr(self) -> str:
         """Return widths, axis, group and options, for ``repr``."""
@@ -177,7 +177,7 @@ class GroupMap(StitchingMap):
 
     def _scale(self) -> Tensor | None:
         """Return ``d`` in the current mode."""
-        if self.scale is None or self.mode == "soft" or self.port.scales:
+        if self.scale is None or self.mode == "soft" or self.port.group.positive_scales:
             return self.scale
         return torch.where(self.scale < 0, -1.0, 1.0).to(self.scale.dtype)
 
@@ -219,7 +219,7 @@ class SoftSortMap(StitchingMap):
     def __init__(self, port: Port, tau: float | None = None) -> None:
         super().__init__(port)
         _check_not_dense(port, type(self).__name__, "FullMap")
-        if not port.permutations:
+        if not port.group.permutations:
             raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which does without.")
         if tau is not None:
             check_numbers("> 0", of="SoftSortMap", tau=tau)
@@ -227,7 +227,7 @@ class SoftSortMap(StitchingMap):
         self.tau = 1 / size if tau is None else tau
         self.scores = nn.Parameter(2 * torch.rand(size) - 1)
         self.register_parameter("log_scale", None)
-        if port.scales:
+        if port.group.positive_scales:
             self.log_scale = nn.Parameter(torch.zeros(size))
 
     def matrix(self) -> Tensor:
@@ -250,7 +250,7 @@ class SoftSortMap(StitchingMap):
         See :meth:`StitchingMap.init_from_moments`. Scales that would be 0 start at 1e-3 of the largest.
         """
         self._check_moments(moments)
-        assignment, scale = fits.assign(moments, permutations=True, scales=self.port.scales, signs=False)
+        assignment, scale = fits.assign(moments, permutations=True, scales=self.port.group.positive_scales, signs=False)
         with torch.no_grad():
             # The range of the random start; row i of the sort picks the i-th largest score.
             self.scores[assignment.to(self.scores.device)] = torch.linspace(1, -1, len(scale)).to(self.scores)
@@ -317,12 +317,14 @@ class AssignmentMap(FittedMap):
         """
         self._check_fitted()
         self._check(x)
-        scaled = self.port.scales or self.port.signs
-        return self._apply_group(x, self.assignment if self.port.permutations else None, self.scale if scaled else None)
+        scaled = self.port.group.positive_scales or self.port.group.signs
+        return self._apply_group(
+            x, self.assignment if self.port.group.permutations else None, self.scale if scaled else None
+        )
 
     def dimension(self) -> int:
         """Return the number of free scales, ``C`` or 0, all of them fitted."""
-        return self.port.in_channels if self.port.scales else 0
+        return self.port.in_channels if self.port.group.positive_scales else 0
 
     def extra_repr(self) -> str:
         """Return widths, axis and group, for ``repr``."""
@@ -335,7 +337,9 @@ class AssignmentMap(FittedMap):
 
 
 def _assign(moments: FeatureMoments, port: Port) -> tuple[Tensor, Tensor]:
-    return fits.assign(moments, permutations=port.permutations, scales=port.scales, signs=port.signs)
+    return fits.assign(
+        moments, permutations=port.group.permutations, scales=port.group.positive_scales, signs=port.group.signs
+    )
 
 
 def _group_matrix(assignment: Tensor, scale: Tensor) -> Tensor:
@@ -345,7 +349,7 @@ def _group_matrix(assignment: Tensor, scale: Tensor) -> Tensor:
 
 
 def _check_not_dense(port: Port, family: str, instead: str) -> None:
-    if port.dense:
+    if port.group.dense:
         raise ValueError(
             f"{family} relaxes permutations and scales, but the port's group is that of all invertible matrices; use "
             f"{instead}."
@@ -353,5 +357,6 @@ def _check_not_dense(port: Port, family: str, instead: str) -> None:
 
 
 def _group_repr(port: Port) -> str:
-    names = [name for name in ("permutations", "scales", "signs") if getattr(port, name)]
-    return f"group={'+'.join(names) or 'trivial'}"
+    group = port.group
+    has = {"permutations": group.permutations, "scales": group.positive_scales, "signs": group.signs}
+    return f"group={'+'.join(name for name, held in has.items() if held) or 'trivial'}"

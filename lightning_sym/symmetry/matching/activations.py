@@ -1,6 +1,7 @@
 """Matching by activations: units belong together that are active on the same inputs."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.elements import Tap
+from lightning_sym.symmetry.elements import Showing
 from lightning_sym.symmetry.matching.assignment_costs import Chosen, Gain, Tables, matched_groups, within_cells
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, best_blocks, block_systems
@@ -44,23 +45,25 @@ class ActivationMoments:
         self.symmetry = symmetry
         self._a, self._b = a, b
         modules = dict(a.named_modules())
-        self._taps: dict[str, Tap] = {}
-        for group in symmetry.groups:
-            if not group.taps or not (group.movable or group.signs):
+        self._shown: dict[str, Showing] = {}
+        # By group, the columns of its sign table that show at its place.
+        self.visible_signs: dict[str, tuple[int, ...]] = {}
+        for group, signs in zip(symmetry.groups, symmetry.structure.sign_table, strict=True):
+            if not group.shown or not (group.movable or group.signs):
                 continue
-            real = [tap for tap in group.taps if not _passes_through(modules[tap.module])]
-            self._taps[group.name] = (real or list(group.taps))[-1]
-        self.places = {name: tap.module for name, tap in self._taps.items()}
+            real = [shown for shown in group.shown if not _passes_through(modules[shown.tap.module or ""])]
+            self._shown[group.name] = shown = (real or group.shown)[-1]
+            visible = symmetry.generators_at(shown.tap)[1]
+            self.visible_signs[group.name] = tuple(k for k, own in enumerate(signs.T) if visible.keys() & set(own))
+        self.places = {name: shown.tap.name for name, shown in self._shown.items()}
         device = device_of(a)
         self._sums: dict[str, dict[str, Tensor]] = {}
-        for name, tap in self._taps.items():
-            size = len(tap.positions)
+        for name, shown in self._shown.items():
+            size = len(shown.positions)
             shapes = {"n": (), **dict.fromkeys(("x", "y", "xx", "yy"), (size,)), "xy": (size, size)}
             self._sums[name] = {
                 key: torch.zeros(shape, dtype=wide(device), device=device) for key, shape in shapes.items()
             }
-        # By group, the columns of its sign table that show at its place; found at the first update.
-        self.visible_signs: dict[str, tuple[int, ...]] = {}
 
     @property
     def samples(self) -> dict[str, int]:
@@ -80,10 +83,8 @@ class ActivationMoments:
         if not isinstance(images, Tensor):
             kind = type(inputs).__name__
             raise ValueError(f"inputs must be a tensor, or a tuple or list that starts with one, got {kind}.")
-        if len(images) == 0 or not self._taps:
+        if len(images) == 0 or not self._shown:
             return
-        if not self.visible_signs:
-            self._find_visible_signs(images[:2])
         ours, theirs = (self._watch(network, images) for network in (self._a, self._b))
         for name, sums in self._sums.items():
             x, y = (watched[name].to(sums["xy"]) for watched in (ours, theirs))
@@ -99,42 +100,28 @@ class ActivationMoments:
 
     def _watch(self, network: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """Return the activations of each group. Each of shape (samples, size)."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self._taps}
+        found: dict[str, Tensor] = {}
         modules = dict(network.named_modules())
         handles = []
-        for name, tap in self._taps.items():
+        for name, shown in self._shown.items():
+            calls = itertools.count()
 
-            def keep(module: nn.Module, args: Any, output: Any, *, name: str = name, tap: Tap = tap) -> None:
-                values = output.detach().movedim(tap.axis, -1)
-                found[name].append(values.reshape(-1, values.shape[-1])[:, tap.positions.to(values.device)].clone())
+            def keep(
+                module: nn.Module, args: Any, output: Any, *, name: str = name, shown: Showing = shown,
+                calls: Iterator[int] = calls,
+            ) -> None:  # fmt: skip
+                if next(calls) == shown.tap.call:
+                    values = output.detach().movedim(shown.axis, -1)
+                    found[name] = values.reshape(-1, values.shape[-1])[:, shown.positions.to(values.device)].clone()
 
-            handles.append(modules[tap.module].register_forward_hook(keep))
+            handles.append(modules[shown.tap.module or ""].register_forward_hook(keep))
         try:
             with torch.no_grad(), evaluating(network):
                 network(images.to(device_of(network)))
         finally:
             for handle in handles:
                 handle.remove()
-        return {name: torch.cat(parts) for name, parts in found.items()}
-
-    def _find_visible_signs(self, images: Tensor) -> None:
-        """Flip signs of the first network, one column of all groups' tables at a time; see where activations change."""
-        structure = self.symmetry.structure
-        visible: dict[str, list[int]] = {name: [] for name in self._taps}
-        most = max((table.shape[1] for table in structure.sign_table), default=0)
-        before = self._watch(self._a, images) if most else {}
-        for k in range(most):
-            element = self.symmetry.identity()
-            for group, table in zip(self.symmetry.groups, structure.sign_table, strict=True):
-                if table.shape[1] > k and not group.dense:
-                    element.sign[torch.from_numpy(table[:, k])] = -1.0
-            after = self._watch(self.symmetry.act(element, self._a), images)
-            for group, table in zip(self.symmetry.groups, structure.sign_table, strict=True):
-                if group.name in self._taps and table.shape[1] > k and not group.dense:
-                    old, new = before[group.name].double(), after[group.name].double()
-                    if float((new - old).square().sum()) > 1e-6 * float(old.square().sum()):
-                        visible[group.name].append(k)
-        self.visible_signs = {name: tuple(columns) for name, columns in visible.items()}
+        return found
 
     def reduce(self) -> None:
         """Replace the sums by those over all ranks (`torch.distributed`); to be called once, on every rank."""
@@ -142,16 +129,11 @@ class ActivationMoments:
             return
         for name in sorted(self._sums):
             self._sums[name] = {key: summed(value) for key, value in sorted(self._sums[name].items())}
-        # A rank without batches has not seen which signs show.
-        known: list[Any] = [None] * ranks()
-        torch.distributed.all_gather_object(known, self.visible_signs)
-        self.visible_signs = next((signs for signs in known if signs), {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums, as nested dictionaries of tensors."""
         return {
-            "sums": {name: {key: value.clone() for key, value in sums.items()} for name, sums in self._sums.items()},
-            "visible_signs": {name: list(columns) for name, columns in self.visible_signs.items()},
+            "sums": {name: {key: value.clone() for key, value in sums.items()} for name, sums in self._sums.items()}
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,7 +146,6 @@ class ActivationMoments:
             raise ValueError("the state holds other axis groups; expected one of the same architecture")
         for name, sums in state["sums"].items():
             self._sums[name] = {key: value.to(self._sums[name][key]).clone() for key, value in sums.items()}
-        self.visible_signs = {name: tuple(columns) for name, columns in state["visible_signs"].items()}
 
     def product(self, name: str) -> Tensor:
         """Return the mean product of the units' activations. Shape (size, size), float64."""

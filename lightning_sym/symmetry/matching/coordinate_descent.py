@@ -268,7 +268,7 @@ class Descent:
             if group.dense:
                 for new, old in enumerate(order):
                     units = group.units[places[old]]
-                    cell = self.symmetry._dense_cells[tuple(units.tolist())]
+                    cell = int(self.symmetry.structure.cell_of[units[0]])
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
                     dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
         tensors = frozenset().union(*(group.tensors for group in involved.values()))

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
+
+from lightning_sym.networks.base import Cuts
 
 # Leaf modules run as one operation: rules for module classes see them whole. The operation finds its module here.
 _LEAVES: dict[int, tuple[nn.Module, Any]] = {}
@@ -40,7 +42,7 @@ class Capture:
         states: The name of the parameter or buffer behind each placeholder that holds one.
         inputs: The placeholders of the network's inputs.
         modules: The innermost named module in which each operation ran.
-        results: The leaf modules whose result an operation is.
+        marks: The tensors that have a name.
         leaves: The module behind each leaf operation, by key.
     """
 
@@ -48,8 +50,27 @@ class Capture:
     states: dict[fx.Node, str]
     inputs: list[fx.Node]
     modules: dict[fx.Node, str]
-    results: dict[fx.Node, str] = field(default_factory=dict)
+    marks: list["Mark"] = field(default_factory=list)
     leaves: dict[int, nn.Module] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A tensor of the graph that a user can name.
+
+    Attributes:
+        name: The module whose output it is, with ``-2``, ``-3``, ... for its later calls; or as the caller named it.
+        node: The operation whose result it is.
+        after: The last operation before it was named: what was written into it until then belongs to it.
+        module: The module, None if the caller named it.
+        call: Which of the module's calls it is, from 0.
+    """
+
+    name: str
+    node: fx.Node
+    after: fx.Node
+    module: str | None = None
+    call: int = 0
 
 
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -141,10 +162,12 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 class _Recorder:
-    """Forward hooks that note which operations of the graph each module added."""
+    """Forward hooks that note which operations of the graph each module added, and which result is its output."""
 
     def __init__(self, network: nn.Module, leaf_types: tuple[type[nn.Module], ...]) -> None:
-        self.spans: list[tuple[int, int, str, bool]] = []
+        self.spans: list[tuple[int, int, str]] = []
+        self.marks: dict[str, Mark] = {}
+        self.calls: dict[str, int] = {}
         self.handles: list[Any] = []
         self.stack: list[tuple[str, int]] = []
         inside = {
@@ -153,7 +176,7 @@ class _Recorder:
         for name, module in network.named_modules():
             if name and module not in inside:
                 self.handles.append(module.register_forward_pre_hook(self._enter(name)))
-                self.handles.append(module.register_forward_hook(self._leave(not list(module.children()))))
+                self.handles.append(module.register_forward_hook(self._leave))
 
     def _enter(self, name: str) -> Any:
         def hook(*_: Any) -> None:
@@ -161,12 +184,25 @@ class _Recorder:
 
         return hook
 
-    def _leave(self, is_leaf: bool) -> Any:
-        def hook(*_: Any) -> None:
-            name, start = self.stack.pop()
-            self.spans.append((start, self._length(), name, is_leaf))
+    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        name, start = self.stack.pop()
+        self.spans.append((start, self._length(), name))
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
+        tensors = [tensor for tensor in pytree.tree_leaves(plain(outputs)) if isinstance(tensor, Tensor)]
+        if tensors:  # of several, the first
+            self.mark(name if not call else f"{name}-{call + 1}", tensors[0], name, call)
 
-        return hook
+    def mark(self, name: str, value: Any, module: str | None = None, call: int = 0) -> None:
+        """Note under which name a tensor is known; no others."""
+        mode = get_proxy_mode()
+        slot: Any = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+        if slot is None or not value.is_floating_point():
+            return
+        while name in self.marks:  # a module may really be called relu-2
+            name += "-2"
+        after = next(reversed(slot.proxy.node.graph.nodes))
+        self.marks[name] = Mark(name, slot.proxy.node, after, module, call)
 
     @staticmethod
     def _length() -> int:
@@ -227,7 +263,13 @@ def _as_leaves(
             module.__dict__.pop("forward", None)
 
 
-def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[nn.Module], ...] = ()) -> Capture:
+def capture(
+    network: nn.Module,
+    inputs: tuple[Any, ...],
+    leaf_types: tuple[type[nn.Module], ...] = (),
+    *,
+    cuts: Cuts | None = None,
+) -> Capture:
     """Run a network once on tensors without data and write down its operations.
 
     The operations are those that `torch.export` shows (before autograd, in evaluation mode); its passes that check and
@@ -237,6 +279,7 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
         network: The network.
         inputs: Its positional arguments; tensors are used for their shapes only.
         leaf_types: Module classes to record as one operation.
+        cuts: Of the network, whose values are named ``site/0``, ``site/1``, ... as well.
 
     Raises:
         ValueError: If the control flow depends on values, or an operation cannot run without data.
@@ -265,9 +308,19 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
         }
 
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
-            held = {place: state[name] for place, name in places.items()}
+            running = network if cuts is None else cuts.whole
+            own = {
+                name
+                for each in (running.named_parameters, running.named_buffers)
+                for name, _ in each(remove_duplicate=False)
+            }
+            held = {place: state[name] for place, name in places.items() if place in own}
             with torch.no_grad():
-                outputs = torch.func.functional_call(network, held, arguments, tie_weights=False)
+                outputs = torch.func.functional_call(running, held, arguments, tie_weights=False)
+            if cuts is not None:
+                outputs, *values = outputs
+                for name, value in zip(cuts.taps, values, strict=True):
+                    recorder.mark(name, value)
             return [t for t in pytree.tree_leaves(plain(outputs)) if isinstance(t, Tensor)]
 
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it
@@ -295,7 +348,7 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
         hidden = node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), FakeTensor)
         if hidden or any(is_functorch_wrapped_tensor(value) for value in values):
             what = "computes a gradient inside" if hidden else "uses torch.vmap or another transform of functions"
-            where = next((name for start, end, name, _ in recorder.spans if node in nodes[start:end]), "") or "forward"
+            where = next((name for start, end, name in recorder.spans if node in nodes[start:end]), "") or "forward"
             raise ValueError(
                 f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
                 "batch axis, or register a rule for the module that holds them (lightning_sym.symmetry.register_rule)"
@@ -306,14 +359,13 @@ def capture(network: nn.Module, inputs: tuple[Any, ...], leaf_types: tuple[type[
         states=dict(zip(placeholders, states, strict=False)),
         inputs=placeholders[len(states) :],
         modules={},
+        marks=list(recorder.marks.values()),
         leaves=leaves,
     )
     # Inner modules end first, so that the first span to hold an operation is the innermost.
-    for start, end, name, is_leaf in recorder.spans:
+    for start, end, name in recorder.spans:
         for node in nodes[start:end]:
             result.modules.setdefault(node, name)
-        if is_leaf and end > start:
-            result.results[nodes[end - 1]] = name
     return result
 
 

@@ -1,13 +1,16 @@
 """From all constraints to the group that meets them all: who may change places, what may be scaled."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, rank_within
 from lightning_sym.symmetry.tracing.equations import solve
 
 Ints = NDArray[np.int64]
@@ -42,6 +45,11 @@ class Slot:
         """The number of positions."""
         return math.prod(self.shape)
 
+    @property
+    def rows(self) -> slice:
+        """Its positions among those of all slots."""
+        return slice(self.offset, self.offset + self.size)
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -62,7 +70,6 @@ class Structure:
         sign_table: The same for signs.
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
         shifts: For each free shift: the slots to which it is added (biases first, then running means), and its size.
-        taps: For each orbit, for each node that shows all its units on one axis: node, axis, positions.
         absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
     """
 
@@ -79,8 +86,113 @@ class Structure:
     sign_table: tuple[Ints, ...]
     dense: tuple[Ints, ...]
     shifts: tuple[tuple[tuple[int, ...], int], ...]
-    taps: tuple[tuple[tuple[str, int, Ints], ...], ...]
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
+
+    @cached_property
+    def slots_of(self) -> dict[str, list[int]]:
+        """By tensor, the numbers of its slots."""
+        found: dict[str, list[int]] = {}
+        for index, slot in enumerate(self.slots):
+            found.setdefault(slot.tensor, []).append(index)
+        return found
+
+    @cached_property
+    def shifts_of(self) -> dict[str, list[int]]:
+        """By tensor, the numbers of the shifts that are added to it."""
+        found: dict[str, list[int]] = {}
+        for index, (places, _) in enumerate(self.shifts):
+            for slot in places:
+                found.setdefault(self.slots[slot].tensor, []).append(index)
+        return found
+
+    @cached_property
+    def cell_of(self) -> Ints:
+        """For each unit, the number of its dense cell, or -1."""
+        cell_of = np.full(self.units, -1)
+        for index, cell in enumerate(self.dense):
+            cell_of[cell] = index
+        return cell_of
+
+    @cached_property
+    def moves(self) -> NDArray[np.bool_]:
+        """For each unit, whether it may change places."""
+        moves = np.zeros(self.units, bool)
+        for units, movable in zip(self.orbits, self.movable, strict=True):
+            moves[units] = movable
+        return moves
+
+    @cached_property
+    def place_in_orbit(self) -> Ints:
+        """For each unit, its place in its orbit."""
+        place = np.zeros(self.units, np.int64)
+        for units in self.orbits:
+            place[units] = np.arange(len(units))
+        return place
+
+    @cached_property
+    def dense_places(self) -> dict[int, list[tuple[list[int], list[Ints], bool]]]:
+        """By slot: which dense cells of one size stand there, where, and whether they are read (or put out)."""
+        found: dict[tuple[int, bool, int, int], list[tuple[int, Ints]]] = {}
+        starts = np.array([slot.offset for slot in self.slots], np.int64)
+        orbit_of = {int(unit): index for index, units in enumerate(self.orbits) for unit in units}
+        for cell_index, cell in enumerate(self.dense):
+            orbit = orbit_of[int(cell[0])]
+            columns = self.columns[orbit][self.place_in_orbit[cell]]
+            slot_of = np.searchsorted(starts, columns[0], side="right") - 1
+            exponent = self.magnitudes.data[self.magnitudes.indptr[columns[0]]]
+            for slot_index, read in dict.fromkeys(zip(slot_of.tolist(), (exponent < 0).tolist(), strict=True)):
+                offset = self.slots[slot_index].offset
+                at = columns[:, (slot_of == slot_index) & ((exponent < 0) == read)] - offset
+                found.setdefault((offset, read, orbit, len(cell)), []).append((cell_index, at))
+        places: dict[int, list[tuple[list[int], list[Ints], bool]]] = {}
+        for (offset, read, _, _), members in found.items():
+            positions = np.stack([at for _, at in members])  # (cells, size, columns)
+            cells = [cell for cell, _ in members]
+            places.setdefault(offset, []).append((cells, list(np.moveaxis(positions, 2, 0)), read))
+        return places
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """The labelled positions of a value inside the network: on one axis, or on several at once.
+
+    Attributes:
+        axes: The value's axes; () if one unit holds all of it.
+        shape: Their sizes.
+        unit: For each position the unit that it belongs to, -1 for none; the numbers from :attr:`Structure.units` on
+            are those of blocks' parents, see :attr:`Sights.parents`. Shape (positions,).
+        rank: Which of its unit's positions this is; units that change places are seen with the same ranks.
+        offset: Where its positions start among those of all sights.
+    """
+
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    unit: Ints
+    rank: Ints
+    offset: int
+
+    @property
+    def rows(self) -> slice:
+        """Its positions among those of all sights."""
+        return slice(self.offset, self.offset + len(self.unit))
+
+
+@dataclass(frozen=True, eq=False)
+class Sights:
+    """How units are seen in values inside the network, with the generators of a :class:`Structure`.
+
+    Attributes:
+        of: For each value, by the number that it was asked for by, its sights, on different axes.
+        magnitudes: Generators of scales: sparse (positions of all sights, generators), the exponents.
+        signs: The same for signs, modulo 2.
+        parents: For each system of blocks (blocks, parents): numbers, from the number of units on, of what changes
+            places as the blocks do (heads, where attention weights are seen).
+    """
+
+    of: tuple[tuple[Sight, ...], ...]
+    magnitudes: sparse.csr_matrix
+    signs: sparse.csr_matrix
+    parents: tuple[Ints, ...]
 
 
 def _mix(values: Ints | Hashes) -> Hashes:
@@ -130,8 +242,18 @@ def build_structure(
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
-) -> Structure:
-    """Solve all constraints."""
+    watched: Sequence[Sequence[int]] = (),
+) -> tuple[Structure, Sights]:
+    """Solve all constraints.
+
+    Args:
+        constraints: All demands, and what was seen.
+        axis_labels: By parameter or buffer, its labels.
+        grouped: By weight of a grouped convolution, the label over its two first axes.
+        kinds: By buffer, see :class:`Slot`.
+        absorbed: See :class:`Structure`.
+        watched: For each value that is to be known, the numbers of its sightings.
+    """
     number = constraints.atoms
     root = _components(number, constraints.merges)
 
@@ -229,7 +351,7 @@ def build_structure(
         _, cell = np.unique(cell_key[roots[group]], return_inverse=True)
         cells.append(np.arange(len(group)) if fixed[roots[group[0]]] else cell)
 
-    blocks = _blocks(parent, member, total, cell_key, fixed, unit_of, number)
+    blocks, parents, seen_unit = _blocks(parent, member, total, cell_key, fixed, unit_of, number)
     dense = _dense(orbits, cells, columns, movable, position_magnitudes, constraints, root, roots, grouped)
 
     slots = []
@@ -242,20 +364,24 @@ def build_structure(
                 unit_of[atom[offset[index] : offset[index + 1]]].reshape(shape), place.kind, place.epsilon,
             )
         )  # fmt: skip
-    joint_scales = []
-    position = own
+    further = []  # scales of positions that are no single axis of a parameter
+    end = own
     for name, label in grouped.items():
         shape = label.atom.shape
-        slots.append(Slot(name, (0, 1), position, shape, unit_of[root[label.atom]].reshape(shape), "value", 0.0))
+        slots.append(Slot(name, (0, 1), end, shape, unit_of[root[label.atom]].reshape(shape), "value", 0.0))
         # Positions of a label over two axes: within a row, units stand in the order of their columns.
-        joint_scales.append(label.scale.ravel())
-        position += label.size
-    if joint_scales:
-        extra = np.concatenate(joint_scales)
-        position_magnitudes = sparse.vstack([position_magnitudes, magnitudes.forms[extra]]).tocsr()
-        position_signs = sparse.vstack([position_signs, signs.forms[extra]]).tocsr()
-    position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes))
-    position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs))
+        further.append(label.scale)
+        end += label.size
+    sights, rows = [], end
+    for number in itertools.chain(*watched):
+        label, at = places[parameters + number].label, slice(*offset[parameters + number : parameters + number + 2])
+        sights.append(_sight(label, seen_unit[atom[at]], tag[at], rows - end))
+        further.append(label.scale)
+        rows += label.size
+    position_magnitudes = sparse.vstack([position_magnitudes, magnitudes.forms[flat(further)]]).tocsr()
+    position_signs = sparse.vstack([position_signs, signs.forms[flat(further)]]).tocsr()
+    position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes, end))
+    position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs, end))
     if scales_out or signs_out:
         constraints.notes[
             f"{scales_out} scales and {signs_out} signs that only act together with others are left out"
@@ -265,8 +391,7 @@ def build_structure(
     shifts = tuple(
         (tuple(slot_of[(state, (0,))] for state in shift.states), int(shift.label.size)) for shift in constraints.shifts
     )
-    taps = _taps(orbits, places[parameters:], offset[parameters:], atom, unit_of)
-    return Structure(
+    structure = Structure(
         slots=tuple(slots),
         units=len(roots),
         orbits=tuple(orbits),
@@ -274,21 +399,30 @@ def build_structure(
         columns=tuple(columns),
         cells=tuple(cells),
         blocks=blocks,
-        magnitudes=position_magnitudes,
-        signs=position_signs,
+        magnitudes=position_magnitudes[:end],
+        signs=position_signs[:end],
         scale_table=scale_table,
         sign_table=sign_table,
         dense=dense,
         shifts=shifts,
-        taps=taps,
         absorbed=tuple(absorbed),
     )
+    each = iter(sights)
+    watched_sights = tuple(tuple(next(each) for _ in numbers) for numbers in watched)
+    return structure, Sights(watched_sights, position_magnitudes[end:], position_signs[end:], parents)
 
 
-def _used(forms: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Drop generators that touch no parameter."""
+def _sight(label: Label, unit: Ints, tag: Ints, offset: int) -> Sight:
+    by_tag = np.argsort(tag, kind="stable")
+    rank = np.zeros(len(unit), np.int64)
+    rank[by_tag] = rank_within(unit[by_tag])
+    return Sight(label.axes, label.atom.shape, unit, rank, offset)
+
+
+def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
+    """Drop generators that touch no parameter: none of the first rows."""
     forms = forms.tocsr()
-    used = np.unique(forms.indices)
+    used = np.unique(forms.indices[: forms.indptr[rows]])
     result = forms[:, used].tocsr()
     result.sort_indices()
     return result
@@ -346,10 +480,11 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> Ints:
 
 def _blocks(
     parent: Ints, member: Ints, total: Hashes, cell_key: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, number: int
-) -> tuple[Ints, ...]:
-    """Find blocks that may change places as wholes."""
+) -> tuple[tuple[Ints, ...], tuple[Ints, ...], Ints]:
+    """Find blocks that may change places as wholes; number their parents behind the units, and tell both by atom."""
+    number_of = unit_of.copy()
     if not len(parent):
-        return ()
+        return (), (), number_of
     # Parents that share members form one block, together with all their members.
     graph = sparse.coo_matrix((np.ones(len(parent), np.int8), (parent, member)), shape=(number, number))
     _, component = sparse.csgraph.connected_components(graph, directed=False)
@@ -370,15 +505,19 @@ def _blocks(
         with np.errstate(over="ignore"):
             key = int(_mix(role[array]).sum())
         signatures.setdefault(key, []).append(array)
-    result = []
+    result, carried = [], []
     for group in signatures.values():
         if len(group) < 2:
             continue
-        table = unit_of[np.stack(group)]
-        table = table[:, (table >= 0).all(0)]
-        if table.shape[1]:
-            result.append(table)
-    return tuple(result)
+        members = np.stack(group)
+        table = unit_of[members]
+        units = (table >= 0).all(0)
+        if units.any():
+            result.append(table[:, units])
+            others = members[:, (table < 0).all(0)]
+            carried.append(number_of.max() + 1 + np.arange(others.size).reshape(others.shape))
+            number_of[others] = carried[-1]
+    return tuple(result), tuple(carried), number_of
 
 
 def _dense(
@@ -403,27 +542,3 @@ def _dense(
             continue  # matrices of size 1 are scales with signs
         result += [group[cell == number] for number in range(int(cell.max()) + 1)]
     return tuple(result)
-
-
-def _taps(
-    orbits: list[Ints], places: list[Sighting], offset: Ints, atom: Ints, unit_of: Ints
-) -> tuple[tuple[tuple[str, int, Ints], ...], ...]:
-    """Find values that show every unit of an orbit once, on one axis."""
-    orbit_of = np.full(max((int(group.max()) for group in orbits), default=-1) + 1, -1)
-    for index, group in enumerate(orbits):
-        orbit_of[group] = index
-    taps: list[list[tuple[str, int, Ints]]] = [[] for _ in orbits]
-    for index, place in enumerate(places):
-        if len(place.label.axes) != 1:
-            continue
-        unit = unit_of[atom[offset[index] : offset[index + 1]]]
-        known = unit >= 0
-        for kind in np.unique(orbit_of[unit[known]]) if known.any() else ():
-            at = np.flatnonzero(known & (np.where(known, orbit_of[np.maximum(unit, 0)], -1) == kind))
-            group = orbits[kind]
-            if len(at) != len(group) or len(np.unique(unit[at])) != len(group):
-                continue
-            place_of = np.empty(len(group), np.int64)
-            place_of[np.searchsorted(group, unit[at])] = at
-            taps[kind].append((place.node or "", place.label.axes[0], place_of))
-    return tuple(tuple(own) for own in taps)

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
+from lightning_sym.symmetry.tracing.capture import Capture, Mark
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, rank_within
 from lightning_sym.symmetry.tracing.shifts import Shifts
 
 Ints = NDArray[np.int64]
@@ -63,16 +63,6 @@ Rule = Callable[..., Any]
 _MANY = 2**22  # numbers of a constant that are compared one by one
 
 
-def rank_within(keys: Ints) -> Ints:
-    """Return, for each entry, how many equal ones stand before it."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    start = np.r_[0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]
-    rank = np.zeros(len(keys), np.int64)
-    rank[order] = np.arange(len(keys)) - np.repeat(start, np.diff(np.r_[start, len(keys)]))
-    return rank
-
-
 class Trace:
     """What a rule may ask for while the tracer walks through the network.
 
@@ -106,6 +96,7 @@ class Trace:
         self.made_of_states: dict[int, Any] = {}
         self.lengths: set[int] = set()
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
+        self.taps: dict[Mark, tuple[Value, list[int]]] = {}
 
     # What something is called, for notes and errors.
 
@@ -716,11 +707,14 @@ class Trace:
         _, inverse = np.unique(keys, axis=1, return_inverse=True)
         return rank_within(inverse.ravel()).reshape(label.atom.shape)
 
-    def see(self, label: Label) -> None:
-        """Write down where units are seen: two units may change places only if they are seen at the same places."""
-        assert self.node is not None
-        name = self.node.name if self.walks == 1 else f"{self.node.name}, walk {self.walks}"
-        self.constraints.occurrences.append(Sighting(self.constraints.resolve(label), node=name))
+    def see(self, label: Label) -> int:
+        """Write down where units are seen: two units may change places only if they are seen at the same places.
+
+        Returns:
+            The number of this sighting.
+        """
+        self.constraints.occurrences.append(Sighting(self.constraints.resolve(label)))
+        return len(self.constraints.occurrences) - 1
 
     # What is read of a value that is only moved about: the rest would be read by a longer input.
 

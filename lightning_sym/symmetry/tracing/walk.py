@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
-from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.capture import Capture, Mark
 from lightning_sym.symmetry.tracing.constraints import Label, Shift
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
@@ -70,6 +70,9 @@ class Walk(Trace):
         self.absorbed_before = tuple(self.absorbed)
         environment: dict[fx.Node, Any] = {}
         memory = Memory(capture.graph)
+        marks: dict[fx.Node, list[Mark]] = {}
+        for mark in capture.marks if self.walks == 1 else ():
+            marks.setdefault(mark.after, []).append(mark)
         outputs: list[Value] = []
         for node in capture.graph.nodes:
             self.node = node
@@ -108,6 +111,9 @@ class Walk(Trace):
                     if isinstance(value, Value):
                         for label in value.labels:
                             self.see(label)
+            for mark in marks.get(node, ()):
+                if isinstance(value := environment[mark.node], Value):
+                    self.taps[mark] = (value, [self.see(label) for label in value.labels])
         self._fix_unread()
         self.shifts.check(capture)
         for node, state in capture.states.items():

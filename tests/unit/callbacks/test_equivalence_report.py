@@ -419,7 +419,7 @@ SMALL = {"shape": [1, 8, 8], "samples": 8, "batch_size": 4, "val_samples": 4}
 def test_what_cannot_be_drawn_is_refused_before_the_search(tmp_path, task, plane, says, data):
     made = task()
     assert_refused(lambda: fit(tmp_path, made, plane(), gaussian(**data), max_epochs=2), says=says)
-    assert made.history == []  # no search yet
+    assert made.checks == []  # no search yet
     assert not (tmp_path / "results").exists()
 
 

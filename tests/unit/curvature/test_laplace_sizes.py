@@ -9,7 +9,6 @@ from torch import nn
 
 from lightning_sym.curvature import factors, to_laplace
 from lightning_sym.curvature import laplace as module
-from lightning_sym.curvature.laplace import dense_sides
 from lightning_sym.layers import FactoredFullyConnected, GroupConv, GroupLift
 
 with warnings.catch_warnings():
@@ -67,4 +66,4 @@ def test_the_sides_are_those_of_the_matrices(ffc):
     blocks = factors(network, data(4, 4), ffc=ffc).blocks
     assert len(blocks) == 14
     for block in blocks.values():
-        assert dense_sides(block) == [len(matrix) for matrix in _matrices(block)]
+        assert block.dense_sides == [len(matrix) for matrix in _matrices(block)]

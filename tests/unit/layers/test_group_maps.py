@@ -1,6 +1,7 @@
 """Maps that follow the intertwiner group: relaxed, rounded, and never stale."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from torch import nn
 
 from lightning_sym.stitching import AssignmentMap, GroupMap, Port, SoftSortMap, nearest_permutation, stitching_map
 from lightning_sym.stitching.maps import group_maps
+from lightning_sym.symmetry import INTERTWINER_GROUPS
 
 WIDTH = 5
-RELU = Port(WIDTH, WIDTH, scales=True)
-TANH = Port(WIDTH, WIDTH, signs=True)
+RELU = Port(WIDTH, WIDTH, group=INTERTWINER_GROUPS["relu"])
+TANH = Port(WIDTH, WIDTH, group=INTERTWINER_GROUPS["tanh"])
 GELU = Port(WIDTH, WIDTH)
 
 
@@ -51,7 +53,7 @@ def test_scales_follow_the_port():
     cases = [
         (RELU, [0.0, 0.0, 0.0, 0.5, 2.0], [0.0, 0.0, 0.0, 0.5, 2.0]),
         (TANH, [-1.0, -0.5, 0.0, 0.5, 1.0], [-1.0, -1.0, 1.0, 1.0, 1.0]),
-        (Port(WIDTH, WIDTH, scales=True, signs=True), values.tolist(), values.tolist()),
+        (Port(WIDTH, WIDTH, group=INTERTWINER_GROUPS["dropout"]), values.tolist(), values.tolist()),
     ]
     for port, projected, hard in cases:
         stitch = GroupMap(port)
@@ -75,7 +77,14 @@ def test_what_is_held_and_what_decays():
 
 
 def test_without_permutations_only_scales_are_there():
-    stitch = GroupMap(Port(3, 3, permutations=False, scales=True, axis=-1)).double()
+    stitch = GroupMap(
+        Port(
+            3,
+            3,
+            group=replace(INTERTWINER_GROUPS["relu"], permutations=False),
+            axis=-1,
+        )
+    ).double()
     assert [name for name, _ in stitch.named_parameters()] == ["scale"]
     with torch.no_grad():
         stitch.scale.copy_(torch.tensor([1.0, 2.0, -3.0]))
@@ -87,7 +96,7 @@ def test_without_permutations_only_scales_are_there():
         torch.testing.assert_close(stitch(x), x @ stitch.matrix())
     assert stitch.regularization() == 0
     assert stitch.undecayed_parameters() == []
-    trivial = GroupMap(Port(3, 3, permutations=False))
+    trivial = GroupMap(Port(3, 3, group=replace(INTERTWINER_GROUPS["gelu"], permutations=False)))
     assert not list(trivial.parameters())
     assert torch.equal(trivial.matrix(), torch.eye(3))
 
@@ -168,8 +177,13 @@ def test_rounding_is_not_repeated(monkeypatch):
 
 
 def test_group_options_are_checked():
-    assert_refused(lambda: GroupMap(Port(3, 3, dense=True)), says="all invertible matrices; use FullMap")
-    assert_refused(lambda: AssignmentMap(Port(3, 3, dense=True)), says="all invertible matrices; use LeastSquaresMap")
+    assert_refused(
+        lambda: GroupMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])), says="all invertible matrices; use FullMap"
+    )
+    assert_refused(
+        lambda: AssignmentMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])),
+        says="all invertible matrices; use LeastSquaresMap",
+    )
     assert_refused(GroupMap, RELU, projection="euclid")
     assert_refused(GroupMap, RELU, alpha=math.nan)
     assert_refused(GroupMap, RELU, iterations=0)
@@ -203,5 +217,11 @@ def test_soft_sort():
     torch.testing.assert_close(stitch.matrix(), stitch.log_scale.exp().diag())
     assert SoftSortMap(GELU).log_scale is None
     assert_refused(SoftSortMap, RELU, 0, says="tau of SoftSortMap must be a number > 0, got 0")
-    assert_refused(lambda: SoftSortMap(Port(3, 3, permutations=False)), says="needs a port with permutations; use")
-    assert_refused(lambda: SoftSortMap(Port(3, 3, dense=True)), says="all invertible matrices; use FullMap")
+    assert_refused(
+        lambda: SoftSortMap(Port(3, 3, group=replace(INTERTWINER_GROUPS["gelu"], permutations=False))),
+        says="needs a port with permutations; use",
+    )
+    assert_refused(
+        lambda: SoftSortMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])),
+        says="all invertible matrices; use FullMap",
+    )

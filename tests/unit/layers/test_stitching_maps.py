@@ -24,6 +24,7 @@ from lightning_sym.stitching import (
     StitchingMap,
     stitching_map,
 )
+from lightning_sym.symmetry import INTERTWINER_GROUPS
 
 NAMES = [
     "full",
@@ -42,8 +43,8 @@ TRAINED = NAMES[:7]
 FITTED = NAMES[8:]
 RECTANGULAR = ["full", "rank(2)", "lasso(0.01)", "least_squares"]
 WIDTH = 5
-RELU = Port(WIDTH, WIDTH, scales=True)
-TANH = Port(WIDTH, WIDTH, signs=True)
+RELU = Port(WIDTH, WIDTH, group=INTERTWINER_GROUPS["relu"])
+TANH = Port(WIDTH, WIDTH, group=INTERTWINER_GROUPS["tanh"])
 GELU = Port(WIDTH, WIDTH)
 
 
@@ -81,7 +82,7 @@ def widths(name):
 def test_forward_is_the_matrix_along_any_axis(name, mode):
     for base in widths(name):
         for shape, axis in [((2, -1), 1), ((2, -1, 4, 3), 1), ((2, -1, 4, 3), -3), ((2, 6, -1), -1), ((2, -1, 6), 1)]:
-            port = Port(base.in_channels, base.out_channels, axis=axis, scales=True)
+            port = Port(base.in_channels, base.out_channels, axis=axis, group=INTERTWINER_GROUPS["relu"])
             stitch = made(name, port)
             stitch.mode = mode
             x = torch.randn([port.in_channels if size < 0 else size for size in shape], dtype=torch.float64)
@@ -243,7 +244,7 @@ def test_a_family_of_ones_own():
 
 
 def test_dimensions():
-    port, oblong = Port(64, 64, scales=True), Port(8, 5)
+    port, oblong = Port(64, 64, group=INTERTWINER_GROUPS["relu"]), Port(8, 5)
     expected = {
         "full": 64**2,
         "lasso(0.01)": 64**2,
@@ -260,7 +261,7 @@ def test_dimensions():
     }
     assert {name: stitching_map(name)(port).dimension() for name in expected} == expected
     assert (FullMap(oblong).dimension(), LowRankMap(oblong, 2).dimension()) == (40, 22)
-    for still in (Port(8, 8), Port(8, 8, signs=True)):
+    for still in (Port(8, 8), Port(8, 8, group=INTERTWINER_GROUPS["tanh"])):
         assert GroupMap(still).dimension() == AssignmentMap(still).dimension() == 0
         assert SoftSortMap(still).dimension() == 8
     assert LeastSquaresMap(oblong).dimension() == 40
@@ -352,4 +353,4 @@ def test_ports_are_checked():
     assert_refused(Port, 3, 0, says="out_channels of a port must be an integer >= 1, got 0")
     assert_refused(Port, 2.0, 3, says="in_channels of a port must be an integer >= 1, got 2.0")
     assert_refused(Port, 3, 3, axis="1")
-    assert Port(3, 3) == Port(3, 3, axis=1, permutations=True, scales=False, signs=False, dense=False)
+    assert Port(3, 3) == Port(3, 3, axis=1, group=INTERTWINER_GROUPS["gelu"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import Program, assert_refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -33,15 +33,8 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class Functional(nn.Module):
-    def __init__(self, function: Any, **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self, *inputs)
+def program(function: Any, **parts: Any) -> nn.Module:
+    return Program(function, parts)
 
 
 class Branching(nn.Module):
@@ -119,7 +112,7 @@ def test_element_of_another_symmetry(other: Any) -> None:
 
 
 def test_unused_parameters_are_noted_and_left_alone() -> None:
-    network = Functional(lambda s, x: s.net(x), net=mlp(), spare=L(4, 4), extra=nn.Parameter(torch.ones(3)))
+    network = program(lambda s, x: s.net(x), net=mlp(), spare=L(4, 4), extra=nn.Parameter(torch.ones(3)))
     with pytest.warns(UserWarning, match="never uses.*extra, spare.weight, spare.bias"):
         symmetry = trace_symmetry(network, X)
     assert any("spare.weight" in note for note in symmetry.notes)
@@ -131,7 +124,7 @@ def test_unused_parameters_are_noted_and_left_alone() -> None:
 
 
 def test_many_unused_parameters_are_counted() -> None:
-    network = Functional(lambda s, x: s.net(x), net=mlp(), spare=nn.Sequential(L(2, 2), L(2, 2), L(2, 2)))
+    network = program(lambda s, x: s.net(x), net=mlp(), spare=nn.Sequential(L(2, 2), L(2, 2), L(2, 2)))
     with pytest.warns(UserWarning, match="and 3 more"):
         trace_symmetry(network, X)
 
@@ -156,7 +149,7 @@ def test_other_dependence_on_data(where: str) -> None:
         "index": lambda s, x: s.b(s.a(x)[:, int(x.argmax()) % 2 :][:, :4]),
         "nonzero": lambda s, x: s.b(s.a(x)[(x > 0).any(1).nonzero().squeeze(1)]),
     }
-    network = Functional(functions[where], a=L(5, 8), b=L(8 if where != "index" else 4, 3))
+    network = program(functions[where], a=L(5, 8), b=L(8 if where != "index" else 4, 3))
     before = snapshot(network)
     with pytest.raises(ValueError, match=r"cannot be traced, because of .*test_tracing\.py:\d+"):
         trace_symmetry(network, X)
@@ -205,9 +198,7 @@ def test_complex_and_integer_parameters() -> None:
         (torch.ones(8, dtype=torch.complex64), "complex64"),
         (torch.ones(8, dtype=torch.int64), "int64"),
     ):
-        network = Functional(
-            lambda s, x: s.net(x), net=mlp(), odd=nn.Parameter(tensor, requires_grad=tensor.is_complex())
-        )
+        network = program(lambda s, x: s.net(x), net=mlp(), odd=nn.Parameter(tensor, requires_grad=tensor.is_complex()))
         with pytest.raises(TypeError, match=f"odd has dtype torch.{name}"):
             trace_symmetry(network, X)
 
@@ -225,7 +216,7 @@ def test_weights_that_are_not_finite(value: float) -> None:
 
 
 def test_masks_of_minus_infinity_are_no_weights() -> None:
-    network = Functional(
+    network = program(
         lambda s, x: s.o(F.scaled_dot_product_attention(s.q(x), s.k(x), s.v(x), attn_mask=s.mask)),
         q=L(5, 8), k=L(5, 8), v=L(5, 8), o=L(8, 2),
     )  # fmt: skip
@@ -243,7 +234,7 @@ def test_example_input() -> None:
 
 @pytest.mark.parametrize("convolution", [nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 1, groups=4)])
 def test_grouped_weights_used_twice_keep_one_scale_for_each_channel(convolution: nn.Module) -> None:
-    network = Functional(
+    network = program(
         lambda s, x: s.h(F.relu(s.g(F.relu(s.g(s.a(x)))))), a=nn.Conv2d(3, 4, 1), g=convolution, h=nn.Conv2d(4, 2, 1)
     )
     symmetry = trace_symmetry(network, torch.randn(2, 3, 4, 4))
@@ -251,7 +242,7 @@ def test_grouped_weights_used_twice_keep_one_scale_for_each_channel(convolution:
 
 
 def test_comparisons_and_masks() -> None:
-    network = Functional(
+    network = program(
         lambda s, x: s.b(F.relu(s.a(x)).masked_fill(s.mask == 0, 0.0) * (x != 0).any()), a=L(5, 8), b=L(8, 3)
     )
     network.register_buffer("mask", torch.ones(8))
@@ -262,7 +253,7 @@ def test_networks_that_cannot_be_tested_to_full_precision() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         return s.b(F.relu(s.a(x).float()).to(x.dtype))
 
-    network = Functional(forward, a=L(5, 8), b=L(8, 3))
+    network = program(forward, a=L(5, 8), b=L(8, 3))
     symmetry = trace_symmetry(network, X)
     assert symmetry.dimension == 8
     assert symmetry.precision == torch.float32
@@ -271,7 +262,7 @@ def test_networks_that_cannot_be_tested_to_full_precision() -> None:
     assert_refused(trace_symmetry, network, X, tolerance=1e-10, says="allows too much", error=RuntimeError)
     with pytest.raises(ValueError, match="something else every time"):
         # Wide enough that two draws never agree.
-        trace_symmetry(Functional(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3)), X)
+        trace_symmetry(program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3)), X)
 
 
 def test_things_of_the_wrong_type() -> None:
@@ -309,11 +300,11 @@ def _(x: Tensor) -> Tensor:
 
 
 def with_operation(operation: Any) -> nn.Module:
-    return Functional(lambda s, x: s.b(operation(s.a(x))), a=L(5, 8), b=L(8, 3))
+    return program(lambda s, x: s.b(operation(s.a(x))), a=L(5, 8), b=L(8, 3))
 
 
 def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
-    network = Functional(lambda s, x: s.c(torch.relu(s.b(torch.linalg.qr(s.a(x)).Q))), a=L(5, 4), b=L(2, 6), c=L(6, 3))
+    network = program(lambda s, x: s.c(torch.relu(s.b(torch.linalg.qr(s.a(x)).Q))), a=L(5, 4), b=L(2, 6), c=L(6, 3))
     symmetry = trace_symmetry(network, X)
     assert [(g.size, g.kind) for g in symmetry.groups if g.movable] == [(6, "permutation + scale")]
     (note,) = symmetry.notes
@@ -517,18 +508,18 @@ def test_outputs_of_any_kind(pack: Any) -> None:
         h = torch.relu(s.a(x))
         return pack(s.b(h), s.c(h))
 
-    symmetry = trace_symmetry(Functional(forward, a=L(5, 8), b=L(8, 3), c=L(8, 2)), X)
+    symmetry = trace_symmetry(program(forward, a=L(5, 8), b=L(8, 3), c=L(8, 2)), X)
     assert symmetry.dimension == 8
     # An output on the way fixes what it shows.
-    shown = trace_symmetry(Functional(lambda s, x: pack(s.a(x), s.b(s.a(x))), a=L(5, 8), b=L(8, 3)), X)
+    shown = trace_symmetry(program(lambda s, x: pack(s.a(x), s.b(s.a(x))), a=L(5, 8), b=L(8, 3)), X)
     assert (shown.dimension, shown.log10_permutations) == (0, 0)
 
 
 def test_several_inputs() -> None:
-    network = Functional(lambda s, x, y: s.c(torch.relu(s.a(x)) + torch.relu(s.b(y))), a=L(5, 8), b=L(4, 8), c=L(8, 2))
+    network = program(lambda s, x, y: s.c(torch.relu(s.a(x)) + torch.relu(s.b(y))), a=L(5, 8), b=L(4, 8), c=L(8, 2))
     symmetry = trace_symmetry(network, (X, torch.randn(2, 4)))
     assert symmetry.dimension == 8
-    nested = Functional(lambda s, d: s.c(torch.relu(s.a(d["x"])) + s.b(d["y"][0])), a=L(5, 8), b=L(4, 8), c=L(8, 2))
+    nested = program(lambda s, d: s.c(torch.relu(s.a(d["x"])) + s.b(d["y"][0])), a=L(5, 8), b=L(4, 8), c=L(8, 2))
     assert trace_symmetry(nested, ({"x": X, "y": [torch.randn(2, 4)]},)).log10_permutations > 4
 
 
@@ -575,9 +566,9 @@ def test_occurrences_and_taps() -> None:
     assert (weights["0.weight", 0].exponent, weights["4.weight", 1].exponent) == (1, -1)
     assert weights["4.weight", 1].positions.tolist() == torch.arange(36).reshape(4, 9).tolist()
     assert all(o.is_parameter for o in first.occurrences)
-    assert {tap.module for tap in first.taps} >= {"0", "1", "2"}
-    assert {(tap.module, tap.axis) for tap in second.taps} == {("4", 1), ("5", 1)}
-    assert all(tap.positions.tolist() == list(range(5)) for tap in second.taps)
+    assert {shown.tap.name for shown in first.shown} >= {"0", "1", "2"}
+    assert {(shown.tap.name, shown.axis) for shown in second.shown} == {("4", 1), ("5", 1)}
+    assert all(shown.positions.tolist() == list(range(5)) for shown in second.shown)
 
 
 def test_taps_show_the_units_move() -> None:
@@ -586,8 +577,8 @@ def test_taps_show_the_units_move() -> None:
     element = symmetry.sample(generator(), signs=False)
     made = symmetry.act(element, network)
     (group,) = symmetry.groups
-    tap = next(tap for tap in group.taps if tap.module == "1")
-    old, new = (torch.tanh(net[0](X.double())).index_select(tap.axis, tap.positions) for net in (network, made))
+    shown = next(shown for shown in group.shown if shown.tap.name == "1")
+    old, new = (torch.tanh(net[0](X.double())).index_select(shown.axis, shown.positions) for net in (network, made))
     assert torch.allclose(new, old[:, element.permutation[group.units]])
 
 

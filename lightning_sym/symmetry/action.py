@@ -1,0 +1,338 @@
+"""What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.groups import GroupElement
+from lightning_sym.symmetry.tracing.structure import Sight, Sights, Slot, Structure
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# By which power of a weight's scale an optimiser's state moves.
+_POWERS = {
+    **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "prev"), -1.0),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), -2.0),
+    "acc_delta": 2.0,
+}
+
+
+def _powered(scale: Floats, power: float) -> Floats:
+    """Raise magnitudes to a power; odd and zeroth powers keep the sign."""
+    powered: Floats = np.abs(scale) ** power
+    return powered if power in (2.0, -2.0) else np.sign(scale) * powered
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationAction:
+    r"""What an element does to a value inside the network: :math:`v' = A v + c`, made by `Symmetry.on_activations`.
+
+    Attributes:
+        parts: By the value's axes on which units live: the element that acts there, and what is added after it.
+            Usually one axis, the channels, and nothing to add; none where nothing acts. Over several axes
+            together the element acts on the positions in row-major order; () is one unit that fills the value. What
+            is added has shape ``(positions,)``: a bias in front of a batch norm may be shifted.
+    """
+
+    parts: Mapping[tuple[int, ...], tuple[GroupElement, Tensor | None]]
+
+    @property
+    def element(self) -> GroupElement:
+        """The one element that acts, where the units live on one axis and nothing is added.
+
+        Raises:
+            ValueError: If units live on several axes or none, or something is added; :meth:`apply` does it all.
+        """
+        if len(self.parts) != 1 or any(len(axes) != 1 for axes in self.parts):
+            raise ValueError(
+                f"units live on the axes {list(self.parts)} of this value, so that no one matrix acts on its channels; "
+                "use apply."
+            )
+        ((element, added),) = self.parts.values()
+        if added is not None and bool(added.any()):
+            raise ValueError(
+                "a bias in front of a batch norm is shifted here, which no matrix does; use apply, or an element "
+                "without shifts: sample(shifts=False)."
+            )
+        return element
+
+    def apply(self, values: Tensor) -> Tensor:
+        """Return the value of the changed network, from that of the network as it was.
+
+        Args:
+            values: A batch of any size, of the axes that the tap has; floating, on any device.
+
+        Returns:
+            A new tensor of the same shape, dtype and device.
+        """
+        for axes, (element, added) in self.parts.items():
+            last = tuple(range(values.ndim - len(axes), values.ndim))
+            moved = values.movedim(axes, last)
+            shape = moved.shape
+            moved = moved.reshape(*shape[: values.ndim - len(axes)], -1) if axes else moved[..., None]
+            moved = element.to(device=values.device).apply(moved)
+            if added is not None:
+                moved = moved + added.to(moved)
+            values = moved.reshape(shape).movedim(last, axes)
+        return values
+
+
+class _Scratch:
+    """Memory for what is needed only for a moment: fresh memory costs more than the work done in it."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def select(self, tensor: Tensor, axis: int, source: Ints) -> Tensor:
+        """Return `tensor.index_select(axis, source)`, valid until the next call."""
+        key = (tensor.dtype, tensor.device)
+        held = self.memory.get(key)
+        if held is None or held.numel() < tensor.numel() or held.data_ptr() == tensor.data_ptr():
+            held = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            self.memory[key] = held
+        index = torch.from_numpy(source).to(tensor.device)
+        return torch.index_select(tensor, axis, index, out=held[: tensor.numel()].view(tensor.shape))
+
+
+class Action:
+    """What one element does.
+
+    Args:
+        structure: The group.
+        element: The element.
+
+    Attributes:
+        source: For each position of all slots, the position whose content it gets.
+        scale: For each position by what it is multiplied, before it moves.
+    """
+
+    def __init__(self, structure: Structure, element: Element) -> None:
+        self.structure, self.element = structure, element
+        self.scale = self._scales(structure.magnitudes, structure.signs)
+        self.source: Ints = np.arange(len(self.scale))
+        permutation = element.permutation.numpy()
+        for units, columns in zip(structure.orbits, structure.columns, strict=True):
+            new = permutation[units]
+            if not np.array_equal(new, units):
+                self.source[columns] = columns[structure.place_in_orbit[new]]
+        self._scratch = _Scratch()
+
+    def _scales(self, magnitudes: sparse.csr_matrix, signs: sparse.csr_matrix) -> Floats:
+        scale: Floats = np.exp(magnitudes @ self.element.log_scale.numpy())
+        if signs.shape[1]:
+            flips = signs @ (self.element.sign.numpy() < 0).astype(np.float64)
+            scale = np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
+        return scale
+
+    def source_in(self, slot: Slot) -> Ints:
+        """For each position of a slot, the position of that slot whose content it gets."""
+        found: Ints = self.source[slot.rows] - slot.offset
+        return found
+
+    # On values inside the network.
+
+    def on_values(
+        self, sights: Sights, seen: tuple[Sight, ...], offset: float = 0.0, bias: str | None = None
+    ) -> ActivationAction:
+        """Return what the element does to a value.
+
+        Args:
+            sights: Of the network.
+            seen: The value's.
+            offset: What a unit's change of sign adds to the value.
+            bias: The bias that was added last to it.
+        """
+        biased = [self.structure.slots[index].unit for index in self.structure.slots_of.get(bias or "", ())]
+        shift = next((self.element.shift[index] for index in self.structure.shifts_of.get(bias or "", ())), None)
+        parts = {}
+        for sight in seen:
+            scale = self._scales(sights.magnitudes[sight.rows], sights.signs[sight.rows])
+            source = self._source_seen(sights, sight)
+            identity = torch.arange(len(source))
+            element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
+            mixing = self._mixing(sights, sight)
+            if mixing is not None:
+                ones = torch.ones(len(source), dtype=torch.float64)
+                element = GroupElement._of(identity, ones, element.apply(mixing, dim=0))
+            added = None
+            if offset and bool((scale < 0).any()):
+                added = offset * torch.from_numpy(scale[source] < 0).double()
+            if shift is not None and any(np.array_equal(units, sight.unit) for units in biased):
+                added, shift = shift[torch.from_numpy(source)], None
+            parts[sight.axes] = (element, added)
+        return ActivationAction(parts)
+
+    def _source_seen(self, sights: Sights, sight: Sight) -> Ints:
+        """For each position of a sight, the position whose content it gets: of the unit that comes, the same rank."""
+        image = np.r_[self.element.permutation.numpy(), self._parents(sights)]
+        known = np.flatnonzero(sight.unit >= 0)
+        key = sight.unit * (len(sight.unit) + 1) + sight.rank
+        wanted = image[sight.unit[known]] * (len(sight.unit) + 1) + sight.rank[known]
+        order = np.argsort(key, kind="stable")
+        source = np.arange(len(sight.unit))
+        source[known] = order[np.searchsorted(key, wanted, sorter=order)]
+        return source
+
+    def _parents(self, sights: Sights) -> Ints:
+        """Return which parent of a block comes in the place of each: the blocks' members tell."""
+        count = sum(numbers.size for numbers in sights.parents)
+        image = np.arange(self.structure.units, self.structure.units + count)
+        for blocks, numbers in zip(self.structure.blocks, sights.parents, strict=True):
+            block_of = np.full(self.structure.units, -1)
+            block_of[blocks] = np.arange(len(blocks))[:, None]
+            comes = block_of[self.element.permutation.numpy()[blocks[:, 0]]]
+            image[numbers - self.structure.units] = numbers[comes]
+        return image
+
+    def _mixing(self, sights: Sights, sight: Sight) -> Tensor | None:
+        """Return the matrix of the dense cells that are seen, before scales and permutations."""
+        places = {(unit, rank): at for at, (unit, rank) in enumerate(zip(sight.unit, sight.rank, strict=True))}
+        seen = [cell for cell in range(len(self.structure.dense)) if (int(self.structure.dense[cell][0]), 0) in places]
+        if not seen:
+            return None
+        matrix, forms = torch.eye(len(sight.unit), dtype=torch.float64), sights.magnitudes
+        for cell in seen:
+            units, mixed = self.structure.dense[cell].tolist(), self.element.dense[cell]
+            for rank in range(int((sight.unit == units[0]).sum())):
+                at = torch.tensor([places[unit, rank] for unit in units])
+                read = forms.data[forms.indptr[sight.offset + at[0]]] < 0  # keys, beside queries
+                matrix[at[:, None], at] = torch.linalg.inv(mixed).mT if read else mixed
+        return matrix
+
+    # On parameters and buffers.
+
+    def moved(
+        self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Tensor | None = None
+    ) -> Tensor:
+        """Return what becomes of one tensor.
+
+        Args:
+            tensor: A parameter or buffer, or as many numbers.
+            name: Its name.
+            power: Of the weights' scales; -1 for gradients, -2 for their squares.
+            shifted: Whether to shift biases in front of batch norms, and running means.
+            added: What is added before, see :meth:`added`.
+        """
+        slots = [self.structure.slots[index] for index in self.structure.slots_of[name]]
+        result = tensor.detach()
+        if added is not None:
+            result = result + added
+        for slot in slots:
+            if slot.offset in self.structure.dense_places:
+                result = self._mixed(result, slot)
+        joint = next((slot for slot in slots if len(slot.axes) == 2), None)
+        if joint is not None:
+            scale = _powered(self.scale[joint.rows], power)
+            result = self._moved_jointly(result * _on_axis(scale, joint, result), joint)
+        else:
+            moves = [(slot.axes[0], self.source_in(slot)) for slot in slots if slot.axes]
+            moves = [(axis, source) for axis, source in moves if (source != np.arange(len(source))).any()]
+            for axis, source in moves[:-1]:
+                result = self._scratch.select(result, axis, source)
+            if moves:
+                axis, source = moves[-1]
+                result = result.index_select(axis, torch.from_numpy(source).to(result.device))
+        if result.data_ptr() == tensor.data_ptr():
+            result = result.clone()
+        for slot in slots:
+            if slot is joint:
+                continue
+            scale = self.scale[self.source[slot.rows]]
+            if slot.kind == "variance" and shifted:
+                square = _on_axis(scale**2, slot, result)
+                result.add_(slot.epsilon).mul_(square).sub_(slot.epsilon)
+            elif not np.all(scale == 1):
+                result.mul_(_on_axis(_powered(scale, power), slot, result))
+        for index in self.structure.shifts_of.get(name, ()) if shifted else ():
+            (slot,) = slots
+            result.add_(self.element.shift[index][torch.from_numpy(self.source_in(slot))].to(result))
+        return result
+
+    def added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
+        added: dict[str, Tensor] = {}
+        for bias, weight, axis, offset in self.structure.absorbed:
+            slot = next((s for s in self.structure.slots if s.tensor == weight and s.axes == (axis,)), None)
+            if slot is None or weight not in tensors:
+                continue
+            flipped = torch.from_numpy(self.scale[slot.rows] < 0)
+            if flipped.any():
+                columns = tensors[weight].detach()
+                columns = columns.flatten(2).sum(2) if columns.ndim > 2 else columns
+                added[bias] = offset * columns[:, flipped.to(columns.device)].sum(1)
+        return added
+
+    def _moved_jointly(self, tensor: Tensor, joint: Slot) -> Tensor:
+        """Move the weight of a grouped convolution: which channel the second axis means depends on the first."""
+        own = (self.structure.slots[index] for index in self.structure.slots_of[joint.tensor])
+        row = self.source_in(next(slot for slot in own if slot.axes == (0,)))
+        unit = joint.unit
+        # Channels on which nothing acts (-1) stay in the order in which they are.
+        wanted = np.where(unit < 0, -1, self.element.permutation.numpy()[unit])
+        # In row r of the new weight stands row[r] of the old one, in which the wanted units have to be found.
+        held = unit[row]
+        if held.shape[1] == 1:
+            column = np.zeros_like(held)
+        else:
+            order = np.argsort(held, axis=1, kind="stable")
+            rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
+            column = np.take_along_axis(order, rank, axis=1)
+        return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
+
+    def _mixed(self, tensor: Tensor, slot: Slot) -> Tensor:
+        """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
+        for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
+            matrices = torch.stack([self.element.dense[cell] for cell in cells])
+            matrices = (torch.linalg.inv(matrices).mT if read else matrices).to(tensor)
+            moved = tensor.movedim(slot.axes[0], 0).clone(memory_format=torch.contiguous_format)
+            for at in positions:  # (cells, size)
+                index = torch.from_numpy(at.ravel()).to(tensor.device)
+                old = moved.index_select(0, index).reshape(*at.shape, -1)
+                moved.index_copy_(0, index, torch.bmm(matrices, old).reshape(len(index), *moved.shape[1:]))
+            tensor = moved.movedim(0, slot.axes[0])
+        return tensor
+
+    def carry(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+        """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights."""
+        structure = self.structure
+        names = {tensor: name for name, tensor in tensors.items()}
+        mixes = any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
+        moved: list[tuple[Tensor, Tensor]] = []
+        for group in optimizer.param_groups:
+            powers = dict(_POWERS)
+            if isinstance(optimizer, torch.optim.RMSprop):
+                powers["momentum_buffer"] = 0.0  # of gradients over their size
+            for parameter in group["params"]:
+                name = names.get(parameter)
+                state = optimizer.state.get(parameter, {})
+                if name not in structure.slots_of or not state:
+                    continue
+                if mixes and any(structure.slots[i].offset in structure.dense_places for i in structure.slots_of[name]):
+                    raise ValueError(
+                        f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
+                        "element with mixing=False"
+                    )
+                for key, value in state.items():
+                    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
+                        continue
+                    if key not in powers:
+                        raise ValueError(
+                            f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(powers)}"
+                        )
+                    moved.append((value, self.moved(value, name, power=powers[key], shifted=False)))
+        for value, new in moved:  # only now, so that an error leaves everything as it was
+            value.copy_(new)
+
+
+def _on_axis(vector: Floats, slot: Slot, tensor: Tensor) -> Tensor:
+    shape = [1] * tensor.ndim
+    for axis, size in zip(slot.axes, slot.shape, strict=True):
+        shape[axis] = size
+    return torch.from_numpy(vector).reshape(shape).to(tensor)

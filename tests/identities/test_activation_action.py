@@ -1,0 +1,159 @@
+"""The group acts on activations: what an element does to the weights, and what `on_activations` says of every value."""
+
+from typing import Any
+
+import pytest
+import torch
+from symmetry_family_cases import CASES, difference, randomise
+from torch import Tensor, fx, nn
+
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry import trace as trace_module
+from lightning_sym.symmetry.tracing.capture import Capture, Mark, capture, state_tensors
+
+torch.set_num_threads(1)
+EXACT = 1e-9  # of float64, relative to each number and to what is usual in its tensor; measured values are below 1e-11
+
+
+class Watching(fx.Interpreter):
+    """Runs a captured network and keeps every value that an operation returns, as it was then."""
+
+    def __init__(self, found: Capture) -> None:
+        super().__init__(fx.GraphModule(found.graph.owning_module, found.graph))
+        self.values: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if "empty" in n.name:
+            result.zero_()  # what was there before, nobody reads
+        if isinstance(result, Tensor):
+            self.values[n.name] = result.clone()
+        return result
+
+
+def marked(found: Capture) -> Capture:
+    """Name every value of the graph."""
+    found.marks = [
+        Mark(node.name, node, node)
+        for node in found.graph.nodes
+        if node.op == "call_function"
+        and isinstance(value := node.meta.get("val"), Tensor)
+        and value.is_floating_point()
+    ]
+    return found
+
+
+def check_every_value(
+    monkeypatch: pytest.MonkeyPatch, network: nn.Module, example: tuple[Any, ...], tolerance: float, **settings: Any
+) -> Symmetry:
+    """Let random elements act on a network, and compare the values of all operations."""
+    captures: list[Capture] = []
+
+    def keep(*arguments: Any, **keywords: Any) -> Capture:
+        captures.append(marked(capture(*arguments, **keywords)))
+        return captures[-1]
+
+    monkeypatch.setattr(trace_module, "capture", keep)
+    symmetry = trace_symmetry(network, example, **settings)
+
+    def values(network: nn.Module) -> dict[str, Tensor]:
+        watching = Watching(captures[0])
+        inputs = [x.clone() for x in example if isinstance(x, Tensor)]
+        with torch.no_grad():
+            watching.run(*(tensor.clone() for tensor in state_tensors(network).values()), *inputs)
+        return watching.values
+
+    before = values(network)
+    assert symmetry.taps
+    for seed in range(3):
+        element = symmetry.sample(torch.Generator().manual_seed(seed))
+        after = values(symmetry.act(element, network))
+        for name, tap in symmetry.taps.items():
+            told = symmetry.on_activations(element, tap).apply(before[name])
+            assert difference(after[name], told) < tolerance, name
+    return symmetry
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_value_of_a_traced_program_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    settings = {"more_examples": [make(2) for make in case.more]} if case.more else {}
+    check_every_value(monkeypatch, case.make().double(), case.example(2), case.tolerance, **settings)
+
+
+def with_sigmoids() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 7), nn.Hardsigmoid(), nn.Linear(7, 3))
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def flattened() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 2)
+    )
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 2))
+
+
+def grouped() -> nn.Module:
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 1, groups=2), nn.GroupNorm(2, 6), nn.GELU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(216, 2))
+
+
+class Mixer(nn.Module):
+    """Mixes tokens, then channels: units live on two axes of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.tokens, self.back = nn.Linear(5, 6), nn.Linear(4, 7), nn.Linear(7, 4)
+        self.act, self.channels, self.act2, self.out = nn.ReLU(), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h + self.back(self.act(self.tokens(h.mT))).mT
+        return self.out(self.act2(self.channels(h)))
+
+
+class Attention(nn.Module):
+    """Shows the weights of its heads, which change places as wholes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.dropped, self.out = nn.Linear(6, 36), nn.Dropout(0.5), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 4, 3)).permute(2, 0, 3, 1, 4)
+        weights = self.dropped((q @ k.mT).softmax(-1))
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+SMALL = {
+    "sigmoids": (with_sigmoids, (5,), {"affine": True}),
+    "shift": (with_batch_norm, (5,), {}),
+    "flattened": (flattened, (3, 8, 8), {}),
+    "linear": (linear, (3, 8, 8), {}),
+    "grouped": (grouped, (3, 8, 8), {}),
+    "mixer": (Mixer, (4, 5), {}),
+    "attention": (Attention, (5, 6), {}),
+    "torch's attention": (lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), (5, 8), {}),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_value_of_a_small_network_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, shape, settings = SMALL[name]
+    torch.manual_seed(0)
+    network = randomise(make().double())
+    example = (torch.randn(2, *shape, dtype=torch.float64),)
+    symmetry = check_every_value(monkeypatch, network, example, EXACT, **settings)
+    parts = [symmetry.on_activations(symmetry.identity(), tap).parts for tap in symmetry.taps.values()]
+    if name == "mixer":
+        assert any(set(own) == {(1,), (2,)} for own in parts)
+    if name == "attention":  # head by head
+        assert any(set(own) == {(1,)} and len(own[1,][0].permutation) == 4 for own in parts)
+        assert symmetry.structure.blocks
