@@ -37,7 +37,7 @@ class StitchingReport(RunReport):
     """
 
     needs = (
-        *("stitches", "branches", "names", "members", "pairs", "zoos", "target_zoo", "seed", "skipped", "kept"),
+        *("stitches", "branches", "names", "members", "pairs", "zoos", "target_zoo", "seed", "left_out", "kept"),
         *("stopped", "ports", "batch_norm", "init", "head_start", "resize"),
         *("evaluating", "evaluate", "penalties", "parameters_of"),
     )
