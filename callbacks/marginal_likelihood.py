@@ -12,25 +12,17 @@ from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.curvature import (
-    CurvatureError,
-    Evidence,
-    Groups,
-    PrecisionOptimizer,
-    factors,
-    parameter_groups,
-)
+from lightning_sym.curvature import CurvatureError, Evidence, Groups, PrecisionOptimizer, factors, parameter_groups
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
-from lightning_sym.reports import RunResults, evidence_results
-from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, layer_types, member_name
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, evidence_results, layer_types, member_name
 from lightning_sym.reports.table import picked
-from lightning_sym.zoo import versions
 
 _MOST_SKIPPED = 3
 
 
-class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
+class MarginalLikelihood(RunReport):
     """Learn the prior precisions of a network, or of all members of a zoo, by evidence, every few epochs of training.
 
     It works with every task that has a ``prior``, a :class:`lightning_sym.curvature.GaussianPrior` that it trains its
@@ -408,8 +400,7 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
                 "log_precisions": by_member({number: one.log_precisions for number, one in own.items()}, members),
                 "log_noise": by_member({number: one.log_noise for number, one in own.items()}, members),
                 "epochs": trainer.current_epoch,
-                "data": data.identity(),
-                "versions": versions(),
+                **self.source(data),
             },
         )
 
