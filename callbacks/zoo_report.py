@@ -9,12 +9,12 @@ from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.reports import RunResults, zoo_results
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.zoo import zoo_results
 from lightning_sym.tasks import ZooTask
-from lightning_sym.zoo import versions
 
 
-class ZooReport(RunReport[ZooTask]):
+class ZooReport(RunReport):
     """Say what a fit of a :class:`lightning_sym.tasks.ZooTask` found.
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
@@ -61,12 +61,7 @@ class ZooReport(RunReport[ZooTask]):
             task.numbers,
             *measured,
             network=type(task.network).__name__,
-            about={
-                "architecture": task.network.architecture,
-                "seeds": task.numbers,
-                "data": data.identity(),
-                "versions": versions(),
-            },
+            about={"architecture": task.network.architecture, "seeds": task.numbers, **self.source(data)},
             accuracy=task.history.get("val/accuracy", []),
             epochs=task.history_epochs.get("val", []),
             class_names=data.class_names,

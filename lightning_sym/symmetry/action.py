@@ -144,7 +144,7 @@ class Action:
         """Return what the element does to a value.
 
         Args:
-            sights: Of the network.
+            sights: Sights of the network.
             seen: The value's.
             offset: What a unit's change of sign adds to the value.
             bias: The bias that was added last to it.
@@ -216,7 +216,7 @@ class Action:
         Args:
             tensor: A parameter or buffer, or as many numbers.
             name: Its name.
-            power: Of the weights' scales; -1 for gradients, -2 for their squares.
+            power: Power of the weights' scales; -1 for gradients, -2 for their squares.
             shifted: Whether to shift biases in front of batch norms, and running means.
             added: What is added before, see :meth:`added`.
         """
