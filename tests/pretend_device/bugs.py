@@ -56,8 +56,8 @@ BUGS = {
     ),
     "frozen networks that are not moved": Bug(
         owner=BranchTask,
-        attribute="_to_device",
-        instead=lambda self, device=None: None,
+        attribute="to_device",
+        instead=lambda self, device: None,
         scenario="rotation",
         message="same device",
     ),
