@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pytorch_lightning import LightningModule, Trainer
 
+from lightning_sym._checks import check_integers
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
@@ -110,14 +111,9 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
         dirpath: str | None = None,
     ) -> None:
         super().__init__(dirpath)
-        for name, number, optional in (
-            ("burn_in", burn_in, True),
-            ("every_n_epochs", every_n_epochs, False),
-            ("steps", steps, False),
-            ("samples", samples, True),
-        ):
-            if not (optional and number is None) and (type(number) is not int or number < 1):
-                raise ValueError(f"{name} must be an integer >= 1{' or null' * optional}, got {number!r}.")
+        given = {"burn_in": burn_in, "every_n_epochs": every_n_epochs, "steps": steps, "samples": samples}
+        optional = ("burn_in", "samples")
+        check_integers(1, **{name: value for name, value in given.items() if value is not None or name not in optional})
         for name, choice, accepted in (
             ("lr_schedule", lr_schedule, ("constant", "cosine")),
             ("granularity", granularity, ("per_path", "per_tensor")),
@@ -302,11 +298,8 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
                 path: {
                     "layer": found.layer,
                     "parameters": found.size,
-                    "precision": found.precision,
-                    "mean_square": found.mean_square,
                     "effective": found.raw,
-                    "normalised": found.normalised,
-                    "relative": found.relative,
+                    **picked(found, "precision", "mean_square", "normalised", "relative"),
                 }
                 for path, found in evidence.effective_parameters(precisions, noise).items()
             },
