@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -107,22 +108,27 @@ class Action:
     Args:
         structure: The group.
         element: The element.
-
-    Attributes:
-        source: For each position of all slots, the position whose content it gets.
-        scale: For each position by what it is multiplied, before it moves.
     """
 
     def __init__(self, structure: Structure, element: Element) -> None:
         self.structure, self.element = structure, element
-        self.scale = self._scales(structure.magnitudes, structure.signs)
-        self.source: Ints = np.arange(len(self.scale))
-        permutation = element.permutation.numpy()
-        for units, columns in zip(structure.orbits, structure.columns, strict=True):
+        self._scratch = _Scratch()
+
+    @cached_property
+    def scale(self) -> Floats:
+        """For each position of all slots by what it is multiplied, before it moves."""
+        return self._scales(self.structure.magnitudes, self.structure.signs)
+
+    @cached_property
+    def source(self) -> Ints:
+        """For each position of all slots, the position whose content it gets."""
+        source = np.arange(self.structure.magnitudes.shape[0])
+        permutation = self.element.permutation.numpy()
+        for units, columns in zip(self.structure.orbits, self.structure.columns, strict=True):
             new = permutation[units]
             if not np.array_equal(new, units):
-                self.source[columns] = columns[structure.place_in_orbit[new]]
-        self._scratch = _Scratch()
+                source[columns] = columns[self.structure.place_in_orbit[new]]
+        return source
 
     def _scales(self, magnitudes: sparse.csr_matrix, signs: sparse.csr_matrix) -> Floats:
         scale: Floats = np.exp(magnitudes @ self.element.log_scale.numpy())

@@ -16,7 +16,7 @@ from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
-from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Showing, Tap
+from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
 from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
@@ -74,8 +74,9 @@ class Symmetry:
             for (mark, value), seen in zip(marked.items(), sights.of, strict=True)
         }
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
-        self._leaf_taps = [tap for tap in self.taps.values() if tap.module in leaves]
-        self.groups: tuple[AxisGroup, ...] = tuple(self._axis_groups())
+        self.groups: tuple[AxisGroup, ...] = tuple(
+            self._axis_groups([tap for tap in self.taps.values() if tap.module in leaves])
+        )
 
     # What there is.
 
@@ -95,7 +96,7 @@ class Symmetry:
         )
         return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, value.producer)
 
-    def _axis_groups(self) -> Iterator[AxisGroup]:
+    def _axis_groups(self, leaf_taps: Sequence[Tap]) -> Iterator[AxisGroup]:
         structure = self.structure
         starts = np.array([slot.offset for slot in structure.slots], np.int64)
         forms = structure.magnitudes
@@ -139,7 +140,7 @@ class Symmetry:
                 scales=structure.scale_table[index].shape[1],
                 signs=structure.sign_table[index].shape[1],
                 occurrences=tuple(occurrences),
-                shown=tuple(showing for tap in self._leaf_taps if (showing := _shows(tap, units)) is not None),
+                taps=tuple(tap for tap in leaf_taps if tap.positions(torch.from_numpy(units)) is not None),
             )
 
     @property
@@ -632,14 +633,3 @@ class Symmetry:
                 self, exact, [batches], samples=samples, scale=scale, generator=generator, noise=(perturb,)
             )
             return found
-
-
-def _shows(tap: Tap, units: Ints) -> Showing | None:
-    """Return where a tap shows all of some units, once each, on one axis; None if it does not."""
-    for sight in tap.seen:
-        at = np.flatnonzero(np.isin(sight.unit, units))
-        if len(sight.axes) == 1 and len(at) == len(units) == len(np.unique(sight.unit[at])):
-            positions = np.empty(len(units), np.int64)
-            positions[np.searchsorted(units, sight.unit[at])] = at
-            return Showing(tap, sight.axes[0], torch.from_numpy(positions))
-    return None

@@ -270,8 +270,8 @@ def _count_units(
     names = {
         module
         for group in symmetry.groups
-        for place in group.shown
-        if (module := place.tap.module) is not None and isinstance(modules[module], _ACTIVATIONS)
+        for tap in group.taps
+        if (module := tap.module) is not None and isinstance(modules[module], _ACTIVATIONS)
     }
     handles = []
 
@@ -303,13 +303,13 @@ def _count_units(
     for group in symmetry.groups:
         counts = dict.fromkeys(("dead", "always_on", "constant", "duplicated"), 0)
         seen = False
-        for place in group.shown:
-            module = place.tap.module or ""
-            for entered, left in watched.get(module, [])[place.tap.call :][:1]:
-                if entered.shape != left.shape:
+        for tap in group.taps:
+            module, where = tap.module or "", tap.positions(group.units)
+            for entered, left in watched.get(module, [])[tap.call : tap.call + 1]:
+                if where is None or entered.shape != left.shape:
                     continue
-                seen = True
-                x, y = (t.movedim(place.axis, 0)[place.positions].reshape(group.size, -1) for t in (entered, left))
+                seen, (axis, positions) = True, where
+                x, y = (t.movedim(axis, 0)[positions].reshape(group.size, -1) for t in (entered, left))
                 if isinstance(modules[module], _PIECEWISE):
                     rectifies = isinstance(modules[module], (nn.ReLU, nn.ReLU6))
                     dead = (x <= 0).all(1) if rectifies else (y == 0).all(1)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.groups import IntertwinerGroup
@@ -38,20 +40,21 @@ class Tap:
         """The axis of the channels: the last one on which units live by themselves; None if there is none."""
         return max((sight.axes[0] for sight in self.seen if len(sight.axes) == 1), default=None)
 
+    def positions(self, units: Tensor) -> tuple[int, Tensor] | None:
+        """Return where all of some units are seen, once each, on one axis.
 
-@dataclass(frozen=True, eq=False)
-class Showing:
-    """A place in the network where all units of an axis group can be watched.
+        Args:
+            units: Their numbers, in ascending order. Shape (size,), int64.
 
-    Attributes:
-        tap: The output of a module without children.
-        axis: The axis of that output on which the units live.
-        positions: For each unit, its position there. Shape (size,), int64.
-    """
-
-    tap: Tap
-    axis: int
-    positions: Tensor
+        Returns:
+            The axis, and for each unit its position there; None if they are not seen in this way.
+        """
+        for sight in self.seen:
+            at = np.flatnonzero(np.isin(sight.unit, units))
+            by_unit = at[np.argsort(sight.unit[at])]
+            if len(sight.axes) == 1 and np.array_equal(sight.unit[by_unit], units):
+                return sight.axes[0], torch.from_numpy(by_unit)
+        return None
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class AxisGroup:
         scales: How many magnitudes are free per unit.
         signs: How many signs are free per unit.
         occurrences: Where the units stand.
-        shown: Where they can be watched, in the order of the forward pass.
+        taps: Where all of them can be watched on one axis, in the order of the forward pass: outputs of modules without
+            children.
     """
 
     name: str
@@ -100,7 +104,7 @@ class AxisGroup:
     scales: int
     signs: int
     occurrences: tuple[Occurrence, ...]
-    shown: tuple[Showing, ...]
+    taps: tuple[Tap, ...]
 
     @property
     def size(self) -> int:
