@@ -20,7 +20,7 @@ from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
 from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
-from lightning_sym.symmetry.tracing.structure import Sight, Sights, Structure
+from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 
 Ints = NDArray[np.int64]
@@ -48,7 +48,7 @@ class Symmetry:
     def __init__(
         self,
         structure: Structure,
-        sights: Sights,
+        values: Structure,
         marked: Mapping[Mark, Value],
         network: nn.Module,
         notes: Sequence[str],
@@ -68,11 +68,8 @@ class Symmetry:
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
         self.fingerprint = digest(self.architecture.text, structure)
         self._proven: dict[str, float] = {}
-        self._sights = sights
-        self.taps: dict[str, Tap] = {
-            mark.name: self._tap(mark, value, seen)
-            for (mark, value), seen in zip(marked.items(), sights.of, strict=True)
-        }
+        self._values = values
+        self.taps: dict[str, Tap] = {mark.name: self._tap(mark, value) for mark, value in marked.items()}
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
         self.groups: tuple[AxisGroup, ...] = tuple(
             self._axis_groups([tap for tap in self.taps.values() if tap.module in leaves])
@@ -80,21 +77,20 @@ class Symmetry:
 
     # What there is.
 
-    def _tap(self, mark: Mark, value: Value, seen: tuple[Sight, ...]) -> Tap:
-        structure = self.structure
-        numbers = np.concatenate([np.zeros(0, np.int64), *(sight.unit for sight in seen)])
-        units = numbers[(numbers >= 0) & (numbers < structure.units)]
-        scales, signs = (
-            any(rows[sight.rows].nnz for sight in seen) for rows in (self._sights.magnitudes, self._sights.signs)
-        )
+    def _tap(self, mark: Mark, value: Value) -> Tap:
+        values = self._values
+        seen = [values.slots[index] for index in values.slots_of.get(mark.name, ())]
+        units = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in seen)])
+        units = units[units >= 0]
         group = IntertwinerGroup(
             mark.name,
-            permutations=bool(structure.moves[units].any() or (numbers >= structure.units).any()),
-            positive_scales=scales,
-            signs=signs,
-            dense=bool((structure.cell_of[units] >= 0).any()),
+            permutations=bool(values.moves[units].any()),
+            positive_scales=any(values.magnitudes[slot.rows].nnz for slot in seen),
+            signs=any(values.signs[slot.rows].nnz for slot in seen),
+            dense=bool((values.cell_of[units] >= 0).any()),
         )
-        return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, value.producer)
+        shift = next(iter(self.structure.shifts_of.get(value.producer or "", ())), None)
+        return Tap(mark.name, value.shape, group, tuple(seen), mark.module, mark.call, value.offset, shift)
 
     def _axis_groups(self, leaf_taps: Sequence[Tap]) -> Iterator[AxisGroup]:
         structure = self.structure
@@ -532,7 +528,7 @@ class Symmetry:
         """
         self._own(element)
         tap = self._tapped(tap)
-        return Action(self.structure, element).on_values(self._sights, tap.seen, tap.offset, tap.bias)
+        return Action(self._values, element).on_activations(tap)
 
     def generators_at(self, tap: Tap | str) -> tuple[dict[int, float], dict[int, float]]:
         """Return which free magnitudes and which free signs show at a tap, each with its exponent where it first does.
@@ -541,8 +537,8 @@ class Symmetry:
             tap: One of :attr:`taps`, or its name.
         """
         found: list[dict[int, float]] = []
-        for forms in (self._sights.magnitudes, self._sights.signs):
-            shown = [forms[sight.rows] for sight in self._tapped(tap).seen]
+        for forms in (self._values.magnitudes, self._values.signs):
+            shown = [forms[slot.rows] for slot in self._tapped(tap).seen]
             pairs = [pair for rows in shown for pair in zip(rows.indices.tolist(), rows.data.tolist(), strict=True)]
             found.append(dict(sorted(dict(reversed(pairs)).items())))
         return found[0], found[1]

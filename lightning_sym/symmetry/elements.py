@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.groups import IntertwinerGroup
-from lightning_sym.symmetry.tracing.structure import Sight
+from lightning_sym.symmetry.tracing.structure import Slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,22 +23,22 @@ class Tap:
         module: The module whose output it is; None at a cut.
         call: Which of the module's calls it is, from 0.
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
-        bias: The bias that was added last to it, which may be shifted.
+        shift: The number of the element's shift that is added to its channels.
     """
 
     name: str
     shape: tuple[int, ...]
     group: IntertwinerGroup
-    seen: tuple[Sight, ...]
+    seen: tuple[Slot, ...]
     module: str | None = None
     call: int = 0
     offset: float = 0.0
-    bias: str | None = None
+    shift: int | None = None
 
     @property
     def axis(self) -> int | None:
         """The axis of the channels: the last one on which units live by themselves; None if there is none."""
-        return max((sight.axes[0] for sight in self.seen if len(sight.axes) == 1), default=None)
+        return max((slot.axes[0] for slot in self.seen if len(slot.axes) == 1), default=None)
 
     def positions(self, units: Tensor) -> tuple[int, Tensor] | None:
         """Return where all of some units are seen, once each, on one axis.
@@ -49,11 +49,10 @@ class Tap:
         Returns:
             The axis, and for each unit its position there; None if they are not seen in this way.
         """
-        for sight in self.seen:
-            at = np.flatnonzero(np.isin(sight.unit, units))
-            by_unit = at[np.argsort(sight.unit[at])]
-            if len(sight.axes) == 1 and np.array_equal(sight.unit[by_unit], units):
-                return sight.axes[0], torch.from_numpy(by_unit)
+        for slot in self.seen:
+            at = np.flatnonzero(np.isin(slot.unit, units))
+            if len(slot.axes) == 1 and np.array_equal(np.sort(slot.unit[at]), units):
+                return slot.axes[0], torch.from_numpy(at[np.argsort(slot.unit[at])])
         return None
 
 

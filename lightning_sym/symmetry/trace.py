@@ -91,13 +91,8 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
-    structure, sights = build_structure(
-        trace.constraints,
-        trace.axis_labels,
-        trace.grouped,
-        trace.kinds,
-        trace.absorbed,
-        [numbers for _, numbers in trace.taps.values()],
+    structure, values = build_structure(
+        trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed
     )
     notes = list(trace.constraints.notes)
     if unused:
@@ -107,16 +102,16 @@ def trace_symmetry(
         warnings.warn(note, stacklevel=2)
     symmetry = Symmetry(
         structure,
-        sights,
-        {mark: value for mark, (value, _) in trace.taps.items()},
+        values,
+        trace.taps,
         network,
         notes,
         constants=[name for name in read if name in unsaved or not states[name].is_floating_point()],
         examples=examples,
     )
     if check:
-        values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
-        volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
+        results = (node.meta.get("val") for each in captures for node in each.graph.nodes)
+        volume = sum(value.numel() / max(len(value), 1) for value in results if isinstance(value, Tensor) and value.ndim)
         _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
     return symmetry
 
