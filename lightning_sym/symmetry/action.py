@@ -1,13 +1,12 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.elements import Element, Tap
@@ -117,7 +116,9 @@ class Action:
     @cached_property
     def scale(self) -> Floats:
         """For each position of all slots by what it is multiplied, before it moves."""
-        return self._scales(self.structure.magnitudes, self.structure.signs)
+        scale: Floats = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
+        flips = self.structure.signs @ (self.element.sign.numpy() < 0).astype(np.float64)
+        return np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
 
     @cached_property
     def source(self) -> Ints:
@@ -129,13 +130,6 @@ class Action:
             if not np.array_equal(new, units):
                 source[columns] = columns[self.structure.place_in_orbit[new]]
         return source
-
-    def _scales(self, magnitudes: sparse.csr_matrix, signs: sparse.csr_matrix) -> Floats:
-        scale: Floats = np.exp(magnitudes @ self.element.log_scale.numpy())
-        if signs.shape[1]:
-            flips = signs @ (self.element.sign.numpy() < 0).astype(np.float64)
-            scale = np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
-        return scale
 
     def source_in(self, slot: Slot) -> Ints:
         """For each position of a slot, the position of that slot whose content it gets."""
@@ -160,6 +154,18 @@ class Action:
 
     # On parameters and buffers.
 
+    def on_weights(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield what becomes of the parameters and buffers that move, one after the other.
+
+        Args:
+            tensors: Parameters and buffers, by name.
+            shifted: As for :meth:`moved`.
+        """
+        added = self._added(tensors)
+        for name, tensor in tensors.items():
+            if name in self.structure.slots_of:
+                yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name))
+
     def moved(
         self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Tensor | None = None
     ) -> Tensor:
@@ -170,9 +176,9 @@ class Action:
             name: Its name.
             power: Of the weights' scales; -1 for gradients, -2 for their squares.
             shifted: Whether to shift biases in front of batch norms, and running means.
-            added: What is added before, see :meth:`added`.
+            added: What is added before.
         """
-        slots = [self.structure.slots[index] for index in self.structure.slots_of[name]]
+        slots = self.structure.slots_of[name]
         result = tensor.detach()
         if added is not None:
             result = result + added
@@ -207,11 +213,11 @@ class Action:
             result.add_(self.element.shift[index][torch.from_numpy(self.source_in(slot))].to(result))
         return result
 
-    def added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
         added: dict[str, Tensor] = {}
         for bias, weight, axis, offset in self.structure.absorbed:
-            slot = next((s for s in self.structure.slots if s.tensor == weight and s.axes == (axis,)), None)
+            slot = next((s for s in self.structure.slots_of.get(weight, ()) if s.axes == (axis,)), None)
             if slot is None or weight not in tensors:
                 continue
             flipped = torch.from_numpy(self.scale[slot.rows] < 0)
@@ -223,19 +229,14 @@ class Action:
 
     def _moved_jointly(self, tensor: Tensor, joint: Slot) -> Tensor:
         """Move the weight of a grouped convolution: which channel the second axis means depends on the first."""
-        own = (self.structure.slots[index] for index in self.structure.slots_of[joint.tensor])
-        row = self.source_in(next(slot for slot in own if slot.axes == (0,)))
+        row = self.source_in(next(slot for slot in self.structure.slots_of[joint.tensor] if slot.axes == (0,)))
         unit = joint.unit
         # Channels on which nothing acts (-1) stay in the order in which they are.
         wanted = np.where(unit < 0, -1, self.element.permutation.numpy()[unit])
         # In row r of the new weight stands row[r] of the old one, in which the wanted units have to be found.
-        held = unit[row]
-        if held.shape[1] == 1:
-            column = np.zeros_like(held)
-        else:
-            order = np.argsort(held, axis=1, kind="stable")
-            rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
-            column = np.take_along_axis(order, rank, axis=1)
+        order = np.argsort(unit[row], axis=1, kind="stable")
+        rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
+        column = np.take_along_axis(order, rank, axis=1)
         return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
 
     def _mixed(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
@@ -266,7 +267,7 @@ class Action:
                 state = optimizer.state.get(parameter, {})
                 if name not in structure.slots_of or not state:
                     continue
-                if mixes and any(structure.slots[i].offset in structure.dense_places for i in structure.slots_of[name]):
+                if mixes and any(slot.offset in structure.dense_places for slot in structure.slots_of[name]):
                     raise ValueError(
                         f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
                         "element with mixing=False"

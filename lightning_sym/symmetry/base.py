@@ -79,7 +79,7 @@ class Symmetry:
 
     def _tap(self, mark: Mark, value: Value) -> Tap:
         values = self._values
-        seen = [values.slots[index] for index in values.slots_of.get(mark.name, ())]
+        seen = tuple(values.slots_of.get(mark.name, ()))
         units = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in seen)])
         units = units[units >= 0]
         group = IntertwinerGroup(
@@ -90,7 +90,7 @@ class Symmetry:
             dense=bool((values.cell_of[units] >= 0).any()),
         )
         shift = next(iter(self.structure.shifts_of.get(value.producer or "", ())), None)
-        return Tap(mark.name, value.shape, group, tuple(seen), mark.module, mark.call, value.offset, shift)
+        return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shift)
 
     def _axis_groups(self, leaf_taps: Sequence[Tap]) -> Iterator[AxisGroup]:
         structure = self.structure
@@ -467,22 +467,18 @@ class Symmetry:
             raise ValueError("an optimiser's state can be carried along only with inplace=True")
         action = Action(self.structure, element)
         old = state_tensors(network)
+        made: dict[int, Any] = {}  # the copy gets its new tensors at once, instead of copies of the old ones
         with torch.no_grad():
-            added = action.added(old)
-            if inplace:
-                if optimizer is not None:
-                    action.carry(optimizer, old)
-                for name in self.structure.slots_of:
-                    old[name].copy_(action.moved(old[name], name, added=added.get(name)))
-                return network
-            # The copy gets its new tensors at once, instead of copies of the old ones.
-            made: dict[int, Any] = {}
-            for name in self.structure.slots_of:
-                tensor = action.moved(old[name], name, added=added.get(name))
-                if type(old[name]) is nn.Parameter:
-                    tensor = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
-                made[id(old[name])] = tensor
-        return copied(network, made)
+            if optimizer is not None:
+                action.carry(optimizer, old)
+            for name, tensor in action.on_weights(old):
+                if inplace:
+                    old[name].copy_(tensor)
+                elif type(old[name]) is nn.Parameter:
+                    made[id(old[name])] = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
+                else:
+                    made[id(old[name])] = tensor
+        return network if inplace else copied(network, made)
 
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
         """Return what becomes of some parameters or buffers, by name; nothing is checked and nothing is changed.
@@ -492,14 +488,7 @@ class Symmetry:
             tensors: Parameters or buffers, by name. What a bias takes up of signs is added if its weight is among them.
             shifts: Whether to shift biases in front of batch norms, and running means.
         """
-        action = Action(self.structure, element)
-        added = action.added(tensors)
-        return {
-            name: action.moved(tensor, name, shifted=shifts, added=added.get(name))
-            if name in self.structure.slots_of
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        return {**tensors, **dict(Action(self.structure, element).on_weights(tensors, shifted=shifts))}
 
     def on_activations(self, element: Element, tap: Tap | str) -> ActivationAction:
         r"""Return what an element does to a value inside the network, in evaluation mode.

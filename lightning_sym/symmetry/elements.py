@@ -20,7 +20,7 @@ class Tap:
         shape: Its shape for the traced example, batch included.
         group: Which group acts on its channels.
         seen: For each axis (or axes together) on which units live, which unit stands where.
-        module: The module whose output it is; None at a cut.
+        module: The module whose output it is; empty at a cut.
         call: Which of the module's calls it is, from 0.
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
         shift: The number of the element's shift that is added to its channels.
@@ -30,7 +30,7 @@ class Tap:
     shape: tuple[int, ...]
     group: IntertwinerGroup
     seen: tuple[Slot, ...]
-    module: str | None = None
+    module: str = ""
     call: int = 0
     offset: float = 0.0
     shift: int | None = None

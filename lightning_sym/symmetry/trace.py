@@ -91,9 +91,7 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
-    structure, values = build_structure(
-        trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed
-    )
+    structure, seen = build_structure(trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
     notes = list(trace.constraints.notes)
     if unused:
         shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
@@ -102,7 +100,7 @@ def trace_symmetry(
         warnings.warn(note, stacklevel=2)
     symmetry = Symmetry(
         structure,
-        values,
+        seen,
         trace.taps,
         network,
         notes,
@@ -110,8 +108,8 @@ def trace_symmetry(
         examples=examples,
     )
     if check:
-        results = (node.meta.get("val") for each in captures for node in each.graph.nodes)
-        volume = sum(value.numel() / max(len(value), 1) for value in results if isinstance(value, Tensor) and value.ndim)
+        values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
+        volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
         _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
     return symmetry
 

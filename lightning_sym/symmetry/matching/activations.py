@@ -50,7 +50,7 @@ class ActivationMoments:
         for group, signs in zip(symmetry.groups, symmetry.structure.sign_table, strict=True):
             if not group.taps or not (group.movable or group.signs):
                 continue
-            real = [tap for tap in group.taps if not _passes_through(modules[tap.module or ""])]
+            real = [tap for tap in group.taps if not _passes_through(modules[tap.module])]
             tap = (real or group.taps)[-1]
             axis, positions = tap.positions(group.units) or (0, group.units)
             self._watched[group.name] = (tap, axis, positions)
@@ -114,7 +114,7 @@ class ActivationMoments:
                     values = output.detach().movedim(axis, -1)
                     found[name] = values.reshape(-1, values.shape[-1])[:, positions.to(values.device)].clone()
 
-            handles.append(modules[tap.module or ""].register_forward_hook(keep))
+            handles.append(modules[tap.module].register_forward_hook(keep))
         try:
             with torch.no_grad(), evaluating(network):
                 network(images.to(device_of(network)))

@@ -63,20 +63,30 @@ class Mark:
         name: The module whose output it is, with ``-2``, ``-3``, ... for its later calls; or as the caller named it.
         node: The operation whose result it is.
         after: The last operation before it was named: what was written into it until then belongs to it.
-        module: The module, None if the caller named it.
+        module: The module, empty if the caller named it.
         call: Which of the module's calls it is, from 0.
     """
 
     name: str
     node: fx.Node
     after: fx.Node
-    module: str | None = None
+    module: str = ""
     call: int = 0
 
 
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer once, by its first name."""
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+def _places(network: nn.Module) -> dict[str, Tensor]:
+    """Return every place that holds a parameter or buffer: modules and weights may go by several names."""
+    return {
+        (f"{prefix}." if prefix else "") + name: tensor
+        for prefix, module in network.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
 
 
 def constant_names(network: nn.Module) -> set[str]:
@@ -200,7 +210,7 @@ class _Recorder:
         if tensors:  # of several, the first
             self.mark(f"{name}-{call + 1}" if call else name, tensors[0], name, call)
 
-    def mark(self, name: str, value: Any, module: str | None = None, call: int = 0) -> None:
+    def mark(self, name: str, value: Any, module: str = "", call: int = 0) -> None:
         """Note under which name a floating tensor of the graph is known."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
@@ -300,23 +310,12 @@ def capture(
         arguments = pytree.tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach()), inputs)
         stack.enter_context(mode)
 
-        # Every place that holds a tensor, once: modules and weights may go by several names.
         first = {id(tensor): name for name, tensor in states.items()}
-        places = {
-            (f"{prefix}." if prefix else "") + name: first[id(tensor)]
-            for prefix, module in network.named_modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        }
+        names = {place: first[id(tensor)] for place, tensor in _places(network).items()}
+        running = network if cuts is None else cuts.whole
 
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
-            running = network if cuts is None else cuts.whole
-            own = {
-                name
-                for each in (running.named_parameters, running.named_buffers)
-                for name, _ in each(remove_duplicate=False)
-            }
-            held = {place: state[name] for place, name in places.items() if place in own}
+            held = {place: state[names[place]] for place in _places(running)}
             with torch.no_grad():
                 outputs = torch.func.functional_call(running, held, arguments, tie_weights=False)
             if cuts is not None:

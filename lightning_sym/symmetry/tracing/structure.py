@@ -99,11 +99,11 @@ class Structure:
         return image
 
     @cached_property
-    def slots_of(self) -> dict[str, list[int]]:
-        """By tensor, the numbers of its slots."""
-        found: dict[str, list[int]] = {}
-        for index, slot in enumerate(self.slots):
-            found.setdefault(slot.tensor, []).append(index)
+    def slots_of(self) -> dict[str, list[Slot]]:
+        """By tensor, its slots."""
+        found: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault(slot.tensor, []).append(slot)
         return found
 
     @cached_property
