@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_sym.symmetry.tracing.vocabulary import Value
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+_NOWHERE = np.zeros(0, np.int64)
 
 
 class Symmetry:
@@ -80,7 +82,7 @@ class Symmetry:
     def _tap(self, mark: Mark, value: Value) -> Tap:
         values = self._values
         seen = tuple(values.slots_of.get(mark.name, ()))
-        units = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in seen)])
+        units = np.concatenate([_NOWHERE, *(slot.unit.ravel() for slot in seen)])
         units = units[units >= 0]
         group = IntertwinerGroup(
             mark.name,
@@ -98,6 +100,10 @@ class Symmetry:
         forms = structure.magnitudes
         dense = {int(unit) for cell in structure.dense for unit in cell}
         names: set[str] = set()
+        tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by unit
+        for tap in leaf_taps:
+            for unit in np.unique(np.concatenate([_NOWHERE, *(slot.unit.ravel() for slot in tap.seen)])).tolist():
+                tapped[unit].append(tap)
         for index, units in enumerate(structure.orbits):
             columns = structure.columns[index]
             slot_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
@@ -136,7 +142,7 @@ class Symmetry:
                 scales=structure.scale_table[index].shape[1],
                 signs=structure.sign_table[index].shape[1],
                 occurrences=tuple(occurrences),
-                taps=tuple(tap for tap in leaf_taps if tap.positions(torch.from_numpy(units)) is not None),
+                taps=tuple(tap for tap in tapped[int(units[0])] if tap.positions(torch.from_numpy(units)) is not None),
             )
 
     @property
