@@ -34,7 +34,7 @@ from pytorch_lightning import Trainer, seed_everything
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sym.callbacks import BatchNormRecalibration, StitchPenalty
+from lightning_sym.callbacks import BatchNormRecalibration, StitchingReport
 from lightning_sym.datamodules import MNIST5kDataModule
 from lightning_sym.networks import MyrtleCNN
 from lightning_sym.stitching import CutNetwork, GroupMap, Port, StitchedNetwork
@@ -72,7 +72,7 @@ def fit(zoo: Path, sites: list[str], maps: list[str], epochs: int, device: str, 
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[BatchNormRecalibration(images=1000, batch_size=500), StitchPenalty(f"{folder}/results")],
+        callbacks=[BatchNormRecalibration(images=1000, batch_size=500), StitchingReport(f"{folder}/results")],
     )
     trainer.fit(task, MNIST5kDataModule(batch_size=32))
     return time.perf_counter() - start

@@ -1,29 +1,35 @@
-"""What happens between steps and epochs."""
+"""What happens between steps and epochs, and what is reported at the end."""
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
-from lightning_sym.callbacks.equivalence_plane import EquivalencePlane, PlaneGrid
-from lightning_sym.callbacks.equivalence_walk import EquivalenceWalk
+from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
-from lightning_sym.callbacks.rotation_penalty import RotationPenalty
-from lightning_sym.callbacks.run_report import RunReport
-from lightning_sym.callbacks.stitch_penalty import StitchPenalty
+from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
+from lightning_sym.callbacks.report import RunReport
+from lightning_sym.callbacks.rotation_report import RotationReport
+from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
+from lightning_sym.callbacks.walk_report import WalkReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.callbacks.zoo_report import ZooReport
+from lightning_sym.reports.equivalence_grids import PlaneGrid
 
 __all__ = [
     "BatchNormRecalibration",
-    "EquivalencePlane",
-    "EquivalenceWalk",
+    "EquivalenceReport",
     "MarginalLikelihood",
     "MatchingReport",
     "PlaneGrid",
     "RecalibrationTargets",
-    "RotationPenalty",
+    "RotationReport",
     "RunReport",
-    "StitchPenalty",
+    "StitchingReport",
     "SymmetryMonitor",
+    "WalkReport",
     "ZooExport",
     "ZooReport",
+    "publish_figure",
+    "publish_numbers",
+    "publish_results",
+    "publish_text",
 ]

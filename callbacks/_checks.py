@@ -1,16 +1,41 @@
 """What callbacks ask of the task, the data and the trainer, with errors that name what is missing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 
+from lightning_sym._distributed import together
 from lightning_sym.datamodules import ImageDataModule, InputDataModule
 
 TaskT = TypeVar("TaskT", bound=LightningModule)
 DataT = TypeVar("DataT", bound=InputDataModule)
+
+
+def lacking(task: LightningModule, needs: Sequence[str]) -> list[str]:
+    """Return what a task neither has nor declares in its class, of what is needed."""
+    declared = {name for kind in type(task).__mro__ for name in vars(kind).get("__annotations__", {})}
+    return [name for name in needs if name not in declared.union(dir(task))]
+
+
+def check_needs(callback: Callback, task: LightningModule, needs: Sequence[str], example: str) -> None:
+    """Check that a task has what a callback needs.
+
+    Args:
+        callback: Named in the message.
+        task: The task.
+        needs: Names of attributes and methods.
+        example: A class of ``lightning_sym.tasks`` that has them, for the message.
+
+    Raises:
+        TypeError: If something is missing.
+    """
+    if missing := lacking(task, needs):
+        raise TypeError(
+            f"{type(callback).__name__} works with lightning_sym.tasks.{example} and its like, and "
+            f"{type(task).__name__} has no {' and no '.join(missing)}; remove the callback, or give the task that."
+        )
 
 
 def checked_task(callback: Callback, task: LightningModule, kind: type[TaskT]) -> TaskT:
@@ -59,20 +84,4 @@ def on_first_rank(trainer: Trainer, work: Callable[[], object]) -> None:
         trainer: To be called on every one of its ranks.
         work: Called on rank 0 only.
     """
-    error: Exception | None = None
-    if trainer.is_global_zero:
-        try:
-            work()
-        except Exception as caught:
-            error = caught
-    raise_together(trainer, error)
-
-
-def raise_together(trainer: Trainer, error: Exception | None) -> None:
-    """Raise the first rank's error on every rank; to be called on every rank, with None where all went well."""
-    errors = [error]
-    if trainer.world_size > 1:
-        errors = [None] * trainer.world_size
-        torch.distributed.all_gather_object(errors, error)
-    if (first := next(filter(None, errors), None)) is not None:
-        raise first
+    together(lambda: work() if trainer.is_global_zero else None)

@@ -10,7 +10,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_sym.curvature import GaussianPrior, PopulationPrior
+from lightning_sym.curvature import GaussianPrior
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks.batch_norm import batch_norms
 
@@ -21,8 +21,8 @@ class LearnedNetworks(ABC):
     """What :class:`lightning_sym.callbacks.MarginalLikelihood` asks of a task.
 
     Attributes:
-        prior: Of the task.
-        numbers: Of all networks, the same on every rank.
+        prior: The task's prior.
+        numbers: Numbers of all networks, the same on every rank.
         needs: What the task must have besides.
     """
 
@@ -30,7 +30,7 @@ class LearnedNetworks(ABC):
 
     def __init__(self, task: Any) -> None:
         self.task = task
-        self.prior: GaussianPrior | PopulationPrior = task.prior
+        self.prior: GaussianPrior = task.prior
         self.numbers: list[Number] = list(self.prior.members)
 
     @abstractmethod
@@ -51,7 +51,7 @@ class LearnedNetworks(ABC):
 
 
 class OneNetwork(LearnedNetworks):
-    """That of a task with a :class:`lightning_sym.curvature.GaussianPrior` and, maybe, ``evaluate``."""
+    """That of a task that has, maybe, a method ``evaluate``."""
 
     def running(self) -> list[Number]:
         return self.numbers
@@ -75,7 +75,7 @@ class OneNetwork(LearnedNetworks):
 
 
 class Members(LearnedNetworks):
-    """Those of a task over a population, with a :class:`lightning_sym.curvature.PopulationPrior`."""
+    """Those of a task over a population."""
 
     needs = ("network", "member_parallel", "gathered", "split_metrics")
 
@@ -127,16 +127,16 @@ def learned_networks(task: LightningModule) -> LearnedNetworks:
         TypeError: If something is missing; the message names it.
     """
     prior = getattr(task, "prior", None)
-    if not isinstance(prior, GaussianPrior | PopulationPrior):
+    if not isinstance(prior, GaussianPrior):
         raise TypeError(
             f"MarginalLikelihood learns the precisions of task.prior, and {type(task).__name__} has none; set "
             "self.prior to a lightning_sym.curvature.GaussianPrior in its constructor (prior_precision of ZooTask)."
         )
-    kind = Members if isinstance(prior, PopulationPrior) else OneNetwork
+    kind = OneNetwork if None in prior.members else Members
     if missing := [name for name in kind.needs if not hasattr(task, name)]:
         raise TypeError(
-            f"MarginalLikelihood needs {' and '.join(missing)} of a task with a PopulationPrior, and "
-            f"{type(task).__name__} has none; see lightning_sym.tasks.ZooTask."
+            f"MarginalLikelihood works with populations such as lightning_sym.tasks.ZooTask, and {type(task).__name__} "
+            f"has no {' and no '.join(missing)}; give it that, or a prior without members."
         )
     return kind(task)
 

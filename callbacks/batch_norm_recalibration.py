@@ -12,11 +12,11 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
-from lightning_sym.callbacks._checks import image_datamodule
+from lightning_sym.callbacks._checks import image_datamodule, lacking
 from lightning_sym.datamodules import TensorLoader
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.tasks import ZooTask
 
 # A module, the name of one of its buffers, and a copy of that buffer.
 _Snapshot: TypeAlias = list[tuple[nn.Module, str, Tensor]]
@@ -94,9 +94,8 @@ class BatchNormRecalibration(Callback):
     def __init__(
         self, images: int | None = None, batch_size: int | None = None, exact: bool = False, keep: bool = False
     ) -> None:
-        for name, value in (("images", images), ("batch_size", batch_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, or null for the default, got {value}.")
+        given = {"images": images, "batch_size": batch_size}
+        check_integers(**{name: value for name, value in given.items() if value is not None})
         self.images = images
         self.batch_size = batch_size
         self.exact = exact
@@ -307,7 +306,7 @@ class _Batches:
 def _check_task(task: LightningModule) -> None:
     if isinstance(task, RecalibrationTargets):
         return
-    if isinstance(task, ZooTask):
+    if not lacking(task, ("population",)):
         raise TypeError(
             f"BatchNormRecalibration evaluates one network with other statistics, and {type(task).__name__} evaluates "
             "the members of a population with those that it keeps with their weights; remove the callback, or use "

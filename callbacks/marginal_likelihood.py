@@ -3,20 +3,14 @@
 import math
 import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from pytorch_lightning import LightningModule, Trainer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
-from lightning_sym.callbacks._checks import on_first_rank
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
-from lightning_sym.callbacks._publish import log_summary, publish_figure, publish_table
-from lightning_sym.callbacks.run_report import RunReport
+from lightning_sym.callbacks.report import RunReport
 from lightning_sym.curvature import (
     CurvatureError,
     Evidence,
@@ -27,26 +21,12 @@ from lightning_sym.curvature import (
 )
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
-from lightning_sym.figures import evidence_curves, relative_effective_parameters
+from lightning_sym.reports import RunResults, evidence_results
+from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, layer_types, member_name
+from lightning_sym.reports.table import picked
 from lightning_sym.zoo import versions
 
-_TERMS = ("log_marginal_likelihood", "log_likelihood", "log_determinant", "scatter")
-_OF_PATHS = ("precision", "mean_square", "effective", "normalised", "relative")
 _MOST_SKIPPED = 3
-_MOST_ROWS = 40  # of the printed table of a zoo
-_UNITS = {
-    "precision": "of the Gaussian prior; the geometric mean over tensors if they have several",
-    "mean_square": "mean squared weight",
-    "effective": "number of parameters that the data determine, 0 to parameters",
-    "normalised": "effective / parameters",
-    "relative": "normalised over the sum of those of all paths of the layer, 0 to 1",
-    "member": "number in the zoo",
-    "type": "of a layer: the path with the largest relative number",
-    "evidence": "nats per training datum: log marginal likelihood = log likelihood - log determinant - scatter",
-    "loss": "of the test split: cross-entropy in nats, or squared error summed over outputs",
-    "accuracy": "of the test split: fraction, 0 to 1",
-    "seconds": "of a curvature pass, its eigenvalues and the steps of the precisions",
-}
 
 
 class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
@@ -112,7 +92,6 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
         arXiv:2310.06131; docs/theory/curvature.md, 3.3 and 3.4.
     """
 
-    task_type = LightningModule
     data_type = InputDataModule  # type: ignore[type-abstract]
 
     def __init__(
@@ -227,8 +206,9 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
         """
         if self.networks.prior.samples < 1:
             raise ValueError(
-                f"{type(pl_module).__name__} does not train under its prior; call self.prior.start(trainer.optimizers, "
-                "trainer.datamodule) in its on_fit_start, and add self.prior.penalty() to its training loss."
+                f"{type(pl_module).__name__} does not train under its prior; call self.prior.start("
+                "self.trainer.optimizers, self.trainer.datamodule) in its on_fit_start, and "
+                "self.prior.add_gradients() in on_before_optimizer_step."
             )
 
     def updates_after(self, epoch: int) -> bool:
@@ -315,7 +295,7 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
         return {
             "epoch": epoch,
             **({} if number is None else {"member": number}),
-            **{name: value / evidence.samples for name, value in zip(_TERMS, values, strict=True)},
+            **{name: value / evidence.samples for name, value in zip(TERMS, values, strict=True)},
             **({"noise": math.exp(noise)} if self.networks.prior.likelihood == "regression" else {}),
             "samples": evidence.samples,
             "paths": {
@@ -336,17 +316,17 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
         """Log the records of one update; they are the same on every rank already."""
         if not records:
             return
-        for name in (*_TERMS, "noise"):
+        for name in (*TERMS, "noise"):
             if values := [record[name] for record in records if name in record]:
                 task.log(f"evidence/{name}", _mean(values))
         task.log("evidence/seconds", math.fsum(record["seconds"] for record in records))
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             details: dict[str, float] = {}
             for record in records:
-                of = "" if "member" not in record else f"/{_member(record['member'])}"
-                details |= {f"{n}/{path}{of}": values[n] for path, values in record["paths"].items() for n in _OF_PATHS}
+                of = "" if "member" not in record else f"/{member_name(record['member'])}"
+                details |= {f"{n}/{path}{of}": values[n] for path, values in record["paths"].items() for n in OF_PATHS}
                 if of:
-                    details |= {f"evidence/{name}{of}": record[name] for name in _TERMS}
+                    details |= {f"evidence/{name}{of}": record[name] for name in TERMS}
             for logger in trainer.loggers:
                 logger.log_metrics(details, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
 
@@ -355,10 +335,12 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
         return {
-            "optimizers": {_member(number): optimizer.state_dict() for number, optimizer in self._optimizers.items()},
+            "optimizers": {
+                member_name(number): optimizer.state_dict() for number, optimizer in self._optimizers.items()
+            },
             "settings": {"granularity": self.granularity},
             "records": self.records,
-            "skipped": {_member(number): count for number, count in self._skipped.items()},
+            "skipped": {member_name(number): count for number, count in self._skipped.items()},
             "warned": self._warned,
         }
 
@@ -377,7 +359,7 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
                 f"The checkpoint has precisions {granularity} and this run has them {self.granularity}; use the "
                 "granularity that the run began with."
             )
-        names = {_member(number): number for number in self._optimizers}
+        names = {member_name(number): number for number in self._optimizers}
         if names.keys() != state_dict["optimizers"].keys():
             raise ValueError("The checkpoint has precisions of other networks than this run; use its own recipe.")
         for name, state in state_dict["optimizers"].items():
@@ -390,8 +372,8 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
 
     # ---- report
 
-    def report(self, trainer: Trainer, task: LightningModule, data: InputDataModule) -> None:
-        """Evaluate the final weights, and write tables and figures."""
+    def measure(self, trainer: Trainer, task: LightningModule, data: InputDataModule) -> None:
+        """Evaluate the final weights."""
         epoch = trainer.current_epoch
         self._running = self.networks.running()
         done = {record.get("member") for record in self.records if record["epoch"] == epoch}
@@ -408,93 +390,40 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
             else:
                 self.records = [*self.records, {**record, "seconds": time.perf_counter() - start}]
         self._tested = self.networks.test(data)
-        on_first_rank(trainer, lambda: self._publish(trainer, data))
 
-    def _publish(self, trainer: Trainer, data: InputDataModule) -> None:
-        terms = [{name: value for name, value in record.items() if name != "paths"} for record in self.records]
-        last = {number: {n: v for n, v in record.items() if n != "paths"} for number, record in self._last().items()}
+    def report(self, trainer: Trainer, task: LightningModule, data: InputDataModule, measured: None) -> RunResults:
+        """Return the layers and the evidence, with figures."""
         prior = self.networks.prior
-        about = {
-            "what": "a network trained under a prior learned by its Laplace marginal likelihood",
-            "units": _UNITS,
-            "architecture": getattr(prior.network, "architecture", type(prior.network).__name__),
-            "test": self._by_member(self._tested) or {},
-            "evidence": self._by_member(last),
-            "types": self._by_member({number: _types(record) for number, record in self._last().items()}) or {},
-            "settings": {
-                **{name: getattr(self, name) for name in ("burn_in", "every_n_epochs", "steps", "lr", "lr_schedule")},
-                **{name: getattr(self, name) for name in ("engine", "samples", "granularity", "ffc")},
-                "learn_noise": self.learn_noise,
-                "precision": prior.precision,
-                "bounds": list(self.bounds),
-                "likelihood": prior.likelihood,
-                "temperature": prior.temperature,
-                "prior_step": "implicit" if prior.implicit else "gradient",
+        members = None if None in self._optimizers else len(self.networks.numbers)
+        names = ("burn_in", "every_n_epochs", "steps", "lr", "lr_schedule", "engine", "samples", "granularity", "ffc")
+        own = prior.members
+        return evidence_results(
+            self.records,
+            self._last(),
+            self._tested,
+            network=type(prior.network).__name__,
+            architecture=getattr(prior.network, "architecture", type(prior.network).__name__),
+            members=members,
+            about={
+                "settings": {
+                    **picked(self, *names, "learn_noise"),
+                    "precision": prior.precision,
+                    "bounds": list(self.bounds),
+                    **picked(prior, "likelihood", "temperature"),
+                    "prior_step": "implicit" if prior.implicit else "gradient",
+                },
+                "log_precisions": by_member({number: one.log_precisions for number, one in own.items()}, members),
+                "log_noise": by_member({number: one.log_noise for number, one in own.items()}, members),
+                "epochs": trainer.current_epoch,
+                "data": data.identity(),
+                "versions": versions(),
             },
-            "log_precisions": self._by_member({number: own.log_precisions for number, own in prior.members.items()}),
-            "log_noise": self._by_member({number: own.log_noise for number, own in prior.members.items()}),
-            "epochs": trainer.current_epoch,
-            "data": data.identity(),
-            "versions": versions(),
-        }
-        publish_table(self._rows(), about, self.path / "layers")
-        publish_table(terms, {**about, "what": "the log marginal likelihood during training"}, self.path / "evidence")
-        if self.records:
-            self._figures(trainer, self._title())
-        means = self._mean_test()
-        log_summary(
-            trainer,
-            {f"final/test_{name}": value for name, value in means.items()},
-            means.get("accuracy", means.get("loss")),
         )
-
-    def _figures(self, trainer: Trainer, title: str) -> None:
-        tag = "figures/MarginalLikelihood"
-        epochs = sorted({record["epoch"] for record in self.records})
-        groups = [[record for record in self.records if record["epoch"] == epoch] for epoch in epochs]
-        if layers := _relaxed(self.records[-1]):
-            relative = {
-                layer: {
-                    name: [_mean([_relaxed(record)[layer][name]["relative"] for record in group]) for group in groups]
-                    for name in paths
-                }
-                for layer, paths in layers.items()
-            }
-            publish_figure(
-                trainer,
-                relative_effective_parameters(epochs, relative, title=title),
-                f"{tag}/relative_effective_parameters",
-                self.path / "relative_effective_parameters.png",
-            )
-        curves = {name: [_mean([record[name] for record in group]) for group in groups] for name in _TERMS}
-        figure = evidence_curves(epochs, curves, title=title)
-        publish_figure(trainer, figure, f"{tag}/evidence", self.path / "evidence.png")
-
-    def _title(self) -> str:
-        members = len(self.networks.numbers)
-        name = (
-            type(self.networks.prior.network).__name__
-            if None in self._optimizers
-            else (f"{members} {type(self.networks.prior.network).__name__}, mean over members")
-        )
-        tested = self._mean_test()
-        return f"{name}, test accuracy {100 * tested['accuracy']:.1f} %" if "accuracy" in tested else name
-
-    def _by_member(self, values: dict[Number, Any]) -> Any:
-        """Return values by the names of members; that of the network if it is the only one, None without it."""
-        if None in self._optimizers:
-            return values.get(None)
-        return {_member(number): value for number, value in values.items()}
 
     def _last(self) -> dict[Number, dict[str, Any]]:
         """Return the last record of each network that was not stopped, by its number."""
         found = {record.get("member"): record for record in self.records}
         return {number: found[number] for number in self._running if number in found}
-
-    def _mean_test(self) -> dict[str, float]:
-        """Return the mean over networks of what they have on the test split; empty without one."""
-        names = next(iter(self._tested.values()), {})
-        return {name: _mean([values[name] for values in self._tested.values()]) for name in names}
 
     def layer_types(self, member: int | None = None) -> dict[str, str]:
         """Return, of the last record, the path with the largest relative number for each layer with several.
@@ -503,144 +432,8 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
             member: Its number; of a zoo.
         """
         last = self._last()
-        return _types(last[member]) if member in last else {}
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                **({} if number is None else {"member": number}),
-                "layer": values["layer"],
-                "path": _within(path, values["layer"]),
-                **{name: values[name] for name in ("parameters", *_OF_PATHS)},
-                "type": _types(record).get(values["layer"], ""),
-            }
-            for number, record in self._last().items()
-            for path, values in record["paths"].items()
-        ]
-
-    def table(self) -> Table:
-        """Return precision, mean squared weight, normalised and relative numbers of the layers with several paths."""
-        last = self._last()
-        names = next((_names(record) for record in last.values()), [])
-        table = Table(
-            title="Layers by their effective parameters", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-        )
-        members = None not in self._optimizers
-        for column in ("member", "layer") if members else ("layer",):
-            table.add_column(column, no_wrap=True)
-        if names:
-            for name in ("precision", "mean_square", "normalised", "relative"):
-                for path in names:
-                    table.add_column(f"{_SHORT[name]} {path}", justify="right")
-            table.add_column("type")
-        else:  # ordinary networks
-            for column in ("precision", "mean square", "normalised"):
-                table.add_column(column, justify="right")
-        rows = [
-            ([str(number)] if members else []) + cells
-            for number, record in last.items()
-            for cells in (_relaxed_cells(record, names) if names else _ordinary_cells(record))
-        ]
-        for cells in rows[:_MOST_ROWS] if members else rows:
-            table.add_row(*cells)
-        if members and len(rows) > _MOST_ROWS:
-            table.caption = f"and {len(rows) - _MOST_ROWS} more in layers.csv"
-        return table
-
-    def notes(self) -> list[str]:
-        """Say how good the networks are, what their evidence is, and what a pass costs."""
-        notes = []
-        of = "" if None in self._optimizers else "mean over members: "
-        tested = self._mean_test()
-        if "accuracy" in tested:
-            notes.append(f"{of}test accuracy {100 * tested['accuracy']:.2f} %, loss {tested['loss']:.4f}")
-        elif tested:
-            notes.append(f"{of}test loss {tested['loss']:.4f}")
-        if last := list(self._last().values()):
-            means = {name: _mean([record[name] for record in last]) for name in _TERMS}
-            parts = (
-                -means["log_marginal_likelihood"],
-                -means["log_likelihood"],
-                means["log_determinant"],
-                means["scatter"],
-            )
-            total, fit, determinant, scatter = (f"{part:.4f}" for part in parts)
-            notes.append(
-                f"{of}-log marginal likelihood / N: {total} = {fit} (fit) + {determinant} (log determinant) + "
-                f"{scatter} (scatter)"
-            )
-            notes.append(
-                f"{len(self.records)} curvature passes of {_mean([record['seconds'] for record in self.records]):.2f} s"
-            )
-        return notes
-
-    def places(self, trainer: Trainer) -> dict[str, Path]:
-        """Return picture and table."""
-        pictures = [self.path / f"{name}.png" for name in ("relative_effective_parameters", "evidence")]
-        found = [picture for picture in pictures if picture.is_file()]
-        return {**({"picture": found[0]} if found else {}), "table": self.path / "layers.csv"}
-
-
-_SHORT = {"precision": "prec.", "mean_square": "w²", "normalised": "norm.", "relative": "rel."}
+        return layer_types(last[member]) if member in last else {}
 
 
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _member(number: Number) -> str:
-    """Return the name of a member in tags and checkpoints; empty for the only network of a task."""
-    return "" if number is None else f"member-{number:04d}"
-
-
-def _relaxed(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the numbers of layers with several paths: by layer, then by the path's name within it."""
-    layers: dict[str, dict[str, dict[str, Any]]] = {}
-    for path, values in record["paths"].items():
-        layers.setdefault(values["layer"], {})[_within(path, values["layer"])] = values
-    return {layer: paths for layer, paths in layers.items() if len(paths) > 1}
-
-
-def _names(record: dict[str, Any]) -> list[str]:
-    """Return the names of paths within their layers; empty for an ordinary network."""
-    return list(dict.fromkeys(path for found in _relaxed(record).values() for path in found))
-
-
-def _types(record: dict[str, Any]) -> dict[str, str]:
-    """Return the path with the largest relative number for each layer with several."""
-    return {
-        layer: max(paths, key=lambda path: float(paths[path]["relative"])) for layer, paths in _relaxed(record).items()
-    }
-
-
-def _relaxed_cells(record: dict[str, Any], names: list[str]) -> Iterator[list[str]]:
-    """Yield the printed row of each layer with several paths."""
-    types = _types(record)
-    for layer, found in _relaxed(record).items():
-        cells = [
-            "-" if path not in found else _short(found[path][name])
-            for name in ("precision", "mean_square", "normalised")
-            for path in names
-        ]
-        relative = ["-" if path not in found else f"{found[path]['relative']:.3f}" for path in names]
-        yield [layer or "network", *cells, *relative, types[layer].upper()]
-
-
-def _ordinary_cells(record: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield the printed row of each layer."""
-    for values in record["paths"].values():
-        numbers = (values["precision"], values["mean_square"], values["normalised"])
-        yield [values["layer"] or "network", *map(_short, numbers)]
-
-
-def _within(path: str, layer: str) -> str:
-    """Return the name of a path within its layer: empty where the layer is the path."""
-    return "" if path == layer else path.removeprefix(f"{layer}.")
-
-
-def _short(value: float) -> str:
-    """Return one or two digits, in at most five characters, for a table of 80 columns: 8e-3, 0.079, 3.1, 280, 3e7."""
-    if value == 0 or 1e-2 <= abs(value) < 1e4:
-        return f"{value:.2g}" if abs(value) < 99.5 else f"{value:.0f}"
-    mantissa, exponent = f"{value:.0e}".split("e")
-    return f"{mantissa}e{int(exponent)}"

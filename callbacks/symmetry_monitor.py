@@ -1,45 +1,31 @@
 """How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
 
-import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._files import write_atomically
-from lightning_sym._random import generator, seeded
+from lightning_sym._random import generator
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import run_folder
-from lightning_sym.callbacks._publish import publish_figure, publish_table
+from lightning_sym.callbacks._checks import lacking, run_folder
+from lightning_sym.callbacks.publishing import publish_results, publish_text
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.figures import symmetry_curves
-from lightning_sym.symmetry import Balance, Symmetry, balance, canonicalize, trace_symmetry
-from lightning_sym.tasks import ZooTask
+from lightning_sym.reports import SymmetryMeter, monitor_results
+from lightning_sym.reports.symmetry import GroupKind, monitor_scalars
 from lightning_sym.tasks.strategy import gather
 from lightning_sym.zoo import versions
 
-Numbers: TypeAlias = dict[str, float]
-
 _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
-_UNITS = {
-    "step": "optimizer steps taken",
-    "epoch": "epochs trained, with the part of the current one",
-    "imbalance": "sum over units of |incoming - outgoing| / sum of (incoming + outgoing), squared norms; 0 to 1",
-    "conserved": "mean over units of |incoming - outgoing|, squared norms of weights",
-    "drift": "sum over units of |change of (incoming - outgoing) since the start| / sum of (incoming + outgoing) then",
-    "dead": "number of units with no incoming or no outgoing weights",
-    "parameters": "Euclidean distance to the start, relative to the norm of the start",
-    "balanced": "the same with both in the balanced gauge, units in place",
-    "canonical": "the same with both in canonical form (balanced, signs fixed, units sorted)",
-}
-_OF_GROUPS = ("imbalance", "conserved", "drift", "dead")
-_OF_DISTANCE = ("parameters", "balanced", "canonical")
+# A task with all of these trains several networks.
+_OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network")
 
 
 class SymmetryMonitor(Callback):
@@ -103,10 +89,7 @@ class SymmetryMonitor(Callback):
         dirpath: str | None = None,
         prefix: str = "symmetry",
     ) -> None:
-        if every_n_epochs < 1:
-            raise ValueError(f"every_n_epochs must be at least 1, got {every_n_epochs}.")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be None or at least 1, got {every_n_steps}.")
+        check_integers(every_n_epochs=every_n_epochs, every_n_steps=1 if every_n_steps is None else every_n_steps)
         if members != "all" and (isinstance(members, str) or not members or len(set(members)) != len(members)):
             raise ValueError(f'members must be "all" or distinct numbers, at least one, got {members!r}.')
         if not re.fullmatch(r"[\w.-]+", prefix):
@@ -121,10 +104,8 @@ class SymmetryMonitor(Callback):
         self._clear()
 
     def _clear(self) -> None:
-        self._symmetry: Symmetry | None = None
-        self._copy: nn.Module | None = None
-        # By group: size, whether it has two sides, and whether anything is conserved.
-        self._kinds: dict[str, tuple[int, bool, bool]] = {}
+        self._meter: SymmetryMeter | None = None
+        self._kinds: dict[str, GroupKind] = {}  # with _table, of a resumed run that may have nothing to trace
         self._table: dict[str, Any] = {}  # the symmetry for the files
         self._points: list[dict[str, Any]] = []
         self._starts: dict[int, dict[str, Any]] = {}
@@ -158,22 +139,24 @@ class SymmetryMonitor(Callback):
                 "remove the callback."
             )
         self._path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "results"
-        if isinstance(pl_module, ZooTask):
-            if self.members != "all" and (missing := sorted(set(self.members) - set(pl_module.numbers))):
-                raise ValueError(
-                    f"SymmetryMonitor(members=...) names member(s) {ranges(missing)}, and the task has "
-                    f"{ranges(pl_module.numbers)}."
-                )
-        elif self.members != "all":
+        task: Any = pl_module
+        several = _has_members(pl_module)
+        if several and self.members != "all" and (missing := sorted(set(self.members) - set(task.numbers))):
             raise ValueError(
-                f"SymmetryMonitor(members={self.members}) is for a ZooTask, got {type(pl_module).__name__}, which is "
-                'one network; leave members at "all".'
+                f"SymmetryMonitor(members=...) names member(s) {ranges(missing)}, and the task has "
+                f"{ranges(task.numbers)}."
+            )
+        if not several and self.members != "all":
+            raise ValueError(
+                f"SymmetryMonitor(members={self.members}) is for a task with several networks, such as a ZooTask, and "
+                f"{type(pl_module).__name__} has no {' and no '.join(lacking(pl_module, _OF_POPULATIONS))}; leave "
+                'members at "all".'
             )
         kind = type(pl_module)
-        later = (
+        made_later = (
             kind.setup is not LightningModule.setup or kind.configure_model is not LightningModule.configure_model
-        ) and not isinstance(pl_module, ZooTask)
-        if not later:  # a network may yet be made by the module's own setup or configure_model
+        )
+        if several or not made_later:
             self._trace_known(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,16 +166,15 @@ class SymmetryMonitor(Callback):
     def _trace_known(self, trainer: Trainer, pl_module: LightningModule) -> None:
         network = self._network(pl_module)  # an error if there is none
         example = _example(trainer, pl_module)
-        if self._symmetry is None and example is not None:
+        if self._meter is None and example is not None:
             self._trace(network, example)
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         """Return the network to watch; for a population the one that its members are made from."""
-        if isinstance(pl_module, ZooTask):
-            return pl_module.network
         found: Any = pl_module
-        for name in self.network.split(".") if self.network else ():
-            found = getattr(found, name, None)
+        name = "network" if _has_members(pl_module) else self.network
+        for part in name.split(".") if name else ():
+            found = getattr(found, part, None)
         if isinstance(found, nn.Module):
             compiled = getattr(found, "_orig_mod", None)
             return compiled if isinstance(compiled, nn.Module) else found
@@ -205,39 +187,15 @@ class SymmetryMonitor(Callback):
         )
 
     def _trace(self, network: nn.Module, example: Any) -> None:
-        """Trace a copy in float64, to which weights are copied at each point."""
-        with seeded(0):
-            try:
-                self._copy = copy.deepcopy(network).cpu()
-            except RuntimeError as error:
-                raise ValueError(
-                    f"SymmetryMonitor works on a copy of the network, and {type(network).__name__} cannot be copied "
-                    f"({error}); keep tensors that have a gradient history out of its attributes."
-                ) from error
-            first = next(self._copy.parameters(), None)
-            if first is None:
-                raise ValueError(f"SymmetryMonitor found no parameters in {type(network).__name__}.")
-
-            def fitting(value: Any) -> Any:
-                return value.detach().cpu().to(first.dtype if value.is_floating_point() else value.dtype)
-
-            example = torch.utils._pytree.tree_map_only(Tensor, fitting, example)
-            self._symmetry = trace_symmetry(self._copy, example)
-            self._copy.double().eval().requires_grad_(False)
-            probe = copy.deepcopy(self._copy)
-            for parameter in probe.parameters():
-                parameter.fill_(1.0)
-            balances = balance(self._symmetry, probe)
-        for group in self._symmetry.groups:
-            found = balances[group.name]
-            two_sided = bool((found.incoming > 0).all() and (found.outgoing > 0).all())
-            self._kinds[group.name] = (group.size, two_sided, group.scales > 0 or group.dense)
-        self._table = {"symmetry": self._symmetry.table(), "notes": list(self._symmetry.notes)}
+        self._meter = SymmetryMeter(network, example)
+        self._kinds = self._meter.kinds
+        symmetry = self._meter.symmetry
+        self._table = {"symmetry": symmetry.table(), "notes": list(symmetry.notes)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the start, if the network has been traced."""
-        if self._symmetry is not None:
-            self._begin(trainer, pl_module)
+        if self._meter is not None:
+            self._begin(trainer, pl_module, self._meter)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Trace on the first batch if nothing else said what the network's input is, and measure the start.
@@ -246,193 +204,91 @@ class SymmetryMonitor(Callback):
             ValueError: If the batch does not show what the input is, or the network cannot be traced.
         """
         if not self._begun:
-            if self._symmetry is None:
+            if self._meter is None:
                 self._trace(self._network(pl_module), _first_input(pl_module, batch))
-            self._begin(trainer, pl_module)
+            assert self._meter is not None
+            self._begin(trainer, pl_module, self._meter)
         # Lightning does not end an epoch again that was over but for that when it was saved (by every_n_train_steps).
         if batch_idx == 0 and self._is_due(trainer, trainer.current_epoch):
             self._measure(trainer, pl_module, float(trainer.current_epoch))
 
-    def _is_due(self, trainer: Trainer, epochs: int) -> bool:
-        """Return whether a point is wanted after so many epochs, and has not been made."""
-        wanted = self._begun and self.every_n_steps is None and epochs % self.every_n_epochs == 0
-        return wanted and bool(trainer.global_step != self._points[-1]["step"])
-
-    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._symmetry is not None
+    def _begin(self, trainer: Trainer, pl_module: LightningModule, meter: SymmetryMeter) -> None:
         self._begun = True
-        mine = self._settings(pl_module)
+        mine = self._settings(meter, self._watched(pl_module))
         if self._saved_as is not None and self._saved_as != mine:
             different = [f"{name} {self._saved_as.get(name)!r} there, {mine[name]!r} here" for name in mine
                          if self._saved_as.get(name) != mine[name]]  # fmt: skip
             raise ValueError(
-                "The checkpoint's SymmetryMonitor watched something else: "
-                + "; ".join(different)
-                + ". Resume with the "
+                f"The checkpoint's SymmetryMonitor watched something else: {'; '.join(different)}. Resume with the "
                 "same network and arguments, or with another prefix to start its curves anew."
             )
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            text = str(self._symmetry)
-            write_atomically(self._path / f"{self.prefix}.txt", text + "\n")
-            for logger in trainer.loggers:
-                add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-                if callable(add_text):  # four spaces: Markdown's way to leave a table's columns alone
-                    add_text(self.prefix, "\n".join("    " + line for line in text.splitlines()), global_step=0)
+            write_atomically(self._path / f"{self.prefix}.txt", f"{meter.symmetry}\n")
+            publish_text(trainer, str(meter.symmetry), self.prefix)
         if not self._points:
             # Rank 0 has the starts of all members, as it writes the checkpoint.
-            own = {number: self._start(pl_module, number) for number in self._own(trainer, pl_module)}
+            own = {
+                number: meter.start(self._state(pl_module, number), distance=self.distance)
+                for number in self._own(trainer, pl_module)
+            }
             for part in gather(own):
                 self._starts.update(part)
             done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
             self._measure(trainer, pl_module, _epochs(trainer, begun=done))
 
-    def _settings(self, pl_module: LightningModule) -> dict[str, Any]:
-        assert self._symmetry is not None
-        return {
-            "network": self._symmetry.fingerprint,
-            "members": self._watched(pl_module),
-            "distance": self.distance,
-        }
+    def _settings(self, meter: SymmetryMeter, members: list[int]) -> dict[str, Any]:
+        return {"network": meter.symmetry.fingerprint, "members": members, "distance": self.distance}
 
     # ---- points
 
     def _watched(self, pl_module: LightningModule) -> list[int]:
         """Return the numbers of all watched members; a network that is no population is number 0."""
-        if not isinstance(pl_module, ZooTask):
+        if not _has_members(pl_module):
             return [0]
-        return pl_module.numbers if self.members == "all" else sorted(self.members)
+        numbers: Any = pl_module.numbers
+        return list(numbers) if self.members == "all" else sorted(self.members)
 
     def _own(self, trainer: Trainer, pl_module: LightningModule) -> list[int]:
         """Return the numbers of the members that this rank measures."""
-        watched = self._watched(pl_module)
-        if isinstance(pl_module, ZooTask) and pl_module.member_parallel:
-            return [number for number in watched if number in pl_module.member_seeds]
+        watched, task = self._watched(pl_module), pl_module
+        if _has_members(pl_module) and task.member_parallel:
+            return [number for number in watched if number in task.member_seeds]  # type: ignore[operator]
         return watched if trainer.is_global_zero else []  # all ranks have the same weights
 
     def _state(self, pl_module: LightningModule, number: int) -> dict[str, Tensor]:
         """Return a copy on the CPU of the current parameters and buffers."""
-        if isinstance(pl_module, ZooTask):
-            state: Mapping[str, Tensor] = pl_module.population.member_state(number)
+        if _has_members(pl_module):
+            population: Any = pl_module.population
+            state: Mapping[str, Tensor] = population.member_state(number)
         else:
             network = self._network(pl_module)
             state = {**dict(network.named_parameters()), **dict(network.named_buffers())}
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
-    def _load(self, state: Mapping[str, Tensor]) -> bool:
-        """Put weights into the copy; return whether they are finite."""
-        assert self._copy is not None
-        finite = True
-        for name, tensor in (*self._copy.named_parameters(), *self._copy.named_buffers()):
-            if name in state:
-                tensor.copy_(state[name])
-                finite = finite and bool(torch.isfinite(tensor).all())
-        return finite
-
-    def _start(self, pl_module: LightningModule, number: int) -> dict[str, Any]:
-        assert self._symmetry is not None
-        assert self._copy is not None
-        state = self._state(pl_module, number)
-        self._load(state)
-        sides = balance(self._symmetry, self._copy)
-        start: dict[str, Any] = {
-            "difference": {name: found.difference for name, found in sides.items()},
-            "total": {name: float((found.incoming + found.outgoing).sum()) for name, found in sides.items()},
-        }
-        return {**start, "state": state} if self.distance else start
-
     def _measure(self, trainer: Trainer, pl_module: LightningModule, epoch: float) -> None:
         """Add a point; to be called on every rank."""
-        own = {number: self._values(pl_module, number) for number in self._own(trainer, pl_module)}
+        assert self._meter is not None
         members: dict[int, dict[str, Any]] = {}
+        own = {}
+        for number in self._own(trainer, pl_module):
+            start = self._starts[number]
+            if self.distance and number not in self._forms:
+                self._forms[number] = self._meter.forms(start["state"])
+            forms = self._forms[number] if self.distance else None
+            own[number] = self._meter.values(self._state(pl_module, number), start, forms)
         for part in gather(own):
             members.update(part)
         point = {"step": trainer.global_step, "epoch": epoch, "members": dict(sorted(members.items()))}
         self._points.append(point)
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            scalars = self._scalars(point, isinstance(pl_module, ZooTask))
+            scalars = monitor_scalars(point, self.prefix, named=_has_members(pl_module))
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
 
-    @torch.no_grad()
-    def _values(self, pl_module: LightningModule, number: int) -> dict[str, Any]:
-        """Measure one member."""
-        assert self._symmetry is not None
-        assert self._copy is not None
-        start = self._starts[number]
-        if not self._load(self._state(pl_module, number)):
-            groups = {name: {**self._quantities(name), "dead": math.nan} for name in self._kinds}
-            return {"groups": groups, "distance": dict.fromkeys(_OF_DISTANCE, math.nan) if self.distance else {}}
-        groups = {}
-        for name, found in balance(self._symmetry, self._copy).items():
-            groups[name] = self._quantities(name, found, start)
-        distance: Numbers = {}
-        if self.distance:
-            now = self._all_forms()
-            if number not in self._forms:
-                finite = self._load(start["state"])
-                self._forms[number] = self._all_forms() if finite else {}
-            distance = dict.fromkeys(_OF_DISTANCE, math.nan)
-            for name, form in self._forms[number].items():
-                distance[name] = _ratio(float((now[name] - form).double().norm()), float(form.double().norm()))
-        return {"groups": groups, "distance": distance}
-
-    def _quantities(self, name: str, found: Balance | None = None, start: Mapping[str, Any] | None = None) -> Numbers:
-        """Return what is defined for a group; NaN without a balance."""
-        _, two_sided, conserved = self._kinds[name]
-        values: Numbers = {}
-        if found is None or start is None:
-            found, change, total, before = None, math.nan, math.nan, math.nan
-        else:
-            change = float((found.difference - start["difference"][name]).abs().sum())
-            total, before = float((found.incoming + found.outgoing).sum()), start["total"][name]
-        size = math.nan if found is None else float(found.difference.abs().sum())
-        if two_sided:
-            values["imbalance"] = _ratio(size, total)
-        if conserved:
-            values["conserved"] = size if found is None else size / len(found.difference)
-            values["drift"] = _ratio(change, before)
-        values["dead"] = math.nan if found is None else found.dead
-        return values
-
-    def _all_forms(self) -> dict[str, Tensor]:
-        """Return the parameters of the copy in every gauge, one vector each; the copy ends as the canonical form."""
-        assert self._symmetry is not None
-        assert self._copy is not None
-        forms = {"parameters": self._vector()}
-        canonicalize(self._symmetry, self._copy, signs=False, order=False, inplace=True)
-        forms["balanced"] = self._vector()
-        canonicalize(self._symmetry, self._copy, inplace=True)
-        forms["canonical"] = self._vector()
-        return forms
-
-    def _vector(self) -> Tensor:
-        """Return all parameters of the copy, no wider than the network's, for memory's sake."""
-        assert self._symmetry is not None
-        assert self._copy is not None
-        layout = self._symmetry.layout
-        parts = [
-            parameter.flatten().to(torch.float64 if layout[name][1] == torch.float64 else torch.float32)
-            for name, parameter in self._copy.named_parameters()
-        ]
-        return torch.cat(parts)
-
-    def _scalars(self, point: Mapping[str, Any], named: bool) -> Numbers:
-        """Return what is logged for a point, without what is not finite."""
-        scalars: Numbers = {}
-        found: dict[str, dict[int, float]] = {}
-        for number, values in point["members"].items():
-            for name, quantities in values["groups"].items():
-                for quantity, value in quantities.items():
-                    found.setdefault(f"{self.prefix}/{quantity}/{_tag(name)}", {})[number] = value
-            for gauge, value in values["distance"].items():
-                found.setdefault(f"{self.prefix}/distance/{gauge}", {})[number] = value
-        for tag, by_member in found.items():
-            finite = {number: value for number, value in by_member.items() if math.isfinite(value)}
-            if finite:
-                scalars[tag] = math.fsum(finite.values()) / len(finite)
-            if named:
-                scalars.update({f"{tag}/member-{number:04d}": value for number, value in finite.items()})
-        return scalars
+    def _is_due(self, trainer: Trainer, epochs: int) -> bool:
+        """Return whether a point is wanted after so many epochs, and has not been made."""
+        wanted = self._begun and self.every_n_steps is None and epochs % self.every_n_epochs == 0
+        return wanted and bool(trainer.global_step != self._points[-1]["step"])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -453,86 +309,40 @@ class SymmetryMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the end, write the figure and the tables."""
-        if not self._begun:
-            return
-        if trainer.global_step != self._points[-1]["step"]:
-            self._measure(trainer, pl_module, self._epoch)
-        self._written = True
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._begun:
+            if trainer.global_step != self._points[-1]["step"]:
+                self._measure(trainer, pl_module, self._epoch)
             self._publish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the files of a run that was killed after its last epoch; resumed, it has no training to end."""
-        if self._written or not self._points or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        self._publish(trainer, pl_module)
+        if self._points and not self._written:
+            self._publish(trainer, pl_module)
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        watched = self._watched(pl_module)
-        network = type(self._network(pl_module)).__name__
-        about = {
-            "what": "units of axis groups while training: balance of incoming and outgoing squared norms",
-            "units": _UNITS,
-            "network": network,
-            "members": watched,
-            **self._table,
-            "versions": versions(),
-        }
-        publish_table(list(self._rows()), about, self._path / self.prefix)
-        if self.distance:
-            rows = [
-                {"step": point["step"], "epoch": point["epoch"], "member": number}
-                | {gauge: _written_value(values["distance"][gauge]) for gauge in _OF_DISTANCE}
-                for point in self._points
-                for number, values in point["members"].items()
-            ]
-            about["what"] = "distance of the parameters to those at the start of training"
-            publish_table(rows, about, self._path / f"{self.prefix}_distance")
-        curves = {quantity: self._curves(quantity) for quantity in ("imbalance", "drift", "dead")}
-        distance = {
-            gauge: [[m["distance"][gauge] for m in point["members"].values()] for point in self._points]
-            for gauge in (_OF_DISTANCE if self.distance else ())
-        }
-        if not (curves["imbalance"] or curves["drift"] or distance):
+        self._written = True
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        count = f", mean of {len(watched)} members" if len(watched) > 1 else ""
-        figure = symmetry_curves(
-            [point["epoch"] for point in self._points],
-            **curves,
-            distance=distance,
-            title=f"Symmetry of {network} while training{count}",
+        network = type(self._network(pl_module)).__name__
+        about = {"network": network, "members": self._watched(pl_module), **self._table, "versions": versions()}
+        results = monitor_results(
+            self._points, self._kinds, network=network, about=about, name=self.prefix, distance=self.distance
         )
-        publish_figure(trainer, figure, f"figures/SymmetryMonitor/{self.prefix}", self._path / f"{self.prefix}.png")
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        for point in self._points:
-            for number, values in point["members"].items():
-                for name, quantities in values["groups"].items():
-                    row = {"step": point["step"], "epoch": point["epoch"], "member": number}
-                    row |= {"group": name, "size": self._kinds[name][0]}
-                    yield row | {quantity: _written_value(quantities.get(quantity)) for quantity in _OF_GROUPS}
-
-    def _curves(self, quantity: str) -> dict[str, list[list[float]]]:
-        names = [name for name, (_, two_sided, conserved) in self._kinds.items()
-                 if {"imbalance": two_sided, "drift": conserved}.get(quantity, True)]  # fmt: skip
-        return {
-            name: [[values["groups"][name][quantity] for values in point["members"].values()] for point in self._points]
-            for name in names
-        }
+        publish_results(trainer, results, self._path, "figures/SymmetryMonitor")
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves and the start, on rank 0 of all members."""
-        if self._symmetry is None or not self._points:
+        if self._meter is None or not self._points:
             return {}
-        settings = {
-            "network": self._symmetry.fingerprint,
-            "members": sorted(self._starts),
-            "distance": self.distance,
+        return {
+            "settings": self._settings(self._meter, sorted(self._starts)),
+            "points": list(self._points),
+            "starts": self._starts,
+            "kinds": {name: list(kind) for name, kind in self._kinds.items()},
+            "table": self._table,
         }
-        shown = {"kinds": {name: list(kind) for name, kind in self._kinds.items()}, "table": self._table}
-        return {"settings": settings, "points": list(self._points), "starts": self._starts, **shown}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the curves and the start back."""
@@ -541,8 +351,13 @@ class SymmetryMonitor(Callback):
             self._points = list(state_dict["points"])
             self._starts = state_dict["starts"]
             # For a run without an epoch left, which may never see a batch to trace the network on.
-            self._kinds = {name: (kind[0], kind[1], kind[2]) for name, kind in state_dict["kinds"].items()}
+            self._kinds = {name: GroupKind(*kind) for name, kind in state_dict["kinds"].items()}
             self._table = state_dict["table"]
+
+
+def _has_members(pl_module: LightningModule) -> bool:
+    """Return whether a task trains several networks, which it has by number."""
+    return not lacking(pl_module, _OF_POPULATIONS)
 
 
 def _example(trainer: Trainer, pl_module: LightningModule) -> Any:
@@ -572,7 +387,7 @@ def _first_input(pl_module: LightningModule, batch: Any) -> Tensor:
             f"SymmetryMonitor cannot tell the network's input from a batch that is {found}; set example_input_array in "
             f"{type(pl_module).__name__}.__init__ to what the network is called with, or let batches begin with it."
         )
-    if isinstance(pl_module, ZooTask):
+    if _has_members(pl_module):
         first = first[0]  # a population's batches have one row per member
     return first[:4]
 
@@ -590,17 +405,3 @@ def _epochs(trainer: Trainer, *, begun: int | None = None, ended: bool = False) 
         return float(trainer.current_epoch + ended)
     done = trainer.fit_loop.epoch_loop.batch_progress.current.ready if begun is None else begun
     return float(trainer.current_epoch + min(1.0, done / batches))
-
-
-def _tag(group: str) -> str:
-    """Return a group's name with nothing that TensorBoard replaces: "conv1 (2)" is "conv1-2"."""
-    return re.sub(r"[^-/\w.]+", "-", group).strip("-")
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else math.nan
-
-
-def _written_value(value: float | None) -> float | None:
-    """Return a number for CSV and JSON, which know no NaN."""
-    return value if value is not None and math.isfinite(value) else None

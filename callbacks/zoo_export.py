@@ -2,22 +2,22 @@
 
 import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
+from lightning_sym._distributed import together
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import (
-    checked_task,
-    image_datamodule,
-    on_first_rank,
-    raise_together,
-    run_folder,
-)
+from lightning_sym.callbacks._checks import check_needs, image_datamodule, on_first_rank, run_folder
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
+_NEEDS = (
+    *("numbers", "member_seeds", "member_parallel", "network", "execution", "stopped", "kept"),
+    "split_metrics",
+)
 _ELSEWHERE = "choose another folder (ZooExport's dirpath; --run_dir or --zoo_dir)"
 
 
@@ -48,14 +48,15 @@ class ZooExport(Callback):
         """Check the task, the data and the folder.
 
         Raises:
-            TypeError: If the task is no ``ZooTask`` or the data are not of ``lightning_sym.datamodules``.
+            TypeError: If the task lacks what is written, or the data are not of ``lightning_sym.datamodules``.
             ValueError: If the folder holds another architecture or other data.
             OSError: If the folder cannot be written to.
         """
         self.path, self._zoo, self._written = None, None, False
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        task = checked_task(self, pl_module, ZooTask)
+        check_needs(self, pl_module, _NEEDS, "ZooTask")
+        task: Any = pl_module
         data = image_datamodule(self, trainer)
         self.path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
         path = self.path
@@ -107,12 +108,12 @@ class ZooExport(Callback):
         Raises:
             ValueError: If the zoo has members of these numbers.
         """
-        numbers = checked_task(self, pl_module, ZooTask).numbers
+        task: Any = pl_module
 
         def check() -> None:
             if self._zoo is None or self.overwrite or trainer.ckpt_path is not None:
                 return
-            taken = sorted(set(numbers) & set(self._zoo.numbers))
+            taken = sorted(set(task.numbers) & set(self._zoo.numbers))
             if taken:
                 raise ValueError(
                     f"The zoo at {self._zoo.path} already has member(s) {ranges(taken)}; train others (seed "
@@ -127,43 +128,17 @@ class ZooExport(Callback):
         """Evaluate the kept weights and write this rank's members."""
         if self.path is None:
             return
-        task = checked_task(self, pl_module, ZooTask)
-        data = image_datamodule(self, trainer)
+        task: Any = pl_module
+        path, data = self.path, image_datamodule(self, trainer)
         results = task.split_metrics(data)
-        identity = data.identity()
-        writes = task.member_parallel or trainer.is_global_zero
-        path, failed = self.path, None
-        for number in task.member_seeds if writes else []:
-            if number in task.stopped:
-                continue
-            if number not in task.kept:
-                warnings.warn(
-                    f"Member {number} was not written: training ended before the first validation, which decides "
-                    'what is kept; train longer, or set keep="last".',
-                    stacklevel=2,
-                )
-                continue
-            row = number - task.seed
-            try:
-                write_member(
-                    self.path,
-                    number,
-                    task.kept[number]["state"],
-                    architecture=task.network.architecture,
-                    metrics={
-                        split: {name: float(values[name][row]) for name in ("accuracy", "loss")}
-                        for split, values in results.items()
-                        if math.isfinite(float(values["loss"][row]))
-                    },
-                    data=identity,
-                    training=_training(trainer, task, number),
-                )
-            except ValueError as error:  # weights that are not finite; the others are written all the same
-                warnings.warn(str(error), stacklevel=2)
-            except OSError as error:
-                failed = error
-                break
-        raise_together(trainer, failed)
+        mine = task.member_seeds if task.member_parallel or trainer.is_global_zero else []
+
+        def write() -> None:
+            for number in mine:
+                if number not in task.stopped:
+                    _write(path, number, trainer, task, data.identity(), results)
+
+        together(write)
         on_first_rank(trainer, lambda: rebuild_manifest(path))
         self._written = True
 
@@ -171,6 +146,37 @@ class ZooExport(Callback):
         """Write the members of a run that was killed after its last epoch; resumed, it has no training to end."""
         if not self._written:
             self.on_train_end(trainer, pl_module)
+
+
+def _write(
+    path: Path, number: int, trainer: Trainer, task: ZooTask, data: dict[str, Any], results: Mapping[str, Any]
+) -> None:
+    """Write a member; a warning says why one cannot be, and the others are written all the same."""
+    if number not in task.kept:
+        warnings.warn(
+            f"Member {number} was not written: training ended before the first validation, which decides "
+            'what is kept; train longer, or set keep="last".',
+            stacklevel=2,
+        )
+        return
+    row = task.numbers.index(number)
+    metrics = {
+        split: {name: float(values[name][row]) for name in ("accuracy", "loss")}
+        for split, values in results.items()
+        if math.isfinite(float(values["loss"][row]))
+    }
+    try:
+        write_member(
+            path,
+            number,
+            task.kept[number]["state"],
+            architecture=task.network.architecture,
+            metrics=metrics,
+            data=data,
+            training=_training(trainer, task, number),
+        )
+    except ValueError as error:  # weights that are not finite
+        warnings.warn(str(error), stacklevel=2)
 
 
 def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.datamodules.loader import (
     EpochLoader,
     TensorLoader,
-    check_batch_size,
     check_images,
     check_shift,
     check_statistics,
@@ -44,6 +44,8 @@ class InputDataModule(LightningDataModule, ABC):
 
     input_shape: tuple[int, ...]
     num_classes: int
+    location_arguments: ClassVar[tuple[str, ...]] = ()
+    """Constructor arguments that say where the data lie, not what they are; not part of :meth:`identity`."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -52,6 +54,28 @@ class InputDataModule(LightningDataModule, ABC):
     @abstractmethod
     def curvature_dataloader(self) -> EpochLoader:
         """Return all training inputs in a fixed order without augmentation, each on exactly one process."""
+
+    def _described(self, splits: Mapping[Any, int]) -> dict[str, Any]:
+        """Return what every identity begins with: class, arguments, sizes."""
+        hidden = {"_instantiator", "_class_path", *self.location_arguments}
+        return {
+            "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
+            "arguments": {name: value for name, value in sorted(self.hparams_initial.items()) if name not in hidden},
+            "num_classes": self.num_classes,
+            "input_shape": list(self.input_shape),
+            "splits": dict(splits),
+        }
+
+    def _place(self) -> dict[str, Any]:
+        """Return where a loader's batches go, and which process of how many it serves: its arguments."""
+        if self.trainer is None:
+            return {"device": torch.device("cpu"), "rank": 0, "world_size": 1}
+        sharing = self.trainer.distributed_sampler_kwargs or {}
+        return {
+            "device": self.trainer.strategy.root_device,
+            "rank": sharing.get("rank", 0),
+            "world_size": sharing.get("num_replicas", 1),
+        }
 
 
 class ImageDataModule(InputDataModule):
@@ -110,8 +134,6 @@ class ImageDataModule(InputDataModule):
     """Numbers of training and test images of the source, if known before it is read."""
     source_names: ClassVar[tuple[str, ...] | None] = None
     """Names of the source's classes; None: their numbers."""
-    location_arguments: ClassVar[tuple[str, ...]] = ()
-    """Constructor arguments that say where the data lie, not what they are; not part of :meth:`identity`."""
 
     def __init__(
         self,
@@ -147,22 +169,15 @@ class ImageDataModule(InputDataModule):
             self.num_classes = transform.output_classes(self.num_classes)
             self.class_names = transform.output_names(self.class_names)
 
-        check_batch_size("batch_size", batch_size)
-        check_batch_size("eval_batch_size", eval_batch_size)
-        if not 0 < train_fraction <= 1:
-            raise ValueError(f"train_fraction must be in (0, 1], got {train_fraction}.")
-        if not 0 <= val_fraction < 1:
-            raise ValueError(f"val_fraction must be in [0, 1), got {val_fraction}; something must be left to train on.")
-        if max_samples is not None and max_samples < 1:
-            raise ValueError(f"max_samples must be >= 1, or null for no limit, got {max_samples}.")
+        check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_numbers("in (0, 1]", train_fraction=train_fraction)
+        check_numbers("in [0, 1)", val_fraction=val_fraction)
+        if max_samples is not None:
+            check_integers(max_samples=max_samples)
         check_shift(shift, shift_fill, self.image_size)
         check_statistics(mean, std, self.in_channels)
         self._batch_size, self._eval_batch_size = batch_size, eval_batch_size
-        self._train_fraction, self._val_fraction, self._max_samples = (
-            train_fraction,
-            val_fraction,
-            max_samples,
-        )
+        self._train_fraction, self._val_fraction, self._max_samples = train_fraction, val_fraction, max_samples
         self._data_seed = data_seed
         self._shift, self._shift_fill, self._flip = shift, shift_fill, flip
         self._given_mean, self._given_std = mean, std
@@ -225,23 +240,12 @@ class ImageDataModule(InputDataModule):
             return
         train, test = self.load()
         for name, part in (("train", train), ("test", test)):
-            where = f"{type(self).__name__}: the {name} images of the source"
-            check_images(part.images, part.labels, where)
-            if tuple(part.images.shape[1:]) != self.source_shape:
-                raise ValueError(f"{where} must have shape {self.source_shape}, got {tuple(part.images.shape[1:])}.")
-            self._check_labels(part.labels, self.source_classes, where)
+            self._check(part, f"the {name} images of the source", self.source_shape, self.source_classes)
         for transform in self._transforms:
             train = LabelledImages(*transform(*train, "train"))
             test = LabelledImages(*transform(*test, "test"))
-        for part in (train, test):
-            where = f"{type(self).__name__}: the images after the transforms"
-            check_images(part.images, part.labels, where)
-            if tuple(part.images.shape[1:]) != self.input_shape:
-                raise ValueError(
-                    f"{where} must have the shape {self.input_shape} that output_shape announced, "
-                    f"got {tuple(part.images.shape[1:])}."
-                )
-            self._check_labels(part.labels, self.num_classes, where)
+        for name, part in (("train", train), ("test", test)):
+            self._check(part, f"the {name} images after the transforms", self.input_shape, self.num_classes)
 
         sizes = self._split_sizes(len(train.images), len(test.images))
         order = torch.randperm(len(train.images), generator=generator("split", self._data_seed))
@@ -352,14 +356,8 @@ class ImageDataModule(InputDataModule):
         self.setup()
         if self._fingerprint is None:
             self._fingerprint = _fingerprint(self._splits)
-        hidden = {"_instantiator", "_class_path", *self.location_arguments}
-        arguments = {name: value for name, value in self.hparams_initial.items() if name not in hidden}
         return {
-            "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
-            "arguments": dict(sorted(arguments.items())),
-            "num_classes": self.num_classes,
-            "input_shape": list(self.input_shape),
-            "splits": {name: len(part.images) for name, part in self._splits.items()},
+            **self._described({name: len(part.images) for name, part in self._splits.items()}),
             "mean": list(self._statistics[0]),
             "std": list(self._statistics[1]),
             "fingerprint": self._fingerprint,
@@ -390,7 +388,12 @@ class ImageDataModule(InputDataModule):
             raise ValueError(too_large_batch(self._batch_size, 1, sizes["train"]))
         return sizes
 
-    def _check_labels(self, labels: Tensor, classes: int, where: str) -> None:
+    def _check(self, part: LabelledImages, where: str, shape: tuple[int, ...], classes: int) -> None:
+        images, labels = part
+        where = f"{type(self).__name__}: {where}"
+        check_images(images, labels, where)
+        if tuple(images.shape[1:]) != shape:
+            raise ValueError(f"{where} must have shape {shape}, got {tuple(images.shape[1:])}.")
         if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             raise ValueError(
                 f"{where}: labels must be in [0, {classes}), got values from {int(labels.min())} to "
@@ -399,55 +402,25 @@ class ImageDataModule(InputDataModule):
 
     def _choose_statistics(self, images: Tensor) -> tuple[list[float], list[float]]:
         mean, std = channel_statistics(images)
-        if self._given_std is None:
-            for channel, value in enumerate(std):
-                if value == 0:
-                    raise ValueError(
-                        f"Channel {channel} is constant over the {len(images)} training images, so they "
-                        "cannot be normalised by its standard deviation; set std, or use more images."
-                    )
-        return (
-            [float(value) for value in self._given_mean] if self._given_mean is not None else mean,
-            [float(value) for value in self._given_std] if self._given_std is not None else std,
-        )
+        if self._given_std is None and 0 in std:
+            raise ValueError(
+                f"Channel {std.index(0)} is constant over the {len(images)} training images, so they cannot be "
+                "normalised by its standard deviation; set std, or use more images."
+            )
+        given = (self._given_mean, mean), (self._given_std, std)
+        mean, std = ([float(value) for value in (measured if own is None else own)] for own, measured in given)
+        return mean, std
 
-    def _loader(
-        self,
-        split: DataSplit,
-        *,
-        batch_size: int,
-        seeds: list[int] | int | None = None,
-        shift: int = 0,
-        shift_fill: float | Literal["mean"] = "mean",
-        flip: bool = False,
-        drop_last: bool = False,
-        reshuffle: bool = True,
-    ) -> TensorLoader:
+    def _loader(self, split: DataSplit, **options: Any) -> TensorLoader:
         """Make any of the loaders, with the trainer's device and this process's share."""
         self.setup()
-        device, rank, world_size = torch.device("cpu"), 0, 1
-        if self.trainer is not None:
-            device = self.trainer.strategy.root_device
-            sharding = self.trainer.distributed_sampler_kwargs or {}
-            rank, world_size = sharding.get("rank", 0), sharding.get("num_replicas", 1)
+        place = self._place()
+        device = place["device"]
         if (split, device) not in self._on_device:
             self._on_device[split, device] = LabelledImages(*(part.to(device) for part in self._splits[split]))
         images, labels = self._on_device[split, device]
-        return TensorLoader(
-            images,
-            labels,
-            batch_size=batch_size,
-            mean=self._statistics[0],
-            std=self._statistics[1],
-            seeds=seeds,
-            shift=shift,
-            shift_fill=shift_fill,
-            flip=flip,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            reshuffle=reshuffle,
-        )
+        mean, std = self._statistics
+        return TensorLoader(images, labels, mean=mean, std=std, **place, **options)
 
 
 def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:

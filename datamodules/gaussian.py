@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sym._checks import check_integers, is_integer
 from lightning_sym._random import generator
 from lightning_sym.datamodules.base import InputDataModule
-from lightning_sym.datamodules.loader import EpochLoader, check_batch_size, too_large_batch
+from lightning_sym.datamodules.loader import EpochLoader, too_large_batch
 
 
 class GaussianLoader(EpochLoader):
@@ -48,21 +49,13 @@ class GaussianLoader(EpochLoader):
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
+        super().__init__(
+            samples, batch_size, interleaved=interleaved, drop_last=drop_last, rank=rank, world_size=world_size
+        )
         self.shape = tuple(shape)
-        self.batch_size = batch_size
         self._keys = tuple(keys)
         self._fresh = fresh
         self._device = torch.device(device)
-        if interleaved:
-            self._first, self._end, self._stride = batch_size * rank, samples, batch_size * world_size
-        else:
-            self._first, self._end = samples * rank // world_size, samples * (rank + 1) // world_size
-            self._stride = batch_size
-        count = max(0, self._end - self._first)
-        batches = count // self._stride if drop_last and not interleaved else -(-count // self._stride)
-        if drop_last and interleaved:
-            batches = samples // self._stride
-        super().__init__(batches, images=samples, global_batch=batch_size * world_size)
         self._held: Tensor | None = None  # inputs that stay the same, on the device
 
     def epoch_batches(self, epoch: int) -> Callable[[int], tuple[Tensor]]:
@@ -71,11 +64,10 @@ class GaussianLoader(EpochLoader):
             self._held = self._draw(self._first, self._end, ()).to(self._device)
 
         def batch(index: int) -> tuple[Tensor]:
-            first = self._first + index * self._stride
-            last = min(first + self.batch_size, self._end)
+            own = self.positions(index)
             if self._held is not None:
-                return (self._held[first - self._first : last - self._first],)
-            return (self._draw(first, last, (epoch,)).to(self._device),)
+                return (self._held[own.start - self._first : own.stop - self._first],)
+            return (self._draw(own.start, own.stop, (epoch,)).to(self._device),)
 
         return batch
 
@@ -132,18 +124,11 @@ class GaussianInputsDataModule(InputDataModule):
         super().__init__()
         self.save_hyperparameters()
         sides = shape if isinstance(shape, Sequence) else ()
-        if not sides or not all(type(side) is int and side >= 1 for side in sides):
+        if not sides or not all(is_integer(side) for side in sides):
             raise ValueError(f"shape must be a list of integers >= 1, as [1, 28, 28], got {shape!r}.")
-        for name, value, least in (
-            ("samples", samples, 1),
-            ("val_samples", val_samples, 0),
-            ("test_samples", test_samples, 1),
-            ("num_classes", num_classes, 1),
-        ):
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
-        check_batch_size("batch_size", batch_size)
-        check_batch_size("eval_batch_size", eval_batch_size)
+        check_integers(samples=samples, test_samples=test_samples, num_classes=num_classes)
+        check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_integers(0, val_samples=val_samples)
         if batch_size > samples:
             raise ValueError(too_large_batch(batch_size, 1, samples))
         self.allow_zero_length_dataloader_with_multiple_devices = True
@@ -167,21 +152,15 @@ class GaussianInputsDataModule(InputDataModule):
 
     def identity(self) -> dict[str, Any]:
         """Say exactly which inputs these are, in plain values that can be written as JSON."""
-        hidden = {"_instantiator", "_class_path"}
-        arguments = {name: value for name, value in self.hparams_initial.items() if name not in hidden}
-        return {
-            "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
-            "arguments": {**dict(sorted(arguments.items())), "shape": list(self.input_shape)},
-            "num_classes": self.num_classes,
-            "input_shape": list(self.input_shape),
-            "splits": dict(self._sizes),
-        }
+        found = self._described(self._sizes)
+        found["arguments"]["shape"] = list(self.input_shape)  # which may have been given as a tuple
+        return found
 
     def train_dataloader(self) -> GaussianLoader:
         """Return the training batches; the last one is left out if it is smaller than the others."""
         loader = self._loader("train", self._batch_size, fresh=self.fresh, drop_last=True, interleaved=True)
         if len(loader) == 0:
-            raise ValueError(too_large_batch(self._batch_size, self._sharing[1], self._sizes["train"]))
+            raise ValueError(too_large_batch(self._batch_size, self._place()["world_size"], self._sizes["train"]))
         return loader
 
     def curvature_dataloader(self) -> GaussianLoader:
@@ -200,21 +179,6 @@ class GaussianInputsDataModule(InputDataModule):
         """Return the test inputs."""
         return self.test_dataloader()
 
-    @property
-    def _sharing(self) -> tuple[int, int]:
-        """Rank and number of processes that share the data."""
-        sharing = {} if self.trainer is None else self.trainer.distributed_sampler_kwargs or {}
-        return sharing.get("rank", 0), sharing.get("num_replicas", 1)
-
     def _loader(self, split: str, batch_size: int, **options: Any) -> GaussianLoader:
-        rank, world_size = self._sharing
-        return GaussianLoader(
-            self.input_shape,
-            self._sizes[split],
-            batch_size,
-            ("gaussian inputs", split, self._data_seed),
-            rank=rank,
-            world_size=world_size,
-            device="cpu" if self.trainer is None else self.trainer.strategy.root_device,
-            **options,
-        )
+        keys = ("gaussian inputs", split, self._data_seed)
+        return GaussianLoader(self.input_shape, self._sizes[split], batch_size, keys, **self._place(), **options)

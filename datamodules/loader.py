@@ -1,6 +1,5 @@
 """Batches of images that already lie in memory, made by indexing."""
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from lightning_sym._checks import check_integers, is_integer
 from lightning_sym._random import generator
 
 
@@ -34,20 +34,41 @@ class EpochLoader(ABC):
     its number only.
 
     Args:
-        length: Batches per epoch on this process, >= 0.
-        images: Inputs per epoch, of all processes; a checkpoint must agree to be continued within an epoch.
-        global_batch: Inputs per batch, of all processes; likewise.
+        total: Inputs per epoch, of all processes, >= 0; a checkpoint must agree to be continued within an epoch.
+        batch_size: Inputs per batch and process, >= 1; likewise.
+        interleaved: How several processes share an epoch: each takes its part of every global batch (training), or
+            each takes one contiguous part.
+        drop_last: Leave out the last (global) batch if it is smaller than the others.
+        rank: Index of this process, 0 <= rank < world_size.
+        world_size: Number of processes.
 
     Attributes:
+        batch_size: As given.
         sampler: Takes the epoch, see :class:`EpochSampler`.
         batch_sampler: None; Lightning expects it wherever there is a sampler.
     """
 
-    def __init__(self, length: int, *, images: int, global_batch: int) -> None:
+    def __init__(
+        self,
+        total: int,
+        batch_size: int,
+        *,
+        interleaved: bool,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.batch_size = batch_size
         self.sampler = EpochSampler()
         self.batch_sampler = None
-        self._length = length
-        self._layout = {"global_batch": global_batch, "images": images}
+        if interleaved:
+            self._first, self._end, self._stride = batch_size * rank, total, batch_size * world_size
+        else:
+            self._first, self._end = total * rank // world_size, total * (rank + 1) // world_size
+            self._stride = batch_size
+        count = total if interleaved and drop_last else max(0, self._end - self._first)
+        self._length = count // self._stride if drop_last else -(-count // self._stride)
+        self._layout = {"global_batch": batch_size * world_size, "images": total}
         self._position = 0  # batches given out in epoch self._epoch
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
@@ -55,6 +76,11 @@ class EpochLoader(ABC):
     @abstractmethod
     def epoch_batches(self, epoch: int) -> Callable[[int], Any]:
         """Return what makes the batches of an epoch from their numbers."""
+
+    def positions(self, index: int) -> slice:
+        """Return which of the epoch's inputs make a batch of this process."""
+        first = self._first + index * self._stride
+        return slice(first, min(first + self.batch_size, self._end))
 
     def __len__(self) -> int:
         return self._length
@@ -155,7 +181,6 @@ class TensorLoader(EpochLoader):
         images: The raw images that this process draws from, uint8, on the device.
         labels: Their labels, on the device.
         sampler: Takes the epoch, see :class:`EpochSampler`.
-        batch_size: As given.
         batch_sampler: None.
 
     Raises:
@@ -185,7 +210,7 @@ class TensorLoader(EpochLoader):
         device: torch.device | str | None = None,
     ) -> None:
         check_images(images, labels)
-        check_batch_size("batch_size", batch_size)
+        check_integers(batch_size=batch_size)
         check_statistics(mean, std, images.shape[1])
         check_shift(shift, shift_fill, (images.shape[2], images.shape[3]))
         if not 0 <= rank < world_size:
@@ -195,27 +220,19 @@ class TensorLoader(EpochLoader):
         if isinstance(seeds, Sequence) and len(seeds) == 0:
             raise ValueError("seeds must hold at least one seed, got an empty sequence.")
 
+        shuffled = seeds is not None
+        super().__init__(
+            len(images), batch_size, interleaved=shuffled, drop_last=drop_last, rank=rank, world_size=world_size
+        )
+        if drop_last and len(self) == 0:
+            raise ValueError(too_large_batch(batch_size, world_size, len(images)))
         device = images.device if device is None else torch.device(device)
-        total = len(images)
-        self.batch_size = batch_size
         self._seeds = seeds if seeds is None or isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
         self._shift, self._flip = shift, flip
         self._reshuffle = reshuffle
-        self._total = total
-        if seeds is None:
-            first, last = total * rank // world_size, total * (rank + 1) // world_size
-            images, labels = images[first:last], labels[first:last]
-            self._stride, self._offset = batch_size, 0
-            batches = (last - first) // batch_size if drop_last else -(-(last - first) // batch_size)
-        else:
-            self._stride, self._offset = batch_size * world_size, batch_size * rank
-            batches = total // self._stride if drop_last else max(0, -(-(total - self._offset) // self._stride))
-        if drop_last and batches == 0:
-            raise ValueError(too_large_batch(batch_size, world_size, total))
-        super().__init__(batches, images=total, global_batch=self._stride)
-
-        self.images = images.to(device)
-        self.labels = labels.to(device)
+        own = slice(None) if shuffled else slice(self._first, self._end)
+        self.images = images[own].to(device)
+        self.labels = labels[own].to(device)
         self._mean = (torch.tensor(list(mean), dtype=torch.float64) * 255).float().to(device)[:, None, None]
         self._scale = (1 / (torch.tensor(list(std), dtype=torch.float64) * 255)).float().to(device)[:, None, None]
         self._windows = self.images if shift == 0 else _windows(self.images, shift, shift_fill, mean)
@@ -236,11 +253,7 @@ class TensorLoader(EpochLoader):
         """Return what makes the batches of an epoch from their numbers."""
         draws = self._draw(epoch if self._reshuffle else 0)
 
-        def batch(index: int) -> tuple[Tensor, Tensor]:
-            first = index * self._stride + self._offset
-            return self._batch(slice(first, min(first + self.batch_size, self._total)), draws)
-
-        return batch
+        return lambda index: self._batch(self.positions(index), draws)
 
     def _draw(self, epoch: int) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """Draw order ``[N]``, shifts ``[2, N]`` and flips ``[N]`` of an epoch; members go before ``N``."""
@@ -249,10 +262,10 @@ class TensorLoader(EpochLoader):
         seeds = [self._seeds] if isinstance(self._seeds, int) else self._seeds
         orders, shifts, flips = [], [], []
         for seed in seeds:
-            orders.append(torch.randperm(self._total, generator=generator("order", seed, epoch)))
+            orders.append(torch.randperm(len(self.images), generator=generator("order", seed, epoch)))
             augment = generator("augment", seed, epoch)
-            shifts.append(torch.randint(2 * self._shift + 1, (2, self._total), generator=augment))
-            flips.append(torch.rand(self._total, generator=augment) < 0.5)
+            shifts.append(torch.randint(2 * self._shift + 1, (2, len(self.images)), generator=augment))
+            flips.append(torch.rand(len(self.images), generator=augment) < 0.5)
         order, shift, flip = torch.stack(orders), torch.stack(shifts, dim=1), torch.stack(flips)
         if isinstance(self._seeds, int):
             order, shift, flip = order[0], shift[:, 0], flip[0]
@@ -267,7 +280,8 @@ class TensorLoader(EpochLoader):
         self, positions: slice, draws: tuple[Tensor, Tensor | None, Tensor | None] | None
     ) -> tuple[Tensor, Tensor]:
         if draws is None:
-            return self.normalize(self.images[positions]), self.labels[positions]
+            own = slice(positions.start - self._first, positions.stop - self._first)
+            return self.normalize(self.images[own]), self.labels[own]
         order, shift, flip = draws
         indices = order[..., positions]
         if shift is None:
@@ -314,16 +328,6 @@ def check_images(images: Tensor, labels: Tensor, where: str = "images") -> None:
         raise ValueError(f"{where} must not be empty, got shape {list(images.shape)}.")
 
 
-def check_batch_size(name: str, value: int) -> None:
-    """Check that a number of images per batch is an integer of at least 1.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value}.")
-
-
 def check_statistics(mean: Sequence[float] | None, std: Sequence[float] | None, channels: int) -> None:
     """Check the mean and the standard deviation of the channels; None passes.
 
@@ -352,7 +356,7 @@ def check_shift(shift: int, fill: float | Literal["mean"], size: tuple[int, int]
         ValueError: If the shift is not an integer in ``[0, min(H, W))`` or the fill neither ``"mean"`` nor a
             number in [0, 255].
     """
-    if not _is_integer(shift) or not 0 <= shift < min(size):
+    if not is_integer(shift, 0) or shift >= min(size):
         raise ValueError(
             f"shift must be an integer >= 0 and smaller than the image ({size[0]}x{size[1]} pixels), got {shift}."
         )
@@ -367,11 +371,3 @@ def too_large_batch(batch_size: int, world_size: int, total: int) -> str:
         f"batch_size {batch_size}{product} is more than the {total} training images, and incomplete batches "
         f"are dropped; use a batch_size of at most {total // world_size}."
     )
-
-
-def _is_integer(value: object) -> bool:
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return not isinstance(value, bool)

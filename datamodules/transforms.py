@@ -1,7 +1,6 @@
 """Variants of an image data set: every image changed once, in a way that its index and a seed fix."""
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 
@@ -114,8 +114,7 @@ class Rotated(ImageTransform):
     """
 
     def __init__(self, max_angle: float = 180.0, train_seed: int = 1, test_seed: int = 0) -> None:
-        if not 0 < max_angle <= 180:
-            raise ValueError(f"max_angle must be in (0, 180] degrees, got {max_angle}.")
+        check_numbers("in (0, 180]", max_angle=max_angle)
         self.max_angle = max_angle
         self.train_seed = train_seed
         self.test_seed = test_seed
@@ -146,8 +145,7 @@ class Translated(ImageTransform):
     """
 
     def __init__(self, max_shift: float = 8.0, train_seed: int = 1, test_seed: int = 0) -> None:
-        if not 0 < max_shift < math.inf:
-            raise ValueError(f"max_shift must be a number of pixels > 0, got {max_shift}.")
+        check_numbers("> 0", max_shift=max_shift)
         self.max_shift = max_shift
         self.train_seed = train_seed
         self.test_seed = test_seed
@@ -199,12 +197,10 @@ class Quadrant(ImageTransform):
     ) -> None:
         if target not in ("digit", "digit_and_quadrant"):
             raise ValueError(unknown("target", target, ("digit", "digit_and_quadrant")))
-        if num_classes < 1:
-            raise ValueError(f"num_classes must be >= 1, got {num_classes}.")
+        check_integers(num_classes=num_classes)
+        check_integers(0, jitter=jitter)
         if size is not None and (size < 2 or size % 2):
             raise ValueError(f"size must be an even number of pixels >= 2, or null, got {size}.")
-        if type(jitter) is not int or jitter < 0:
-            raise ValueError(f"jitter of Quadrant must be a number of pixels >= 0, got {jitter!r}.")
         self.target = target
         self.num_classes = num_classes
         self.size = size
@@ -271,8 +267,7 @@ class Resized(ImageTransform):
     """
 
     def __init__(self, size: int = 32) -> None:
-        if size < 1:
-            raise ValueError(f"size must be a number of pixels >= 1, got {size}.")
+        check_integers(size=size)
         self.size = size
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_map
 
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
@@ -48,23 +49,23 @@ class PopulationStep:
 class Population(nn.Module, ABC):
     """Members that share an architecture and differ by seed; see the module's docstring.
 
-    Member ``n`` starts from ``network.fresh(n)``: its weights depend on its number only.
-
     Args:
-        network: The architecture. Its own weights are not used.
+        network: The architecture, whose own weights are not used: member ``n`` is ``network.fresh(n)``. Or a function
+            that makes member ``n``; under vmap all must have parameters of the same names and shapes.
         numbers: The members' numbers, which are their seeds. Distinct, at least one.
 
     Raises:
         ValueError: If ``numbers`` is empty or has duplicates.
     """
 
-    def __init__(self, network: Network, numbers: Sequence[int]) -> None:
+    def __init__(self, network: Network | Callable[[int], nn.Module], numbers: Sequence[int]) -> None:
         super().__init__()
+        self._make: Callable[[int], nn.Module] = network.fresh if isinstance(network, Network) else network
         if not numbers or len(set(numbers)) != len(numbers):
             raise ValueError(f"numbers must be distinct and at least one, got {list(numbers)}.")
         self.numbers = tuple(int(number) for number in numbers)
         # Whether training draws random numbers, by members; known after their first step.
-        self._stochastic: dict[tuple[int, ...], bool] = {}
+        self._stochastic: dict[tuple[int | str, ...], bool] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -153,7 +154,7 @@ class Population(nn.Module, ABC):
         """Forget one member's gradient, so that the optimizer leaves the member alone where it can."""
 
     @contextmanager
-    def _drawing(self, device: torch.device, *keys: int) -> Iterator[None]:
+    def _drawing(self, device: torch.device, *keys: int | str) -> Iterator[None]:
         """Seed what dropout and other random layers draw, so that neighbours and a resume leave it as it is.
 
         Args:
@@ -190,10 +191,12 @@ class LoopPopulation(Population):
         channels_last: Keep four-dimensional tensors in ``torch.channels_last`` layout.
     """
 
-    def __init__(self, network: Network, numbers: Sequence[int], *, channels_last: bool = False) -> None:
+    def __init__(
+        self, network: Network | Callable[[int], nn.Module], numbers: Sequence[int], *, channels_last: bool = False
+    ) -> None:
         super().__init__(network, numbers)
         self.channels_last = channels_last
-        self.members = nn.ModuleDict({_key(number): network.fresh(number) for number in self.numbers})
+        self.members = nn.ModuleDict({_key(number): self._make(number) for number in self.numbers})
         if channels_last:
             self.members.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -235,20 +238,30 @@ class LoopPopulation(Population):
                 losses.append(torch.zeros((), device=inputs.device))
                 outputs.append(None)
                 continue
-            with self._drawing(inputs.device, number, draw):
+            with self._drawing(inputs.device, self.random_key(number), draw):
                 found = self.run_member(number, prepared if shared else self.prepared(inputs[index]))
-            value = loss(found, targets if shared else _each(lambda tensor, i=index: tensor[i], targets))
+            value = loss(found, targets if shared else tree_map(lambda tensor, i=index: tensor[i], targets))
             _check_loss(value, 0)
+            if (penalty := self.penalty(number)) is not None:
+                value = value + penalty
             with torch.autocast(inputs.device.type, enabled=False):
                 gradients += _gradients(value, parameters)
             losses.append(value.detach())
-            outputs.append(_each(Tensor.detach, found))
+            outputs.append(tree_map(Tensor.detach, found))
         return PopulationStep(torch.stack(losses), gradients, _stacked(outputs))
 
     def prepared(self, inputs: Tensor) -> Any:
         """Return what :meth:`run_member` takes: what is the same for all members that see these inputs, done once."""
         four = self.channels_last and inputs.dim() == 4
         return inputs.contiguous(memory_format=torch.channels_last) if four else inputs
+
+    def random_key(self, number: int) -> int | str:
+        """Return what dropout and other random layers of a member depend on, beside the step: its number."""
+        return number
+
+    def penalty(self, number: int) -> Tensor | None:
+        """Return what is added to a member's loss whatever its outputs are: a scalar, or None for nothing."""
+        return None
 
     def run_member(self, number: int, prepared: Any) -> Any:
         """Return one member's outputs.
@@ -278,11 +291,11 @@ class LoopPopulation(Population):
         ]
 
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
-        for member in self.members.values():
+        for number in self.numbers:
             if by_norm:
-                nn.utils.clip_grad_norm_(member.parameters(), value)
+                nn.utils.clip_grad_norm_(self.member_parameters(number), value)
             else:
-                nn.utils.clip_grad_value_(member.parameters(), value)
+                nn.utils.clip_grad_value_(self.member_parameters(number), value)
 
     def drop_gradients(self, number: int) -> None:  # noqa: D102
         for parameter in self._member(number).parameters():
@@ -301,9 +314,9 @@ class VmapPopulation(Population):
         numbers: The members' numbers; see :class:`Population`.
     """
 
-    def __init__(self, network: Network, numbers: Sequence[int]) -> None:
+    def __init__(self, network: Network | Callable[[int], nn.Module], numbers: Sequence[int]) -> None:
         super().__init__(network, numbers)
-        members = [network.fresh(number) for number in self.numbers]
+        members = [self._make(number) for number in self.numbers]
         first = members[0]
         # In a tuple, so that it is no submodule: only the stacked tensors are parameters of the population.
         self._skeleton = (copy.deepcopy(first).to("meta"),)
@@ -357,25 +370,27 @@ class VmapPopulation(Population):
         with self._drawing(inputs.device, *self.numbers, draw):
             outputs = self._call(inputs, None if shared else 0)
         if shared:
-            targets = _each(lambda tensor: tensor.expand(len(self), *tensor.shape), targets)
+            targets = tree_map(lambda tensor: tensor.expand(len(self), *tensor.shape), targets)
         stacked = getattr(loss, "stacked", None) or vmap(loss)
         losses: Tensor = stacked(outputs, targets)
         _check_loss(losses, 1)
         with torch.autocast(losses.device.type, enabled=False):
             gradients = _gradients(losses.sum(), self.trainable())
-        losses, outputs = losses.detach(), _each(Tensor.detach, outputs)
+        losses, outputs = losses.detach(), tree_map(Tensor.detach, outputs)
         if skip:
             rows = [index for index, number in enumerate(self.numbers) if number in skip]
             losses[rows] = 0.0
             for gradient in gradients:
                 gradient[rows] = 0.0
-            outputs = _each(lambda tensor: tensor.index_fill(0, torch.tensor(rows, device=tensor.device), 0), outputs)
+            outputs = tree_map(
+                lambda tensor: tensor.index_fill(0, torch.tensor(rows, device=tensor.device), 0), outputs
+            )
         return PopulationStep(losses, gradients, outputs)
 
     def forward(self, inputs: Tensor, *, skip: frozenset[int] = frozenset()) -> Any:  # noqa: D102
         outputs = self._call(inputs, None)
         kept = [index for index, number in enumerate(self.numbers) if number not in skip]
-        return outputs if len(kept) == len(self) else _each(lambda tensor: tensor[kept], outputs) if kept else None
+        return outputs if len(kept) == len(self) else tree_map(lambda tensor: tensor[kept], outputs) if kept else None
 
     def member_state(self, number: int) -> dict[str, Tensor]:  # noqa: D102
         return {name: value.clone() for name, value in self._member_views(number).items()}
@@ -496,27 +511,13 @@ def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
 
 
-def _each(function: Callable[..., Tensor], *nested: Any) -> Any:
-    """Apply a function to corresponding tensors of values that are nested alike: tensors, or tuples, lists, dicts."""
-    first = nested[0]
-    if isinstance(first, Tensor):
-        return function(*nested)
-    if isinstance(first, Mapping):
-        return {key: _each(function, *(value[key] for value in nested)) for key in first}
-    if isinstance(first, list | tuple):
-        return [_each(function, *parts) for parts in zip(*nested, strict=True)]
-    raise TypeError(
-        f"Outputs and targets must be tensors, or tuples, lists or dictionaries of them, got {type(first).__name__}."
-    )
-
-
 def _stacked(outputs: Sequence[Any]) -> Any:
     """Return members' outputs with a leading member axis, 0 where there are none; None if there are no outputs."""
     like = next((value for value in outputs if value is not None), None)
     if like is None:
         return None
-    empty = _each(torch.zeros_like, like) if any(value is None for value in outputs) else None
-    return _each(lambda *parts: torch.stack(parts), *(empty if value is None else value for value in outputs))
+    empty = tree_map(torch.zeros_like, like) if any(value is None for value in outputs) else None
+    return tree_map(lambda *parts: torch.stack(parts), *(empty if value is None else value for value in outputs))
 
 
 def _check_loss(value: Tensor, members: int) -> None:

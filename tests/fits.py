@@ -5,8 +5,10 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.datamodules import DigitsDataModule, InputDataModule
 
 
 def digits(**changes: Any) -> DigitsDataModule:
@@ -65,3 +67,26 @@ class Interrupt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.place == "end":
             raise RuntimeError("interrupted")
+
+
+class Given(InputDataModule):
+    """Tensors as data: for training in batches of ``size`` (default: all in one), ``repeats`` times in an epoch."""
+
+    def __init__(self, x: Tensor, y: Tensor, classes: int | None = None, repeats: int = 1, size: int = 0) -> None:
+        super().__init__()
+        self.pairs = TensorDataset(x, y)
+        self.repeats, self.size = repeats, size or len(x)
+        self.input_shape = tuple(x.shape[1:])
+        self.num_classes = classes or y.shape[-1]
+
+    def identity(self) -> dict[str, Any]:
+        return {"class_path": "fits.Given"}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(ConcatDataset([self.pairs] * self.repeats), self.size)
+
+    def curvature_dataloader(self) -> Any:
+        return DataLoader(self.pairs, 64)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.pairs, 50)

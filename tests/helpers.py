@@ -19,6 +19,7 @@ from lightning_sym.zoo import rebuild_manifest, write_member
 
 def assert_refused(
     call: Callable[..., Any],
+    /,
     *arguments: Any,
     says: str | Sequence[str] = (),
     error: type[Exception] = ValueError,
@@ -42,7 +43,7 @@ def assert_refused(
         assert text in sentence, f"{text!r} is not in: {sentence}"
 
 
-def refused(call: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+def refused(call: Callable[..., Any], /, *arguments: Any, **settings: Any) -> Any:
     """Return a row for a table of refusals, ``@pytest.mark.parametrize("refusal", [refused(...), ...])``.
 
     The test calls ``refusal()``; see :func:`assert_refused` for the arguments.
@@ -87,6 +88,52 @@ def assert_same(a: object, b: object, where: str = "") -> None:
 
 
 # ---- networks and zoos
+
+
+class Fixed:
+    """Marks a part that becomes a buffer which is not saved."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make = make
+
+
+class Program(nn.Module):
+    """A network written as one function of itself and its inputs.
+
+    Args:
+        function: What it computes, ``function(network, *inputs)``.
+        parts: By name, what it is made of, or what makes it; tensors become buffers.
+    """
+
+    def __init__(self, function: Callable[..., Any], parts: dict[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        for name, make in parts.items():
+            part = make.make() if isinstance(make, Fixed) else make
+            part = part if isinstance(part, nn.Module | Tensor) else part()
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part, persistent=not isinstance(make, Fixed))
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def of(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    return lambda: kind(*args, **kwargs)
+
+
+def parameter(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+def buffer(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape)
+
+
+def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(layer() for layer in layers))
 
 
 def randomize_statistics(network: nn.Module, seed: int = 0) -> nn.Module:

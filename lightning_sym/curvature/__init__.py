@@ -15,7 +15,7 @@ from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, EvidenceTerms, PrecisionOptimizer
 from lightning_sym.curvature.groups import Groups, parameter_groups
 from lightning_sym.curvature.laplace import to_laplace
-from lightning_sym.curvature.prior import GaussianPrior, PopulationPrior
+from lightning_sym.curvature.prior import GaussianPrior
 from lightning_sym.curvature.rules import Rule, find_rule, register_layer
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Groups",
     "KroneckerBlock",
     "NonFiniteError",
-    "PopulationPrior",
     "PrecisionOptimizer",
     "RelaxedKFAC",
     "RelaxedKFLR",

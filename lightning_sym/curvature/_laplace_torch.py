@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock
-from lightning_sym.curvature.laplace import dense_sides
 
 
 class _Unlisted:
@@ -87,7 +86,7 @@ class RelaxedLaplace(KronLaplace):
 
 def _matrices(block: KroneckerBlock) -> list[Tensor]:
     """Return a block as one or two dense matrices, in the order of the parameter's entries."""
-    if block.in_factor is None or len(dense_sides(block)) == 1:
+    if block.in_factor is None or len(block.dense_sides) == 1:
         return [block.dense()]
     inner = block.in_factor.flatten(0, -3) if block.leading else block.in_factor[None]
     return [block.out_factor, torch.block_diag(*inner)]  # type: ignore[no-untyped-call]

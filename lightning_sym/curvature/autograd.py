@@ -22,7 +22,7 @@ from lightning_sym.curvature.blocks import (
     over_batches_and_ranks,
 )
 from lightning_sym.curvature.proof import Pass, check_rows, prove
-from lightning_sym.curvature.rules import FFC, Rule, find_rule, unfolded_out_factors
+from lightning_sym.curvature.rules import FFC, Rule, curved_parameters, find_rule, full_name, unfolded_out_factors
 
 
 def autograd_factors(
@@ -246,19 +246,7 @@ class _Sums:
 
     def __init__(self, layers: dict[str, tuple[nn.Module, Rule]]) -> None:
         self.layers = layers
-        self.wanted = {
-            name: [
-                parameter
-                for parameter, tensor in module.named_parameters(recurse=False)
-                if tensor.requires_grad and parameter not in rule.left_out
-            ]
-            for name, (module, rule) in layers.items()
-        }
-        self.parameters = {
-            f"{name}.{parameter}" if name else parameter: getattr(layers[name][0], parameter)
-            for name, parameters in self.wanted.items()
-            for parameter in parameters
-        }
+        self.parameters = {full: getattr(layers[name][0], key) for full, name, key in curved_parameters(layers)}
         self.recorded: dict[str, tuple[Tensor, int, Tensor]] = {}
         self.out: dict[str, Tensor] = {}
         self.inner: dict[str, Tensor] = {}
@@ -385,30 +373,27 @@ class _Sums:
             self._accumulate(self.out, name, found)
 
     def _accumulate(self, sums: dict[str, Tensor], name: str, found: dict[str, Tensor]) -> None:
-        for parameter in self.wanted[name]:
-            if parameter in found:
-                key = f"{name}.{parameter}" if name else parameter
+        for parameter, factor in found.items():
+            if (key := full_name(name, parameter)) in self.parameters:
                 if key in sums:
-                    sums[key] += found[parameter]
+                    sums[key] += factor
                 else:
-                    sums[key] = found[parameter].clone()
+                    sums[key] = factor.clone()
 
     def factors(self, likelihood: Likelihood) -> Factors | None:
         """Return what was summed; None without a sample."""
         if not self.samples:
             return None
-        blocks, left_out = {}, []
-        for name, (module, rule) in self.layers.items():
-            for parameter, tensor in module.named_parameters(recurse=False):
-                key = f"{name}.{parameter}" if name else parameter
-                if parameter in rule.left_out and tensor.requires_grad:
-                    left_out.append(key)
-                elif key in self.out:
-                    inner = self.inner.get(key)
-                    inner = None if inner is None else inner / self.samples
-                    axes = rule.axes(module, parameter)
-                    blocks[key] = KroneckerBlock(self.out[key], inner, parameter in rule.blocks_first, axes)
-        return Factors(blocks, self.samples, self.outputs, likelihood, self.loss, tuple(left_out))
+        blocks = {}
+        for key, name, parameter in curved_parameters(self.layers):
+            if key in self.out:
+                module, rule = self.layers[name]
+                inner = self.inner.get(key)
+                inner = None if inner is None else inner / self.samples
+                axes = rule.axes(module, parameter)
+                blocks[key] = KroneckerBlock(self.out[key], inner, parameter in rule.blocks_first, axes)
+        left_out = tuple(key for key, _, _ in curved_parameters(self.layers, left_out=True))
+        return Factors(blocks, self.samples, self.outputs, likelihood, self.loss, left_out)
 
 
 def pull_back(outputs: Tensor, nodes: list[Tensor], columns: Tensor) -> Iterator[list[Tensor | None]]:

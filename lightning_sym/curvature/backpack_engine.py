@@ -30,7 +30,7 @@ from lightning_sym.curvature.autograd import (
 )
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood, over_batches_and_ranks
 from lightning_sym.curvature.proof import Pass, check_rows, prove
-from lightning_sym.curvature.rules import FFC, Rule, find_rule
+from lightning_sym.curvature.rules import FFC, Rule, curved_parameters, find_rule
 from lightning_sym.layers import ResidualPathways
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -304,12 +304,7 @@ class _Twin:
         self.names = {id(module): name for name, module in network.named_modules()}
         self.copies: dict[str, nn.Module] = {}  # of layers with curvature
         self.hooked: list[tuple[str, nn.Module]] = []
-        self.left_out = tuple(
-            f"{name}.{key}" if name else key
-            for name, (module, rule) in layers.items()
-            for key, tensor in module.named_parameters(recurse=False)
-            if tensor.requires_grad and key in rule.left_out
-        )
+        self.left_out = tuple(full for full, _, _ in curved_parameters(layers, left_out=True))
         self.called: list[Any] = []  # in the last forward pass, in order
         self.converted = self.convert(network)
         for name, (module, _) in layers.items():
@@ -465,12 +460,8 @@ class _Twin:
             if module.output.requires_grad:
                 extension(module, (), ())
             memory_cleanup(module)
-        found = {}
-        for name, (_, rule) in self.layers.items():
-            for key, tensor in self.copies[name].named_parameters(recurse=False):
-                if tensor.requires_grad and key not in rule.left_out:
-                    found[f"{name}.{key}" if name else key] = vars(tensor).pop(extension.savefield)
-        return found
+        parameters = ((full, getattr(self.copies[name], key)) for full, name, key in curved_parameters(self.layers))
+        return {full: vars(tensor).pop(extension.savefield) for full, tensor in parameters}
 
 
 def _runs(module: nn.Module, kind: type[ModuleT]) -> TypeGuard[ModuleT]:

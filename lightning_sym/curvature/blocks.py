@@ -130,6 +130,19 @@ class KroneckerBlock:
             return Spectrum(out, out.new_ones(1))
         return Spectrum(out, symmetric_eigenvalues(self.in_factor, name))
 
+    @property
+    def dense_sides(self) -> list[int]:
+        """Sides of the one or two dense matrices that laplace-torch needs for the block.
+
+        Those of B and A, the latter with its blocks side by side, or of the whole where that is no Kronecker product.
+        """
+        out, inner = self.out_factor, self.in_factor
+        if inner is None or self.axes is not None:  # laplace-torch has the rows of B first
+            return [self.size]
+        if not self.leading or (out.ndim == 2 and not self.blocks_first):
+            return [out.shape[-1], self.leading.numel() * inner.shape[-1]]
+        return [self.size]
+
     def dense(self) -> Tensor:
         """Return the whole block, for small ones. Shape ``[P, P]`` in the row-major order of the tensor."""
         out = self.out_factor

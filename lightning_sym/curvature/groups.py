@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from lightning_sym._text import unknown
-from lightning_sym.curvature.rules import find_rule
+from lightning_sym.curvature.rules import find_rule, full_name
 from lightning_sym.layers import parameter_paths
 
 Granularity: TypeAlias = Literal["per_path", "per_tensor"]
@@ -64,7 +64,7 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
         left_out = find_rule(name, module).left_out
         for key in own:
             if key not in left_out:
-                full = f"{name}.{key}" if name else key
+                full = full_name(name, key)
                 path, layer = name, name
                 if full in on_paths:
                     layer, child = on_paths[full]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_numbers
-from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood
+from lightning_sym.curvature.blocks import Factors, Likelihood
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.groups import Groups, parameter_groups
 
@@ -100,26 +100,9 @@ def to_laplace(
     return RelaxedLaplace(network, found, precisions, math.exp(log_noise), temperature)
 
 
-def dense_sides(block: KroneckerBlock) -> list[int]:
-    """Return the sides of the one or two dense matrices that laplace-torch needs for a block.
-
-    Args:
-        block: Curvature of one parameter.
-
-    Returns:
-        Of B and A, the latter with its blocks side by side, or of the whole block where that is no Kronecker product.
-    """
-    out, inner = block.out_factor, block.in_factor
-    if inner is None or block.axes is not None:  # laplace-torch has the rows of B first
-        return [block.size]
-    if not block.leading or (out.ndim == 2 and not block.blocks_first):
-        return [out.shape[-1], block.leading.numel() * inner.shape[-1]]
-    return [block.size]
-
-
 def _check_sizes(found: Factors) -> None:
     """Raise unless the dense matrices are of a size that one can work with."""
-    sides = {name: dense_sides(block) for name, block in found.blocks.items()}
+    sides = {name: block.dense_sides for name, block in found.blocks.items()}
     total = sum(found.blocks[name].out_factor.element_size() * side**2 for name in sides for side in sides[name])
     if total > _MOST_BYTES:
         name = max(sides, key=lambda name: max(sides[name]))

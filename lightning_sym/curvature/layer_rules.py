@@ -1,6 +1,6 @@
 """Rules of this package's own layers (docs/theory/curvature.md, 1.2 to 1.4)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,24 +31,27 @@ class FullyConnectedRule(Rule):
 class CircularConvRule(Rule):
     """All positions of the grid are places; with KFC's scale."""
 
-    def inputs(self, module: CircularConv, x: Tensor) -> dict[str, Tensor]:
+    weight: ClassVar[str] = "weight"
+
+    def inputs(self, module: Any, x: Tensor) -> dict[str, Tensor]:
         """Return circular patches."""
         return {"weight": circular_patches(x, module.kernel_size).flatten(1, 2).mT}
 
-    def in_factors(self, module: CircularConv, x: Tensor) -> dict[str, Tensor]:
+    def in_factors(self, module: Any, x: Tensor) -> dict[str, Tensor]:
         """Return N times A, without patches."""
         return {"weight": circular_gram(x, module.kernel_size).flatten(2).flatten(0, 1)}
 
-    def gradients(self, module: CircularConv, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    def gradients(self, module: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         """Return the gradient at each position, for the bias their sum."""
         g = g.flatten(3)
-        return {"weight": g.mT, "bias": g.sum(3)[:, :, None]}
+        return {self.weight: g.mT, "bias": g.sum(3)[:, :, None]}
 
 
 @register_layer(SparseConv)
-class SparseConvRule(Rule):
+class SparseConvRule(CircularConvRule):
     """That of a convolution, with patches interpolated to the anchors. What places the anchors is left out."""
 
+    weight = "u"
     left_out = ("positions", "omega")
 
     def inputs(self, module: SparseConv, x: Tensor) -> dict[str, Tensor]:
@@ -61,11 +64,6 @@ class SparseConvRule(Rule):
         phi = module.interpolation()
         dense = circular_gram(x, module.kernel_size)  # [C, k k, C, k k]
         return {"u": torch.einsum("mi,cidj,nj->cmdn", phi, dense, phi).flatten(2).flatten(0, 1)}
-
-    def gradients(self, module: SparseConv, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        """Return the gradient at each position, for the bias their sum."""
-        g = g.flatten(3)
-        return {"u": g.mT, "bias": g.sum(3)[:, :, None]}
 
 
 class _FactoredRule(Rule):

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_sym._checks import check_numbers
 from lightning_sym._distributed import gathered, ranks, together
 from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import LIKELIHOODS, EmptyLoaderError, Likelihood
 from lightning_sym.curvature.groups import parameter_groups
 
 PriorStep: TypeAlias = Literal["auto", "implicit", "gradient"]
+PRIOR_STEPS: tuple[PriorStep, ...] = ("auto", "implicit", "gradient")
 
 # Precisions beyond these are not used: exp(40) is more than any float32 weight can feel.
 _LOG_BOUNDS = (-40.0, 40.0)
@@ -38,7 +40,7 @@ class Precisions:
 
         Args:
             log_precisions: By parameter, for all that have a prior.
-            log_noise: Of a regression.
+            log_noise: Logarithm of the noise of a regression.
 
         Raises:
             ValueError: If they are of other parameters.
@@ -57,205 +59,6 @@ class Precisions:
         self.set(state["log_precisions"], state["log_noise"])
 
 
-class _TrainedPrior:
-    """How training feels a prior; what the priors of one network and of many have in common."""
-
-    def __init__(
-        self,
-        network: nn.Module,
-        precision: float,
-        noise: float,
-        temperature: float,
-        likelihood: Likelihood,
-        step: PriorStep,
-    ):
-        for name, value in (("precision", precision), ("noise", noise), ("temperature", temperature)):
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a finite number > 0, got {value}.")
-        for name, choice, accepted in (
-            ("likelihood", likelihood, LIKELIHOODS),
-            ("prior_step", step, ("auto", "implicit", "gradient")),
-        ):
-            if choice not in accepted:
-                raise ValueError(unknown(name, choice, accepted))
-        self.network = network
-        self.precision = precision
-        self.likelihood: Likelihood = likelihood
-        self.temperature = temperature
-        self.step = step
-        self.implicit = step == "implicit"
-        self.samples = 0
-
-    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that the prior goes with optimizers, and decide whether it acts after their steps.
-
-        Raises:
-            ValueError: If one decays weights, or the prior cannot take its implicit step after those of one.
-        """
-        for optimizer in optimizers:
-            if any(group.get("weight_decay") for group in optimizer.param_groups):
-                raise ValueError(
-                    f"{type(optimizer).__name__} decays weights, which the Gaussian prior does by itself; set "
-                    "weight_decay to 0."
-                )
-        unknown_metric = [type(one).__name__ for one in optimizers if type(one) not in (SGD, Adam, AdamW)]
-        if unknown_metric and self.step == "implicit":
-            raise ValueError(
-                f"prior_step implicit is for torch.optim.SGD, Adam and AdamW, got {unknown_metric[0]}; use gradient or "
-                "auto."
-            )
-        self.implicit = self.step != "gradient" and not unknown_metric
-
-    def _begin(
-        self,
-        optimizers: Sequence[Optimizer],
-        data: Any,
-        strengths: Callable[[], Mapping[int, float | Tensor]],
-        shared: bool,
-    ) -> None:
-        """Count the data, and take the implicit step after every step of the optimizers."""
-        if not hasattr(data, "curvature_dataloader"):
-            raise ValueError(
-                "A Gaussian prior needs a datamodule with curvature_dataloader(), which gives each training datum "
-                f"once, as those of lightning_sym.datamodules, got {type(data).__name__}; pass one to "
-                "trainer.fit(task, datamodule)."
-            )
-        self.check_optimizers(optimizers)
-        self.samples, counts = count_data(data.curvature_dataloader(), shared=shared)
-        if self.likelihood == "classification" and (ranks() == 1 or torch.distributed.get_rank() == 0):
-            _warn_of_missing_classes(counts, getattr(data, "num_classes", len(counts)))
-        if self.implicit:
-            for optimizer in optimizers:
-                optimizer.register_step_post_hook(lambda stepped, *_: shrink(stepped, strengths()))
-
-    def _strength(self, precisions: Precisions, name: str) -> float:
-        """Return ``c`` in the prior's part ``c |theta|^2 / 2`` of the loss, with precisions that float32 can hold."""
-        if self.samples < 1:
-            raise ValueError("The prior is relative to the number of data, which start() counts; call it before.")
-        factor = self.temperature
-        if self.likelihood == "regression":
-            factor *= 2 * math.exp(2 * precisions.log_noise)
-        low, high = _LOG_BOUNDS
-        return factor * (math.exp(min(max(precisions.log_precisions[name], low), high)) / self.samples)
-
-
-class GaussianPrior(_TrainedPrior, Precisions):
-    r"""A Gaussian prior of a network's weights, independent entry by entry, that the network is trained under.
-
-    For a classification the loss of a batch of m of the N data is
-
-    .. math:: \frac1m \sum \mathrm{CE} + \frac{T}{2N} \sum_l \delta_l \|\theta_l\|^2,
-
-    and for a regression with noise :math:`\sigma`, whose errors are summed over outputs,
-
-    .. math:: \frac1m \sum \|y - f\|^2 + \frac{2 \sigma^2 T}{2N} \sum_l \delta_l \|\theta_l\|^2 :
-
-    the negative log joint probability over N, up to a constant, with a precision :math:`\delta_l` for every parameter
-    that has curvature; positions and lengthscales of sparse layers have no prior.
-
-    A LightningModule owns a prior as ``self.prior``, calls :meth:`start` in ``on_fit_start`` and adds :meth:`penalty`
-    to its training loss; :class:`lightning_sym.callbacks.MarginalLikelihood` then learns the precisions, and the noise.
-    Without the callback they stay as they are, which is maximum a posteriori training.
-
-    With ``step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of the
-    optimizer with learning rate :math:`\eta`, weights are divided by :math:`1 + \eta c_l / d`, where
-    :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression): the proximal step in the metric d of the
-    optimizer, see :func:`shrink`. It comes to rest at the same weights, where :math:`c_l \theta` is minus the mean
-    gradient of the fit, and is stable for every precision. With the gradient of the prior, SGD with momentum
-    :math:`\beta` is so only if :math:`\eta c_l < 2 (1 + \beta)`, and Adam makes the weights of a path that is switched
-    off swing about 0 at the scale of :math:`\eta`, so that they are noise to the other paths and their precision cannot
-    rise.
-
-    Args:
-        network: Every layer with trainable parameters needs a curvature rule
-            (:func:`lightning_sym.curvature.register_layer`).
-        precision: Of all weights at the start, > 0.
-        likelihood: ``"classification"``: softmax and class indices. ``"regression"``: Gaussian, errors as above.
-        noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
-        temperature: ``T`` > 0; 1 is Bayes.
-        step: ``"gradient"``: the prior is part of the loss. ``"implicit"``: see above, for ``torch.optim.SGD``,
-            ``Adam`` and ``AdamW`` (with ``weight_decay=0``), not for subclasses. ``"auto"``: implicit for these, and
-            gradient for all other optimizers.
-
-    Attributes:
-        log_precisions: Logarithm of the precision of every parameter that has a prior, by name.
-        log_noise: Logarithm of :math:`\sigma`; 0 for a classification.
-        samples: Number N of data, of all processes; counted by :meth:`start`.
-        implicit: Whether the prior acts after the steps of the optimizer; known once it has seen the optimizer.
-
-    Raises:
-        ValueError: If an argument is out of range, or a layer has no curvature rule.
-
-    References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; our specification, 4.3.
-
-    Example:
-        >>> prior = GaussianPrior(nn.Linear(1, 2), precision=3.0)
-        >>> prior.samples = 10  # start() counts them
-        >>> prior.strengths()
-        {'weight': 0.3, 'bias': 0.3}
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        precision: float = 1.0,
-        *,
-        likelihood: Likelihood = "classification",
-        noise: float = 1.0,
-        temperature: float = 1.0,
-        step: PriorStep = "auto",
-    ) -> None:
-        _TrainedPrior.__init__(self, network, precision, noise, temperature, likelihood, step)
-        log_noise = math.log(noise) if likelihood == "regression" else 0.0
-        Precisions.__init__(self, _same_precisions(network, precision), log_noise)
-
-    @property
-    def members(self) -> dict[int | None, Precisions]:
-        """This prior under the number ``None``, as those of a population stand under the numbers of its members."""
-        return {None: self}
-
-    def start(self, optimizers: Sequence[Optimizer], data: Any) -> None:
-        """Count the data, and let the prior act after the optimizers' steps where it is implicit.
-
-        To be called on every rank once a fit, when the optimizers are made: ``trainer.optimizers`` in ``on_fit_start``.
-
-        Args:
-            optimizers: Of the network. Without weight decay.
-            data: The datamodule, ``trainer.datamodule``: its ``curvature_dataloader()`` gives batches ``(inputs, labels
-                or targets, ...)``, each training datum once, this rank's share. If it has ``num_classes``, a warning
-                names the classes that never occur.
-
-        Raises:
-            EmptyLoaderError: If there are no data.
-            ValueError: If the datamodule has no ``curvature_dataloader()``, a class index is negative, or the prior
-                does not go with an optimizer.
-        """
-        self._begin(optimizers, data, self._by_tensor, shared=True)
-
-    def strengths(self) -> dict[str, float]:
-        """Return, by parameter, ``c`` in the prior's part ``sum c |theta|^2 / 2`` of the loss.
-
-        Raises:
-            ValueError: If the data have not been counted yet.
-        """
-        return {name: self._strength(self, name) for name in self.log_precisions}
-
-    def _by_tensor(self) -> dict[int, float | Tensor]:
-        parameters = dict(self.network.named_parameters())
-        return {id(parameters[name]): strength for name, strength in self.strengths().items()}
-
-    def energy(self) -> Tensor:
-        """Return the prior's part of the loss, a scalar, whether training feels it by its gradient or not."""
-        parameters = dict(self.network.named_parameters())
-        terms = [c / 2 * parameters[name].square().sum() for name, c in self.strengths().items()]
-        return torch.stack(terms).sum()
-
-    def penalty(self) -> Tensor | float:
-        """Return what a training loss has to be added: the :meth:`energy`, or 0 where the prior acts after steps."""
-        return 0.0 if self.implicit else self.energy()
-
-
 class RunningMembers(Protocol):
     """What the prior of a population asks of a task; every :class:`lightning_sym.tasks.ZooTask` has it."""
 
@@ -272,85 +75,226 @@ class RunningMembers(Protocol):
         """Whether every rank holds members of its own, and all the data."""
 
 
-class PopulationPrior(_TrainedPrior):
-    """Gaussian priors of the members of a population, each with precisions of its own; see :class:`GaussianPrior`.
+class GaussianPrior:
+    r"""A Gaussian prior of a network's weights, independent entry by entry, that the network is trained under.
+
+    For a classification the loss of a batch of m of the N data is
+
+    .. math:: \frac1m \sum \mathrm{CE} + \frac{T}{2N} \sum_l \delta_l \|\theta_l\|^2,
+
+    and for a regression with noise :math:`\sigma`, whose errors are summed over outputs,
+
+    .. math:: \frac1m \sum \|y - f\|^2 + \frac{2 \sigma^2 T}{2N} \sum_l \delta_l \|\theta_l\|^2 :
+
+    the negative log joint probability over N, up to a constant, with a precision :math:`\delta_l` for every parameter
+    that has curvature; positions and lengthscales of sparse layers have no prior.
+
+    A LightningModule owns a prior as ``self.prior``, and calls :meth:`start` in ``on_fit_start`` and
+    :meth:`add_gradients` in ``on_before_optimizer_step``; :class:`lightning_sym.callbacks.MarginalLikelihood` then
+    learns the precisions, and the noise. Without the callback they stay as they are, which is maximum a posteriori
+    training.
+
+    With ``step="implicit"`` the prior is no part of the loss that is differentiated; instead, after every step of the
+    optimizer with learning rate :math:`\eta`, weights are divided by :math:`1 + \eta c_l / d`, where
+    :math:`c_l = T \delta_l / N` (times :math:`2 \sigma^2` for a regression): the proximal step in the metric d of the
+    optimizer, see :func:`shrink`. It comes to rest at the same weights, where :math:`c_l \theta` is minus the mean
+    gradient of the fit, and is stable for every precision. With the gradient of the prior, SGD with momentum
+    :math:`\beta` is so only if :math:`\eta c_l < 2 (1 + \beta)`, and Adam makes the weights of a path that is switched
+    off swing about 0 at the scale of :math:`\eta`, so that they are noise to the other paths and their precision cannot
+    rise.
+
+    Of a population, every member has a prior with precisions of its own.
 
     Args:
-        network: With the parameters that every member has.
-        numbers: Of all members, the same on every rank.
-        precision: Of all weights at the start, > 0.
+        network: Every layer with trainable parameters needs a curvature rule
+            (:func:`lightning_sym.curvature.register_layer`). For a population, a network with the parameters that every
+            member has.
+        precision: Prior precision of all weights at the start, > 0.
+        likelihood: ``"classification"``: softmax and class indices. ``"regression"``: Gaussian, errors as above.
+        noise: Standard deviation :math:`\sigma` of a regression at the start, > 0.
+        temperature: ``T`` > 0; 1 is Bayes.
+        step: ``"gradient"``: the prior's gradient is added to that of the loss. ``"implicit"``: see above, for
+            ``torch.optim.SGD``, ``Adam`` and ``AdamW`` (with ``weight_decay=0``), not for subclasses. ``"auto"``:
+            implicit for these, and gradient for all other optimizers.
+        members: Numbers of all members of a population, the same on every rank; default: there is one network.
 
     Attributes:
-        members: The present precisions of every member, by its number.
+        members: The present precisions by the number of the member; the only network has the number None.
+        samples: Number N of data, of all processes; counted by :meth:`start`.
+        implicit: Whether the prior acts after the steps of the optimizer; known once it has seen the optimizer.
 
     Raises:
         ValueError: If an argument is out of range, or a layer has no curvature rule.
+
+    References:
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 and 2.3.
+
+    Example:
+        >>> prior = GaussianPrior(nn.Linear(1, 2), precision=3.0)
+        >>> prior.samples = 10  # start() counts them
+        >>> prior.strength("weight")
+        0.3
     """
 
-    def __init__(self, network: nn.Module, numbers: Iterable[int], precision: float = 1.0) -> None:
-        super().__init__(network, precision, 1.0, 1.0, "classification", "auto")
-        start = _same_precisions(network, precision)
-        self.members: dict[int | None, Precisions] = {number: Precisions(start) for number in numbers}
+    def __init__(
+        self,
+        network: nn.Module,
+        precision: float = 1.0,
+        *,
+        likelihood: Likelihood = "classification",
+        noise: float = 1.0,
+        temperature: float = 1.0,
+        step: PriorStep = "auto",
+        members: Iterable[int] | None = None,
+    ) -> None:
+        check_numbers("> 0", precision=precision, noise=noise, temperature=temperature)
+        for name, choice, accepted in (("likelihood", likelihood, LIKELIHOODS), ("prior_step", step, PRIOR_STEPS)):
+            if choice not in accepted:
+                raise ValueError(unknown(name, choice, accepted))
+        self.network = network
+        self.precision = precision
+        self.likelihood: Likelihood = likelihood
+        self.temperature = temperature
+        self.step = step
+        self.implicit = step == "implicit"
+        self.samples = 0
+        start = dict.fromkeys(parameter_groups(network).precisions, math.log(precision))
+        log_noise = math.log(noise) if likelihood == "regression" else 0.0
+        self.members = {number: Precisions(start, log_noise) for number in ([None] if members is None else members)}
         self._task: RunningMembers | None = None
-        self._strengths: tuple[list[object], dict[int, float | Tensor]] | None = None
+        self._strengths: tuple[object, dict[Tensor, float | Tensor]] | None = None
 
-    def start(self, optimizers: Sequence[Optimizer], data: Any, task: RunningMembers) -> None:
+    @property
+    def log_precisions(self) -> dict[str, float]:
+        """Logarithm of the precision of every parameter of the only network, by name."""
+        return self.members[None].log_precisions
+
+    @property
+    def log_noise(self) -> float:
+        """Logarithm of the standard deviation of the noise of the only network."""
+        return self.members[None].log_noise
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that the prior goes with optimizers, and decide whether it acts after their steps.
+
+        Raises:
+            ValueError: If one decays weights, or the prior cannot take its implicit step after those of one.
+        """
+        for optimizer in optimizers:
+            if any(group.get("weight_decay") for group in optimizer.param_groups):
+                raise ValueError(
+                    f"{type(optimizer).__name__} decays weights, which the Gaussian prior does by itself; set "
+                    "weight_decay to 0."
+                )
+        others = [type(one).__name__ for one in optimizers if type(one) not in (SGD, Adam, AdamW)]
+        if others and self.step == "implicit":
+            raise ValueError(
+                f"prior_step implicit is for torch.optim.SGD, Adam and AdamW, got {others[0]}; use gradient or auto."
+            )
+        self.implicit = self.step != "gradient" and not others
+
+    def start(self, optimizers: Sequence[Optimizer], data: Any, task: RunningMembers | None = None) -> None:
         """Count the data, and let the prior act after the optimizers' steps where it is implicit.
 
+        To be called on every rank once a fit, when the optimizers are made: ``trainer.optimizers`` in ``on_fit_start``.
+
         Args:
-            optimizers: As for :meth:`GaussianPrior.start`.
-            data: As for :meth:`GaussianPrior.start`; with ``ddp_members`` every rank has all the data.
-            task: Whose population it is.
+            optimizers: Optimizers of the network, without weight decay.
+            data: The datamodule, ``trainer.datamodule``: its ``curvature_dataloader()`` gives batches ``(inputs, labels
+                or targets, ...)``, each training datum once, this rank's share (all of them where ranks hold members of
+                their own). If it has ``num_classes``, a warning names the classes that never occur.
+            task: Whose members they are; for a population.
 
         Raises:
             EmptyLoaderError: If there are no data.
-            ValueError: As :meth:`GaussianPrior.start`.
+            ValueError: If the datamodule has no ``curvature_dataloader()``, a class index is negative, or the prior
+                does not go with an optimizer.
         """
+        if not hasattr(data, "curvature_dataloader"):
+            raise ValueError(
+                "A Gaussian prior needs a datamodule with curvature_dataloader(), which gives each training datum "
+                f"once, as those of lightning_sym.datamodules, got {type(data).__name__}; pass one to "
+                "trainer.fit(task, datamodule)."
+            )
+        self.check_optimizers(optimizers)
         self._task, self._strengths = task, None
-        self._begin(optimizers, data, self._by_tensor, shared=not task.member_parallel)
+        shared = task is None or not task.member_parallel
+        self.samples, counts = count_data(data.curvature_dataloader(), shared=shared)
+        if self.likelihood == "classification" and (ranks() == 1 or torch.distributed.get_rank() == 0):
+            _warn_of_missing_classes(counts, getattr(data, "num_classes", len(counts)))
+        if self.implicit:
+            for optimizer in optimizers:
+                optimizer.register_step_post_hook(lambda stepped, *_: shrink(stepped, self.strengths()))
 
-    def _by_tensor(self) -> dict[int, float | Tensor]:
-        """Return strengths by the id of the parameter.
+    def strength(self, name: str, member: int | None = None) -> float:
+        """Return ``c`` in a parameter's part ``c |theta|^2 / 2`` of the loss, with precisions that float32 can hold.
+
+        Args:
+            name: Of the parameter.
+            member: Its number; of a population.
+
+        Raises:
+            ValueError: If the data have not been counted yet.
+        """
+        if self.samples < 1:
+            raise ValueError("The prior is relative to the number of data, which start() counts; call it before.")
+        own = self.members[member]
+        factor = self.temperature
+        if self.likelihood == "regression":
+            factor *= 2 * math.exp(2 * own.log_noise)
+        low, high = _LOG_BOUNDS
+        return factor * (math.exp(min(max(own.log_precisions[name], low), high)) / self.samples)
+
+    def strengths(self) -> dict[Tensor, float | Tensor]:
+        """Return the :meth:`strength` of every parameter that has a prior.
 
         Returns:
-            Numbers, or for stacked tensors, of shape ``[M, 1, ...]``; 0 for members that were stopped.
+            Numbers, or for stacked tensors of a population, of shape ``[M, 1, ...]``; 0 for members that were stopped.
         """
-        assert self._task is not None
-        population, stopped = self._task.population, self._task.skipped
+        stopped = self._task.skipped if self._task else ()
+        numbers = self._task.population.numbers if self._task else (None,)
         # Precisions that were set are other objects, so that in a step without news nothing is sent to the device.
-        key: list[object] = [stopped, *(self.members[number].log_precisions for number in population.numbers)]
+        present = [(self.members[n].log_precisions, self.members[n].log_noise) for n in numbers]
+        key = (self.samples, stopped, present)
         if self._strengths is None or self._strengths[0] != key:
-            found: dict[int, float | Tensor] = {}
-            for (name, parameter), owner in zip(population.named_trainable(), population.owners(), strict=True):
-                numbers = population.numbers if owner is None else (owner,)
-                if name not in self.members[numbers[0]].log_precisions:
-                    continue
-                values = [0.0 if n in stopped else self._strength(self.members[n], name) for n in numbers]
-                kind = torch.promote_types(parameter.dtype, torch.float32)
-                stacked = torch.tensor(values, dtype=kind, device=parameter.device)
-                found[id(parameter)] = (
-                    values[0] if owner is not None else stacked.view(-1, *[1] * (parameter.dim() - 1))
-                )
+            found: dict[Tensor, float | Tensor] = {}
+            for name, parameter, members, stacked in self._tensors():
+                if name in present[0][0]:
+                    values = [0.0 if n in stopped else self.strength(name, n) for n in members]
+                    found[parameter] = _stacked(values, parameter) if stacked else values[0]
             self._strengths = key, found
         return self._strengths[1]
 
+    def _tensors(self) -> Iterator[tuple[str, Tensor, Sequence[int | None], bool]]:
+        """Yield name, parameter, the members that it is of, and whether it has a row for each."""
+        if self._task is None:
+            yield from ((name, parameter, (None,), False) for name, parameter in self.network.named_parameters())
+            return
+        population = self._task.population
+        for (name, parameter), owner in zip(population.named_trainable(), population.owners(), strict=True):
+            yield name, parameter, population.numbers if owner is None else (owner,), owner is None
+
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the prior's part to the members' gradients, where it does not act after the step."""
-        if self.implicit or self._task is None:
-            return
-        strengths = self._by_tensor()
-        for parameter in self._task.population.trainable():
-            if id(parameter) in strengths and parameter.grad is not None:
-                parameter.grad += strengths[id(parameter)] * parameter
+        """Add the prior's part to the gradients, where it does not act after the step.
+
+        To be called on every rank in ``on_before_optimizer_step``.
+
+        Raises:
+            ValueError: If the data have not been counted yet.
+        """
+        for parameter, strength in self.strengths().items():
+            if not self.implicit and parameter.grad is not None:
+                parameter.grad += strength * parameter
 
 
-def _same_precisions(network: nn.Module, precision: float) -> dict[str, float]:
-    return dict.fromkeys(parameter_groups(network).precisions, math.log(precision))
+def _stacked(values: Sequence[float], parameter: Tensor) -> Tensor:
+    kind = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.tensor(values, dtype=kind, device=parameter.device).view(-1, *[1] * (parameter.dim() - 1))
 
 
 @torch.no_grad()
-def shrink(optimizer: Optimizer, strengths: Mapping[int, float | Tensor]) -> None:
+def shrink(optimizer: Optimizer, strengths: Mapping[Tensor, float | Tensor]) -> None:
     r"""Divide weights by :math:`1 + \eta c / d`, as after a step of size :math:`\eta g / d` along gradients g.
 
     That is the proximal step of :math:`c \theta^2 / 2` in the optimizer's own metric d, so that weights come to rest
@@ -358,8 +302,8 @@ def shrink(optimizer: Optimizer, strengths: Mapping[int, float | Tensor]) -> Non
     momentum magnifies gradients (over one minus the dampening), for Adam :math:`\sqrt{\hat v} + \epsilon`, elementwise.
 
     Args:
-        optimizer: One that :func:`has_implicit_step`, right after its step.
-        strengths: ``c`` >= 0 by the id of the parameter: numbers, or tensors that broadcast to it. Parameters that are
+        optimizer: ``SGD``, ``Adam`` or ``AdamW``, right after its step.
+        strengths: ``c`` >= 0 by parameter: numbers, or tensors that broadcast to it. Parameters that are
             not in it, or have no gradient, stay as they are, and so do all if a gradient scaler made the step do
             nothing.
     """
@@ -372,7 +316,7 @@ def shrink(optimizer: Optimizer, strengths: Mapping[int, float | Tensor]) -> Non
         if group.get("momentum"):
             rate = rate * (1 - group["dampening"]) / (1 - group["momentum"])
         for parameter in group["params"]:
-            strength = strengths.get(id(parameter))
+            strength = strengths.get(parameter)
             if strength is None or parameter.grad is None:
                 continue
             step = rate * strength

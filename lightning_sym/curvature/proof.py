@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator
 from lightning_sym.curvature.blocks import in_parameter_order
-from lightning_sym.curvature.rules import Rule, gram, mean_products
-
-Layers: TypeAlias = Mapping[str, tuple[nn.Module, Rule]]
+from lightning_sym.curvature.rules import Layers, Rule, full_name, gram, mean_products
 
 # A prime, so that whatever mixes a sample with its k-th neighbour, for any k, mixes one of the changed samples with one
 # of the others; they are neither first nor last nor each other's mirror image.
@@ -314,7 +312,7 @@ def _check_rules(layers: Layers, seen: Pass, samples: int) -> None:
         found |= {(name, key): values for key, values in entries.items()}
     if not found:
         return  # what is trained is left out
-    expected = [seen.parameters[f"{name}.{key}" if name else key].flatten() for name, key in found]
+    expected = [seen.parameters[full_name(name, key)].flatten() for name, key in found]
     differences = torch._foreach_sub(list(found.values()), expected)
     norms = [torch.stack(torch._foreach_norm(each)).tolist() for each in (differences, expected)]
     tolerance = math.sqrt(_resolution([*seen.inputs.values(), *seen.gradients.values(), *expected]))

@@ -1,6 +1,6 @@
 """How parameters enter a layer: one rule per class of layer, for every engine, and the registry for users' own."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from lightning_sym.curvature.blocks import Axes, KroneckerBlock
 
 FFC: TypeAlias = Literal["shared", "per_channel"]
 Sizes: TypeAlias = tuple[int, ...]
+Layers: TypeAlias = "Mapping[str, tuple[nn.Module, Rule]]"
 RuleT = TypeVar("RuleT", bound="type[Rule]")
 _RULES: dict[type[nn.Module], "type[Rule]"] = {}
 _NARROW = 16  # vectors of so few entries are summed per sample, which is not slower and more accurate
@@ -271,6 +272,27 @@ def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
     )
 
 
+def full_name(module: str, parameter: str) -> str:
+    """Return the name that a parameter of a module has in the network."""
+    return f"{module}.{parameter}" if module else parameter
+
+
+def curved_parameters(layers: Layers, *, left_out: bool = False) -> Iterator[tuple[str, str, str]]:
+    """Yield the trainable parameters of layers that have a block, in order.
+
+    Args:
+        layers: The layers and their rules, by name.
+        left_out: Whether to yield those that have none on purpose instead.
+
+    Yields:
+        Full name of a parameter, name of its layer, and its name in the layer.
+    """
+    for name, (module, rule) in layers.items():
+        for key, tensor in module.named_parameters(recurse=False):
+            if tensor.requires_grad and (key in rule.left_out) == left_out:
+                yield full_name(name, key), name, key
+
+
 def rules() -> Mapping[type[nn.Module], type[Rule]]:
     """Return the rule of every registered class."""
     return dict(_RULES)
@@ -312,23 +334,22 @@ class ConvRule(Rule):
 
     blocks_first = ("weight",)
 
-    def inputs(self, module: nn.Conv2d, x: Tensor) -> dict[str, Tensor]:
-        """Return patches: shape ``[N, T, I]``, with groups ``[groups, N, T, I]``."""
-        patches = _patches(module, x)  # [N, groups, I, T]
+    def inputs(self, module: Any, x: Tensor) -> dict[str, Tensor]:
+        """Return what each output position sees: shape ``[N, T, I]``, with groups ``[groups, N, T, I]``."""
+        patches = self.patches(module, x)  # [N, groups, I, T]
         return {"weight": patches[:, 0].mT if module.groups == 1 else patches.transpose(0, 1).mT}
+
+    def patches(self, module: Any, x: Tensor) -> Tensor:
+        """Return the patches of a convolution of any dimension. Shape ``[N, groups, I, T]``."""
+        amounts = module._reversed_padding_repeated_twice  # last axis first; torch has it ready for "same" too
+        x = F.pad(x, amounts, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+        return _windows(x, module.kernel_size, module.stride, module.dilation, module.groups)
 
     def gradients(self, module: nn.Conv2d, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         """Return the gradient at each position, for the bias their sum."""
         g = g.flatten(3)  # [V, N, C', T]
         weight = g.mT if module.groups == 1 else torch.unflatten(g, 2, (module.groups, -1)).movedim(2, 0).mT
         return {"weight": weight, "bias": g.sum(3)[:, :, None]}
-
-
-def _patches(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return what each output position of a convolution of any dimension sees. Shape ``[N, groups, I, T]``."""
-    amounts = module._reversed_padding_repeated_twice  # last axis first; torch has it ready for "same" too
-    x = F.pad(x, amounts, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
-    return _windows(x, module.kernel_size, module.stride, module.dilation, module.groups)
 
 
 def _windows(x: Tensor, kernel: Sizes, stride: Sizes, dilation: Sizes, groups: int, flip: bool = False) -> Tensor:
@@ -350,8 +371,8 @@ class ConvTransposeRule(ConvRule):
     The places are the positions of the output. So both ways to write a layer have the same evidence.
     """
 
-    def inputs(self, module: nn.ConvTranspose2d, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return what each output position sees: shape ``[N, T, I]``, with groups ``[groups, N, T, I]``."""
+    def patches(self, module: nn.ConvTranspose2d, x: Tensor) -> Tensor:
+        """Return the patches of the convolution which gives the same. Shape ``[N, groups, I, T]``."""
         sizes = [(length - 1) * step + 1 for length, step in zip(x.shape[2:], module.stride, strict=True)]
         apart = x.new_zeros(*x.shape[:2], *sizes)
         apart[(slice(None), slice(None), *(slice(None, None, step) for step in module.stride))] = x
@@ -362,8 +383,7 @@ class ConvTransposeRule(ConvRule):
             reach = gap * (size - 1) - int(module.padding[axis])  # negative: cut off
             amounts = [reach, reach + more, *amounts]  # last axis first
         ones = (1,) * len(sizes)
-        patches = _windows(F.pad(apart, amounts), module.kernel_size, ones, module.dilation, module.groups, flip=True)
-        return {"weight": patches[:, 0].mT if module.groups == 1 else patches.transpose(0, 1).mT}
+        return _windows(F.pad(apart, amounts), module.kernel_size, ones, module.dilation, module.groups, flip=True)
 
     def axes(self, module: nn.ConvTranspose2d, name: str) -> Axes | None:
         """Return that of a weight of shape ``[groups * I, O, *kernel]``."""

@@ -148,8 +148,8 @@ def draw_points(
     return handles
 
 
-def legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    """Put a legend below all axes, with as many columns as fit."""
+def finish(figure: Figure, handles: Sequence[Artist], title: str, warning: str | None) -> None:
+    """Put a legend below all axes, the title above and the warning in red below it; the layout leaves room for all."""
     if handles:
         labels = [str(handle.get_label()) for handle in handles]
         longest = max(len(re.sub(r"\\[a-z]+|[$^_{}]", "", label)) for label in labels)
@@ -158,15 +158,6 @@ def legend(figure: Figure, handles: Sequence[Artist]) -> None:
         figure.legend(
             handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handletextpad=0.6
         )
-
-
-def line_handle(label: str, **look: object) -> Line2D:
-    """Return a line for the legend."""
-    return Line2D([], [], label=label, **look)  # type: ignore[arg-type]
-
-
-def entitle(figure: Figure, title: str, warning: str | None) -> None:
-    """Write the title and, in red below it, the warning; the layout leaves room for both."""
     figure.set_layout_engine("constrained", h_pad=0.08)
     width = figure.get_figwidth()
     lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(10.5 * width))]
@@ -182,6 +173,11 @@ def entitle(figure: Figure, title: str, warning: str | None) -> None:
     )
     note.set_in_layout(False)
     figure.add_artist(note)
+
+
+def line_handle(label: str, **look: object) -> Line2D:
+    """Return a line for the legend."""
+    return Line2D([], [], label=label, **look)  # type: ignore[arg-type]
 
 
 def mark_scale(

@@ -17,6 +17,7 @@ from mpl_toolkits.mplot3d.axes3d import Axes3D
 from numpy.typing import ArrayLike
 from scipy.ndimage import minimum_filter
 
+from lightning_sym._checks import check_numbers
 from lightning_sym.figures import _equivalence as shared
 from lightning_sym.figures._equivalence import FoundPoint, Scale, Values
 
@@ -70,8 +71,7 @@ def loss_surface(
         quartile = float(np.quantile(finite, 0.25)) if finite.size else 0.0
         baselines = [level for level in (scale.zero, scale.constant) if np.isfinite(level)]
         clip = max([2 * max(baselines, default=0), 1.2 * max(losses, default=0), quartile]) or 1.0
-    if not clip > 0:
-        raise ValueError(f"clip must be positive, got {clip}.")
+    check_numbers("> 0", clip=clip)
     top = min(clip, float(finite.max(initial=0))) or clip
     figure = Figure(figsize=(8.2, 6.2), layout="constrained", dpi=120)
     axes = figure.add_subplot(projection="3d", computed_zorder=False)
@@ -117,8 +117,7 @@ def loss_surface(
         ScalarMappable(Normalize(0, top), _MAP), ax=axes, shrink=0.72, pad=0.09, extend="max" if cut_off else "neither"
     )
     shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
-    shared.legend(figure, handles)
-    shared.entitle(figure, title, warning)
+    shared.finish(figure, handles, title, warning)
     return figure
 
 
@@ -160,19 +159,12 @@ def log_contour(
         Lengyel et al. (2020), GENNI, figure 1 (right).
     """
     grid, places = shared.checked_grid(values, axis, 2)
-    _check_epsilon(epsilon)
     figure = Figure(figsize=(7.4, 6.4), layout="constrained", dpi=120)
     axes = figure.add_subplot()
-    levels = _log_levels([grid], [epsilon or np.nan, scale.zero, scale.constant])
-    filled = _fill(axes, grid, places, levels)
-    handles = shared.draw_points(axes, points, 2, _ends(places))
-    if epsilon is not None:
-        handles.append(_epsilon_handle(epsilon, _epsilon_line(axes, grid, places, epsilon)))
-    handles += _exact_lines(axes, places, overlay)
+    lines = _draw_levels(figure, [axes], [(grid, places)], [scale], epsilon)
+    handles = shared.draw_points(axes, points, 2, _ends(places)) + lines
     axes.set(xlabel=_FIRST, ylabel=_SECOND)
-    _bar(figure, filled, axes, [scale], epsilon)
-    shared.legend(figure, handles)
-    shared.entitle(figure, title, warning)
+    shared.finish(figure, handles + _exact_lines(axes, places, overlay), title, warning)
     return figure
 
 
@@ -206,26 +198,18 @@ def planes_beside(
     Raises:
         ValueError: If shapes do not fit, an axis does not ascend, or epsilon is not positive.
     """
-    _check_epsilon(epsilon)
     grids = [shared.checked_grid(*pair, 2) for pair in zip(values, axes, strict=True)]
-    levels = _log_levels([grid for grid, _ in grids], [epsilon or np.nan, scale.zero, scale.constant])
     figure = Figure(figsize=(12.6, 6.4), layout="constrained", dpi=120)
-    panels = figure.subplots(1, 2)
+    panels = list(figure.subplots(1, 2))
+    lines = _draw_levels(figure, panels, grids, [scale], epsilon)
     handles: list[Artist] = []
-    there = False
-    for panel, (grid, places), found, name in zip(panels, grids, points, names, strict=True):
-        filled = _fill(panel, grid, places, levels)
-        there |= epsilon is not None and _epsilon_line(panel, grid, places, epsilon)
+    for panel, (_, places), found, name in zip(panels, grids, points, names, strict=True):
         shown = shared.draw_points(panel, found, 2, _ends(places))
         panel.set(title=name, xlabel=_FIRST, ylabel=_SECOND)
         for handle in shown:  # the two planes may have points of the same name with another J
             handle.set_label(f"{name}: {handle.get_label()}")
         handles += shown
-    if epsilon is not None:
-        handles.append(_epsilon_handle(epsilon, there))
-    _bar(figure, filled, list(panels), [scale], epsilon)
-    shared.legend(figure, handles)
-    shared.entitle(figure, title, warning)
+    shared.finish(figure, handles + lines, title, warning)
     return figure
 
 
@@ -256,23 +240,18 @@ def class_stack_figure(
     Raises:
         ValueError: If there is no slice, lengths or shapes do not fit, or epsilon is not positive.
     """
-    _check_epsilon(epsilon)
     stack = shared.checked("slices", slices, [None, None, None])
     if not 0 < len(stack) == len(labels):
         raise ValueError(f"slices must have one slice per label, at least one, got {len(stack)} and {len(labels)}.")
     if len(scales) not in {0, 1, len(stack)}:
         raise ValueError(f"scales must have {len(stack)} entries, or one or none, got {len(scales)}.")
     grids = [shared.checked_grid(values, axis, 2) for values in stack]
-    baselines = [level for scale in scales for level in (scale.zero, scale.constant)]
-    levels = _log_levels([grid for grid, _ in grids], [epsilon or np.nan, *baselines])
     rows = -(-len(stack) // 4)
     columns = -(-len(stack) // rows)
     figure = Figure(figsize=(2.6 + 2.7 * columns, 1.3 + 2.8 * rows), layout="constrained", dpi=120)
     panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    there = False
-    for panel, (grid, places), label in zip(panels, grids, labels, strict=False):
-        filled = _fill(panel, grid, places, levels)
-        there |= epsilon is not None and _epsilon_line(panel, grid, places, epsilon)
+    lines = _draw_levels(figure, panels, grids, scales, epsilon)
+    for panel, label in zip(panels, labels, strict=False):
         panel.set_title(label, fontsize=10)
     for panel in panels[len(stack) :]:
         panel.set_axis_off()
@@ -281,15 +260,8 @@ def class_stack_figure(
         panel.set_xlabel(_FIRST)
     for panel in panels[: len(stack) : columns]:
         panel.set_ylabel(_SECOND)
-    _bar(figure, filled, panels, scales, epsilon)
-    shared.legend(figure, [_epsilon_handle(epsilon, there)] if epsilon is not None else [])
-    shared.entitle(figure, title, warning)
+    shared.finish(figure, lines, title, warning)
     return figure
-
-
-def _check_epsilon(epsilon: float | None) -> None:
-    if epsilon is not None and not epsilon > 0:
-        raise ValueError(f"epsilon must be positive, got {epsilon}.")
 
 
 def _interpolated(grid: Values, places: Values, cells: Values) -> Values:
@@ -350,13 +322,28 @@ def _ends(places: Values) -> list[tuple[float, float]]:
     return [(float(places[0]), float(places[-1]))] * 2
 
 
-def _epsilon_line(axes: Axes, grid: Values, places: Values, epsilon: float) -> bool:
-    return _level(axes, shared.roots(grid, epsilon), places, 1, color="white", linewidth=1.5)
-
-
-def _epsilon_handle(epsilon: float, there: bool) -> Artist:
+def _draw_levels(
+    figure: Figure,
+    panels: list[Axes],
+    grids: Sequence[tuple[Values, Values]],
+    scales: Sequence[Scale],
+    epsilon: float | None,
+) -> list[Artist]:
+    """Fill panels with ln J, in one scale of colours, and draw the line of epsilon; return it for the legend."""
+    if epsilon is not None:
+        check_numbers("> 0", epsilon=epsilon)
+    baselines = [level for scale in scales for level in (scale.zero, scale.constant)]
+    levels = _log_levels([grid for grid, _ in grids], [epsilon or np.nan, *baselines])
+    there = False
+    for panel, (grid, places) in zip(panels, grids, strict=False):
+        filled = _fill(panel, grid, places, levels)
+        if epsilon is not None:
+            there |= _level(panel, shared.roots(grid, epsilon), places, 1, color="white", linewidth=1.5)
+    _bar(figure, filled, panels, scales, epsilon)
+    if epsilon is None:
+        return []
     name = rf"J = $\epsilon$ = {shared.number(epsilon)}" + ("" if there else _ABSENT)
-    return shared.line_handle(name, color="white", lw=1.5, path_effects=shared.HALO)
+    return [shared.line_handle(name, color="white", lw=1.5, path_effects=shared.HALO)]
 
 
 def _exact_lines(axes: Axes, places: Values, overlay: Sequence[tuple[str, ArrayLike]]) -> list[Artist]:
@@ -385,7 +372,7 @@ def _level(
 
 
 def _bar(
-    figure: Figure, filled: QuadContourSet, axes: Axes | list[Axes], scales: Sequence[Scale], epsilon: float | None
+    figure: Figure, filled: QuadContourSet, axes: list[Axes], scales: Sequence[Scale], epsilon: float | None
 ) -> None:
     """Add the colour bar of ln J with its marks; of several scales it names the lowest and the highest."""
     bar = figure.colorbar(filled, ax=axes, pad=0.02, aspect=28)

@@ -16,6 +16,7 @@ from mpl_toolkits.mplot3d.axes3d import Axes3D
 from numpy.typing import ArrayLike, NDArray
 from skimage.measure import marching_cubes
 
+from lightning_sym._checks import check_numbers
 from lightning_sym.figures import _equivalence as shared
 from lightning_sym.figures._equivalence import FoundPoint, Scale, Values
 
@@ -71,7 +72,7 @@ def point_set(
     """
     where = shared.checked("coefficients", coefficients, [None, 3])
     level = shared.checked("values", values, [len(where)])
-    _check_positive("epsilon", epsilon)
+    check_numbers("> 0", epsilon=epsilon)
     inside = (level < epsilon) & np.isfinite(where).all(axis=1)
     smallest = level[np.isfinite(level)].min(initial=np.inf)
     where, level = where[inside], level[inside]
@@ -96,10 +97,9 @@ def point_set(
         handles.append(Patch(color=_EXACT, label=overlay_label))
     bar = figure.colorbar(ScalarMappable(norm, "viridis"), ax=panels, shrink=0.75, pad=0.02, aspect=26)
     shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
-    shared.legend(figure, handles)
     counted = f"J < {shared.number(epsilon)}: {len(where):,} grid points"
     counted += f", {len(chosen):,} of them drawn" if len(chosen) < len(where) else ""
-    shared.entitle(figure, "\n".join(filter(None, [title, counted])), warning)
+    shared.finish(figure, handles, "\n".join(filter(None, [title, counted])), warning)
     return figure
 
 
@@ -157,8 +157,7 @@ def isosurface(
                 f": J goes from {shared.number(finite.min())} to {shared.number(finite.max())}" if finite.size else ""
             )
             shared.say(axes, f"J = {shared.number(level)} nowhere on the grid{known}.")
-    shared.legend(figure, found + handles)
-    shared.entitle(figure, title, warning)
+    shared.finish(figure, found + handles, title, warning)
     return figure
 
 
@@ -182,7 +181,7 @@ def isosurface_mesh(values: ArrayLike, axis: ArrayLike, level: float) -> tuple[V
         ValueError: If shapes do not fit, the axis does not ascend, or level is not positive.
     """
     grid, places = shared.checked_grid(values, axis, 3)
-    _check_positive("level", level)
+    check_numbers("> 0", level=level)
     return _marched(shared.roots(grid, level), places, 1.0)
 
 
@@ -218,7 +217,7 @@ def embedding(
     """
     where = shared.checked("coordinates", coordinates, [None, 2])
     level = shared.checked("values", values, [len(where)])
-    _check_positive("epsilon", epsilon)
+    check_numbers("> 0", epsilon=epsilon)
     figure = Figure(figsize=(7.6, 6.2), layout="constrained", dpi=120)
     axes = figure.add_subplot()
     shown = np.isfinite(level) & np.isfinite(where).all(axis=1)
@@ -234,9 +233,8 @@ def embedding(
     axes.set_aspect("equal", adjustable="datalim")
     bar = figure.colorbar(ScalarMappable(norm, "viridis"), ax=axes, pad=0.02, aspect=28)
     shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
-    shared.legend(figure, handles)
     counted = f"{int(shown.sum()):,} weights with J < {shared.number(epsilon)}"
-    shared.entitle(figure, "\n".join(filter(None, [title, counted])), warning)
+    shared.finish(figure, handles, "\n".join(filter(None, [title, counted])), warning)
     return figure
 
 
@@ -291,8 +289,7 @@ def betti_curve(
         axes.set_ylim(-0.15, highest + 0.6)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
-    shared.legend(figure, axes.get_legend_handles_labels()[0])
-    shared.entitle(figure, title, warning)
+    shared.finish(figure, axes.get_legend_handles_labels()[0], title, warning)
     return figure
 
 
@@ -372,8 +369,7 @@ def search_curves(
     left.set_xlim(times[0], times[-1] if times[-1] > times[0] else times[0] + 1)
     left.grid(alpha=0.25)
     _outcomes(right, last, kept, scale, levels or {})
-    shared.legend(figure, handles)
-    shared.entitle(figure, title, warning)
+    shared.finish(figure, handles, title, warning)
     return figure
 
 
@@ -413,11 +409,6 @@ def _vertical_marks(axes: Axes, marks: Mapping[str, float], unit: float = 1.0) -
                 value / unit, color=shared.INK, lw=1.3, linestyle=_LINES[1:][place % 3], zorder=1.5,
                 label=f"{name} = {shared.number(value)}",
             )  # fmt: skip
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} must be positive, got {value}.")
 
 
 def _thinned(count: int, most: int) -> NDArray[np.int64]:

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_sym.networks._trace import crossing_nodes, lower_half, trace, upper_half
 from lightning_sym.networks.activations import is_activation
+from lightning_sym.networks.cuts import crossing_nodes, lower_half, trace, upper_half
 
 _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lightning_sym._checks import check_integers
+
 _NEIGHBOURS = 20
 _MIN_DIST = 0.5
 
@@ -56,8 +58,7 @@ def umap_embedding(coefficients: ArrayLike, points: ArrayLike, *, seed: int, mos
         )
     if not (np.isfinite(rows).all() and np.isfinite(found).all()):
         raise ValueError("coefficients and points must be finite; leave out the rows that are not.")
-    if most < 1:
-        raise ValueError(f"most must be at least 1, got {most}.")
+    check_integers(most=most)
     chosen = np.arange(len(rows))
     if len(rows) > most:
         chosen = np.sort(np.random.default_rng(seed).choice(len(rows), most, replace=False))

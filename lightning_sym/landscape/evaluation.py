@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of, wide
 from lightning_sym._text import unknown
 from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
-from lightning_sym.landscape.planes import WeightPlane, trainable
+from lightning_sym.landscape.planes import WeightPlane, as_tensors, trainable, weight_vector
 from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
 
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
@@ -99,8 +100,8 @@ class LossSurface:
             raise ValueError(unknown("method", method, options))
         if loss != "squared_distance" and not callable(loss):
             raise ValueError(f"loss must be 'squared_distance' or a function of outputs and targets, got {loss!r}.")
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise ValueError(f"chunk must be an integer >= 1, or None, got {chunk!r}.")
+        if chunk is not None:
+            check_integers(chunk=chunk)
         parameters = trainable(network)
         self.dtype = dtype or next(iter(parameters.values())).dtype
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
@@ -119,7 +120,7 @@ class LossSurface:
 
         self._spaces: dict[str, Tensor] = {}
         self._line = self._closed_form(network, inputs, targets)
-        self._network, self._flat = self._private(network, parameters)
+        self._network, self._flat = self._private(network)
         width = self._check_outputs()
         self._blocks = self._input_blocks(width)
         self._first: FirstLayer | None = None
@@ -263,18 +264,13 @@ class LossSurface:
             return None
         return ReluLine.of(inputs, targets)
 
-    def _private(self, network: nn.Module, parameters: dict[str, nn.Parameter]) -> tuple[nn.Module, Tensor]:
+    def _private(self, network: nn.Module) -> tuple[nn.Module, Tensor]:
         """Return a copy of the network whose trainable parameters are views of one vector, and the vector."""
-        private = copy.deepcopy(network).to(self.dtype).requires_grad_(False).eval()
-        names = set(parameters)
-        flat = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        offset = 0
-        for name, parameter in private.named_parameters():
-            if name in names:
-                view = flat[offset : offset + parameter.numel()].view(parameter.shape)
-                view.copy_(parameter)
-                parameter.data = view
-                offset += parameter.numel()
+        private = copy.deepcopy(network).to(self.dtype).eval()
+        flat, parameters = weight_vector(private), dict(private.named_parameters())
+        for name, view in as_tensors(flat, self._shapes).items():
+            parameters[name].data = view
+        private.requires_grad_(False)
         if self.device.type == "cpu":
             with_fast_pools(private)
         return private, flat
@@ -389,7 +385,7 @@ class LossSurface:
 
         def batched(rows: Tensor, below: float | None) -> Tensor:
             values = weights(rows)
-            tensors = self._tensors(values)
+            tensors = as_tensors(values, self._shapes)
             first = None if outputs is None else _with_one(rows.to(self.device, self.dtype))
             total = torch.zeros(len(rows), dtype=wide(self.device), device=self.device)
             for index, (start, stop) in enumerate(self._blocks):
@@ -449,7 +445,7 @@ class LossSurface:
     def _first_outputs(self, matrix: Tensor) -> list[Tensor]:
         first = cast(FirstLayer, self._first)
         own = dict(first.layer.named_parameters())
-        tensors = self._tensors(matrix)
+        tensors = as_tensors(matrix, self._shapes)
         blocks = []
         for start, stop in self._blocks:
             entering = first.entering(self.inputs[start:stop])
@@ -467,15 +463,6 @@ class LossSurface:
                 found.append((output.T if self._dense is not None else output).flatten())
             blocks.append(torch.stack(found))
         return blocks
-
-    def _tensors(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Return vectors [G, P] as named tensors [G, *shape], of the trainable parameters."""
-        found, offset = {}, 0
-        for name, shape in self._shapes.items():
-            size = shape.numel()
-            found[name] = vectors[:, offset : offset + size].view(-1, *shape)
-            offset += size
-        return found
 
     def _call(self, tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
         output: Tensor = functional_call(self._network, tensors, (inputs,))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered, ranks, summed, together
 from lightning_sym._files import write_atomically
 from lightning_sym.landscape.evaluation import LossSurface
@@ -53,10 +54,8 @@ class Grid:
     ends: tuple[float, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, least in (("dimension", 1), ("points", 2)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} of a grid must be an integer >= {least}, got {value!r}.")
+        check_integers(of="a grid", dimension=self.dimension)
+        check_integers(2, of="a grid", points=self.points)
         pair = self.bound if isinstance(self.bound, Sequence) else (-self.bound, self.bound)
         if len(pair) != 2 or not all(math.isfinite(end) for end in pair) or not pair[0] < pair[1]:
             raise ValueError(f"bound of a grid must be a number > 0 or two rising numbers, got {self.bound!r}.")
@@ -215,8 +214,9 @@ class _Work:
         self.done = np.zeros(self.blocks, dtype=bool)
         self.todo: list[int] = []
         self.rank = torch.distributed.get_rank() if ranks() > 1 else 0
+        self.own_path = path.with_name(f"{path.name}.{self.rank}") if path is not None and self.rank else path
         self.loaded: list[Path] = []
-        self.fingerprint = self._fingerprint() if path is not None else ""
+        self.fingerprint = grid_fingerprint(surface, plane, grid, below) if path is not None else ""
 
     def points(self, block: int) -> slice:
         return slice(block * self.chunk, min((block + 1) * self.chunk, self.grid.size))
@@ -264,10 +264,14 @@ class _Work:
         self.done &= ~earlier
         self.todo = np.flatnonzero(~np.logical_or.reduce(everywhere, axis=0)).tolist()[self.rank :: ranks()]
 
+    @property
+    def count(self) -> int:
+        """How many points this rank has to do."""
+        return sum((part := self.points(block)).stop - part.start for block in self.todo)
+
     def estimate(self, limit: float) -> float:
         """Return the seconds that this rank needs: from one point, and if that is too long from a block."""
-        count = sum((part := self.points(block)).stop - part.start for block in self.todo)
-        if not count:
+        if not (count := self.count):
             return 0.0
         start = self.points(self.todo[len(self.todo) // 2]).start
         seconds = math.inf
@@ -282,9 +286,7 @@ class _Work:
     def run(self, progress: Callable[[int, int], None] | None) -> None:
         """Evaluate this rank's blocks."""
         saved = time.monotonic()
-        total = sum((part := self.points(block)).stop - part.start for block in self.todo)
-        count = 0
-        unsaved = False
+        total, count, unsaved = self.count, 0, False
         try:
             for block in self.todo:
                 part = self.points(block)
@@ -302,21 +304,16 @@ class _Work:
 
     def save(self) -> None:
         """Write the blocks that are this rank's, those read before included."""
-        assert self.path is not None
-        path = self.path if self.rank == 0 else self.path.with_name(f"{self.path.name}.{self.rank}")
+        assert self.own_path is not None
         parts = [self.values[self.points(block)] for block in np.flatnonzero(self.done).tolist()]
         name, values = np.array(self.fingerprint), torch.cat(parts).numpy()
-        write_atomically(path, lambda file: np.savez(file, fingerprint=name, done=self.done, values=values))
+        write_atomically(self.own_path, lambda file: np.savez(file, fingerprint=name, done=self.done, values=values))
 
     def remove(self) -> None:
         """Remove the partial files; all ranks have the result."""
-        if self.path is not None:
-            own = self.path if self.rank == 0 else self.path.with_name(f"{self.path.name}.{self.rank}")
-            for path in (own, *self.loaded):
+        for path in (self.own_path, *self.loaded):
+            if path is not None:
                 path.unlink(missing_ok=True)
-
-    def _fingerprint(self) -> str:
-        return grid_fingerprint(self.surface, self.plane, self.grid, self.below)
 
 
 def grid_fingerprint(surface: LossSurface, plane: WeightPlane, grid: Grid, below: float | None = None) -> str:

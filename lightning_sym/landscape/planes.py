@@ -1,10 +1,13 @@
 """Weight vectors of a network, and the affine planes through some of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+
+from lightning_sym._checks import check_numbers
 
 
 def weight_vector(network: nn.Module) -> Tensor:
@@ -35,18 +38,20 @@ def weight_tensors(network: nn.Module, vectors: Tensor) -> dict[str, Tensor]:
     Raises:
         ValueError: If the last axis is not P long, or the network has no trainable parameter.
     """
-    parameters = trainable(network)
-    sizes = [parameter.numel() for parameter in parameters.values()]
-    if vectors.ndim == 0 or vectors.shape[-1] != sum(sizes):
+    shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
+    size = sum(shape.numel() for shape in shapes.values())
+    if vectors.ndim == 0 or vectors.shape[-1] != size:
         raise ValueError(
-            f"vectors must have shape [..., {sum(sizes)}], one entry for each trainable parameter of the "
+            f"vectors must have shape [..., {size}], one entry for each trainable parameter of the "
             f"{type(network).__name__}, got {list(vectors.shape)}."
         )
-    parts = torch.split(vectors, sizes, -1)
-    return {
-        name: part.view(*part.shape[:-1], *parameter.shape)
-        for (name, parameter), part in zip(parameters.items(), parts, strict=True)
-    }
+    return as_tensors(vectors, shapes)
+
+
+def as_tensors(vectors: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return views ``[..., *shape]`` of vectors ``[..., P]``, one for each shape; the shapes have P entries in all."""
+    parts = torch.split(vectors, [shape.numel() for shape in shapes.values()], -1)
+    return {name: part.view(*part.shape[:-1], *shapes[name]) for name, part in zip(shapes, parts, strict=True)}
 
 
 def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
@@ -90,8 +95,7 @@ def independent(vectors: Tensor, tolerance: float = 1e-3) -> list[int]:
 
 def _gram_schmidt(vectors: Tensor, tolerance: float) -> tuple[list[int], Tensor]:
     """Return the positions of the accepted vectors and their orthonormal basis, shape [P, accepted]."""
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance must be in (0, 1), got {tolerance}.")
+    check_numbers("in (0, 1)", tolerance=tolerance)
     count, size = vectors.shape
     tolerance = max(tolerance, 10 * max(size, count) * torch.finfo(torch.float64).eps)
     basis = vectors.new_zeros(size, min(count, size))

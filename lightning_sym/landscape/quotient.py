@@ -175,6 +175,7 @@ def orbit_distances(
         ValueError: If the shapes do not fit, or a weight is not finite.
 
     Note:
+        Scales are free here; :func:`lightning_sym.symmetry.orbit_distance` bounds the distance of balanced networks.
         Exact: ``O(H^2)`` quartics and ``O(H^3)`` for the assignment, per vector and layer of H units. Distances near 0
         are right to about 1e-15 times the norm of the weights; only if two units differ by less than about 1e-8 may
         they be paired wrongly, at a price of that size.

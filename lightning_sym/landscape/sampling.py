@@ -13,6 +13,7 @@ from scipy.spatial import KDTree
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vjp, vmap
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.landscape.outputs import NetworkOutputs
 
@@ -130,18 +131,18 @@ def sample_sgld(
         >>> found.vectors.shape, found.losses.shape
         (torch.Size([1, 4, 9]), torch.Size([30, 4]))
     """
-    if chains < 1 or steps < 1 or burn_in < 0:
-        raise ValueError(f"chains and steps must be >= 1 and burn_in >= 0, got {chains}, {steps} and {burn_in}.")
-    if not 1 <= kept <= steps:
+    check_integers(chains=chains, steps=steps, kept=kept)
+    check_integers(0, burn_in=burn_in)
+    if kept > steps:
         raise ValueError(f"kept must be in 1 .. steps={steps}, got {kept}.")
     if (inverse_temperature is None) == (dimension is None) or (dimension is None) != (target_loss is None):
         raise ValueError("give either inverse_temperature, or dimension and target_loss together.")
     if dimension is not None and target_loss is not None:
-        if dimension < 1 or not target_loss > 0:
-            raise ValueError(f"dimension must be >= 1 and target_loss > 0, got {dimension} and {target_loss}.")
+        check_integers(dimension=dimension)
+        check_numbers("> 0", target_loss=target_loss)
         inverse_temperature = dimension / (2 * target_loss)
-    if inverse_temperature is None or not 0 < inverse_temperature < math.inf:
-        raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}.")
+    assert inverse_temperature is not None
+    check_numbers("> 0", inverse_temperature=inverse_temperature)
     function = NetworkOutputs(network, inputs, dtype)
     beginning = function.start(start)
     with torch.no_grad():
@@ -161,8 +162,8 @@ def sample_sgld(
         step = 0.2 / (inverse_temperature * curvature)
     if localisation is None:
         localisation = inverse_temperature / 100
-    if not (step > 0 and localisation >= 0):
-        raise ValueError(f"step must be > 0 and localisation >= 0, got {step} and {localisation}.")
+    check_numbers("> 0", step=step)
+    check_numbers(">= 0", localisation=localisation)
 
     gradient = vmap(grad_and_value(loss), chunk_size=chunk, randomness="same")
     vectors = beginning.repeat(chains, 1)
@@ -278,11 +279,8 @@ def sample_set(
         >>> round(ball.fraction, 2)  # pi / 6
         0.52
     """
-    if dimension < 1 or samples < 1 or not bound > 0 or not epsilon > 0:
-        raise ValueError(
-            "dimension and samples must be >= 1, bound and epsilon > 0; got "
-            f"{dimension}, {samples}, {bound} and {epsilon}."
-        )
+    check_integers(dimension=dimension, samples=samples)
+    check_numbers("> 0", bound=bound, epsilon=epsilon)
     if method == "walk":
         begin = torch.zeros(1, dimension, dtype=torch.float64) if start is None else start.detach().cpu().double()
         return _walks(evaluate, begin, dimension, bound, epsilon, samples, bound / 20 if step is None else step, seed)
@@ -314,8 +312,7 @@ def _walks(
 ) -> SetSample:
     if begin.ndim != 2 or begin.shape[1] != dimension or not len(begin):
         raise ValueError(f"start must have shape [s, {dimension}] with s >= 1, got {list(begin.shape)}.")
-    if not step > 0:
-        raise ValueError(f"step must be > 0, got {step}.")
+    check_numbers("> 0", step=step)
     values = evaluate(begin).cpu().double()
     out = ~((values < epsilon) & (begin.abs() <= bound).all(1))
     if bool(out.any()):
@@ -387,8 +384,8 @@ def neighbour_graph(
         >>> neighbour_graph(lambda c: 1 - c[:, 0].abs(), two, 0.5, neighbours=3).labels.tolist()
         [0, 0, 1, 1]
     """
-    if neighbours < 1 or checks < 1 or not epsilon > 0:
-        raise ValueError(f"neighbours and checks must be >= 1 and epsilon > 0; got {neighbours}, {checks}, {epsilon}.")
+    check_integers(neighbours=neighbours, checks=checks)
+    check_numbers("> 0", epsilon=epsilon)
     if coefficients.ndim != 2 or not len(coefficients):
         raise ValueError(f"coefficients must have shape [n, m] with n >= 1, got {list(coefficients.shape)}.")
     points = coefficients.detach().cpu().double()

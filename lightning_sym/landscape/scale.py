@@ -9,6 +9,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from lightning_sym._checks import check_integers, check_numbers
+
 Loss = TypeVar("Loss", float, Tensor)
 # J / V up to which a function counts as the same, and from where on as another one: at a tenth of V or J0 the warning
 # about epsilon starts (docs/theory/equivalence.md, 1.2).
@@ -42,8 +44,7 @@ class FunctionScale:
     constant: float
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value >= 0 for value in (self.zero, self.constant)):
-            raise ValueError(f"J0 and V must be finite numbers >= 0, got {self.zero} and {self.constant}.")
+        check_numbers(">= 0", J0=self.zero, V=self.constant)
 
     @classmethod
     def of(cls, outputs: Tensor) -> "FunctionScale":
@@ -162,9 +163,7 @@ def resolution(values: NDArray[np.floating], spacing: float, epsilon: float) -> 
         >>> round(found.width, 4), found.enough, found.points
         (0.1414, False, 31)
     """
-    for name, value in (("spacing", spacing), ("epsilon", epsilon)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a number > 0, got {value}.")
+    check_numbers("> 0", spacing=spacing, epsilon=epsilon)
     curvature = _largest_curvature(values, epsilon) / spacing**2
     points = max(values.shape)
     if math.isnan(curvature):
@@ -230,15 +229,11 @@ def volume_exponent(
         >>> round(volume_exponent(x**2, 0.01).exponent, 2)  # a point on a line: codimension 1
         0.5
     """
-    for name, value in (("epsilon", epsilon), ("decades", decades)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a number > 0, got {value}.")
-    if steps < 2:
-        raise ValueError(f"steps must be at least 2, got {steps}.")
+    check_numbers("> 0", epsilon=epsilon, decades=decades)
+    check_integers(2, steps=steps)
     losses = np.asarray(values).ravel()
     total = losses.size if samples is None else samples
-    if total < losses.size:
-        raise ValueError(f"samples must be at least the number of values, {losses.size}, got {samples}.")
+    check_integers(losses.size, samples=total)
     if np.isnan(losses).any():
         raise ValueError("values must not be NaN; look for weights that are not finite.")
     logs = math.log(epsilon) + math.log(10) * np.linspace(-decades, 0, steps)

@@ -8,27 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sym.landscape.scale import (
-    FunctionScale,
-    Resolution,
-    VolumeExponent,
-    resolution,
-    volume_exponent,
-)
+from lightning_sym.landscape.scale import FunctionScale, Resolution, VolumeExponent, resolution, volume_exponent
 from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
-
-__all__ = [
-    "FunctionScale",
-    "Resolution",
-    "SetNumbers",
-    "VolumeExponent",
-    "betti_numbers",
-    "components",
-    "describe_set",
-    "joining_levels",
-    "resolution",
-    "volume_exponent",
-]
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ def components(
         raise ValueError("inside must have at least one axis, got a single number.")
     if connectivity not in ("full", "face"):
         raise ValueError(unknown("connectivity", connectivity, ("full", "face")))
-    labels, count = ndimage.label(inside, _full(inside.ndim) if connectivity == "full" else None)
+    labels, count = ndimage.label(inside, np.ones((3,) * inside.ndim) if connectivity == "full" else None)
     return count, labels
 
 
@@ -144,10 +144,6 @@ def joining_levels(values: NDArray[np.floating], cells: Sequence[tuple[int, ...]
 
     resolve(list(range(len(cells))), -1, levels.size - 1)
     return result
-
-
-def _full(dimension: int) -> NDArray[np.bool_]:
-    return np.ones((3,) * dimension, dtype=bool)
 
 
 def _euler(cells: NDArray[np.bool_], axis: int = 0) -> int:

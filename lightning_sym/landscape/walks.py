@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.landscape.outputs import NetworkOutputs
 
@@ -121,12 +122,9 @@ def walk_level_set(
         >>> walk.vectors.shape, bool((walk.losses < walk.tolerance).all())
         (torch.Size([6, 13]), True)
     """
-    if steps < 1 or max_corrections < 1:
-        raise ValueError(f"steps and max_corrections must be at least 1, got {steps} and {max_corrections}.")
-    if not (step_size > 0 and math.isfinite(step_size)):
-        raise ValueError(f"step_size must be a positive length in weight space, got {step_size}.")
-    if not 0 < rcond < 1:
-        raise ValueError(f"rcond must be in (0, 1), got {rcond}.")
+    check_integers(steps=steps, max_corrections=max_corrections)
+    check_numbers("> 0", step_size=step_size)
+    check_numbers("in (0, 1)", rcond=rcond)
     if isinstance(direction, str) and direction != "random":
         raise ValueError(unknown("direction", direction, ["random"]))
     function = NetworkOutputs(network, inputs)
@@ -136,8 +134,7 @@ def walk_level_set(
         scale = float(targets.square().sum()) / samples
     if tolerance is None:
         tolerance = 1e-24 * (scale or 1.0)
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be a positive value of J, got {tolerance}.")
+    check_numbers("> 0", tolerance=tolerance)
     source = torch.Generator().manual_seed(seed)
 
     def look(vector: Tensor, corrections: int) -> _Point:

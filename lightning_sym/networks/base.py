@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from lightning_sym._checks import height_width
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
-from lightning_sym.networks._trace import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
+from lightning_sym.networks.cuts import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 
 _PUBLIC = "lightning_sym.networks"
 M = TypeVar("M", bound=nn.Module)

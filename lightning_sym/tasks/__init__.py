@@ -2,19 +2,24 @@
 
 from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
 from lightning_sym.tasks.equivariance import EquivarianceTask
+from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.matching import MatchingTask
+from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.tasks.rotation import RotationTask
 from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
 from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
+    "CrossEntropy",
     "EquivalenceTask",
     "EquivarianceTask",
     "FoundWeights",
     "MatchingTask",
     "MemberParallelStrategy",
+    "PopulationTask",
     "RotationTask",
+    "SquaredDistance",
     "StitchingTask",
     "ZooTask",
 ]

@@ -2,41 +2,98 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
-from lightning_sym.population import _generator_state as generator_state
-from lightning_sym.population import carry_gradients, zero_unless
+from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
-from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._members import check_data
-from lightning_sym.tasks.metrics import PopulationClassification
-from lightning_sym.tasks.strategy import most_validation_batches
+from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
+from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class BranchTask(LightningModule):
+class BranchPopulation(LoopPopulation):
+    """Branches as the members of a population: what is registered is what they train.
+
+    Args:
+        branches: The networks; their numbers are their places.
+        names: Their names; what dropout draws depends on them.
+        lowers: The cut networks, by key.
+        lower_of: The key of each branch's lower part.
+        channels_last: Lay images out with the channels last.
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[StitchedNetwork],
+        names: Sequence[str],
+        lowers: Mapping[str, CutNetwork],
+        lower_of: Sequence[str],
+        *,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__(lambda index: branches[index].trained, range(len(branches)), channels_last=channels_last)
+        self._parts = tuple(branches), dict(lowers), tuple(lower_of)  # in a tuple: frozen parts are not registered
+        self._names = tuple(names)
+
+    def train(self, mode: bool = True) -> "BranchPopulation":
+        """Set the mode of all branches."""
+        super().train(mode)
+        for branch in self._parts[0]:
+            branch.train(mode)
+        return self
+
+    def prepared(self, inputs: Tensor) -> dict[str, dict[str, tuple[Any, ...]]]:
+        """Return what crosses each cut of each lower part, without gradients."""
+        images = super().prepared(inputs)
+        return {key: cut.values(images) for key, cut in self._parts[1].items()}
+
+    def run_member(self, number: int, prepared: Any) -> Tensor:
+        """Return the logits of a branch, ``[B, K]``, given what crosses the cuts."""
+        branches, _, lower_of = self._parts
+        return branches[number].stitched(prepared[lower_of[number]][branches[number].site])
+
+    def random_key(self, number: int) -> str:
+        """Return the branch's name: its number depends on what else there is."""
+        return self._names[number]
+
+    def penalty(self, number: int) -> Tensor:
+        """Return the regularisers of a branch's maps."""
+        return self._parts[0][number].regularization()
+
+    def member_state(self, number: int) -> dict[str, Tensor]:
+        """Return copies of a branch's trained parameters and its buffers."""
+        branch = self._parts[0][number]
+        frozen = _frozen(branch)
+        return {name: value.detach().clone() for name, value in branch.state_dict().items() if name not in frozen}
+
+    def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:
+        """Give a branch other trained parameters and buffers."""
+        branch = self._parts[0][number]
+        missing, unexpected = branch.load_state_dict(dict(state), strict=False)
+        if unexpected or set(missing) - _frozen(branch):
+            raise ValueError(f"What was kept for branch {number} does not fit; use the settings of that run.")
+
+
+def _frozen(branch: StitchedNetwork) -> set[str]:
+    return {name for name, parameter in branch.named_parameters() if not parameter.requires_grad}
+
+
+class BranchTask(PopulationTask):
     """Train many :class:`lightning_sym.stitching.StitchedNetwork` s, the branches, on lower parts that are run once.
 
     For each batch every lower part is run once, whatever the number of branches on it; then each branch is run upwards
-    from its cut. Gradients are taken branch by branch, so that the memory is that of one branch, and handed to one
-    ordinary ``backward()``. A branch depends on its own name, seed and data only: it comes out as if it were trained
-    alone. One whose loss is not finite stops, and the others go on.
+    from its cut. Gradients are taken branch by branch, so that the memory is that of one branch. Branches are the
+    members of a population: what holds for all is said at :class:`lightning_sym.tasks.PopulationTask`.
 
     A subclass sets, in :meth:`build`, what is described below.
 
@@ -45,6 +102,7 @@ class BranchTask(LightningModule):
         lr_scheduler: Makes its scheduler, stepped after each epoch.
         channels_last: Lay images and weights out with the channels last: the same numbers up to rounding, often faster.
         allow: Packages of your own whose networks a zoo may hold, see ``ModelZoo.open``.
+        weight_decay_on: ``"all"`` parameters but those of maps that must not decay; or ``"weights"``: no biases either.
 
     Attributes:
         branches: The networks; after ``setup``.
@@ -52,11 +110,11 @@ class BranchTask(LightningModule):
         lowers: The cut networks, by key.
         lower_of: The key of each branch's lower part.
         members: Whole networks, by key, which are evaluated as they are, beside the branches.
-        kept: By index of the branch: the epoch, metrics and state of the weights with the best validation accuracy (the
-            lower loss among equals).
     """
 
-    trained: nn.ModuleList
+    population: BranchPopulation
+    own_batches = False
+    places_members = False
 
     def __init__(
         self,
@@ -64,37 +122,23 @@ class BranchTask(LightningModule):
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None,
         channels_last: bool,
         allow: Sequence[str] | None,
+        weight_decay_on: Literal["all", "weights"] = "all",
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer=optimizer, lr_scheduler=lr_scheduler, weight_decay_on=weight_decay_on)
         self.channels_last = channels_last
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.allow = tuple(allow or ())
-        optimizer_now = self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])  # refuses bad settings now
-        self._make_scheduler(optimizer_now)
         self.names: list[str] = []
         self.branches: tuple[StitchedNetwork, ...] = ()
         self.lowers: dict[str, CutNetwork] = {}
         self.lower_of: list[str] = []
         self.members: dict[str, Network] = {}
-        self.kept: dict[int, dict[str, Any]] = {}
-        self._stopped: dict[int, dict[str, Any]] = {}
-        self._divergence = Divergence()
         self._statistics: list[dict[str, Tensor]] | None = None  # as they were before a recalibration
-        self._current: list[dict[str, Tensor]] | None = None  # the current weights, while the kept ones are tested
-        self._draws: dict[int, bool] = {}  # by index, whether training draws random numbers
-        self._loss_sums = torch.zeros(0, dtype=torch.float64)
-        self._loss_count = 0.0
 
     # ---- what a subclass adds
 
     @abstractmethod
     def build(self) -> None:
         """Open zoos and set ``names``, ``branches``, ``lowers``, ``lower_of`` and ``members``."""
-
-    @abstractmethod
-    def default_optimizer(self, parameters: Any) -> Optimizer:
-        """Make the optimizer that is used if none was given."""
 
     @property
     @abstractmethod
@@ -109,111 +153,114 @@ class BranchTask(LightningModule):
         """Return what else is to be logged, by name, given accuracies and losses of branches, then members."""
         return {}
 
-    # ---- set-up
+    @property
+    def cuts(self) -> list[CutNetwork]:
+        """All cut networks; they follow the task from device to device."""
+        return list(self.lowers.values())
+
+    # ---- branches as members
+
+    @property
+    def numbers(self) -> list[int]:
+        """The branches' places."""
+        return list(range(len(self.branches)))
 
     def setup(self, stage: str) -> None:
         """Build the branches, on every process.
 
         Raises:
             FileNotFoundError: If there is no zoo.
-            ValueError: If members, sites or data do not fit, or the precision would tie branches together.
+            ValueError: If members, sites or data do not fit, or the trainer would tie branches together.
         """
-        if self.trainer.precision == "16-mixed":
-            raise ValueError(
-                "precision 16-mixed ties the branches together (one gradient scale for all); use bf16-mixed or 32-true."
-            )
+        super().setup(stage)
         self._prepare()
         data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         for zoo, number in self.zoos.values():
             check_data(zoo, number, data, trial=trial)
 
     def _prepare(self) -> None:
-        if self.branches:
-            return
-        self.build()
-        self.trained = nn.ModuleList(branch.trained for branch in self.branches)
-        if not any(True for _ in self.trained.parameters()):
-            self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
-        self._loss_sums = torch.zeros(len(self.branches), dtype=torch.float64)
-        self.val_metrics = PopulationClassification(len(self.branches) + len(self.members))
+        if not self.branches:
+            self.build()
 
-    def _to_device(self, device: torch.device | None = None) -> None:
-        device = self.device if device is None else device
+    def configure_model(self) -> None:
+        """Make the population, of the branches that ``setup`` has built."""
+        self._prepare()
+        super().configure_model()
+
+    def make_population(self, numbers: list[int]) -> Population:
+        """Return the branches as a population."""
+        return BranchPopulation(self.branches, self.names, self.lowers, self.lower_of, channels_last=self.channels_last)
+
+    def make_metric(self, split: str) -> PopulationLoss:
+        """Return what adds up: in training losses of branches; else accuracies too, also of the whole members."""
+        if split == "train":
+            return PopulationLoss(len(self.branches))
+        return PopulationClassification(len(self.branches) + len(self.members))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the names of the branches."""
+        return {"branches": list(self.names)}
+
+    def member_title(self, number: int) -> str:
+        """Return a branch's name."""
+        return self.names[number]
+
+    def tag(self, split: str, quantity: str, number: int) -> str:
+        """Return for example ``pair-0-1/activation1/full/val_accuracy``."""
+        return f"{self.names[number]}/{split}_{quantity}"
+
+    @property
+    def shown(self) -> str:
+        """The training loss."""
+        return "train/loss"
+
+    def summary(
+        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Return the mean training loss, or :meth:`quantities`."""
+        if split == "train":
+            losses = running["loss"].values()
+            return {"train/loss": math.fsum(losses) / len(losses)} if losses else {}
+        return {name: value for name, value in self.quantities(values, split).items() if math.isfinite(value)}
+
+    def undecayed_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have no weight decay; maps say which of theirs do not."""
+        maps = [module for branch in self.branches for module in branch.stitching_maps]
+        return [*super().undecayed_parameters(), *(p for module in maps for p in module.undecayed_parameters())]
+
+    def parameters_of(self, index: int) -> list[nn.Parameter]:
+        """Return the trained parameters of a branch."""
+        return self.population.member_parameters(index)
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Branches that training does not run: those known to be stopped, and those with nothing to train."""
+        return super().skipped.union(index for index in self.numbers if not self.parameters_of(index))
+
+    # ---- training
+
+    def to_device(self, device: torch.device) -> None:
+        """Move branches and frozen networks."""
         dtype = self.dtype if isinstance(self.dtype, torch.dtype) else None
         networks: list[nn.Module | CutNetwork] = [*self.branches, *self.members.values(), *self.cuts]
         for network in networks:
             network.to(device=device, dtype=dtype)
             if self.channels_last:
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._loss_sums = self._loss_sums.to(device)
-
-    @property
-    def cuts(self) -> list[CutNetwork]:
-        """All cut networks; they follow the task from device to device."""
-        return list(self.lowers.values())
 
     def on_fit_start(self) -> None:
-        """Move the frozen networks to the device, and leave running statistics to the ranks' own averages."""
-        self._to_device()
-        if isinstance(self.trainer.strategy.model, DistributedDataParallel):
-            self.trainer.strategy.model.broadcast_buffers = False
-        for branch in self.branches:
-            branch.train()
-            branch.set_mode("soft")
+        """Move the frozen networks to the device."""
+        super().on_fit_start()
+        self.to_device(self.device)
+        self.end_evaluation()
 
     def teardown(self, stage: str) -> None:
         """Bring the frozen networks back to the CPU, where Lightning brings the maps."""
-        self._to_device(torch.device("cpu"))
-
-    def on_train_start(self) -> None:
-        """Check that all ranks can validate."""
-        most_validation_batches(self)
-
-    # ---- optimizer
-
-    def parameters_of(self, index: int) -> list[nn.Parameter]:
-        """Return the trained parameters of a branch."""
-        return [parameter for parameter in self.branches[index].trained.parameters() if parameter.requires_grad]
-
-    def configure_optimizers(self) -> Any:
-        """Make one optimizer for all branches; maps say which of their parameters do not decay."""
-        if hasattr(self, "nothing"):
-            return torch.optim.SGD([self.nothing], lr=0.0)
-        spared = {
-            id(parameter)
-            for branch in self.branches
-            for module in branch.stitching_maps
-            for parameter in module.undecayed_parameters()
-        }
-        parameters = [p for index in range(len(self.branches)) for p in self.parameters_of(index)]
-        groups: list[dict[str, Any]] = [{"params": [p for p in parameters if id(p) not in spared]}]
-        groups.append({"params": [p for p in parameters if id(p) in spared], "weight_decay": 0.0})
-        optimizer = self._make_optimizer([group for group in groups if group["params"]])
-        scheduler = self._make_scheduler(optimizer)
-        if scheduler is None:
-            return optimizer
-        return OptimizerLRSchedulerConfig(optimizer=optimizer, lr_scheduler={"scheduler": scheduler})
-
-    def _make_optimizer(self, parameters: Any) -> Optimizer:
-        optimizer = self.optimizer(parameters) if self.optimizer is not None else self.default_optimizer(parameters)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS searches along one direction for all branches together; use another optimizer.")
-        return optimizer
-
-    def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler is not None else None
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau would tie the branches' learning rates together; use a scheduler that depends on "
-                "the epoch only."
-            )
-        return scheduler
+        self.to_device(torch.device("cpu"))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Take gradients away from what must not change: stopped branches, and what is held."""
-        for index in self._stopped:
-            for parameter in self.parameters_of(index):
-                parameter.grad = None
+        super().on_before_optimizer_step(optimizer)
         for parameter in self.held():
             parameter.grad = None
 
@@ -230,121 +277,6 @@ class BranchTask(LightningModule):
                     if not self._stop_unless_finite(index):
                         raise
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip each branch's gradient by itself, so that branches stay independent."""
-        if not gradient_clip_val:
-            return
-        for index in range(len(self.branches)):
-            if gradient_clip_algorithm == "value":
-                nn.utils.clip_grad_value_(self.parameters_of(index), gradient_clip_val)
-            else:
-                nn.utils.clip_grad_norm_(self.parameters_of(index), gradient_clip_val)
-
-    # ---- training
-
-    def values(self, images: Tensor) -> dict[str, dict[str, tuple[Any, ...]]]:
-        """Return what crosses each cut of each lower part, without gradients."""
-        images = self._laid_out(images)
-        return {key: cut.values(images) for key, cut in self.lowers.items()}
-
-    def _laid_out(self, images: Tensor) -> Tensor:
-        return images.contiguous(memory_format=torch.channels_last) if self.channels_last else images
-
-    def logits(self, index: int, values: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> Tensor:
-        """Return the logits of a branch, ``[B, K]``, given all values."""
-        branch = self.branches[index]
-        return branch.stitched(values[self.lower_of[index]][branch.site])
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of all branches. Images ``[B, C, H, W]``, logits ``[S, B, K]``."""
-        values = self.values(images)
-        return torch.stack([self.logits(index, values) for index in range(len(self.branches))])
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Take all branches' gradients on the same images; images ``[B, C, H, W]``, labels ``[B]``."""
-        images, labels = batch
-        if hasattr(self, "nothing"):
-            return (0.0 * self.nothing).sum()
-        values = self.values(images)
-        losses = self._loss_sums.new_zeros(len(self.branches))
-        owned = [self.parameters_of(index) for index in range(len(self.branches))]
-        gradients: list[list[Tensor]] = []
-        for index, branch in enumerate(self.branches):
-            if not owned[index]:
-                gradients.append([])
-                continue
-            if index in self._stopped:
-                gradients.append([torch.zeros_like(parameter) for parameter in owned[index]])
-                continue
-            with self._drawing(index):
-                logits = self.logits(index, values)
-            loss = F.cross_entropy(logits, labels) + branch.regularization()
-            losses[index] = loss.detach()
-            with torch.autocast(images.device.type, enabled=False):
-                found = torch.autograd.grad(loss, owned[index], allow_unused=True, materialize_grads=True)
-            gradients.append(list(found))
-        losses, gradients, alive = self._without_diverged(losses, gradients)
-        self._loss_sums += losses * len(labels)
-        self._loss_count += len(labels)
-        return carry_gradients(
-            (losses.sum() / alive.sum().clamp(min=1)).float(),
-            [gradient for own in gradients for gradient in own],
-            [parameter for own in owned for parameter in own],
-        )
-
-    @contextmanager
-    def _drawing(self, index: int) -> Iterator[None]:
-        """Seed what dropout of a branch draws, so that it depends on no other branch, nor on what ran before."""
-        # Seeding takes longer than a small branch's step; the first step shows whether it is needed.
-        if self._draws.get(index) is False:
-            yield
-            return
-        keys = (self.names[index], self.global_rank, self.trainer.fit_loop.total_batch_idx)
-        with seeded(derive_seed("branch", *keys)):
-            before = generator_state(self.device)
-            yield
-            if index not in self._draws:
-                self._draws[index] = not torch.equal(before, generator_state(self.device))
-
-    def _without_diverged(
-        self, losses: Tensor, gradients: list[list[Tensor]]
-    ) -> tuple[Tensor, list[list[Tensor]], Tensor]:
-        """Return losses and gradients, 0 for branches that do not go on, and which branches do, shape ``[S]``, bool."""
-        finite = torch.isfinite(losses)
-        if self.trainer.world_size > 1:
-            # All ranks hold all branches: what one rank cannot use, none may, or their weights would part.
-            finite = self.trainer.strategy.reduce(finite.float(), reduce_op="sum") == self.trainer.world_size
-        out = [index for index, own in enumerate(gradients) if not own or index in self._stopped]
-        alive = self._divergence.note(finite, out, self.current_epoch, self.global_step)
-        if self._divergence.due and not self._stop_diverged():
-            return losses, gradients, alive
-        flagged = zip(alive.unbind(), gradients, strict=True)
-        return losses.masked_fill(~alive, 0.0), [zero_unless(flag, own) for flag, own in flagged], alive
-
-    def _stop_diverged(self) -> bool:
-        """Stop the branches that have diverged since the last look; return whether there are any."""
-        found = self._divergence.look()
-        for index, (epoch, step) in found.items():
-            self._stop(index, "its training loss is not finite", epoch, step)
-        return bool(found)
-
-    def _stop(self, index: int, reason: str, epoch: int | None = None, step: int | None = None) -> None:
-        epoch = self.current_epoch if epoch is None else epoch
-        step = self.global_step if step is None else step
-        self._stopped[index] = {"epoch": epoch, "step": step, "reason": reason}
-        rank_zero_warn(f"{self.names[index]} was stopped in epoch {epoch}, step {step}: {reason}. The others go on.")
-
-    @property
-    def stopped(self) -> dict[int, dict[str, Any]]:
-        """Why and when branches were stopped, by index; waits until the device has caught up."""
-        self._stop_diverged()
-        return self._stopped
-
     def _stop_unless_finite(self, index: int) -> bool:
         """Stop a branch whose weights are not finite, which are the same on all ranks; return whether it was.
 
@@ -352,244 +284,103 @@ class BranchTask(LightningModule):
         """
         finite = all(bool(parameter.square().sum().isfinite()) for parameter in self.parameters_of(index))
         if not finite and index not in self.stopped:
-            self._stop(index, "its weights are not finite, or overflow when squared")
+            self.stop(index, "its weights are not finite, or overflow when squared")
         return not finite
-
-    def _loss_totals(self) -> tuple[Tensor, float]:
-        """Return the sums of losses over all ranks."""
-        both = torch.cat([self._loss_sums, self._loss_sums.new_tensor([self._loss_count])])
-        if self.trainer.world_size > 1:
-            # On the device of the process group: after a fit Lightning has moved the module to the CPU.
-            both = self.trainer.strategy.reduce(both.to(self.trainer.strategy.root_device), reduce_op="sum")  # type: ignore[assignment]
-        return both[:-1], float(both[-1])
-
-    def on_train_epoch_end(self) -> None:
-        """Log the epoch's mean training losses."""
-        sums, count = self._loss_totals()
-        self._loss_sums.zero_()
-        self._loss_count = 0.0
-        if count and not hasattr(self, "nothing"):
-            trained = [i for i in range(len(self.branches)) if i not in self.stopped and self.parameters_of(i)]
-            losses = {self.names[index]: float(sums[index]) / count for index in trained}
-            self._log_each("train_loss", losses)
-            if losses:
-                self.log("train/loss", math.fsum(losses.values()) / len(losses), prog_bar=True)
-        if sum(self.trainer.num_val_batches) == 0:
-            self._keep(None)
-        if len(self.stopped) == len(self.branches):
-            raise ValueError(
-                f"All {len(self.branches)} branches were stopped, as their losses are not finite; lower the learning "
-                "rate or look at the data."
-            )
-
-    def _log_each(self, name: str, values: Mapping[str, float]) -> None:
-        """Log one value per branch, the same on all ranks."""
-        # Straight to the loggers: self.log keeps a metric object per name, which costs a millisecond for each.
-        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            named = {f"{branch}/{name}": value for branch, value in values.items() if math.isfinite(value)}
-            for logger in self.loggers:
-                logger.log_metrics(named, step=max(self.global_step - 1, 0))  # Lightning's step of an epoch's end
 
     # ---- evaluation
 
-    def _begin_evaluation(self) -> None:
+    def begin_evaluation(self) -> None:
         """Make all branches what is evaluated: hard maps, running statistics (the mean over ranks)."""
-        self._to_device(self.trainer.strategy.root_device)
+        self.to_device(self.trainer.strategy.root_device)
         for index, branch in enumerate(self.branches):
-            branch.eval()
             # A permutation cannot be rounded if it is not finite.
             if index not in self.stopped and not self._stop_unless_finite(index):
                 branch.set_mode("hard")
-        self._agree()
+        super().begin_evaluation()
 
-    def _agree(self) -> None:
-        """Give all ranks the same statistics, the mean of what each has seen, and rank 0's buffers of maps."""
-        if self.trainer.world_size == 1:
-            return
-        device = self.trainer.strategy.root_device  # that of the process group, also after a fit
-        seen = [
+    def end_evaluation(self) -> None:
+        """Make all branches what is trained."""
+        self.population.train()
+        for branch in self.branches:
+            branch.set_mode("soft")
+
+    def on_validation_model_eval(self) -> None:
+        """Prepare the branches, and remember the statistics that a recalibration may replace."""
+        super().on_validation_model_eval()
+        self._statistics = [_batch_statistics(branch) for branch in self.branches]
+
+    def shared_buffers(self) -> list[Tensor]:
+        """Return the running statistics that training changes."""
+        return [
             getattr(module, name)
             for branch in self.branches
             if branch.batch_norm == "batch"
             for module in branch.batch_norms().values()
             for name in ("running_mean", "running_var")
         ]
-        if seen:
-            flat = torch.cat([statistic.to(device, torch.float64).flatten() for statistic in seen])
-            mean = self.trainer.strategy.reduce(flat, reduce_op="mean")
-            assert isinstance(mean, Tensor)
-            for statistic, values in zip(seen, torch.split(mean, [len(one) for one in seen]), strict=True):
-                statistic.copy_(values)
+
+    def agree(self) -> None:
+        """Give all ranks the same statistics, the mean of what each has seen, and rank 0's buffers of maps."""
+        super().agree()
+        if self.trainer.world_size == 1:
+            return
+        device = self.trainer.strategy.root_device  # that of the process group, also after a fit
         for branch in self.branches:
             for buffer in branch.maps.buffers():
                 values = buffer.to(device)
                 torch.distributed.broadcast(values, 0)
                 buffer.copy_(values)
 
-    def _end_evaluation(self) -> None:
-        for branch in self.branches:
-            branch.train()
-            branch.set_mode("soft")
-
-    # Not on_..._start, which comes after that of callbacks: a recalibration has to see what is evaluated.
-    def on_validation_model_eval(self) -> None:
-        """Prepare the branches: during a fit the current weights, otherwise the kept ones."""
-        super().on_validation_model_eval()
-        if self.trainer.state.fn != "fit":
-            self._swap_in()
-        self._begin_evaluation()
-        self._statistics = [self._batch_statistics(branch) for branch in self.branches]
-        self.val_metrics.to(self.trainer.strategy.root_device)
-
-    def on_validation_model_train(self) -> None:
-        """Go on training."""
-        super().on_validation_model_train()
-        self._end_evaluation()
-        self._swap_out()
-
-    def on_test_model_eval(self) -> None:
-        """Prepare the branches with the weights that were kept."""
-        super().on_test_model_eval()
-        self._swap_in()
-        self._begin_evaluation()
-        self.val_metrics.to(self.trainer.strategy.root_device)
-
-    def on_test_model_train(self) -> None:
-        """Put the current weights back."""
-        super().on_test_model_train()
-        self._end_evaluation()
-        self._swap_out()
-
-    def _swap_in(self) -> None:
-        if self.kept:
-            self._current = [self._state(branch) for branch in self.branches]
-            for index, record in self.kept.items():
-                self._load(index, record["state"])
-
-    def _swap_out(self) -> None:
-        if self._current is not None:
-            for index, state in enumerate(self._current):
-                self._load(index, state)
-            self._current = None
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within the block the branches have their kept weights, ready for :meth:`evaluate`; on every rank."""
-        self._swap_in()
-        try:
-            self._begin_evaluation()
-            yield
-        finally:
-            self._end_evaluation()
-            self._swap_out()
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, list[float]]:
-        """Evaluate all branches as they are, and the members; within :meth:`evaluating`, on every rank.
-
-        Args:
-            batches: Images and labels on any device; this rank's share.
+    def evaluate(self, batches: Iterable[Any], metric: PopulationLoss | None = None) -> dict[str, list[float]]:  # type: ignore[override]
+        """Evaluate all branches, and the members; see :meth:`PopulationTask.evaluate`.
 
         Returns:
             ``accuracy`` and ``loss``: of the branches, then of the members; NaN for stopped branches. The same on every
             rank.
         """
-        strategy = self.trainer.strategy
-        device = strategy.root_device
-        metric = PopulationClassification(len(self.branches) + len(self.members)).to(device)
-        for images, labels in batches:
-            images = strategy.precision_plugin.convert_input(images.to(device))
-            with strategy.precision_plugin.forward_context():
-                self._update(metric, images, labels.to(device))
-        computed = metric.values()
-        return {name: computed[name].tolist() for name in ("accuracy", "loss")}
+        return {name: value.tolist() for name, value in super().evaluate(batches, metric).items()}
 
-    def _update(self, metric: PopulationClassification, images: Tensor, labels: Tensor) -> None:
-        values = self.values(images)
-        running = [index for index in range(len(self.branches)) if index not in self.stopped]
-        logits = [self.logits(index, values) for index in running]
-        logits += [network(self._laid_out(images)) for network in self.members.values()]
-        rows = [*running, *range(len(self.branches), len(self.branches) + len(self.members))]
-        if rows:
-            metric.update(torch.tensor(rows, device=images.device), torch.stack(logits), labels)
+    def add_evaluation(self, metric: PopulationLoss, inputs: Tensor, targets: Any) -> None:
+        """Add one batch to a metric, of all branches that were not stopped and of the members."""
+        super().add_evaluation(metric, inputs, targets)
+        if self.members:
+            images = LoopPopulation.prepared(self.population, inputs)
+            rows = torch.arange(len(self.branches), len(self.branches) + len(self.members), device=inputs.device)
+            metric.update(rows, torch.stack([network(images) for network in self.members.values()]), targets)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Evaluate all branches and members; images ``[B, C, H, W]``, labels ``[B]``."""
-        self._update(self.val_metrics, *batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log, and keep the weights that are the best so far."""
-        if self.trainer.sanity_checking:
-            self.val_metrics.reset()
-            return
-        metrics = self._finish("val")
-        if self.trainer.state.fn == "fit":
-            for index, loss in enumerate(metrics["loss"][: len(self.branches)]):
-                if index not in self.stopped and not math.isfinite(loss):
-                    self._stop(index, "its validation loss is not finite")
-            self._keep(metrics)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Evaluate all branches and members; images ``[B, C, H, W]``, labels ``[B]``."""
-        self._update(self.val_metrics, *batch)
-
-    def on_test_epoch_end(self) -> None:
-        """Log."""
-        self._finish("test")
-
-    def _finish(self, split: str) -> dict[str, list[float]]:
-        computed = self.val_metrics.values()
-        self.val_metrics.reset()
-        metrics = {name: computed[name].tolist() for name in ("accuracy", "loss")}
-        names = [*self.names, *(f"member-{key}" for key in self.members)]
-        for name, values in metrics.items():
-            self._log_each(f"{split}_{name}", dict(zip(names, values, strict=True)))
-        for name, value in self.quantities(metrics, split).items():
-            if math.isfinite(value):
-                self.log(name, value)
-        return metrics
+    def _log_epoch(self, split: str, metric: PopulationLoss) -> dict[str, list[float]]:
+        values = super()._log_epoch(split, metric)
+        rest = {name: zip(self.members, row[len(self.branches) :], strict=False) for name, row in values.items()}
+        self.log_each({f"member-{key}/{split}_{name}": value for name, pairs in rest.items() for key, value in pairs})
+        return values
 
     # ---- what is kept
 
-    def _keep(self, metrics: Mapping[str, list[float]] | None) -> None:
-        """Keep the current weights of the branches for which they are the best; without metrics, of all."""
-        for index, branch in enumerate(self.branches):
-            if index in self.stopped or (metrics is None and self._stop_unless_finite(index)):
-                continue
-            found = {name: values[index] for name, values in metrics.items()} if metrics is not None else {}
-            old = self.kept.get(index, {}).get("metrics")
-            if found and old and (found["accuracy"], -found["loss"]) <= (old["accuracy"], -old["loss"]):
-                continue
-            state = self._state(branch)
-            if metrics is not None and self._statistics is not None:
-                state |= self._statistics[index]  # as training left them, not as recalibrated for this validation
-            self.kept[index] = {
-                "epoch": self.current_epoch,
-                "metrics": found,
-                # Not on the accelerator, whose memory is for training; also what a checkpoint gives back.
-                "state": {name: value.cpu() for name, value in state.items()},
-            }
+    def _keep(self, values: Mapping[str, list[float]]) -> None:
+        if not values:
+            for index in self.numbers:
+                self._stop_unless_finite(index)
+        super()._keep(values)
 
-    @staticmethod
-    def _state(branch: StitchedNetwork) -> dict[str, Tensor]:
-        """Return copies of a branch's trained parameters and its buffers."""
-        frozen = {name for name, parameter in branch.named_parameters() if not parameter.requires_grad}
-        return {name: value.detach().clone() for name, value in branch.state_dict().items() if name not in frozen}
+    def state_to_keep(self, number: int) -> dict[str, Tensor]:
+        """Return a branch's state, with statistics as training left them, not as recalibrated for this validation."""
+        statistics = self._statistics[number] if self._statistics is not None else {}
+        return super().state_to_keep(number) | statistics
 
-    @staticmethod
-    def _batch_statistics(branch: StitchedNetwork) -> dict[str, Tensor]:
+    def member_records(self) -> dict[int, Any]:
+        """Return the statistics of the branches."""
         return {
-            f"{name}.{part}": getattr(module, part).clone()
-            for name, module in branch.batch_norms().items()
-            for part in _STATISTICS
+            index: {name: value.cpu() for name, value in _batch_statistics(branch).items()}
+            for index, branch in enumerate(self.branches)
         }
 
-    def _load(self, index: int, state: Mapping[str, Tensor]) -> None:
-        branch = self.branches[index]
-        missing, unexpected = branch.load_state_dict(dict(state), strict=False)
-        frozen = {name for name, parameter in branch.named_parameters() if not parameter.requires_grad}
-        if unexpected or set(missing) - frozen:
-            raise ValueError(f"What was kept for {self.names[index]} does not fit; use the settings of that run.")
+    def load_member_records(self, records: Mapping[int, Any]) -> None:
+        """Take back the statistics."""
+        for index, statistics in records.items():
+            norms = self.branches[index].batch_norms()
+            for name, value in statistics.items():
+                module, _, part = name.rpartition(".")
+                getattr(norms[module], part).copy_(value)
 
     # ---- recalibration, see lightning_sym.callbacks.BatchNormRecalibration
 
@@ -606,51 +397,13 @@ class BranchTask(LightningModule):
         keys = [key for index, key in enumerate(self.lower_of) if index not in self.stopped]
         return [(_Together(self.lowers, running, keys), names)] if names else []
 
-    # ---- checkpoints
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what is kept, and the statistics of the branches; to be called on every rank, as Lightning does."""
-        self._agree()
-        losses, count = self._loss_totals()
-        checkpoint["branches"] = {
-            "names": list(self.names),
-            "statistics": {
-                index: {name: value.cpu() for name, value in self._batch_statistics(branch).items()}
-                for index, branch in enumerate(self.branches)
-            },
-            "kept": dict(self.kept),
-            "stopped": dict(self.stopped),
-            "losses": losses.cpu(),
-            "count": count,
-        }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what had been kept.
-
-        Raises:
-            ValueError: If the checkpoint is of another task or of other branches.
-        """
-        saved = checkpoint.get("branches")
-        if saved is None:
-            raise ValueError(f"The checkpoint holds no branches: it was not written by a {type(self).__name__}.")
-        self._prepare()
-        if saved["names"] != self.names:
-            other = next((n for n in (*saved["names"], *self.names) if (n in self.names) != (n in saved["names"])), "")
-            raise ValueError(
-                f"The checkpoint is of other branches than this run ({other or 'in another order'!r} differs); use the "
-                "settings and the zoo that it was made with, which the config.yaml of its run holds."
-            )
-        for index, statistics in saved["statistics"].items():
-            norms = self.branches[index].batch_norms()
-            for name, value in statistics.items():
-                module, _, part = name.rpartition(".")
-                getattr(norms[module], part).copy_(value)
-        self.kept = {index: dict(record) for index, record in saved["kept"].items()}
-        self._divergence.forget()
-        self._stopped = {index: dict(record) for index, record in saved["stopped"].items()}
-        if self._trainer is None or self.trainer.is_global_zero:  # what was added up over ranks is one rank's now
-            self._loss_sums = saved["losses"].to(self._loss_sums)
-            self._loss_count = saved["count"]
+def _batch_statistics(branch: StitchedNetwork) -> dict[str, Tensor]:
+    return {
+        f"{name}.{part}": getattr(module, part).clone()
+        for name, module in branch.batch_norms().items()
+        for part in _STATISTICS
+    }
 
 
 class _Together(nn.Module):

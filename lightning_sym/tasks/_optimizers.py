@@ -1,7 +1,8 @@
-"""Which optimizers leave the members of a population independent of each other."""
+"""Which optimizers and schedulers leave the members of a population independent of each other."""
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 # Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
 _ENTRYWISE = {
@@ -26,4 +27,17 @@ def check_optimizer(optimizer: Optimizer, execution: str) -> None:
         raise ValueError(
             f'{name} may look at a tensor as a whole, which mixes members under execution="vmap"; use '
             'execution="loop", or one of ' + ", ".join(sorted(_ENTRYWISE)) + "."
+        )
+
+
+def check_scheduler(scheduler: LRScheduler | None) -> None:
+    """Check that a scheduler does not mix members.
+
+    Raises:
+        ValueError: If it would.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau would tie the members' learning rates together; use a scheduler that depends on the "
+            "epoch or step only."
         )

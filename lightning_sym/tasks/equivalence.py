@@ -2,19 +2,18 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
+from lightning_sym._distributed import gathered
 from lightning_sym._random import derive_seed, generator
 from lightning_sym.landscape import (
     FunctionScale,
@@ -25,16 +24,13 @@ from lightning_sym.landscape import (
     weight_vector,
 )
 from lightning_sym.networks import Network, build
-from lightning_sym.population import LoopPopulation, Population, VmapPopulation, carry_gradients
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.tasks._divergence import Divergence
-from lightning_sym.tasks._optimizers import check_optimizer
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
 from lightning_sym.tasks.losses import SquaredDistance
-from lightning_sym.tasks.strategy import MemberParallelStrategy, gather
+from lightning_sym.tasks.population import PopulationTask, check_words
 
 # What a checkpoint holds of a search, beside its candidates.
-_SAVED = ("found", "outcomes", "latest", "history", "round", "round_start")
+_SAVED = ("found", "outcomes", "latest", "checks", "round", "round_start")
 # Up to so many candidates have curves of their own in the loggers.
 _MOST_CURVES = 64
 # The last weights of every candidate are kept for networks of up to so many parameters.
@@ -60,7 +56,7 @@ class FoundWeights:
     steps: int | None
 
 
-class EquivalenceTask(LightningModule):
+class EquivalenceTask(PopulationTask):
     r"""Search weights that compute the function of a frozen teacher: many candidates, trained side by side.
 
     Every candidate starts from its own initial weights and descends the auxiliary loss
@@ -128,8 +124,8 @@ class EquivalenceTask(LightningModule):
         that are larger than J0; hence tolerances in units of J0 and the held-out ``R`` here.
     """
 
-    population: Population
     teacher: Network
+    own_batches = False
 
     def __init__(
         self,
@@ -152,7 +148,6 @@ class EquivalenceTask(LightningModule):
         independence: float = 1e-3,
         allow: Sequence[str] | None = None,
     ) -> None:
-        super().__init__()
         if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
             network = build(network)
         for name, number, least in (
@@ -171,16 +166,18 @@ class EquivalenceTask(LightningModule):
             raise ValueError(f"milestones must be finite numbers > 0, got {list(milestones)}.")
         if not 0 < independence < 1:
             raise ValueError(f"independence must be in (0, 1), got {independence}.")
-        if execution not in ("auto", "loop", "vmap"):
-            raise ValueError(f'execution must be "auto", "loop" or "vmap", got {execution!r}.')
+        check_words(("execution", execution, ("auto", "loop", "vmap")))
         if max_rounds > 1 and round_steps is None:
             raise ValueError(f"max_rounds {max_rounds} needs round_steps: after how many steps candidates start anew.")
+        members = 8 * points if members is None else members
+        super().__init__(members, loss=SquaredDistance(), optimizer=optimizer)
+        self.seed = seed
+        self.execution = execution
         self._template = (network,)  # in a tuple: the template's weights are no part of the task
         self._teacher = check_teacher(teacher, zoo, member, network)
         self.zoo, self._member, self._allow = zoo, member, tuple(allow or ())
-        self.members = 8 * points if members is None else members
+        self.members = members
         self.points = points
-        self.seed = seed
         self.tolerance = tolerance
         self.held_out = held_out
         self.round_steps = round_steps
@@ -188,29 +185,19 @@ class EquivalenceTask(LightningModule):
         self.stop_when_found = stop_when_found
         self.milestones = [float(value) for value in milestones]
         self.orbit_scale = orbit_scale
-        self.execution: str = execution
-        self.optimizer = optimizer
         self.independence = independence
         self.save_hyperparameters(ignore=["network", "optimizer"])
-        kind = type(self)
-        self.save_hyperparameters(
-            {
-                "network": None if network is None else network.architecture,
-                "_class_path": f"{kind.__module__}.{kind.__qualname__}",
-            }
-        )
-        self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])  # refuses bad settings now
+        architecture = None if network is None else network.architecture
+        self.save_hyperparameters({"network": architecture, "_class_path": self.describe()["_class_path"]})
 
         self.scales: dict[str, FunctionScale] = {}
         self.found: dict[int, dict[str, Any]] = {}
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.latest: dict[int, dict[str, Any]] = {}  # what the candidates of this round are at
-        self.history: list[dict[str, Any]] = []
+        self.checks: list[dict[str, Any]] = []
         self.round = 0
         self.round_start = 0
         self.about_teacher: dict[str, Any] = {}
-        self._stopped: dict[int, str] = {}  # by slot, in this round
-        self._divergence = Divergence()
         self._first_steps = torch.zeros(0)
         self._held_out_sums: list[Tensor] = []
 
@@ -220,12 +207,6 @@ class EquivalenceTask(LightningModule):
     def network(self) -> Network:
         """The architecture."""
         return self._template[0] or self.teacher
-
-    @property
-    def member_parallel(self) -> bool:
-        """Whether every rank holds candidates of its own."""
-        trainer = self._trainer
-        return trainer is not None and isinstance(trainer.strategy, MemberParallelStrategy)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -246,24 +227,13 @@ class EquivalenceTask(LightningModule):
         if self.execution == "auto":
             convolutions = any(isinstance(module, _ConvNd) for module in self.teacher.modules())
             self.execution = "loop" if convolutions else "vmap"
-        self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])
-        slots = list(range(self.members))
-        if self.member_parallel:
-            rank, size = self.trainer.global_rank, self.trainer.world_size
-            if size > self.members:
-                raise ValueError(
-                    f"{self.members} candidate(s) cannot be placed on {size} processes with strategy ddp_members; "
-                    "raise members, or start fewer processes."
-                )
-            slots = slots[rank::size]
-        kind = VmapPopulation if self.execution == "vmap" else LoopPopulation
         size = weight_vector(self.teacher).numel()
         if self.points > size + 1:
             raise ValueError(
                 f"{self.points} independent points do not fit into the {size} weights of {type(self.teacher).__name__};"
                 f" set points to {size + 1} or less."
             )
-        self.population = kind(self.teacher, slots)
+        super().configure_model()
         free = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         if {name for name, _ in self.population.named_trainable()} != free:
             raise ValueError(
@@ -271,6 +241,18 @@ class EquivalenceTask(LightningModule):
                 "set requires_grad in the constructor of the network."
             )
         self._start_round()
+
+    def make_member(self, number: int) -> Network:
+        """Return a network like the teacher; every round gives it other weights."""
+        return self.teacher.fresh(number)
+
+    def member_title(self, number: int) -> str:
+        """Return the candidate that is now in a slot."""
+        return f"Candidate {self.number(number)}"
+
+    def identity(self) -> dict[str, Any]:
+        """Return what of the search a checkpoint must have."""
+        return {"members": self.members, "execution": self.execution, "teacher": self.about_teacher}
 
     def initial_state(self, number: int) -> dict[str, Tensor]:
         """Return the weights that a candidate starts from, with the teacher's buffers and frozen parameters."""
@@ -296,11 +278,7 @@ class EquivalenceTask(LightningModule):
         Raises:
             ValueError: If several processes would share out the data, or precision ties candidates together.
         """
-        if self.trainer.precision == "16-mixed":
-            raise ValueError(
-                "precision 16-mixed ties the candidates together (one gradient scale for all); use 64-true, 32-true or "
-                "bf16-mixed."
-            )
+        super().setup(stage)
         if self.trainer.world_size > 1 and not self.member_parallel:
             raise ValueError(
                 "On several processes the search shares out its candidates, not the data; use --trainer.strategy "
@@ -317,21 +295,13 @@ class EquivalenceTask(LightningModule):
 
     # ---- training
 
-    def configure_optimizers(self) -> Optimizer:
-        """Make one optimizer for all candidates."""
-        return self._make_optimizer(self.population.trainable())
-
-    def _make_optimizer(self, parameters: Any) -> Optimizer:
-        optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
-        check_optimizer(optimizer, self.execution)
-        return optimizer
-
     def on_fit_start(self) -> None:
         """Measure J0 and V.
 
         Raises:
             ValueError: If there are no held-out inputs, or the teacher is constant on the inputs.
         """
+        super().on_fit_start()
         self.train()
         self.scales = {}
         for name, loader in (("sample", self._sample()), ("held_out", self.trainer.datamodule.val_dataloader())):  # type: ignore[attr-defined]
@@ -381,34 +351,12 @@ class EquivalenceTask(LightningModule):
         outputs: Tensor = self.teacher(inputs)
         return outputs
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Take all candidates' gradients of J on one batch; inputs ``[B, ...]``, or a tuple that begins with them."""
+    def evaluation_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return a batch's inputs, ``[B, ...]``, and the teacher's outputs."""
         inputs = batch[0] if isinstance(batch, tuple | list) else batch
-        step = self.population.step(
-            inputs, self.target(inputs), SquaredDistance(), shared=True, skip=frozenset(self._stopped)
-        )
-        losses, gradients = step.losses, step.gradients
-        out = [index for index, slot in enumerate(self.slots) if slot in self._stopped]
-        alive = self._divergence.note(torch.isfinite(losses), out, self.round, self.global_step - self.round_start)
-        if not self._divergence.due or self._stop_diverged():
-            losses, gradients = losses.masked_fill(~alive, 0.0), self.population.without(gradients, alive)
-        self._count_steps(losses, alive)
-        return carry_gradients(losses.sum() / len(losses), gradients, self.population.trainable())
+        return inputs, self.target(inputs)
 
-    def _stop_diverged(self) -> bool:
-        """Stop the candidates that have diverged since the last look; return whether there are any."""
-        found = self._divergence.look()
-        for index, (round_, step) in found.items():
-            slot, reason = self.slots[index], "its loss is not finite"
-            self._stopped[slot] = reason
-            warnings.warn(
-                f"Candidate {self.number(slot)} was stopped in step {step} of round {round_}: {reason}. The others go "
-                "on.",
-                stacklevel=2,
-            )
-        return bool(found)
-
-    def _count_steps(self, losses: Tensor, alive: Tensor) -> None:
+    def on_losses(self, losses: Tensor, alive: Tensor) -> None:
         """Note which candidates have come below which milestones with this batch."""
         if "sample" not in self.scales or not self.milestones:
             return
@@ -418,20 +366,9 @@ class EquivalenceTask(LightningModule):
         step = self.global_step - self.round_start
         self._first_steps = torch.where(below & (self._first_steps < 0), step, self._first_steps)
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """In a loop, candidates that were stopped stay as they are."""
-        for slot in self._stopped:
-            self.population.drop_gradients(slot)
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip each candidate's gradient by itself."""
-        if gradient_clip_val:
-            self.population.clip_gradients(gradient_clip_val, by_norm=gradient_clip_algorithm != "value")
+    def on_train_epoch_end(self) -> None:
+        """Log nothing: J is measured at validations."""
+        self.train_metrics.reset()
 
     # ---- checks
 
@@ -440,13 +377,13 @@ class EquivalenceTask(LightningModule):
         """Return J of this rank's candidates on all inputs of ``batches``. Shape ``[r]``, float64, on the CPU."""
         total, count = torch.zeros(len(self.slots), dtype=torch.float64), 0
         for inputs in batches:
-            total += self._distances(inputs)
+            total += self._distances(inputs, self.target(inputs))
             count += len(inputs)
         return total / count
 
-    def _distances(self, inputs: Tensor) -> Tensor:
+    def _distances(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over a batch of squared distances, by candidate. Shape ``[r]``, float64, on the CPU."""
-        differences: Tensor = self.population(inputs) - self.target(inputs)
+        differences: Tensor = self.population(inputs) - targets
         return differences.double().square().flatten(1).sum(1).cpu()
 
     def on_validation_epoch_start(self) -> None:
@@ -456,8 +393,8 @@ class EquivalenceTask(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Add up squared distances on held-out inputs."""
-        inputs = batch[0] if isinstance(batch, tuple | list) else batch
-        self._held_out_sums.append(self._distances(inputs))
+        inputs, targets = self.evaluation_batch(batch)
+        self._held_out_sums.append(self._distances(inputs, targets))
         self._held_out_count += len(inputs)
 
     def on_validation_epoch_end(self) -> None:
@@ -482,7 +419,7 @@ class EquivalenceTask(LightningModule):
 
     def on_train_end(self) -> None:
         """Look once more if training ended between two checks; to be called on every rank."""
-        if self.latest and self.history[-1]["step"] == self.global_step:
+        if self.latest and self.checks[-1]["step"] == self.global_step:
             return
         if self.round and self.round_start == self.global_step:  # the last round has not begun
             return
@@ -491,13 +428,12 @@ class EquivalenceTask(LightningModule):
 
     def _check(self, held_out: Tensor) -> None:
         """Measure J, keep what is found, and note what every candidate is at; the same on every rank."""
-        self._stop_diverged()
         losses = held_out if self.fresh_inputs else self.measure(self._inputs(self._sample()))
         names = [name for name, parameter in self.teacher.named_parameters() if parameter.requires_grad]
         small = sum(self.teacher.get_parameter(name).numel() for name in names) <= _SMALL
         mine: dict[int, dict[str, Any]] = {}
         for index, slot in enumerate(self.slots):
-            number, stopped = self.number(slot), self._stopped.get(slot, "")
+            number, stopped = self.number(slot), self.stopped.get(slot, {}).get("reason", "")
             entry: dict[str, Any] = {
                 "round": self.round,
                 "steps": self.global_step - self.round_start,
@@ -510,18 +446,14 @@ class EquivalenceTask(LightningModule):
                 state = self.population.member_state(slot)
                 entry["weights"] = torch.cat([state[name].flatten() for name in names]).cpu()
             mine[number] = entry
-        parts: list[Any] = [mine]
-        if self.trainer.world_size > 1:
-            parts = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, mine)
-        self.latest = dict(sorted((number, entry) for part in parts for number, entry in part.items()))
+        self.latest = dict(sorted((number, entry) for part in gathered(mine) for number, entry in part.items()))
         for number, entry in self.latest.items():
             if self._improved(number, entry):
                 first = self.found.get(number, entry)["steps"]
                 self.found[number] = {name: entry[name] for name in ("weights", "loss", "held_out")} | {"steps": first}
             if not small:
                 entry.pop("weights", None)
-        self.history.append(
+        self.checks.append(
             {
                 "step": self.global_step,
                 "round": self.round,
@@ -573,10 +505,8 @@ class EquivalenceTask(LightningModule):
         values["R/lowest"] = min(self.scales["held_out"].relative(entry["held_out"]) for entry in running)
         for name, value in values.items():
             self.log(name, value, prog_bar=name in ("search/found", "J/median"))
-        if self.members <= _MOST_CURVES and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            single = {f"J/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()}
-            for logger in self.loggers:
-                logger.log_metrics(single, step=max(self.global_step - 1, 0))
+        if self.members <= _MOST_CURVES:
+            self.log_each({f"J/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()})
 
     # ---- what was found
 
@@ -615,10 +545,10 @@ class EquivalenceTask(LightningModule):
             Steps ``[T]``, int64; J ``[T, C]``, float64, NaN where there is none, for all ``C`` candidates in order of
             their numbers; and which of them were found, ``[C]``, bool.
         """
-        steps = sorted({entry["round_step"] for entry in self.history})
+        steps = sorted({entry["round_step"] for entry in self.checks})
         numbers = sorted(self.outcomes | self.latest)
         losses = torch.full((len(steps), len(numbers)), math.nan, dtype=torch.float64)
-        for entry in self.history:
+        for entry in self.checks:
             first = entry["round"] * self.members
             row = torch.tensor(entry["losses"], dtype=torch.float64)
             losses[steps.index(entry["round_step"]), first : first + len(row)] = row
@@ -707,8 +637,7 @@ class EquivalenceTask(LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Add up squared distances of what was found, on test inputs."""
-        inputs = batch[0] if isinstance(batch, tuple | list) else batch
-        targets = self.target(inputs)
+        inputs, targets = self.evaluation_batch(batch)
         self._test_outputs.append(targets.flatten(1).cpu())
         for row, found in enumerate(self.found.values()):
             weights = weight_tensors(self.teacher, found["weights"].to(targets))
@@ -729,20 +658,8 @@ class EquivalenceTask(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what has been found and where the rounds are, of all ranks' candidates."""
-        self._stop_diverged()
-        mine = {
-            slot: {"first": self._first_steps[:, index].cpu(), "stopped": self._stopped.get(slot, "")}
-            for index, slot in enumerate(self.slots)
-        }
-        parts = gather(mine) if self.member_parallel else [mine]
-        checkpoint["search"] = {
-            "members": self.members,
-            "execution": self.execution,
-            "teacher": self.about_teacher,
-            "processes": self.trainer.world_size,
-            "slots": {slot: entry for part in parts for slot, entry in part.items()},
-            **{name: getattr(self, name) for name in _SAVED},
-        }
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["search"] = {name: getattr(self, name) for name in _SAVED}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take back what had been found.
@@ -750,26 +667,14 @@ class EquivalenceTask(LightningModule):
         Raises:
             ValueError: If the checkpoint is of another search.
         """
-        saved = checkpoint.get("search")
-        if saved is None:
-            raise ValueError("The checkpoint holds no search: it was not written by an EquivalenceTask.")
-        for name, mine in (("members", self.members), ("execution", self.execution), ("teacher", self.about_teacher)):
-            if saved[name] != mine:
-                raise ValueError(
-                    f"The checkpoint has {name} {saved[name]} and this run has {mine}; use the settings of the run "
-                    "that is resumed, which its config.yaml holds."
-                )
-        fitting = self._trainer is not None and self.trainer.state.fn == "fit"
-        if fitting and saved["processes"] != self.trainer.world_size:
-            raise ValueError(
-                f"The candidates of the checkpoint were placed on {saved['processes']} process(es) and those of this "
-                f"run on {self.trainer.world_size}; resume with the same number of processes."
-            )
+        super().on_load_checkpoint(checkpoint)
         for name in _SAVED:
-            setattr(self, name, saved[name])
-        own = [saved["slots"][slot] for slot in self.slots]
-        self._first_steps = torch.stack([entry["first"] for entry in own], dim=1)
-        self._divergence.forget()
-        self._stopped = {
-            slot: entry["stopped"] for slot, entry in zip(self.slots, own, strict=True) if entry["stopped"]
-        }
+            setattr(self, name, checkpoint["search"][name])
+
+    def member_records(self) -> dict[int, Any]:
+        """Return the steps at which this rank's candidates came below the milestones."""
+        return {slot: self._first_steps[:, index].cpu() for index, slot in enumerate(self.slots)}
+
+    def load_member_records(self, records: Mapping[int, Any]) -> None:
+        """Take them back."""
+        self._first_steps = torch.stack([records[slot] for slot in self.slots], dim=1)

@@ -111,7 +111,11 @@ class EquivarianceTask(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch; inputs ``[B, ...]``, labels ``[B]`` or targets ``[B, K]``."""
-        return self._loss(batch, self.train_metrics) + self.prior.penalty()
+        return self._loss(batch, self.train_metrics)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Add the gradient of the prior, where it is not implicit."""
+        self.prior.add_gradients()
 
     def _loss(self, batch: tuple[Tensor, Tensor], metrics: PopulationClassification) -> Tensor:
         """Return the mean loss of a batch and add it to a split's sums."""
@@ -232,7 +236,7 @@ class EquivarianceTask(LightningModule):
         sums = {name: getattr(self.train_metrics, name).clone().to(device) for name in ("correct", "loss_sum", "count")}
         if self.trainer.world_size > 1:
             sums = {name: self.trainer.strategy.reduce(total, reduce_op="sum") for name, total in sums.items()}
-        checkpoint["prior"] = {**self.prior.state_dict(), "train_sums": sums}
+        checkpoint["prior"] = {**self.prior.members[None].state_dict(), "train_sums": sums}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the prior back and, in a fit, the training metrics.
@@ -243,7 +247,7 @@ class EquivarianceTask(LightningModule):
         saved = checkpoint.get("prior")
         if saved is None:
             raise ValueError("The checkpoint holds no prior: it was not written by an EquivarianceTask.")
-        self.prior.load_state_dict(saved)
+        self.prior.members[None].load_state_dict(saved)
         if self._trainer is None or self.trainer.state.fn != "fit":
             return  # what is trained later begins with an epoch of its own
         if self.trainer.is_global_zero:

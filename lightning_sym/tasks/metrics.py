@@ -1,53 +1,133 @@
-"""Classification metrics of a whole population, exact over processes."""
+"""Metrics of a whole population, exact over processes."""
+
+from typing import Any
 
 import torch
+from pytorch_lightning import Trainer
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
+from lightning_sym.population import Loss
 
-class PopulationClassification(Metric):
-    """Accuracy and mean cross-entropy of every member, and the confusion matrix over members.
+
+class PopulationLoss(Metric):
+    """Mean loss of every member.
 
     All states are sums, so results do not depend on how the data are cut into batches or over ranks. A rank
     that holds some of the members only adds to their rows.
 
     Args:
         members: Number of members of the whole population, ``M``.
-        num_classes: ``K``; None leaves the confusion matrix out.
+        loss: A member's mean loss of a batch, given its outputs and its targets; for :meth:`update`.
+
+    Attributes:
+        sums: Names of the states that a checkpoint holds.
     """
 
     full_state_update = False
     higher_is_better = None
     is_differentiable = False
+    sums: tuple[str, ...] = ("loss_sum", "count")
 
-    correct: Tensor
     loss_sum: Tensor
     count: Tensor
+
+    def __init__(self, members: int, loss: Loss | None = None) -> None:
+        super().__init__()
+        self._loss = (loss,)  # in a tuple: no part of the metric's state
+        self.add_state("loss_sum", torch.zeros(members, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(members, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, rows: Tensor, outputs: Any, targets: Any) -> None:
+        """Add one batch that all the given members saw.
+
+        Args:
+            rows: Which members the outputs are of. Shape ``[m]``, int64.
+            outputs: With a leading member axis, ``[m, B, ...]``.
+            targets: Without, ``[B, ...]``.
+        """
+        (loss,) = self._loss
+        assert loss is not None
+        size = len(tree_leaves(outputs)[0][0])
+        losses = [loss(tree_map(lambda tensor, i=i: tensor[i], outputs), targets) for i in range(len(rows))]
+        self.loss_sum[rows] += torch.stack(losses).double() * size
+        self.count[rows] += size
+
+    def add_step(self, rows: Tensor, losses: Tensor, sizes: int | Tensor, outputs: Any, targets: Any) -> None:
+        """Add what a training step found, without the checks of :meth:`update`.
+
+        Args:
+            rows: Which members. Shape ``[m]``, int64.
+            losses: Mean loss of each member's batch. Shape ``[m]``.
+            sizes: Images per member; 0 leaves a member out. Shape ``[m]``, int64.
+            outputs: With a leading member axis; None if no member was run.
+            targets: With or without a member axis.
+        """
+        self._update_count += 1
+        self._computed = None
+        self.loss_sum[rows] += losses.double() * sizes
+        self.count[rows] += sizes
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return ``loss``, shape ``[M]``, NaN for members that saw nothing."""
+        return {"loss": self.loss_sum / self.count.double()}
+
+    def values(self) -> dict[str, Tensor]:
+        """Return what :meth:`compute` does, on the CPU; torchmetrics drops the axis of a single member there."""
+        self._update_count = self._update_count or 1  # or it would warn where nothing was seen, which is said by NaN
+        computed: dict[str, Tensor] = {name: value.cpu() for name, value in self.compute().items()}
+        return {name: value.reshape(-1) if value.dim() < 2 else value for name, value in computed.items()}
+
+    def totals(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Return the sums over all ranks, for a checkpoint; to be called on every rank."""
+        # On the device of the process group: after a fit Lightning has moved the module to the CPU.
+        device = trainer.strategy.root_device
+        totals = {name: getattr(self, name).clone().to(device) for name in self.sums}
+        if trainer.world_size > 1:
+            totals = {name: trainer.strategy.reduce(total, reduce_op="sum") for name, total in totals.items()}
+        return totals
+
+    def set_totals(self, totals: dict[str, Tensor]) -> None:
+        """Begin with sums of a checkpoint."""
+        for name, value in totals.items():
+            setattr(self, name, value.to(self.device))
+
+
+class PopulationClassification(PopulationLoss):
+    """Accuracy and mean cross-entropy of every member, and the confusion matrix over members.
+
+    Args:
+        members: Number of members of the whole population, ``M``.
+        num_classes: ``K``; None leaves the confusion matrix out.
+    """
+
+    sums = ("correct", "loss_sum", "count")
+
+    correct: Tensor
     confusion: Tensor
 
     def __init__(self, members: int, num_classes: int | None = None) -> None:
-        super().__init__()
+        super().__init__(members)
         self.add_state("correct", torch.zeros(members, dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("loss_sum", torch.zeros(members, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros(members, dtype=torch.int64), dist_reduce_fx="sum")
         self.num_classes = num_classes
         if num_classes is not None:
             zeros = torch.zeros(num_classes, num_classes, dtype=torch.int64)
             self.add_state("confusion", zeros, dist_reduce_fx="sum")
 
-    def update(self, rows: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def update(self, rows: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add one batch that all the given members saw.
 
         Args:
             rows: Which members the logits are of. Shape ``[m]``, int64.
-            logits: Shape ``[m, B, K]``.
-            labels: Shape ``[B]``, int64.
+            outputs: Logits. Shape ``[m, B, K]``.
+            targets: Labels. Shape ``[B]``, int64.
         """
-        members, size, classes = logits.shape
-        predicted = logits.argmax(2)
-        repeated = labels.expand(members, size)
-        losses = F.cross_entropy(logits.flatten(0, 1).double(), repeated.reshape(-1), reduction="none")
+        members, size, classes = outputs.shape
+        predicted = outputs.argmax(2)
+        repeated = targets.expand(members, size)
+        losses = F.cross_entropy(outputs.flatten(0, 1).double(), repeated.reshape(-1), reduction="none")
         self.correct[rows] += (predicted == repeated).sum(1)
         self.loss_sum[rows] += losses.view(members, size).sum(1)
         self.count[rows] += size
@@ -55,20 +135,17 @@ class PopulationClassification(Metric):
             cells = (repeated * classes + predicted).flatten()
             self.confusion += torch.bincount(cells, minlength=classes * classes).view(classes, classes)
 
-    def add(self, rows: Tensor, correct: Tensor, losses: Tensor, size: int | Tensor) -> None:
-        """Add sums that are known already, without the checks of :meth:`update`.
+    def add_step(self, rows: Tensor, losses: Tensor, sizes: int | Tensor, outputs: Any, targets: Any) -> None:
+        """Add what a training step found; targets may be probabilities of classes, too."""
+        super().add_step(rows, losses, sizes, outputs, targets)
+        if outputs is not None:
+            labels = targets.argmax(-1) if targets.is_floating_point() else targets
+            self.correct[rows] += (outputs.argmax(-1) == labels).sum(1) * (sizes > 0)
 
-        Args:
-            rows: Which members. Shape ``[m]``, int64.
-            correct: Correctly classified images. Shape ``[m]``.
-            losses: Mean loss of each member's batch. Shape ``[m]``.
-            size: Images per member; a number, or shape ``[m]``, int64.
-        """
-        self._update_count += 1
-        self._computed = None
+    def add(self, rows: Tensor, correct: Tensor, losses: Tensor, size: int | Tensor) -> None:
+        """Add numbers of correctly classified images beside losses and sizes, see :meth:`add_step`; all ``[m]``."""
+        super().add_step(rows, losses, size, None, None)
         self.correct[rows] += correct
-        self.loss_sum[rows] += losses.double() * size
-        self.count[rows] += size
 
     def compute(self) -> dict[str, Tensor]:
         """Return ``accuracy`` and ``loss``, shape ``[M]``, NaN for members that saw nothing; ``confusion``.
@@ -76,16 +153,8 @@ class PopulationClassification(Metric):
         ``confusion[i, j]`` is the fraction of images of class ``i`` that are taken for class ``j``, averaged over
         members. Rows of classes that did not occur are 0.
         """
-        count = self.count.double()
-        result = {"accuracy": self.correct.double() / count, "loss": self.loss_sum / count}
+        result = {"accuracy": self.correct.double() / self.count.double(), **super().compute()}
         if self.num_classes is not None:
             rows = self.confusion.sum(1, keepdim=True).clamp(min=1)
             result["confusion"] = self.confusion.double() / rows
         return result
-
-    def values(self) -> dict[str, Tensor]:
-        """Return what :meth:`compute` does, on the CPU; torchmetrics drops the axis of a single member there."""
-        computed: dict[str, Tensor] = {name: value.cpu() for name, value in self.compute().items()}
-        for name in ("accuracy", "loss"):
-            computed[name] = computed[name].reshape(-1)
-        return computed

@@ -63,7 +63,7 @@ class RotationTask(BranchTask):
 
     Branches share the frozen lower part only: a fit costs what it costs to train the upper parts of members x sites x
     kinds x repeats networks, one after another; and it holds all of them. Where upper parts have batch norms, they are
-    trained as usual. Use it with :class:`lightning_sym.callbacks.RotationPenalty`, which makes the table and the
+    trained as usual. Use it with :class:`lightning_sym.callbacks.RotationReport`, which makes the table and the
     picture. What is tested are the weights of the epoch with the best validation accuracy, branch by branch; the last
     ones if there are no validation data.
 
@@ -107,8 +107,6 @@ class RotationTask(BranchTask):
 
     known_kinds: ClassVar[tuple[str, ...]] = ("group", "orthogonal", "none", "undo")
 
-    _biases: frozenset[int] = frozenset()  # by id; empty while the constructor tries the optimizer
-
     def __init__(
         self,
         zoo: str,
@@ -124,9 +122,7 @@ class RotationTask(BranchTask):
         channels_last: bool = False,
         allow: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, channels_last, allow)
-        if weight_decay_on not in ("all", "weights"):
-            raise ValueError(f'weight_decay_on must be "all" or "weights", got {weight_decay_on!r}.')
+        super().__init__(optimizer, lr_scheduler, channels_last, allow, weight_decay_on)
         if repeats < 1:
             raise ValueError(f"repeats must be at least 1, got {repeats}.")
         if not (math.isfinite(scale) and scale >= 0):
@@ -145,12 +141,10 @@ class RotationTask(BranchTask):
         self.repeats = repeats
         self.scale = scale
         self.seed = seed
-        self.weight_decay_on = weight_decay_on
         self.rotations: list[Rotation] = []
         self._zoo: ModelZoo | None = None
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
-        kind = type(self)
-        self.save_hyperparameters({"kinds": list(kinds), "_class_path": f"{kind.__module__}.{kind.__qualname__}"})
+        self.save_hyperparameters({"kinds": list(kinds), "_class_path": self.describe()["_class_path"]})
 
     @property
     def model_zoo(self) -> ModelZoo:
@@ -168,14 +162,6 @@ class RotationTask(BranchTask):
     def default_optimizer(self, parameters: Any) -> Optimizer:
         """Return the paper's: Adam."""
         return torch.optim.Adam(parameters, lr=1e-3, weight_decay=1e-4)
-
-    def _make_optimizer(self, parameters: Any) -> Optimizer:
-        if self._biases and self.weight_decay_on == "weights":
-            whole = [parameter for group in parameters for parameter in group["params"]]
-            parts = [[p for p in whole if (id(p) in self._biases) == spared] for spared in (False, True)]
-            parameters = [{"params": parts[0]}, {"params": parts[1], "weight_decay": 0.0}]
-            parameters = [group for group in parameters if group["params"]]
-        return super()._make_optimizer(parameters)
 
     # ---- rotations
 
@@ -232,8 +218,6 @@ class RotationTask(BranchTask):
         self.lower_of = [str(rotation.member) for rotation in self.rotations]
         self.names = list(map(str, self.rotations))
         self.branches = tuple(self._branch(rotation, example) for rotation in self.rotations)
-        named = [pair for branch in self.branches for pair in branch.named_parameters()]
-        self._biases = frozenset(id(parameter) for name, parameter in named if "weight" not in name)
 
     def _sites(self, known: Sequence[str]) -> list[str]:
         if self.sites is None:

@@ -73,7 +73,7 @@ class StitchingTask(BranchTask):
     Lower parts are run once per batch; all that lies above a cut is run once per map. In evaluation, maps are ``hard``
     (permutations are rounded, small weights of ``lasso`` are 0). Use it with
     :class:`lightning_sym.callbacks.BatchNormRecalibration`, so that all maps are evaluated with statistics measured
-    with them, and :class:`lightning_sym.callbacks.StitchPenalty`, which makes the tables and pictures. What is tested
+    with them, and :class:`lightning_sym.callbacks.StitchingReport`, which makes the tables and pictures. What is tested
     are the weights of the epoch with the best validation accuracy, map by map; the last ones if there are no validation
     data.
 
@@ -108,7 +108,7 @@ class StitchingTask(BranchTask):
     Attributes:
         stitches: What the branches are, in their order; after ``setup``.
         pairs: The pairs; before ``setup`` they are known only if they were given.
-        skipped: Combinations of sites that do not fit (``sites="any"``) and families that do not fit the widths, with
+        left_out: Combinations of sites that do not fit (``sites="any"``) and families that do not fit the widths, with
             the reason.
 
     Logged after each epoch: ``pair-0-1/<site>/<family>/train_loss``, ``.../val_accuracy``, ``.../val_loss``, and as
@@ -177,16 +177,13 @@ class StitchingTask(BranchTask):
         self.resize = resize
         self.seed = seed
         self.stitches: list[Stitch] = []
-        self.skipped: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
         self._zoos: dict[str, tuple[ModelZoo, int]] = {}
         self._targets: dict[str, CutNetwork] = {}
         self._target_of: list[str] = []
         self._fitted = False
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "maps"])
-        kind = type(self)
-        self.save_hyperparameters(
-            {"maps": list(self.families), "_class_path": f"{kind.__module__}.{kind.__qualname__}"}
-        )
+        self.save_hyperparameters({"maps": list(self.families), "_class_path": self.describe()["_class_path"]})
 
     @property
     def cuts(self) -> list[CutNetwork]:
@@ -305,16 +302,16 @@ class StitchingTask(BranchTask):
                         # Of all combinations, those that fit are stitched; what was asked for by name must fit.
                         if self.sites != "any" and not _may_skip(family):
                             raise
-                        self.skipped[f"{stitch.place}/{name}"] = str(error)
+                        self.left_out[f"{stitch.place}/{name}"] = str(error)
                         continue
                     made.append(branch)
                     self.stitches.append(stitch)
                     self.lower_of.append(below)
                     self._target_of.append(above)
         if not made:
-            raise ValueError(f"Nothing can be stitched: {next(iter(self.skipped.values()))}")
-        if self.skipped:
-            rank_zero_info(f"{len(self.skipped)} combinations of sites and maps are left out, as they do not fit.")
+            raise ValueError(f"Nothing can be stitched: {next(iter(self.left_out.values()))}")
+        if self.left_out:
+            rank_zero_info(f"{len(self.left_out)} combinations of sites and maps are left out, as they do not fit.")
         self.branches, self.names = tuple(made), [str(stitch) for stitch in self.stitches]
 
     # ---- maps that are fitted to features
@@ -353,7 +350,10 @@ class StitchingTask(BranchTask):
         def gather() -> None:
             for images, _ in data.curvature_dataloader():  # type: ignore[union-attr]
                 images = images.to(self.device, self.dtype)
-                below, values = self.values(images), {key: cut.values(images) for key, cut in above.items()}
+                below, values = (
+                    self.population.prepared(images),
+                    {key: cut.values(images) for key, cut in above.items()},
+                )
                 for (lower, target, site, target_site), branch in places.items():
                     branch.add_moments(
                         below[lower][site], values[target][target_site], moments[lower, target, site, target_site]
@@ -417,12 +417,12 @@ class StitchingTask(BranchTask):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is kept."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["branches"]["fitted"] = self._fitted
+        checkpoint["population"]["fitted"] = self._fitted
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take back what had been kept."""
         super().on_load_checkpoint(checkpoint)
-        self._fitted = checkpoint["branches"]["fitted"]
+        self._fitted = checkpoint["population"]["fitted"]
 
 
 def _families(maps: Sequence[Family]) -> dict[str, Family]:

@@ -3,6 +3,7 @@
 import functools
 import math
 import shutil
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from pytorch_lightning import Callback
 from safetensors.torch import load_file
 
-from lightning_sym.callbacks import EquivalencePlane, PlaneGrid
+from lightning_sym.callbacks import EquivalenceReport, PlaneGrid
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.landscape import LossSurface
@@ -23,18 +24,19 @@ pytestmark = pytest.mark.ddp
 GRIDS = {1: 9, 2: 101, 3: 35}
 
 
-class Plane(EquivalencePlane):
+class Plane(EquivalenceReport):
     """Draws nothing, and writes what every rank knows of the search."""
 
-    def _figures(self, *_):
-        return iter(())
+    def publish(self, trainer, results) -> None:
+        super().publish(trainer, replace(results, figures=()))
 
-    def report(self, trainer, task, data):
-        super().report(trainer, task, data)
+    def measure(self, trainer, task, data):
+        measured = super().measure(trainer, task, data)
         names = ("found", "outcomes", "latest", "history", "round", "round_start")
         state = {name: getattr(task, name) for name in names} | {"slots": task.slots, "step": trainer.global_step}
-        state["values"] = [torch.from_numpy(slice_.values) for slice_ in self._slices]
+        state["values"] = [torch.from_numpy(slice_.values) for slice_ in self.evaluated]
         torch.save(state, f"{trainer.default_root_dir}/rank-{trainer.global_rank}.pt")
+        return measured
 
 
 class Stop(Callback):
@@ -100,7 +102,7 @@ def scenarios(run):
     fit("2 mended", processes=2, ckpt_path=step("2 broken"))
     message = "shares out its candidates, not the data; use --trainer.strategy ddp_members"
     fit("plain ddp", processes=2, strategy="ddp_fork", fails=message)
-    message = "1 candidate(s) cannot be placed on 2 processes"
+    message = "1 member(s) cannot be placed on 2 processes"
     fit("too few", processes=2, task={"members": 1, "points": 1}, dimensions={}, fails=message)
     fit("1 loop")
     fit("1 vmap", execution="vmap")
@@ -178,7 +180,7 @@ def test_loop_and_vmap_find_the_same(runs):
 
 def test_a_candidate_that_stops_stops_on_all_ranks(runs):
     one, two = searched(runs / "1 poisoned"), searched(runs / "2 poisoned")
-    assert one["outcomes"][1]["stopped"] == "its loss is not finite"
+    assert one["outcomes"][1]["stopped"] == "its training loss is not finite"
     assert same(one, two)
     assert same(two, searched(runs / "2 poisoned", 1))
     whole = searched(runs / "1 loop")["outcomes"]

@@ -5,7 +5,7 @@ import torch
 from fits import Interrupt, digits
 from helpers import assert_same, read_csv
 
-from lightning_sym.callbacks import RotationPenalty
+from lightning_sym.callbacks import RotationReport
 from lightning_sym.tasks import RotationTask
 
 pytestmark = pytest.mark.ddp
@@ -20,7 +20,7 @@ def scenarios(run, matching_zoo):
         task = RotationTask(str(matching_zoo), members=[0, 2], kinds=kinds, repeats=2)
         # 81 validation and test images: not divisible by 2. 1 x 16 images see what 2 x 8 see.
         data = digits(batch_size=16 // processes, max_samples=81)
-        run.fit(name, task, data, RotationPenalty(), *callbacks, processes=processes, max_epochs=2, **settings)
+        run.fit(name, task, data, RotationReport(), *callbacks, processes=processes, max_epochs=2, **settings)
 
     fit("2")
     fit("part", 2, Interrupt("1 0"), fails="RuntimeError: interrupted")

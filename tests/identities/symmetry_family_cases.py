@@ -18,36 +18,13 @@ from types import CodeType
 from typing import Any
 
 import torch
+from helpers import Fixed, Program, buffer, of, parameter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 EXACT = 1e-9
 L, C = nn.Linear, nn.Conv2d
 relu, tanh = torch.relu, torch.tanh
-
-
-class Fixed:
-    """Marks a part that becomes a buffer which is not saved."""
-
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        self.make = make
-
-
-class Program(nn.Module):
-    """A network written as one function of itself and its inputs; tensors become buffers."""
-
-    def __init__(self, function: Callable[..., Any], parts: dict[str, Any]) -> None:
-        super().__init__()
-        self.function = function
-        for name, make in parts.items():
-            part = make.make() if isinstance(make, Fixed) else make()
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part, persistent=not isinstance(make, Fixed))
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
 
 
 def randomise(network: nn.Module) -> nn.Module:
@@ -193,22 +170,6 @@ def normal(*shape: int) -> Inputs:
 
 def tokens(length: int, vocabulary: int = 10) -> Inputs:
     return lambda n: (torch.randint(vocabulary, (n, length)),)
-
-
-def of(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    return lambda: kind(*args, **kwargs)
-
-
-def parameter(*shape: int) -> Callable[[], nn.Parameter]:
-    return lambda: nn.Parameter(torch.randn(shape))
-
-
-def buffer(*shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randn(shape)
-
-
-def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(layer() for layer in layers))
 
 
 def zeros(x: Tensor, width: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Program
 from symmetry_family_cases import difference, evaluate
 from torch import nn
 
@@ -33,20 +34,18 @@ def convolutions() -> nn.Module:
     )  # fmt: skip
 
 
-class Residual(nn.Module):
+def residual() -> nn.Module:
     """A stream of 6 units, with 7 units in each of two branches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
-        self.up = nn.ModuleList([nn.Linear(6, 7) for _ in range(2)])
-        self.down = nn.ModuleList([nn.Linear(7, 6) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.relu(self.a(x))
-        for up, down in zip(self.up, self.down, strict=True):
+    def function(s: Any, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(s.a(x))
+        for up, down in zip(s.up, s.down, strict=True):
             h = torch.relu(h + down(torch.relu(up(h))))
-        return self.b(h)
+        return s.b(h)
+
+    up, down = ([nn.Linear(*widths) for _ in range(2)] for widths in ((6, 7), (7, 6)))
+    parts = {"a": nn.Linear(5, 6), "b": nn.Linear(6, 3), "up": nn.ModuleList(up), "down": nn.ModuleList(down)}
+    return Program(function, parts)
 
 
 # Makes the network, its input's shape, and for each hidden axis the tensors whose rows feed its units, and those whose
@@ -72,7 +71,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Unit]]]
         [(["1.weight", "1.bias"], ["3.weight"]), (["4.weight", "4.bias"], ["6.weight"])],
     ),
     "branches": (
-        Residual, (4, 5),
+        residual, (4, 5),
         [(["up.0.weight", "up.0.bias"], ["down.0.weight"]), (["up.1.weight", "up.1.bias"], ["down.1.weight"])],
     ),
 }  # fmt: skip

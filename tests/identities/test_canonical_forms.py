@@ -2,9 +2,11 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
+from helpers import Program, assert_refused, of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import resnet18
@@ -22,57 +24,48 @@ class Square(nn.Module):
         return x**2
 
 
-class Residual(nn.Module):
+def residual(activation: type[nn.Module]) -> nn.Module:
     """A residual stream of 4 units without normalisation."""
 
-    def __init__(self, activation: type[nn.Module] = nn.ReLU) -> None:
-        super().__init__()
-        self.into, self.inner, self.back, self.out = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 2)
-        self.activation = activation()
+    def function(s: Any, x: Tensor) -> Tensor:
+        x = s.activation(s.into(x))
+        return s.out(s.activation(x + s.back(s.activation(s.inner(x)))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.activation(self.into(x))
-        return self.out(self.activation(x + self.back(self.activation(self.inner(x)))))
+    parts = {
+        "into": of(nn.Linear, 3, 4),
+        "inner": of(nn.Linear, 4, 5),
+        "back": of(nn.Linear, 5, 4),
+        "out": of(nn.Linear, 4, 2),
+    }
+    return Program(function, {**parts, "activation": activation})
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """One hidden layer used twice: its units stand on both axes of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.into(x))
-        return self.out(F.relu(self.hidden(F.relu(self.hidden(x)))))
+    return Program(
+        lambda s, x: s.out(F.relu(s.hidden(F.relu(s.hidden(F.relu(s.into(x))))))),
+        {"into": of(nn.Linear, 4, 6), "hidden": of(nn.Linear, 6, 6), "out": of(nn.Linear, 6, 3)},
+    )
 
 
-class InvertedResiduals(nn.Module):
+def inverted_residuals() -> nn.Module:
     """As in mobilenet_v2: expand, depthwise, project, without an activation on the stream."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def block() -> nn.Sequential:
+        depthwise = nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False)
+        return nn.Sequential(
+            *(nn.Conv2d(6, 12, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU6(), depthwise, nn.BatchNorm2d(12)),
+            *(nn.ReLU6(), nn.Conv2d(12, 6, 1, bias=False), nn.BatchNorm2d(6)),
+        )
 
-        def block(first: int, hidden: int) -> nn.Sequential:
-            return nn.Sequential(
-                *(nn.Conv2d(first, hidden, 1, bias=False), nn.BatchNorm2d(hidden), nn.ReLU6()),
-                *(
-                    nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=False),
-                    nn.BatchNorm2d(hidden),
-                    nn.ReLU6(),
-                ),
-                *(nn.Conv2d(hidden, first, 1, bias=False), nn.BatchNorm2d(first)),
-            )
+    def function(s: Any, x: Tensor) -> Tensor:
+        x = s.stem(x)
+        x = x + s.one(x)
+        x = x + s.two(x)
+        return s.head(x.mean((2, 3)))
 
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
-        self.one, self.two = block(6, 12), block(6, 12)
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = x + self.one(x)
-        x = x + self.two(x)
-        return self.head(x.mean((2, 3)))
+    stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+    return Program(function, {"stem": stem, "one": block, "two": block, "head": of(nn.Linear, 6, 4)})
 
 
 def mlp(*activations: nn.Module) -> nn.Sequential:
@@ -113,9 +106,9 @@ CASES = {
         ),
         images(6),
     ),
-    "residual": (Residual, (16, 3)),
-    "residual_tanh": (lambda: Residual(nn.Tanh), (16, 3)),
-    "recurrent": (Recurrent, (16, 4)),
+    "residual": (lambda: residual(nn.ReLU), (16, 3)),
+    "residual_tanh": (lambda: residual(nn.Tanh), (16, 3)),
+    "recurrent": (recurrent, (16, 4)),
     "lenet5": (LeNet5, images(28, 1)),
     "myrtle": (lambda: MyrtleCNN(width=4), images(32)),
     "myrtle_tanh": (lambda: MyrtleCNN(width=4, activation="tanh"), images(32)),
@@ -124,7 +117,7 @@ CASES = {
     "resnet20_b": (lambda: CIFARResNet(width=4, shortcut="B"), images(16)),
     "resnet18": (lambda: CIFARResNet18(width=3), images(16)),
     LARGE: (lambda: resnet18(num_classes=4), images(32)),
-    "inverted_residuals": (InvertedResiduals, images(8)),
+    "inverted_residuals": (inverted_residuals, images(8)),
 }
 _MADE: dict[str, tuple[nn.Module, Tensor, Symmetry]] = {}
 
@@ -357,15 +350,12 @@ def test_single_precision() -> None:
 
 def test_bad_arguments() -> None:
     network, _, symmetry = made("relu")
-    with pytest.raises(ValueError, match="'balanced', 'unit' or None, got 'norm'"):
-        canonicalize(symmetry, network, scales="norm")
-    with pytest.raises(ValueError, match="expected shape"):
-        canonicalize(symmetry, mlp(nn.ReLU()))
+    assert_refused(canonicalize, symmetry, network, scales="norm", says="'balanced', 'unit' or None, got 'norm'")
+    assert_refused(lambda: canonicalize(symmetry, mlp(nn.ReLU())), says="expected shape")
     broken = copy.deepcopy(network)
     with torch.no_grad():
         broken[2].weight[0, 0] = math.nan
-    with pytest.raises(ValueError, match=r"2\.weight holds values that are not finite"):
-        canonicalize(symmetry, broken)
+    assert_refused(canonicalize, symmetry, broken, says="2.weight holds values that are not finite")
 
 
 @pytest.mark.parametrize("name", ["relu", "square", "residual", "recurrent", "myrtle", "myrtle_without_norm", "tanh"])

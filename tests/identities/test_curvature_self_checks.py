@@ -355,136 +355,81 @@ def functional_batch_norm(x: Tensor) -> Tensor:
 
 # By name: a constructor, and what the error says.
 WRONG = {
-    "time first": (
-        lambda: sequence(*time_first(linear())),
-        rf"'3' \(Linear\).*{AXIS} \(it seems to be the second; transpose it\)",
-    ),
-    "time first, as many tokens as samples": (
-        lambda: sequence(*time_first(linear()), tokens=SAMPLES),
-        rf"'3' \(Linear\).*{AXIS}",
-    ),
-    "time first, as many tokens as are tried": (
-        lambda: sequence(*time_first(linear()), tokens=5),
-        rf"'3' \(Linear\) {MIXED}",
-    ),
-    "time first, a multiple of them": (
-        lambda: sequence(*time_first(linear()), tokens=10),
-        rf"'3' \(Linear\) {MIXED}",
-    ),
-    "folded time first": (
-        lambda: sequence(*folded_time_first(linear())),
-        rf"'3' \(Linear\) {MIXED}.*keep the rows of a sample together",
-    ),
-    "windows, those of all samples together": (
-        lambda: images(*with_windows(nn.Linear(2, 2), samples_first=False)),
-        rf"'3' \(Linear\) {MIXED}.*windows",
-    ),
+    "time first": (lambda: sequence(*time_first(linear())),
+        rf"'3' \(Linear\).*{AXIS} \(it seems to be the second; transpose it\)"),
+    "time first, as many tokens as samples": (lambda: sequence(*time_first(linear()), tokens=SAMPLES),
+        rf"'3' \(Linear\).*{AXIS}"),
+    "time first, as many tokens as are tried": (lambda: sequence(*time_first(linear()), tokens=5),
+        rf"'3' \(Linear\) {MIXED}"),
+    "time first, a multiple of them": (lambda: sequence(*time_first(linear()), tokens=10), rf"'3' \(Linear\) {MIXED}"),
+    "folded time first": (lambda: sequence(*folded_time_first(linear())),
+        rf"'3' \(Linear\) {MIXED}.*keep the rows of a sample together"),
+    "windows, those of all samples together": (lambda: images(*with_windows(nn.Linear(2, 2), samples_first=False)),
+        rf"'3' \(Linear\) {MIXED}.*windows"),
     "samples as one sequence": (
         lambda: sequence(*between(lambda x: x.flatten(0, 1)[None], linear(), lambda x: x.view(-1, TOKENS, WIDTH))),
-        rf"'3' \(Linear\).*{AXIS}",
-    ),
+        rf"'3' \(Linear\).*{AXIS}"),
     "samples reversed": (lambda: sequence(*between(lambda x: x.flip(0), linear(), lambda x: x.flip(0))), MIXED),
     "outputs reversed": (lambda: sequence(linear(), Do(lambda x: x.flip(0))), MIXED),
-    "batch norm without affine and statistics": (
-        lambda: flat_batch_norm(affine=False, track_running_stats=False),
-        rf"'7' \(Linear\) {MIXED}.*from module '3' \(BatchNorm1d\) on.*track_running_stats=True",
-    ),
-    "batch norm without statistics": (
-        lambda: flat_batch_norm(track_running_stats=False),
-        rf"{MIXED}.*track_running_stats=True",
-    ),
-    "batch norm in training mode": (
-        lambda: flat_batch_norm(kind=Stubborn, affine=False),
-        rf"{MIXED}.*from module '3' \(Stubborn\)",
-    ),
+    "batch norm without affine and statistics": (lambda: flat_batch_norm(affine=False, track_running_stats=False),
+        rf"'7' \(Linear\) {MIXED}.*from module '3' \(BatchNorm1d\) on.*track_running_stats=True"),
+    "batch norm without statistics": (lambda: flat_batch_norm(track_running_stats=False),
+        rf"{MIXED}.*track_running_stats=True"),
+    "batch norm in training mode": (lambda: flat_batch_norm(kind=Stubborn, affine=False),
+        rf"{MIXED}.*from module '3' \(Stubborn\)"),
     "batch norm, functional": (lambda: mixing(functional_batch_norm), MIXED),
     "the mean at the start": (lambda: prefixed(lambda x: x - x.mean(0)), MIXED),
     "the mean at the start, of a masked class": (
         lambda: (nn.Sequential(*prefixed(batch_mean)[0], Do(lambda x: F.pad(x, (0, 1), value=-math.inf))), TOKEN_SHAPE),
-        MIXED,
-    ),
-    "the mean at the end": (
-        lambda: (nn.Sequential(*sequence(linear())[0], Do(lambda x: x - x.mean(0))), (TOKENS, WIDTH)),
-        rf"The output of the network {MIXED}",
-    ),
+        MIXED),
+    "the mean at the end": (lambda: (nn.Sequential(*sequence(linear())[0], Do(lambda x: x - x.mean(0))),
+        (TOKENS, WIDTH)), rf"The output of the network {MIXED}"),
     "a maximum over the batch": (lambda: mixing(lambda x: x / x.abs().amax()), rf"{MIXED}|{BEHIND}"),
     "a norm that is constant in derivatives": (lambda: mixing(lambda x: x / x.detach().norm()), MIXED),
     "softmax over the batch": (lambda: sequence(linear(), Do(lambda x: x.softmax(0))), MIXED),
-    "attention over the batch": (
-        lambda: sequence(linear(), Do(functools.partial(attention, over="batch")), linear()),
-        rf"'4' \(Linear\) {MIXED}",
-    ),
+    "attention over the batch": (lambda: sequence(linear(), Do(functools.partial(attention, over="batch")), linear()),
+        rf"'4' \(Linear\) {MIXED}"),
     "a sum over earlier samples": (lambda: sequence(linear(), Do(lambda x: x.cumsum(0))), MIXED),
     "a sum over later samples": (lambda: sequence(linear(), Do(lambda x: x.flip(0).cumsum(0).flip(0))), MIXED),
     "the next sample": (lambda: sequence(linear(), Do(lambda x: x + 0.1 * x.roll(1, 0))), MIXED),
     "a weak mixture": (lambda: mixing(weak), MIXED),
-    "positions of samples": (
-        lambda: mixing(lambda x: x + torch.arange(1, 7)[: len(x), None, None]),
-        r"'3' \(Linear\) is not the same for a sample in another row.*along the tokens",
-    ),
-    "a hook that scales": (
-        lambda: hooked(lambda module, args, output: 3 * output),
-        rf"'2' \(Linear\).*'weight' {RULE}.*remove the hook|outputs of the network",
-    ),
-    "a hook that replaces": (
-        lambda: hooked(lambda module, args, output: output.relu()),
-        rf"{RULE}|outputs of the network",
-    ),
+    "positions of samples": (lambda: mixing(lambda x: x + torch.arange(1, 7)[: len(x), None, None]),
+        r"'3' \(Linear\) is not the same for a sample in another row.*along the tokens"),
+    "a hook that scales": (lambda: hooked(lambda module, args, output: 3 * output),
+        rf"'2' \(Linear\).*'weight' {RULE}.*remove the hook|outputs of the network"),
+    "a hook that replaces": (lambda: hooked(lambda module, args, output: output.relu()),
+        rf"{RULE}|outputs of the network"),
     "called twice": (twice, "'2' is called more than once"),
-    "random in eval mode": (
-        lambda: mixing(lambda x: F.dropout(x, 0.5)),
-        "second pass, in eval mode|outputs of the network",
-    ),
-    "without an effect": (
-        lambda: (nn.Sequential(*sequence(linear())[0], Do(lambda x: x.detach())), (TOKENS, WIDTH)),
-        "No trainable parameter reaches the network's outputs",
-    ),
-    "without gradients": (
-        lambda: sequence(WithoutGradients()),
-        "'2.layer' .* is called without gradients|cannot handle module '2'",
-    ),
+    "random in eval mode": (lambda: mixing(lambda x: F.dropout(x, 0.5)),
+        "second pass, in eval mode|outputs of the network"),
+    "without an effect": (lambda: (nn.Sequential(*sequence(linear())[0], Do(lambda x: x.detach())), (TOKENS, WIDTH)),
+        "No trainable parameter reaches the network's outputs"),
+    "without gradients": (lambda: sequence(WithoutGradients()),
+        "'2.layer' .* is called without gradients|cannot handle module '2'"),
     "a rule that scales": (lambda: ruled(lambda g: {name: 3 * v for name, v in g.items()}), RULE),
     "a rule that is transposed": (lambda: ruled(axes=lambda self, module, name: None), f"'matrix' {RULE}"),
-    "a rule that has the mean over places": (
-        lambda: ruled(
-            lambda g: g | {"matrix": g["matrix"].mean(2, keepdim=True)},
-            inputs=lambda self, module, x: {"matrix": x.mean(1, keepdim=True)},
-        ),
-        f"'matrix' {RULE}",
-    ),
+    "a rule that has the mean over places": (lambda: ruled(lambda g: g | {"matrix": g["matrix"].mean(2, keepdim=True)},
+        inputs=lambda self, module, x: {"matrix": x.mean(1, keepdim=True)}), f"'matrix' {RULE}"),
     "a rule that takes places for samples": (
-        lambda: ruled(
-            lambda g: g | {"matrix": g["matrix"].flatten(1, 2)[:, :, None]},
-            inputs=lambda self, module, x: {"matrix": x.flatten(0, 1)[:, None]},
-        ),
-        "8 inputs and 8 gradients of 'matrix' for 2 rows",
-    ),
-    "a rule that does not sum a shift": (
-        lambda: ruled(lambda g: g | {"shift": g["matrix"]}),
-        "'shift' at 4 places and inputs at 1; sum them over the places",
-    ),
-    "a rule whose places do not fit": (
-        lambda: ruled(inputs=lambda self, module, x: {"matrix": x[:, :2]}),
-        "'matrix' at 4 places and inputs at 2",
-    ),
+        lambda: ruled(lambda g: g | {"matrix": g["matrix"].flatten(1, 2)[:, :, None]},
+        inputs=lambda self, module, x: {"matrix": x.flatten(0, 1)[:, None]}),
+        "8 inputs and 8 gradients of 'matrix' for 2 rows"),
+    "a rule that does not sum a shift": (lambda: ruled(lambda g: g | {"shift": g["matrix"]}),
+        "'shift' at 4 places and inputs at 1; sum them over the places"),
+    "a rule whose places do not fit": (lambda: ruled(inputs=lambda self, module, x: {"matrix": x[:, :2]}),
+        "'matrix' at 4 places and inputs at 2"),
     "a rule without gradients": (lambda: ruled(lambda g: {"matrix": g["matrix"]}), r"no gradients for \['shift'\]"),
-    "a rule of another size": (
-        lambda: ruled(lambda g: g | {"shift": g["shift"][..., :2]}),
-        "block of 2 parameters for 'shift', which has 3",
-    ),
+    "a rule of another size": (lambda: ruled(lambda g: g | {"shift": g["shift"][..., :2]}),
+        "block of 2 parameters for 'shift', which has 3"),
     "a rule with another A": (
         lambda: ruled(in_factors=lambda self, module, x: {"matrix": 2 * x.flatten(0, 1).T @ x.flatten(0, 1)}),
-        "in_factors that are not those of its inputs",
-    ),
-    "a rule with A of another parameter": (
-        lambda: ruled(in_factors=lambda self, module, x: {}),
-        "in_factors that are not those of its inputs in shape",
-    ),
+        "in_factors that are not those of its inputs"),
+    "a rule with A of another parameter": (lambda: ruled(in_factors=lambda self, module, x: {}),
+        "in_factors that are not those of its inputs in shape"),
     "a rule with another B": (
         lambda: ruled(out_factors=lambda self, module, x, g: dict.fromkeys(("matrix", "shift"), torch.eye(WIDTH))),
-        "out_factors that are not those of its gradients",
-    ),
-}
+        "out_factors that are not those of its gradients"),
+}  # fmt: skip
 ENCODER = rf"'encoder' .Linear.*'weight' .*{RULE}"
 WRONG_WITH_AUTOGRAD = {
     "a weight once more, transposed": (lambda: (Tied(lambda w: w.t()), TOKEN_SHAPE), ENCODER),

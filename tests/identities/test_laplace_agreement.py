@@ -10,16 +10,11 @@ from backpack import backpack, extend
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.scale_module import ScaleModule
 from curvature_references import GRID, LAYERS, data, jacobians, perturbed, relaxed_network, with_head
+from helpers import assert_refused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sym.curvature import (
-    Evidence,
-    RelaxedKFLR,
-    factors,
-    parameter_groups,
-    to_laplace,
-)
+from lightning_sym.curvature import Evidence, RelaxedKFLR, factors, parameter_groups, to_laplace
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import RelaxedNetwork
 
@@ -232,8 +227,7 @@ def test_factors_cannot_become_stale():
     network = nn.Sequential(nn.Linear(4, 3))
     batches = [data(5, (4,), 3, "classification")]
     laplace = to_laplace(network.double(), batches)
-    with pytest.raises(RuntimeError, match="call to_laplace again"):
-        laplace.fit(batches)
+    assert_refused(laplace.fit, batches, says="call to_laplace again", error=RuntimeError)
 
 
 def test_a_state_can_be_saved_and_loaded():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.networks import Gaussian
@@ -69,18 +70,59 @@ def unexplained(found: LocalDimension) -> bool:
     return not (found.dead or found.always_on or found.duplicated or found.constant)
 
 
-@pytest.mark.parametrize("activation", [nn.Tanh, nn.Sigmoid, nn.GELU, Gaussian])
-def test_identifiable(activation: Callable[[], nn.Module]) -> None:
-    found = measured(lambda: deep(activation))
-    assert (found.parameters, found.nullity, found.orbit_dimension, found.excess) == (46, 0, 0, 0)
-    assert found.gap == math.inf
+def copy_first(net: nn.Module) -> None:
+    net[0].weight[1] = net[0].weight[0]
+    net[0].bias[1] = net[0].bias[0]
 
 
-@pytest.mark.parametrize("activation", [leaky, Square])
-def test_scalings_are_all_there_is(activation: Callable[[], nn.Module]) -> None:
-    found = measured(lambda: deep(activation), seed=0)
-    assert (found.nullity, found.orbit_dimension) == (8, 8)
-    assert found.gap > 1e8
+def norms() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+
+# The network, what is done to it, options of the measurement, its nullity, the dimension of the orbit, and how many
+# units are dead, always on, constant and duplicated.
+NOTHING = (0, 0, 0, 0)
+CASES = {
+    "tanh": (lambda: deep(nn.Tanh), None, {}, 0, 0, NOTHING),
+    "sigmoid": (lambda: deep(nn.Sigmoid), None, {}, 0, 0, NOTHING),
+    "gelu": (lambda: deep(nn.GELU), None, {}, 0, 0, NOTHING),
+    "gaussian": (lambda: deep(Gaussian), None, {}, 0, 0, NOTHING),
+    "leaky": (lambda: deep(leaky), None, {"seed": 0}, 8, 8, NOTHING),
+    "square": (lambda: deep(Square), None, {"seed": 0}, 8, 8, NOTHING),
+    # One scale per channel of the stream.
+    "residual": (lambda: Residual(leaky), None, {"seed": 5}, 9, 9, NOTHING),
+    # The product map, 2 x 3 weights and 2 biases, is all that the function shows.
+    "linear": (lambda: deep(nn.Identity), None, {}, 46 - 8, 32, NOTHING),
+    "shallow": (shallow, None, {}, 4, 4, NOTHING),
+    "dead unit": (shallow, lambda net: net[0].bias[0].fill_(-100), {}, 9, 4, (1, 0, 0, 0)),
+    "unit always on": (shallow, lambda net: net[0].bias[:1].fill_(100), {}, 4 - 1 + 1 + 1, 4, (0, 1, 0, 0)),
+    "units always on": (shallow, lambda net: net[0].bias[:2].fill_(100), {}, 4 - 2 + 4 + 2, 4, (0, 2, 0, 0)),
+    # A pair of equal units with n inputs, and k outgoing weights each, independent: of its 2 (n + 1) + 2 k directions
+    # those are seen that change the common slope for either of two outgoing vectors, 2 (n + 1), or the value for any of
+    # the other k - 2 vectors. So k + 2 are hidden, where two different units hide 2.
+    "equal units, deep": (lambda: deep(leaky), copy_first, {"seed": 0}, 12, 8, (0, 0, 0, 1)),
+    "equal units": (shallow, copy_first, {}, 6, 4, (0, 0, 0, 1)),
+    "tanh without an outgoing weight": (
+        lambda: shallow(nn.Tanh), lambda net: net[2].weight[:, 0].zero_(), {}, 4, 0, NOTHING,
+    ),
+    "constant tanh": (lambda: shallow(nn.Tanh), lambda net: net[0].weight[0].zero_(), {}, 3, 0, (0, 0, 1, 0)),
+    "equal tanh": (lambda: shallow(nn.Tanh), copy_first, {}, 2, 0, (0, 0, 0, 1)),
+    "log-softmax": (shallow, None, {"log_softmax": True}, 9, 4, NOTHING),
+    "batch norm": (norms, None, {"seed": 0}, 12, 12, NOTHING),
+    "batch norm in training": (norms, None, {"seed": 0, "samples": 100, "training": True}, 12, 12, NOTHING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nullity_orbit_and_units(name: str) -> None:
+    make, edit, options, nullity, orbit, counts = CASES[name]
+    found = measured(make, edit, **options)
+    assert (found.nullity, found.orbit_dimension, found.excess) == (nullity, orbit, nullity - orbit)
+    assert (found.dead, found.always_on, found.constant, found.duplicated) == counts
+    assert found.rank == found.parameters - nullity
+    assert found.gap > 1e8 if nullity else found.gap == math.inf
+    if name == "units always on":
+        assert found.groups == {"0": {"dead": 0, "always_on": 2, "constant": 0, "duplicated": 0}}
 
 
 def test_relu_has_at_least_the_scalings() -> None:
@@ -89,78 +131,6 @@ def test_relu_has_at_least_the_scalings() -> None:
     assert min(found.nullity for found in nullities) == 8
     # A hidden symmetry with no dead and no always-on unit.
     assert any(found.excess > 0 and unexplained(found) for found in nullities)
-
-
-def test_residual_stream_has_one_scale_per_channel() -> None:
-    found = measured(lambda: Residual(leaky), seed=5)
-    assert (found.nullity, found.orbit_dimension) == (9, 9)
-
-
-def test_linear_network() -> None:
-    found = measured(lambda: deep(nn.Identity))
-    # The product map, 2 x 3 weights and 2 biases, is all that the function shows.
-    assert (found.rank, found.nullity, found.orbit_dimension) == (8, 38, 32)
-
-
-def test_shallow_relu() -> None:
-    found = measured(shallow)
-    assert (found.nullity, found.orbit_dimension) == (4, 4)
-    assert unexplained(found)
-
-
-def test_dead_unit() -> None:
-    found = measured(shallow, lambda net: net[0].bias[0].fill_(-100))
-    assert (found.nullity, found.orbit_dimension, found.dead) == (9, 4, 1)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_always_on_units(count: int) -> None:
-    found = measured(shallow, lambda net: net[0].bias[:count].fill_(100))
-    assert (found.nullity, found.orbit_dimension) == (4 - count + count**2 + count, 4)
-    assert found.always_on == count
-    assert found.groups == {"0": {"dead": 0, "always_on": count, "constant": 0, "duplicated": 0}}
-
-
-def copy_first(net: nn.Module) -> None:
-    net[0].weight[1] = net[0].weight[0]
-    net[0].bias[1] = net[0].bias[0]
-
-
-def test_equal_incoming_weights() -> None:
-    # A pair with n inputs, and k outgoing weights each, independent: of its 2 (n + 1) + 2 k directions those are seen
-    # that change the common slope for either of two outgoing vectors, 2 (n + 1), or the value for any of the other
-    # k - 2 vectors. So k + 2 are hidden, where two different units hide 2.
-    found = measured(lambda: deep(leaky), copy_first, seed=0)
-    assert (found.nullity, found.orbit_dimension, found.duplicated) == (12, 8, 1)
-    found = measured(shallow, copy_first)
-    assert (found.nullity, found.orbit_dimension, found.duplicated) == (6, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("edit", "nullity", "counts"),
-    [
-        (lambda net: net[2].weight[:, 0].zero_(), 4, (0, 0)),
-        (lambda net: net[0].weight[0].zero_(), 3, (1, 0)),
-        (copy_first, 2, (0, 1)),
-    ],
-    ids=["no outgoing weight", "constant unit", "duplicated unit"],
-)
-def test_reducible_tanh(edit: Callable[[nn.Module], None], nullity: int, counts: tuple[int, int]) -> None:
-    found = measured(lambda: shallow(nn.Tanh), edit)
-    assert (found.nullity, found.orbit_dimension) == (nullity, 0)
-    assert (found.constant, found.duplicated) == counts
-
-
-def test_log_softmax() -> None:
-    found = measured(shallow, log_softmax=True)
-    assert (found.nullity, found.orbit_dimension) == (9, 4)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_batch_norm(training: bool) -> None:
-    layers = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
-    found = measured(layers, seed=0, samples=100 if training else 600, training=training)
-    assert (found.nullity, found.orbit_dimension) == (12, 12)
 
 
 def test_batch_norm_after_the_activation() -> None:
@@ -220,13 +190,8 @@ def test_convolutions() -> None:
 def test_bad_arguments() -> None:
     network, inputs = shallow(), torch.randn(8, 3)
     symmetry = trace_symmetry(network, inputs)
-    with pytest.raises(ValueError, match=r"tolerance must be in \(0, 1\), got 0"):
-        local_dimension(symmetry, network, inputs, tolerance=0)
-    with pytest.raises(ValueError, match="max_parameters must be at least 1, got 0"):
-        local_dimension(symmetry, network, inputs, max_parameters=0)
-    with pytest.raises(ValueError, match=r"the network has 26 parameters, .* at most max_parameters=20"):
-        local_dimension(symmetry, network, inputs, max_parameters=20)
-    with pytest.raises(ValueError, match="a batch of at least one sample"):
-        local_dimension(symmetry, network, inputs[:0])
-    with pytest.raises(ValueError, match="expected shape"):
-        local_dimension(symmetry, deep(nn.ReLU), inputs)
+    assert_refused(local_dimension, symmetry, network, inputs, tolerance=0)
+    assert_refused(local_dimension, symmetry, network, inputs, max_parameters=0)
+    assert_refused(local_dimension, symmetry, network, inputs, max_parameters=20)
+    assert_refused(local_dimension, symmetry, network, inputs[:0], says="a batch of at least one sample")
+    assert_refused(lambda: local_dimension(symmetry, deep(nn.ReLU), inputs), says="expected shape")

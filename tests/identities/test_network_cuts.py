@@ -34,10 +34,7 @@ CASES = {
     "resnet44": (lambda: CIFARResNet(44, width=1, activation="silu"), (3, 8, 8)),
     "resnet56": (lambda: CIFARResNet(56, width=1, activation="gaussian"), (3, 8, 8)),
     "cifar_resnet18": (lambda: CIFARResNet18(width=2), (3, 8, 8)),
-    "tv_resnet18": (
-        lambda: Network.wrap(functools.partial(torchvision.models.resnet18, num_classes=10)),
-        (3, 32, 32),
-    ),
+    "tv_resnet18": (lambda: Network.wrap(functools.partial(torchvision.models.resnet18, num_classes=10)), (3, 32, 32)),
     "tv_mobilenet_v2": (lambda: TorchvisionNetwork("mobilenet_v2", image_size=32), (3, 32, 32)),
     "tv_squeezenet": (lambda: Network.wrap(torchvision.models.squeezenet1_1), (3, 32, 32)),
 }

@@ -5,15 +5,12 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.landscape.planes import weight_vector
-from lightning_sym.landscape.quotient import (
-    OrbitDistances,
-    canonical_vectors,
-    function_distances,
-    orbit_distances,
-)
+from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
+from lightning_sym.landscape.two_unit import slopes
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 
@@ -39,11 +36,6 @@ def noise(like: Tensor, norm: float) -> Tensor:
     return norm * drawn / drawn.norm(dim=-1, keepdim=True)
 
 
-def slopes(vectors: Tensor) -> Tensor:
-    a, b, c, d = vectors.unbind(-1)
-    return torch.stack([c * a.relu() + d * b.relu(), c * (-a).relu() + d * (-b).relu()], -1)
-
-
 def two(vectors: Tensor, target: Tensor) -> OrbitDistances:
     return orbit_distances(TWO, vectors, target, LINE[:2])
 
@@ -65,20 +57,14 @@ def search(target: Tensor, restarts: int = 400, steps: int = 1500) -> Tensor:
     return found[(slopes(found) - slopes(target)).square().sum(-1) / 2 < 1e-12]
 
 
-def test_found_points_of_a_mixed_target_are_on_its_orbit() -> None:
-    target = torch.tensor(MIXED, dtype=torch.float64)
+@pytest.mark.parametrize(("weights", "least"), [(MIXED, 80), (SAME_SIGN, 150)], ids=["mixed", "same sign"])
+def test_found_points_are_on_the_orbit_of_a_mixed_target_and_on_many_orbits_otherwise(weights, least) -> None:
+    target = torch.tensor(weights, dtype=torch.float64)
     found = two(search(target), target)
-    assert len(found.distances) > 80
+    assert len(found.distances) > least
     assert found.kind == "exact"
-    assert float(found.distances.max()) < 1e-5
     assert float(found.plain.median()) > 0.3
-
-
-def test_found_points_of_a_same_sign_target_are_on_many_orbits() -> None:
-    target = torch.tensor(SAME_SIGN, dtype=torch.float64)
-    found = two(search(target), target)
-    assert len(found.distances) > 150
-    assert float(found.distances.median()) > 0.3
+    assert float(found.distances.max()) < 1e-5 if weights == MIXED else float(found.distances.median()) > 0.3
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -207,8 +193,7 @@ class Gated(nn.Module):
 
 def test_merging_is_refused_where_units_do_not_add_up() -> None:
     vectors = torch.tensor([[1.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
-    with pytest.raises(ValueError, match="pass merge=False"):
-        canonical_vectors(Gated(), vectors, torch.ones(3, 1))
+    assert_refused(canonical_vectors, Gated(), vectors, torch.ones(3, 1), says="pass merge=False")
 
 
 def test_function_distances_are_those_of_slopes() -> None:
@@ -220,13 +205,3 @@ def test_function_distances_are_those_of_slopes() -> None:
     assert torch.allclose(found, expected, rtol=1e-6, atol=0)
     assert torch.equal(found, found.T)
     assert bool((found[:, None] <= found[:, :, None] + found[None] + 1e-12).all())  # the triangle inequality
-
-
-def test_wrong_vectors_say_so() -> None:
-    target = torch.zeros(4)
-    with pytest.raises(ValueError, match="must have 4 entries"):
-        two(torch.zeros(2, 3), target)
-    with pytest.raises(ValueError, match="not finite"):
-        two(torch.full((2, 4), math.nan), target)
-    with pytest.raises(ValueError, match="must have 4 entries"):
-        function_distances(TWO, torch.zeros(4), LINE)

@@ -88,11 +88,7 @@ WRAPPED = {
         8,
     ),
     "squeezenet": (lambda: Network.wrap(torchvision.models.squeezenet1_1), (3, 32, 32), 4),
-    "vit": (
-        lambda: Network.wrap(functools.partial(small_vit, 0)),
-        (3, 16, 16),
-        4,
-    ),
+    "vit": (lambda: Network.wrap(functools.partial(small_vit, 0)), (3, 16, 16), 4),
 }
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import C, L, Program, buffer, of, parameter, sequential
+from helpers import Program, buffer, of, parameter, sequential
+from symmetry_family_cases import C, L
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.convnext import CNBlock

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import EXACT, L, Program, difference, evaluate, of, sequential
+from helpers import Program, assert_refused, of, sequential
+from symmetry_family_cases import EXACT, L, difference, evaluate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -204,8 +205,7 @@ def test_rule_that_allows_too_much_is_found(name: str) -> None:
     register(wrong=True)
     torch.manual_seed(0)
     make, example = HIDDEN[name]
-    with pytest.raises(RuntimeError, match="self-test"):
-        trace_symmetry(make(), example())
+    assert_refused(lambda: trace_symmetry(make(), example()), says="self-test", error=RuntimeError)
 
 
 @pytest.mark.usefixtures("own_rules")
@@ -232,8 +232,7 @@ def test_self_test_runs_on_every_example(order: tuple[int, int]) -> None:
     network = Program(branching, PARTS)
     one, two = (torch.randn(2, length, 5) for length in order)
     register(wrong=True)
-    with pytest.raises(RuntimeError, match="self-test"):
-        trace_symmetry(network, one, more_examples=[two])
+    assert_refused(trace_symmetry, network, one, more_examples=[two], says="self-test", error=RuntimeError)
     register(wrong=False)
     symmetry = trace_symmetry(network, one, more_examples=[two])
     assert (symmetry.dimension, symmetry.groups[0].size) == (0, 8)
@@ -290,8 +289,7 @@ def test_network_without_a_finite_output_is_refused_as_nothing_can_be_tested() -
     network = program(
         lambda s, x: s.b(torch.relu(s.a(x))).masked_fill(torch.ones(3).bool(), -torch.inf).softmax(1), **E1
     )()
-    with pytest.raises(ValueError, match="no output of the network is finite"):
-        trace_symmetry(network, torch.randn(2, 5))
+    assert_refused(trace_symmetry, network, torch.randn(2, 5), says="no output of the network is finite")
 
 
 # Things that a tracer meets and cannot know: it is right about them, or says in one sentence why not.

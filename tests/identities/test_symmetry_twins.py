@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from symmetry_family_cases import L, Program, difference, evaluate, of
+from helpers import Program, of
+from symmetry_family_cases import L, difference, evaluate
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune

@@ -69,11 +69,7 @@ BUGS = {
         message="steps wait for the device",
     ),
     "losses that are looked at in every step": Bug(
-        owner=Divergence,
-        attribute="due",
-        instead=True,
-        scenario="zoo_loop",
-        message="steps wait for the device",
+        owner=Divergence, attribute="due", instead=True, scenario="zoo_loop", message="steps wait for the device"
     ),
     "an average of integer buffers": Bug(
         owner=networks,

@@ -20,7 +20,7 @@ import torch
 from scenarios import explain, prepare
 from torch import nn
 
-from lightning_sym import curvature, landscape, networks, symmetry
+from lightning_sym import connectivity, curvature, landscape, networks, symmetry
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.population import LoopPopulation, VmapPopulation
@@ -186,8 +186,8 @@ def matching_by_activations(side):
 def merging(side):
     group, pair = side.traced(side.net(Normed)), [side.net(Normed), side.net(Normed, 1)]
     merged = [
-        symmetry.merge(group, pair),
-        symmetry.merge(group, pair, method="activations", batches=[(side.x, side.y)]),
+        connectivity.merge(group, pair),
+        connectivity.merge(group, pair, method="activations", batches=[(side.x, side.y)]),
     ]
     return [side.outputs(one.network) for one in merged]
 
@@ -201,8 +201,8 @@ def distances_of_orbits(side):
 @case
 def interpolation(side):
     a, b = side.net(Normed), side.net(Normed, 1)
-    found = symmetry.barrier(a, b, [(side.x, side.y)], points=5)
-    between = symmetry.interpolate(a, b, 0.5), symmetry.average([a, b])
+    found = connectivity.barrier(a, b, [(side.x, side.y)], points=5)
+    between = connectivity.interpolate(a, b, 0.5), connectivity.average([a, b])
     return [found.loss, found.accuracy, *map(side.outputs, between)]
 
 
@@ -312,24 +312,12 @@ def curvatures(side, **options):
     return found
 
 
-@case
-def curvature_autograd(side):
-    return curvatures(side)
-
-
-@case
-def curvature_autograd_samples(side):
-    return curvatures(side, samples=1)
-
-
-@case
-def curvature_backpack(side):
-    return curvatures(side, engine="backpack")
-
-
-@case
-def curvature_backpack_samples(side):
-    return curvatures(side, engine="backpack", samples=1)
+CASES |= {
+    "curvature_autograd": curvatures,
+    "curvature_autograd_samples": functools.partial(curvatures, samples=1),
+    "curvature_backpack": functools.partial(curvatures, engine="backpack"),
+    "curvature_backpack_samples": functools.partial(curvatures, engine="backpack", samples=1),
+}
 
 
 @case

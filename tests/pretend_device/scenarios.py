@@ -32,14 +32,14 @@ from pytorch_lightning.loggers import TensorBoardLogger
 import lightning_sym
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
-    EquivalencePlane,
-    EquivalenceWalk,
+    EquivalenceReport,
     MarginalLikelihood,
     MatchingReport,
     PlaneGrid,
-    RotationPenalty,
-    StitchPenalty,
+    RotationReport,
+    StitchingReport,
     SymmetryMonitor,
+    WalkReport,
     ZooExport,
     ZooReport,
 )
@@ -202,49 +202,19 @@ def evidence(path, **changes):
     )
 
 
-@scenario
-def zoo_loop(folder):
-    zoo(folder, "loop")
-
-
-@scenario
-def zoo_vmap(folder):
-    zoo(folder, "vmap")
-
-
-@scenario
-def zoo_loop_batch_norm_double(folder):
-    zoo(folder, "loop", myrtle, precision="64-true")
-
-
-@scenario
-def zoo_vmap_batch_norm(folder):
-    zoo(folder, "vmap", myrtle)
-
-
-@scenario
-def zoo_bfloat16(folder):
-    zoo(folder, "vmap", precision="bf16-true")
-
-
-@scenario
-def zoo_mixed_precision(folder):
-    zoo(folder, "loop", precision="bf16-mixed")
-
-
-@scenario
-def zoo_deterministic(folder):
-    zoo(folder, "vmap", myrtle, deterministic=True, interrupt=None)
-
-
-@scenario
-def zoo_evidence_loop(folder):
-    zoo(folder, "loop", callbacks=[functools.partial(evidence, samples=1)], prior_precision=1.0)
-
-
-@scenario
-def zoo_evidence_vmap(folder):
-    zoo(folder, "vmap", callbacks=[evidence], prior_precision=1.0)
+SCENARIOS |= {
+    "zoo_loop": functools.partial(zoo, execution="loop"),
+    "zoo_vmap": functools.partial(zoo, execution="vmap"),
+    "zoo_loop_batch_norm_double": functools.partial(zoo, execution="loop", network=myrtle, precision="64-true"),
+    "zoo_vmap_batch_norm": functools.partial(zoo, execution="vmap", network=myrtle),
+    "zoo_bfloat16": functools.partial(zoo, execution="vmap", precision="bf16-true"),
+    "zoo_mixed_precision": functools.partial(zoo, execution="loop", precision="bf16-mixed"),
+    "zoo_deterministic": functools.partial(zoo, execution="vmap", network=myrtle, deterministic=True, interrupt=None),
+    "zoo_evidence_loop": functools.partial(
+        zoo, execution="loop", callbacks=[functools.partial(evidence, samples=1)], prior_precision=1.0
+    ),
+    "zoo_evidence_vmap": functools.partial(zoo, execution="vmap", callbacks=[evidence], prior_precision=1.0),
+}
 
 
 @scenario
@@ -299,7 +269,7 @@ def stitching(folder):
     run(
         folder,
         lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=maps, head_start=0.5),
-        lambda path: [BatchNormRecalibration(images=16), StitchPenalty()],
+        lambda path: [BatchNormRecalibration(images=16), StitchingReport()],
         digits,
         waits=True,  # for the projection of doubly stochastic matrices
     )
@@ -311,7 +281,7 @@ def stitching_unprojected(folder):
     run(
         folder,
         lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=["full", "lasso"]),
-        lambda path: [StitchPenalty()],
+        lambda path: [StitchingReport()],
         digits,
     )
 
@@ -323,7 +293,7 @@ def stitching_all_maps(folder):
     run(
         folder,
         lambda: StitchingTask(path, pairs=[[0, 1]], maps=maps, head_start=0.5),
-        lambda path: [StitchPenalty()],
+        lambda path: [StitchingReport()],
         digits,
         waits=True,
     )
@@ -336,7 +306,7 @@ def rotation(folder):
     run(
         folder,
         lambda: RotationTask(path, sites=["activation2"], kinds=kinds, repeats=1),
-        lambda path: [RotationPenalty()],
+        lambda path: [RotationReport()],
         digits,
     )
 
@@ -392,7 +362,7 @@ def equivalence(folder, execution, callbacks, **data):
 
 
 def plane(*grids):
-    return EquivalencePlane(list(grids), epsilon=0.5, limit_seconds=None)
+    return EquivalenceReport(list(grids), epsilon=0.5, limit_seconds=None)
 
 
 @scenario
@@ -407,7 +377,7 @@ def equivalence_plane_of_fresh_inputs(folder):
 
 @scenario
 def equivalence_walk(folder):
-    equivalence(folder, "vmap", lambda: [EquivalenceWalk(steps=3, step_size=0.05)])
+    equivalence(folder, "vmap", lambda: [WalkReport(steps=3, step_size=0.05)])
 
 
 @scenario
@@ -454,24 +424,12 @@ def equivariance(folder, **changes):
     )
 
 
-@scenario
-def equivariance_autograd(folder):
-    equivariance(folder)
-
-
-@scenario
-def equivariance_autograd_samples(folder):
-    equivariance(folder, samples=1)
-
-
-@scenario
-def equivariance_backpack(folder):
-    equivariance(folder, engine="backpack")
-
-
-@scenario
-def equivariance_backpack_samples(folder):
-    equivariance(folder, engine="backpack", samples=1)
+SCENARIOS |= {
+    "equivariance_autograd_samples": functools.partial(equivariance, samples=1),
+    "equivariance_backpack": functools.partial(equivariance, engine="backpack"),
+    "equivariance_backpack_samples": functools.partial(equivariance, engine="backpack", samples=1),
+    "equivariance_autograd": equivariance,
+}
 
 
 @scenario

@@ -45,13 +45,14 @@ def test_evaluation_shards_partition_the_set(count, batch, world):
 def test_training_shards_make_up_the_global_batches(count, batch, world, seed, number, drop):
     if drop and batch * world > count:
         return
-    options = {"seeds": seed, "drop_last": drop}
-    whole = labels(make(count, batch_size=batch * world, **options), number)
-    parts = [labels(make(count, batch_size=batch, rank=r, world_size=world, **options), number) for r in range(world)]
+    options = {"seeds": [seed, 3], "drop_last": drop, "shift": 1, "flip": True}
+    whole = epoch(make(count, batch_size=batch * world, **options), number)
+    parts = [epoch(make(count, batch_size=batch, rank=r, world_size=world, **options), number) for r in range(world)]
     for index, expected in enumerate(whole):
-        assert [n for part in parts if index < len(part) for n in part[index]] == expected
+        found = zip(*(part[index] for part in parts if index < len(part)), strict=True)
+        assert all(torch.equal(one, torch.cat(shares, 1)) for one, shares in zip(expected, found, strict=True))
     assert max(map(len, parts)) == len(whole)
-    seen = [n for b in whole for n in b]
+    seen = [n for _, b in whole for n in b[0].tolist()]
     assert len(set(seen)) == len(seen) == (count // (batch * world) * batch * world if drop else count)
 
 
@@ -79,15 +80,11 @@ def test_resuming_gives_the_rest(count, batch, seed, number, position):
         next(iterator)
     fresh = make(count, **options)
     fresh.load_state_dict(loader.state_dict())
-    rest = epoch_of_rest(fresh, number)
+    fresh.set_epoch(number)
+    rest = list(fresh)
     expected = whole[position:] if position else whole
     assert len(rest) == len(expected)
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(rest, expected, strict=True))
-
-
-def epoch_of_rest(loader, number):
-    loader.set_epoch(number)
-    return list(loader)
 
 
 @LAW

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from helpers import Program, of, parameter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,86 +16,54 @@ LAW = settings(max_examples=30, deadline=None, derandomize=True)
 TIGHT = 1e-12  # relative to the largest entry of each tensor
 
 
-class Attention(nn.Module):
+def attention(s, x):
     """A residual stream with one attention block: dense cells, heads that move as blocks, LayerNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(5, 8)
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.inner(x)
-        y = self.norm(x)
-        return self.head(torch.tanh(x + self.attention(y, y, y, need_weights=False)[0]))
+    x = s.inner(x)
+    y = s.norm(x)
+    return s.head(torch.tanh(x + s.attention(y, y, y, need_weights=False)[0]))
 
 
-class Grouped(nn.Module):
+def grouped(s, x):
     """Grouped convolutions on both sides of a residual stream, with batch norms and padded channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 1)
-        self.grouped = nn.Conv2d(4, 8, 3, padding=1, groups=2)
-        self.norm = nn.BatchNorm2d(8)
-        self.transposed = nn.ConvTranspose2d(8, 8, 3, padding=1, groups=2)
-        self.last = nn.Conv2d(15, 2, 1)
-
-    def forward(self, x):
-        x = torch.relu(self.first(x))
-        y = torch.relu(self.norm(self.grouped(x)))
-        y = torch.relu(self.transposed(y))
-        return self.last(torch.cat([nn.functional.pad(x, (0, 0, 0, 0, 2, 2)), y], 1)[:, 1:])
+    x = torch.relu(s.first(x))
+    y = torch.relu(s.transposed(torch.relu(s.norm(s.grouped(x)))))
+    return s.last(torch.cat([nn.functional.pad(x, (0, 0, 0, 0, 2, 2)), y], 1)[:, 1:])
 
 
-class Products(nn.Module):
+def products(s, x):
     """Products of several factors: scales that never act alone on a weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.factors = nn.ModuleList(nn.Linear(5, 6) for _ in range(3))
-        self.gains = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(2))
-        self.norm = nn.RMSNorm(6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        one, two, three = (factor(x) for factor in self.factors)
-        return self.head(self.norm(self.norm(one * two * three)) * self.gains[0] * self.gains[1])
+    return s.head(s.norm(s.norm(s.a(x) * s.b(x) * s.c(x))) * s.gain * s.other_gain)
 
 
-class MixedGroups(nn.Module):
+def mixed_groups(s, x):
     """A grouped convolution whose groups hold units and inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(3, 5, 1)
-        self.grouped = nn.Conv2d(8, 6, 1, groups=2)
-        self.last = nn.Conv2d(6, 2, 1)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.grouped(torch.cat([torch.relu(self.first(x)), x], 1))))
+    return s.last(torch.relu(s.grouped(torch.cat([torch.relu(s.first(x)), x], 1))))
 
 
-class Recurrent(nn.Module):
+def recurrent(s, x):
     """A recurrent network written by hand, which starts from zeros."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.again, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x):
-        state = torch.zeros(x.shape[0], 6, dtype=x.dtype)
-        for step in range(x.shape[1]):
-            state = torch.tanh(self.inner(x[:, step]) + self.again(state))
-        return self.head(state)
+    state = torch.zeros(x.shape[0], 6, dtype=x.dtype)
+    for step in range(x.shape[1]):
+        state = torch.tanh(s.inner(x[:, step]) + s.again(state))
+    return s.head(state)
 
 
+def program(function, **parts):
+    return lambda: Program(function, parts)
+
+
+L, C = nn.Linear, nn.Conv2d
+RECURRENT = program(recurrent, inner=of(L, 5, 6), again=of(L, 6, 6), head=of(L, 6, 2))
 NETWORKS = {
-    "products": (Products, (2, 5)),
-    "mixed groups": (MixedGroups, (2, 3, 4, 4)),
-    "recurrent": (Recurrent, (2, 3, 5)),
+    "products": (
+        program(products, a=of(L, 5, 6), b=of(L, 5, 6), c=of(L, 5, 6), gain=parameter(6), other_gain=parameter(6),
+                norm=of(nn.RMSNorm, 6), head=of(L, 6, 3)),
+        (2, 5),
+    ),
+    "mixed groups": (
+        program(mixed_groups, first=of(C, 3, 5, 1), grouped=of(C, 8, 6, 1, groups=2), last=of(C, 6, 2, 1)), (2, 3, 4, 4)
+    ),
+    "recurrent": (RECURRENT, (2, 3, 5)),
     "perceptron": (
         lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), (2, 5)
     ),
@@ -109,8 +78,16 @@ NETWORKS = {
         ),
         (2, 3, 8, 8),
     ),
-    "attention": (Attention, (2, 4, 5)),
-    "grouped": (Grouped, (2, 3, 4, 4)),
+    "attention": (
+        program(attention, inner=of(L, 5, 8), norm=of(nn.LayerNorm, 8), head=of(L, 8, 3),
+                attention=of(nn.MultiheadAttention, 8, 2, batch_first=True)),
+        (2, 4, 5),
+    ),
+    "grouped": (
+        program(grouped, first=of(C, 3, 4, 1), grouped=of(C, 4, 8, 3, padding=1, groups=2), norm=of(nn.BatchNorm2d, 8),
+                transposed=of(nn.ConvTranspose2d, 8, 8, 3, padding=1, groups=2), last=of(C, 15, 2, 1)),
+        (2, 3, 4, 4),
+    ),
     "embedding": (
         lambda: nn.Sequential(nn.Embedding(9, 4), nn.RMSNorm(4), nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 2)), None
     ),
@@ -289,5 +266,5 @@ def test_tensors_by_name_move_as_in_the_network(name, seed):
 
 
 def test_zeros_to_start_from_do_not_hide_the_group():
-    symmetry = trace_symmetry(Recurrent(), torch.randn(2, 3, 5))
+    symmetry = trace_symmetry(RECURRENT(), torch.randn(2, 3, 5))
     assert [(group.size, group.kind) for group in symmetry.groups] == [(6, "permutation + sign")]

@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -71,12 +71,6 @@ def test_betti_numbers_stay_under_flips_and_transposition(inside: NDArray[np.boo
 
 @given(masks)
 @settings(max_examples=50, deadline=None)
-def test_betti_numbers_do_not_see_empty_space_around(inside: NDArray[np.bool_]) -> None:
-    assert betti_numbers(np.pad(inside, 2)) == betti_numbers(inside)
-
-
-@given(masks)
-@settings(max_examples=50, deadline=None)
 def test_pieces_are_numbered_and_faces_join_less(inside: NDArray[np.bool_]) -> None:
     full, labels = components(inside)
     face, finer = components(inside, "face")
@@ -88,7 +82,7 @@ def test_pieces_are_numbered_and_faces_join_less(inside: NDArray[np.bool_]) -> N
     assert len(set(zip(finer[inside].tolist(), labels[inside].tolist(), strict=True))) == face
 
 
-@given(hnp.arrays(np.float64, sizes, elements=levels), st.data())
+@given(hnp.arrays(np.float64, sizes | hnp.array_shapes(min_dims=4, max_dims=4, max_side=3), elements=levels), st.data())
 @settings(max_examples=200, deadline=None)
 def test_joining_levels_are_minimax_paths(values: NDArray[np.float64], data: st.DataObject) -> None:
     flat = data.draw(st.lists(st.integers(0, values.size - 1), max_size=6))
@@ -109,15 +103,3 @@ def test_cells_are_joined_above_their_level_only(
         labels = components(values < bound)[1]
         one, two = (int(labels[cell]) for cell in cells)
         assert (one == two > 0) == (level < bound)
-
-
-@given(hnp.arrays(np.float64, (3, 4, 2, 3), elements=levels))
-@settings(max_examples=20, deadline=None)
-def test_levels_in_four_dimensions_do_not_see_an_ultrametric_violated(values: NDArray[np.float64]) -> None:
-    assume(np.isfinite(values).any())
-    cells = [(0, 0, 0, 0), (2, 3, 1, 2), (0, 3, 0, 2), (1, 1, 1, 1)]
-    found = joining_levels(values, cells)
-    assert (found == found.T).all()
-    for i, j, k in itertools.product(range(4), repeat=3):
-        assert found[i, k] <= max(found[i, j], found[j, k])
-    assert (found[:, None].repeat(4, 1) >= np.diag(found)[:, None, None]).all()

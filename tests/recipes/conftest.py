@@ -14,11 +14,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 
 from lightning_sym.cli import main
 
-QUIET = [
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-]
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 
 
 @dataclass

@@ -53,6 +53,10 @@ def files(tmp_path, monkeypatch):
             (folder / name).write_bytes(content)
             sums.append([name, hashlib.md5(content).hexdigest()])
         monkeypatch.setattr(CIFAR10DataModule.source, part, sums)
+    meta = CIFAR10DataModule.source.meta
+    content = pickle.dumps({meta["key"]: [str(number) for number in range(10)]})
+    (folder / meta["filename"]).write_bytes(content)
+    monkeypatch.setattr(CIFAR10DataModule.source, "meta", {**meta, "md5": hashlib.md5(content).hexdigest()})
     folder = tmp_path / "data" / "MNIST" / "raw"
     folder.mkdir(parents=True)
     for prefix, count in (("train", 60), ("t10k", 10)):

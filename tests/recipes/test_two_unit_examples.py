@@ -139,23 +139,21 @@ class TestSearch:
         shares = [found.count(name) / len(found) for name in mixed.local_minima]
         assert shares == pytest.approx([0.475, 0.479, 0.047], abs=0.05)
 
-    def test_steps_of_the_mixed_target(self, mixed_run):
-        _, outcome, _ = mixed_run
-        assert outcome.fraction(1e-6) == pytest.approx(0.349, abs=0.05)
-        assert outcome.fraction(1e-6, within=1000) == pytest.approx(0.318, abs=0.05)
-        assert outcome.quantiles(1e-6) == pytest.approx([422, 627, 976, 1476], rel=0.15)
-        assert outcome.quantiles(1e-10) == pytest.approx([756, 1040, 1460, 1978], rel=0.15)
-
-    @pytest.mark.parametrize(("target", "success", "median"), [(MIXED, 0.373, 206), (SAME_SIGN, 0.697, 200)])
-    def test_adam(self, target, success, median):
-        _, outcome, _ = run(target, 1000, 2000, optimizer="adam", learning_rate=0.01)
+    @pytest.mark.parametrize(
+        ("target", "settings", "success", "quantiles"),
+        [
+            (MIXED, {}, 0.349, [756, 1040, 1460, 1978]),
+            (MIXED, {"restarts": 1000, "steps": 2000, "optimizer": "adam", "learning_rate": 0.01}, 0.373, [206]),
+            (SAME_SIGN, {"restarts": 1000, "steps": 2000, "optimizer": "adam", "learning_rate": 0.01}, 0.697, [200]),
+            (MIXED, {"restarts": 2000, "steps": 600, "learning_rate": 0.1}, 0.349, [153]),
+        ],
+        ids=["sgd", "adam", "adam, one slope", "larger steps"],
+    )
+    def test_shares_and_steps_are_those_of_the_table(self, mixed_run, target, settings, success, quantiles):
+        _, outcome, _ = run(target, **settings) if settings else mixed_run
         assert outcome.fraction(1e-6) == pytest.approx(success, abs=0.05)
-        assert outcome.quantiles(1e-10, [0.5]) == pytest.approx([median], rel=0.1)
-
-    def test_larger_steps(self):
-        _, outcome, _ = run(MIXED, 2000, 600, learning_rate=0.1)
-        assert outcome.fraction(1e-6) == pytest.approx(0.349, abs=0.04)
-        assert outcome.quantiles(1e-10, [0.5]) == pytest.approx([153], rel=0.1)
+        shares = [0.5] if len(quantiles) == 1 else [0.1, 0.5, 0.9, 0.99]
+        assert outcome.quantiles(1e-10, shares) == pytest.approx(quantiles, rel=0.1 if settings else 0.15)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -175,36 +173,31 @@ class TestSearch:
         assert outcome.fraction(1e-6, within=1000) == pytest.approx(within, abs=error)
         assert outcome.quantiles(1e-6) == pytest.approx(steps, rel=0.15)
         assert outcome.quantiles(1e-10) == pytest.approx(more_steps, rel=0.15)
-        predicted = predicts_success(initial, target)
-        assert float(predicted.double().mean()) <= outcome.fraction(1e-6) + 0.01
+        predicted = float(predicts_success(initial, target).double().mean())
+        assert predicted <= outcome.fraction(1e-6) + 0.01
         if found.kind == "same_sign":
             assert 1 - (1 - (1 - math.sqrt(2) / 8) / 2) ** 2 == pytest.approx(0.654, abs=5e-4)
-            assert float(predicted.double().mean()) == pytest.approx(0.654, abs=error)
+            assert predicted == pytest.approx(0.654, abs=error)
 
-    def test_divergence_is_no_success(self):
-        inputs = gaussian(0, 512)
+    def test_divergence_is_no_success_and_nothing_reached_has_no_quantiles(self):
         initial = torch.cat([1000 * torch.ones(1, 4), vector(0.8, -0.6, 0.7, 0.5)[None]])
-        outcome = search.simulate_search(initial, MIXED, search.batch_moments(inputs, 256), learning_rate=0.1, steps=50)
+        moments = search.batch_moments(gaussian(0, 512), 256)
+        outcome = search.simulate_search(initial, MIXED, moments, learning_rate=0.1, steps=50)
         assert not bool(outcome.distances[0].isfinite())
         assert outcome.steps.tolist() == [[-1, -1], [0, 0]]
         assert outcome.fraction(1e-6) == 0.5
+        still = search.simulate_search(0 * initial, MIXED, moments, learning_rate=0.1, steps=1)
+        assert all(math.isnan(value) for value in still.quantiles(1e-6))
 
-    def test_no_steps_and_no_thresholds(self):
+    def test_no_steps_no_thresholds_and_a_last_batch_of_one(self):
         initial = search.draw_initial(3, torch.Generator().manual_seed(0))
-        outcome = search.simulate_search(
-            initial, MIXED, torch.full((1, 2), 0.5), learning_rate=0.1, steps=0, thresholds=()
-        )
-        assert torch.equal(outcome.weights, initial)
-        assert outcome.steps.shape == (3, 0)
-        torch.testing.assert_close(outcome.distances, distance(initial, MIXED, Moments()))
-
-    def test_nothing_reached_has_no_quantiles(self):
         moments = search.batch_moments(torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0]), 2)
         assert moments.tolist() == [[0.5, 2], [4.5, 0], [0, 1]]
-        outcome = search.simulate_search(torch.zeros(3, 4), MIXED, moments, learning_rate=0.1, steps=1)
-        assert all(math.isnan(value) for value in outcome.quantiles(1e-6))
+        outcome = search.simulate_search(initial, MIXED, moments, learning_rate=0.1, steps=0, thresholds=())
+        assert torch.equal(outcome.weights, initial)
+        assert outcome.steps.shape == (3, 0)
         with pytest.raises(ValueError, match="optimizer must be"):
-            search.simulate_search(torch.zeros(3, 4), MIXED, moments, learning_rate=0.1, steps=1, optimizer="lbfgs")
+            search.simulate_search(initial, MIXED, moments, learning_rate=0.1, steps=1, optimizer="lbfgs")
 
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)

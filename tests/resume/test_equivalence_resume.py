@@ -8,7 +8,7 @@ import torch
 from interruption import Interrupt, assert_same
 from pytorch_lightning import Trainer
 
-from lightning_sym.callbacks import EquivalencePlane, PlaneGrid, equivalence_plane
+from lightning_sym.callbacks import EquivalenceReport, PlaneGrid
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.landscape import LossSurface
@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _no_figures(monkeypatch):
     """Figures are compared in tests/unit/callbacks."""
-    monkeypatch.setattr(EquivalencePlane, "_figures", lambda *_: iter(()))
+    monkeypatch.setattr("lightning_sym.reports.equivalence._figures", lambda *_: ())
 
 
 def fit(folder: Path, place: str = "", ckpt_path: Path | None = None, execution: str = "vmap", fresh: bool = False):
@@ -38,7 +38,7 @@ def fit(folder: Path, place: str = "", ckpt_path: Path | None = None, execution:
         enable_model_summary=False,
         default_root_dir=folder,
         logger=False,
-        callbacks=[Interrupt(place), EquivalencePlane(grids, epsilon=0.5, limit_seconds=None), checkpoint],
+        callbacks=[Interrupt(place), EquivalenceReport(grids, epsilon=0.5, limit_seconds=None), checkpoint],
     )
     task = EquivalenceTask(
         MultiLayerPerceptron(widths=[2], image_size=1, num_classes=1, bias=False),
@@ -152,7 +152,7 @@ def test_a_table_that_could_not_be_written_is_written_by_the_resumed_run(whole, 
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(equivalence_plane, "publish_table", full)
+        patch.setattr("lightning_sym.reports.ResultTable.write", full)
         with pytest.raises(OSError, match="No space left"):
             fit(tmp_path)
     task, _ = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt")

@@ -7,7 +7,7 @@ import torch
 from interruption import Interrupt, assert_same
 from pytorch_lightning import Trainer
 
-from lightning_sym.callbacks import RotationPenalty
+from lightning_sym.callbacks import RotationReport
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MyrtleCNN
@@ -34,7 +34,7 @@ def fit(folder: Path, zoo: Path, val_fraction: float, place: str = "", ckpt_path
         enable_model_summary=False,
         default_root_dir=folder,
         logger=False,
-        callbacks=[Interrupt(place), RotationPenalty(), checkpoint],
+        callbacks=[Interrupt(place), RotationReport(), checkpoint],
     )
     kinds = ["group", "orthogonal", "none", "undo"]
     task = RotationTask(str(zoo), sites=["activation2"], kinds=kinds, repeats=1)
@@ -65,5 +65,5 @@ def test_resumed_is_uninterrupted(place, whole, tmp_path):
         assert (resumed / "results" / name).read_bytes() == (expected / "results" / name).read_bytes(), name
     if place != "end":  # then no training was left, nor a checkpoint to write
         one, two = (torch.load(path / "last.ckpt", weights_only=True) for path in (expected, resumed))
-        assert_same(two["branches"], one["branches"])
+        assert_same(two["population"], one["population"])
         assert_same(two["state_dict"], one["state_dict"])

@@ -97,6 +97,6 @@ def test_resumed_is_uninterrupted(place, val_fraction, whole, norm_zoo, tmp_path
     if place != "end":  # then no training was left, nor a checkpoint to write
         assert_same(metrics, dict(trainer.callback_metrics))
         one, two = (torch.load(path / "last.ckpt", weights_only=True) for path in (folder, tmp_path / "second"))
-        assert_same(one["branches"], two["branches"])
+        assert_same(one["population"], two["population"])
         assert_same(one["state_dict"], two["state_dict"])
         assert_same(one["optimizer_states"], two["optimizer_states"])

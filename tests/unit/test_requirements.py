@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import assert_refused
 from jsonargparse import Namespace
 
 from lightning_sym.cli import requirements
@@ -141,8 +142,7 @@ def test_one_of_several_processes_makes_nothing(name, calls, monkeypatch):
 def test_what_fails_is_one_sentence(calls):
     required = Requirement("model.zoo", "zoo/mnist5k", Path("runs/a/zoo"))
     calls[1].leaves = False
-    with pytest.raises(ValueError, match=r"ran, but left nothing in runs/a/zoo; look at its recipe"):
-        make(required, Namespace())
+    assert_refused(lambda: make(required, Namespace()), says="ran, but left nothing in runs/a/zoo; look at its recipe")
     calls[1].status = 1
     message = r"could not be made: lightning-sym fit --config zoo/mnist5k ended with status 1, its message is above"
     with pytest.raises(ValueError, match=message):

@@ -93,12 +93,7 @@ def test_pairs_of_a_model_with_itself_are_not_used():
     pairs, values = all_pairs(5), np.random.default_rng(5).normal(size=10)
     expected = bootstrap_over_models(pairs, values)
     found = bootstrap_over_models([*pairs, (2, 2), (9, 9)], [*values, np.nan, 1e9])
-    assert (found.mean, found.std, found.low, found.high) == (
-        expected.mean,
-        expected.std,
-        expected.low,
-        expected.high,
-    )
+    assert (found.mean, found.std, found.low, found.high) == (expected.mean, expected.std, expected.low, expected.high)
     assert (found.pairs, found.models) == (10, 5)
 
 

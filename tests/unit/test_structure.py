@@ -29,13 +29,6 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-# What is still wrong; an entry that is no longer needed fails, so that the list only gets shorter.
-KNOWN_OFFENDERS = {
-    "lightning_sym.callbacks._learned_networks imports the private lightning_sym.tasks._prior",
-    "lightning_sym.landscape._first_layer imports the private lightning_sym.networks._trace",
-    "lightning_sym.tasks._branches imports the private lightning_sym.population._generator_state",
-    "circle: lightning_sym.curvature._laplace_torch, lightning_sym.curvature.laplace",
-}
 
 
 def modules():
@@ -107,7 +100,7 @@ def test_imports_run_down_without_circles_and_past_no_private_name():
         private = [index for index, part in enumerate(target.split(".")) if index > 1 and part.startswith("_")]
         if private:
             offenders.add(f"{source} imports the private {'.'.join(target.split('.')[: private[0] + 1])}")
-    assert offenders == KNOWN_OFFENDERS
+    assert not offenders
 
 
 def test_imports_are_absolute_and_only_the_upper_rooms_know_lightning():

@@ -12,20 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_refused
 from safetensors.torch import save as save_safetensors
 
 import lightning_sym._files
 from lightning_sym import zoo as zoo_module
 from lightning_sym.networks import MultiLayerPerceptron, Network, build
-from lightning_sym.zoo import (
-    ModelZoo,
-    member_file,
-    read_member,
-    rebuild_manifest,
-    statistics,
-    versions,
-    write_member,
-)
+from lightning_sym.zoo import ModelZoo, member_file, read_member, rebuild_manifest, statistics, versions, write_member
 
 
 def perceptron(width: int = 4) -> MultiLayerPerceptron:
@@ -76,8 +69,7 @@ def flip(file: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"],
+    "dtype", ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"]
 )
 def test_every_dtype_comes_back_bitwise(tmp_path, dtype):
     dtype = getattr(torch, dtype)
@@ -142,21 +134,18 @@ def test_written_file_can_be_read_by_others(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_not_written(tmp_path, value):
     state = {"a": torch.zeros(2), "b": torch.tensor([0.0, value])}
-    with pytest.raises(ValueError, match="Member 4 has values that are not finite in b; it was not written"):
-        write_member(tmp_path, 4, state, architecture={})
+    assert_refused(write_member, tmp_path, 4, state, architecture={}, says="Member 4 has values that are not finite in")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("metrics", [{"val": {"loss": float("nan")}}, {"val": {"loss": torch.zeros(())}}])
 def test_records_that_are_no_json_are_not_written(tmp_path, metrics):
-    with pytest.raises(ValueError, match="What is known about member 0 cannot be stored as JSON"):
-        add(tmp_path, 0, metrics=metrics)
+    assert_refused(add, tmp_path, 0, metrics=metrics, says="What is known about member 0 cannot be stored as JSON")
     assert not list(tmp_path.iterdir())
 
 
 def test_negative_numbers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="number must be at least 0, got -1"):
-        write_member(tmp_path, -1, {}, architecture={})
+    assert_refused(write_member, tmp_path, -1, {}, architecture={}, says="number must be at least 0, got -1")
 
 
 # ---- opening
@@ -189,22 +178,19 @@ def test_load_keeps_float64(tmp_path):
 
 
 def test_unknown_members_are_named(folder):
-    with pytest.raises(ValueError, match=r"No member 5 in .*; it has members 0-2, 7\."):
-        ModelZoo.open(folder).load(5)
+    assert_refused(lambda: ModelZoo.open(folder).load(5), says=("No member 5 in", "; it has members 0-2, 7."))
 
 
 def test_unknown_metrics_are_named(folder):
     member = ModelZoo.open(folder).member(1)
     assert member.metric("val", "accuracy") == 0.1
-    with pytest.raises(ValueError, match=r"Member 1 has no metric test/accuracy; it has: val/accuracy, val/loss\."):
-        member.metric("test", "accuracy")
+    assert_refused(member.metric, "test", "accuracy", says="Member 1 has no metric test/accuracy; it has:")
 
 
 def test_filter(folder):
     zoo = ModelZoo.open(folder)
     assert zoo.filter(lambda member: member.metric("val", "accuracy") >= 0.2).numbers == [2, 7]
-    with pytest.raises(ValueError, match="is left after the filter; it holds 4 members"):
-        zoo.filter(lambda member: False)
+    assert_refused(zoo.filter, lambda member: False, says="is left after the filter; it holds 4 members")
 
 
 def test_summary(folder):
@@ -241,10 +227,8 @@ def test_pairs_are_distinct_uniform_and_from_the_seed(folder):
 
 def test_pairs_need_two_members_and_a_count(folder):
     zoo = ModelZoo.open(folder)
-    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
-        zoo.pairs(0, seed=0)
-    with pytest.raises(ValueError, match="Pairs need at least two members"):
-        zoo.filter(lambda member: member.number == 0).pairs(1, seed=0)
+    assert_refused(zoo.pairs, 0, seed=0, says="count must be at least 1, got 0")
+    assert_refused(lambda: zoo.filter(lambda member: member.number == 0).pairs(1, seed=0), says="Pairs need at least")
 
 
 # ---- the manifest
@@ -282,15 +266,13 @@ def test_member_that_is_gone_is_reported(folder):
         zoo = ModelZoo.open(folder)
     assert zoo.numbers == [0, 2, 7]
     assert list(zoo.verify()) == [member_file(1)]
-    with pytest.raises(ValueError, match=r"Member 1 cannot be used: .*the file is gone"):
-        zoo.load(1)
+    assert_refused(zoo.load, 1, says=("Member 1 cannot be used:", "the file is gone"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "other/1", "members": []}', "\x00\xff"])
 def test_corrupt_manifest(folder, text):
     (folder / "manifest.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"manifest.json is not the manifest of a zoo .*; delete it"):
-        ModelZoo.open(folder)
+    assert_refused(ModelZoo.open, folder, says=("manifest.json is not the manifest of a zoo", "; delete it"))
     rebuild_manifest(folder)  # what the message proposes
     assert len(ModelZoo.open(folder)) == 4
 
@@ -299,21 +281,17 @@ def test_corrupt_manifest(folder, text):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"No zoo at .*nowhere: the folder does not exist"):
-        ModelZoo.open(tmp_path / "nowhere")
+    assert_refused(ModelZoo.open, tmp_path / "nowhere", says="nowhere: the folder does not", error=FileNotFoundError)
 
 
 def test_empty_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no members\. Train some"):
-        ModelZoo.open(tmp_path)
+    assert_refused(ModelZoo.open, tmp_path, says="holds no members. Train some", error=FileNotFoundError)
 
 
 def test_mixed_architectures(folder):
     add(folder, 3, perceptron(5))
-    with pytest.raises(ValueError, match=r"mixes architectures: member 0 is .* and member 3 is .*of its own"):
-        ModelZoo.open(folder)
-    with pytest.raises(ValueError, match="mixes architectures"):
-        rebuild_manifest(folder)
+    assert_refused(ModelZoo.open, folder, says=("mixes architectures: member 0 is", "and member 3 is", "of its own"))
+    assert_refused(rebuild_manifest, folder, says="mixes architectures")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
@@ -324,8 +302,7 @@ def test_half_written_member_is_left_out(folder, share):
     with pytest.warns(UserWarning, match=r"Left out .*member-0002.* is damaged or no zoo member"):
         zoo = ModelZoo.open(folder)
     assert zoo.numbers == [0, 1, 7]
-    with pytest.raises(ValueError, match="Member 2 cannot be used"):
-        zoo.load(2)
+    assert_refused(zoo.load, 2, says="Member 2 cannot be used")
     rebuild_manifest(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert list(manifest["damaged"]) == [member_file(2)]
@@ -335,8 +312,7 @@ def test_flipped_byte_in_the_weights_is_never_loaded(folder):
     file = folder / member_file(2)
     flip(file, file.stat().st_size - 5)
     zoo = ModelZoo.open(folder)  # reads headers only
-    with pytest.raises(ValueError, match="does not agree with its checksum"):
-        zoo.load(2)
+    assert_refused(zoo.load, 2, says="does not agree with its checksum")
     assert "does not agree with its checksum" in zoo.verify()[member_file(2)]
     assert set(zoo.verify()) == {member_file(2)}
 
@@ -413,10 +389,8 @@ def test_pickle_renamed_to_safetensors_is_not_executed(folder, tmp_path, writer)
         writer(Payload(proof), handle)
     with pytest.warns(UserWarning, match=r"member-0003.* is damaged or no zoo member"):
         zoo = ModelZoo.open(folder)
-    with pytest.raises(ValueError, match="damaged or no zoo member"):
-        zoo.load(3)
-    with pytest.raises(ValueError, match="damaged or no zoo member"):
-        read_member(file)
+    assert_refused(zoo.load, 3, says="damaged or no zoo member")
+    assert_refused(read_member, file, says="damaged or no zoo member")
     assert not proof.exists()
     with file.open("rb") as handle:
         pickle.load(handle) if writer is pickle.dump else torch.load(handle, weights_only=False)
@@ -434,8 +408,7 @@ def test_class_paths_outside_the_allow_list_are_refused(tmp_path, path):
     architecture = {"class_path": path, "init_args": {"command": f"touch {proof}"}}
     write_member(tmp_path / "zoo", 0, {"a": torch.zeros(1)}, architecture=architecture)
     zoo = ModelZoo.open(tmp_path / "zoo")
-    with pytest.raises(ValueError, match=r"allow-list \(lightning_sym, torchvision.models\).*pass the package's name"):
-        zoo.load(0)
+    assert_refused(zoo.load, 0, says=("allow-list (lightning_sym, torchvision.models)", "pass the package's name"))
     assert not proof.exists()
 
 
@@ -444,8 +417,7 @@ def test_class_path_that_was_changed_in_a_member_is_refused(folder):
     for number in (0, 1, 2):
         (folder / member_file(number)).unlink()
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"names os\.system, which is not in the allow-list"):
-        ModelZoo.open(folder).load(7)
+    assert_refused(lambda: ModelZoo.open(folder).load(7), says="names os.system, which is not in the allow-list")
 
 
 def test_class_path_in_the_manifest_is_not_used(folder):
@@ -477,8 +449,7 @@ def test_package_of_the_user_needs_allow(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     network = build({"class_path": "users_package_for_zoo.Tiny", "init_args": {"size": 5}}, ["users_package_for_zoo"])
     write_member(tmp_path / "zoo", 0, network.state_dict(), architecture=network.architecture)
-    with pytest.raises(ValueError, match="is not in the allow-list"):
-        ModelZoo.open(tmp_path / "zoo").load(0)
+    assert_refused(lambda: ModelZoo.open(tmp_path / "zoo").load(0), says="is not in the allow-list")
     zoo = ModelZoo.open(tmp_path / "zoo", allow=["users_package_for_zoo"])
     for view in (zoo, zoo.filter(lambda member: True)):
         assert torch.equal(view.load(0).layer.weight, network.layer.weight)
@@ -587,10 +558,8 @@ def test_full_disk(folder, monkeypatch, call):
         monkeypatch.setattr(lightning_sym._files.os, "fsync", fail)
     else:
         monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match=r"Cannot write .*member-0002.safetensors: No space left on device; nothing was"):
-        add(folder, 2, training={"new": True})
-    with pytest.raises(OSError, match=r"Cannot write .*manifest.json: No space left on device"):
-        rebuild_manifest(folder)
+    assert_refused(add, folder, 2, training={"new": True}, says="member-0002.safetensors: No space left", error=OSError)
+    assert_refused(rebuild_manifest, folder, says="manifest.json: No space left on device", error=OSError)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == old
 
 
@@ -607,7 +576,5 @@ def test_interrupt_while_writing_leaves_nothing(tmp_path, monkeypatch):
 def test_file_in_place_of_the_folder(tmp_path):
     blocked = tmp_path / "zoo"
     blocked.touch()
-    with pytest.raises(OSError, match=r"Cannot write .*member-0000.safetensors: .*choose another folder"):
-        add(blocked, 0)
-    with pytest.raises(FileNotFoundError, match="the folder does not exist"):
-        ModelZoo.open(blocked)
+    assert_refused(add, blocked, 0, says="member-0000.safetensors:", error=FileExistsError)
+    assert_refused(ModelZoo.open, blocked, says="the folder does not exist", error=FileNotFoundError)

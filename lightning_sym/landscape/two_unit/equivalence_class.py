@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_sym._checks import check_integers
 from lightning_sym.landscape.planes import WeightPlane
 from lightning_sym.landscape.two_unit.loss import Moments, balanced_weights, slopes, split_weights, target_slopes
 from lightning_sym.landscape.two_unit.plane_quadric import PlaneQuadric
@@ -300,8 +301,7 @@ def straight_legs(corners: Sequence[Tensor], points: int) -> Tensor:
     Raises:
         ValueError: If ``points`` < 1.
     """
-    if points < 1:
-        raise ValueError(f"points must be >= 1 per leg of a path, got {points}.")
+    check_integers(points=points)
     share = torch.arange(points, dtype=corners[0].dtype)[:, None] / points
     legs = [left + share * (right - left) for left, right in pairwise(corners)]
     return torch.cat([*legs, corners[-1][None]])
@@ -321,8 +321,7 @@ def class_dimension(positive: int, negative: int) -> int:
     Raises:
         ValueError: If a number is negative.
     """
-    if min(positive, negative) < 0:
-        raise ValueError(f"numbers of units must be >= 0, got {positive} and {negative}.")
+    check_integers(0, positive=positive, negative=negative)
     return 2 * (positive + negative) - (positive > 0) - (negative > 0)
 
 

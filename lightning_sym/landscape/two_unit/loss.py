@@ -12,7 +12,6 @@ References:
     The network: Lengyel et al. (2020), arXiv:2011.07407, section 4. The theory is ours.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -20,6 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_numbers
 from lightning_sym.networks import MultiLayerPerceptron
 
 
@@ -36,10 +36,7 @@ class Moments:
     negative: float = 0.5
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value > 0 for value in (self.positive, self.negative)):
-            raise ValueError(
-                f"moments must be finite and > 0, got {self.positive} and {self.negative}; take inputs of both signs."
-            )
+        check_numbers("> 0", of="inputs of both signs", positive=self.positive, negative=self.negative)
 
     @classmethod
     def of(cls, inputs: Tensor) -> Self:

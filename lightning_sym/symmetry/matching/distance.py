@@ -72,8 +72,9 @@ def orbit_distance(
         ValueError: As for :func:`weight_matching`.
 
     Note:
-        The bounds are for permutations and signs of the balanced networks. A dead unit has no balanced form; it is
-        left as it is.
+        The bounds are for permutations and signs of the balanced networks; with scales left free, in the space of the
+        weights as they are, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form; it
+        is left as it is.
     """
     check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)

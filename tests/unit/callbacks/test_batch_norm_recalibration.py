@@ -565,7 +565,7 @@ def test_an_average_leaves_integer_buffers_alone_and_is_the_usual_one_otherwise(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"images": 0}, "images must be at least 1, or null"), ({"batch_size": -1}, "batch_size must be at least 1")],
+    [({"images": 0}, "images must be an integer >= 1"), ({"batch_size": -1}, "batch_size must be an integer >= 1")],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -1,23 +1,32 @@
 """The schedule of the precisions, what the evidence decides, and what is left behind."""
 
-import csv
 import functools
 import json
 import math
 
+import fits
 import pytest
 import torch
-from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+from fits import Given, digits, quiet_trainer
+from helpers import read_csv, read_rows, refused
+from pytorch_lightning import Callback, LightningModule
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_sym.callbacks import MarginalLikelihood
-from lightning_sym.callbacks.marginal_likelihood import _short
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter_groups
-from lightning_sym.datamodules import DigitsDataModule, InputDataModule
+from lightning_sym.curvature import (
+    CurvatureError,
+    Evidence,
+    GaussianPrior,
+    PrecisionOptimizer,
+    factors,
+    parameter_groups,
+)
+from lightning_sym.datamodules import InputDataModule
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.reports.evidence import short
 from lightning_sym.tasks import EquivarianceTask
 
 pytestmark = [
@@ -51,35 +60,8 @@ class TwoPaths(Network):
         return self.layer(x)
 
 
-class Given(LightningDataModule):
-    """Tensors as data."""
-
-    def __init__(self, x, y, classes=None):
-        super().__init__()
-        self.pairs = TensorDataset(x, y)
-        self.classes = classes
-        self.input_shape = tuple(x.shape[1:])
-        self.num_classes = classes or y.shape[-1]
-
-    def identity(self):
-        return {"class_path": "tests.Given"}
-
-    def train_dataloader(self):
-        return DataLoader(ConcatDataset([self.pairs] * 8), len(self.pairs))  # eight steps with all data
-
-    def curvature_dataloader(self):
-        return DataLoader(self.pairs, 64)
-
-    def test_dataloader(self):
-        return DataLoader(self.pairs, 50)
-
-
-class GivenData(Given, InputDataModule):
-    """The same as what the callback asks for."""
-
-
-def planted(likelihood, samples=100):
-    """Return data whose labels depend on the first three inputs alone.
+def planted(likelihood="classification", samples=100):
+    """Return data whose labels depend on the first three inputs alone; eight steps an epoch, each with all of them.
 
     Each comes twice, with the last three inputs negated, so that these do not fit the labels by chance either: about
     half of all draws would, and the evidence would rightly keep some of the path.
@@ -90,36 +72,49 @@ def planted(likelihood, samples=100):
     noise = torch.randn(samples, 2, generator=generator)
     both = torch.cat([x, torch.cat([x[:, :3], -x[:, 3:]], dim=1)])
     if likelihood == "classification":
-        return GivenData(both, (clean + noise).argmax(1).repeat(2), 2)
-    return GivenData(both, (clean + 0.3 * noise).repeat(2, 1))
+        return Given(both, (clean + noise).argmax(1).repeat(2), 2, repeats=8)
+    return Given(both, (clean + 0.3 * noise).repeat(2, 1), 2, repeats=8)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.2)
+SGD = functools.partial(torch.optim.SGD, lr=0.2)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 
-def fit(folder, callback, data, likelihood="classification", epochs=40, network=None, task=None, **settings):
+def fit(folder, callback=None, data=None, task=None, before=(), **settings):
+    """Fit a task, on planted data unless there are others, and return it and the trainer."""
     torch.manual_seed(0)
-    task = task or EquivarianceTask(network or TwoPaths(), likelihood, optimizer=sgd)
-    callbacks = [*settings.pop("before", []), callback]
-    trainer = Trainer(
-        **{
-            "accelerator": "cpu", "max_epochs": epochs, "logger": MetricsCSV(folder), "enable_checkpointing": False,
-            "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
-            "callbacks": callbacks, **settings,
-        }
-    )  # fmt: skip
-    trainer.fit(task, data)
-    return task, trainer
+    task = task or EquivarianceTask(TwoPaths(), optimizer=SGD)
+    settings = {"max_epochs": 40, "logger": MetricsCSV(folder), **settings}
+    return task, fits.fit(task, data or planted(), *before, callback, folder=folder, **settings)
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-@pytest.mark.parametrize("granularity", ["per_path", "per_tensor"])
-def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity):
-    callback = MarginalLikelihood(
-        burn_in=5, every_n_epochs=5, steps=50, lr=0.2, granularity=granularity, dirpath=str(tmp_path)
+def learner(kind=MarginalLikelihood, **settings):
+    return kind(**{"burn_in": 1, "every_n_epochs": 1, **settings})
+
+
+def evidence_of(task, likelihood="classification"):
+    """Return the evidence at a task's present weights, without its callback."""
+    groups = parameter_groups(task.network)
+    return Evidence.of(
+        task.network, factors(task.network, planted(likelihood).curvature_dataloader(), likelihood), groups
     )
-    task, _ = fit(tmp_path, callback, planted(likelihood), likelihood, epochs=40)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "granularity", "optimizer"),
+    [
+        ("classification", "per_path", SGD),
+        ("classification", "per_path", ADAM),
+        ("classification", "per_tensor", SGD),
+        ("regression", "per_path", SGD),
+        ("regression", "per_tensor", SGD),
+    ],
+)
+def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity, optimizer):
+    callback = MarginalLikelihood(burn_in=5, every_n_epochs=5, steps=50, lr=0.2, granularity=granularity)
+    torch.manual_seed(0)
+    task = EquivarianceTask(TwoPaths(), likelihood, optimizer=optimizer)
+    fit(tmp_path, callback, planted(likelihood), task)
     paths = callback.records[-1]["paths"]
     assert callback.layer_types() == {"layer": "signal"}
     assert paths["layer.noise"]["relative"] < 0.05
@@ -131,11 +126,9 @@ def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity)
     first, last = callback.records[0], callback.records[-1]
     assert last["log_marginal_likelihood"] > first["log_marginal_likelihood"]
     # What the callback says is what the evidence at the final weights is.
-    data = planted(likelihood).curvature_dataloader()
-    groups = parameter_groups(task.network)
-    evidence = Evidence.of(task.network, factors(task.network, data, likelihood), groups)
-    precisions = torch.tensor([task.prior.log_precisions[f"{name}.linear.weight"] for name in groups.names])
-    total = evidence.log_marginal_likelihood(precisions.double(), task.prior.log_noise) / 200
+    evidence = evidence_of(task, likelihood)
+    precisions = [task.prior.log_precisions[f"{name}.linear.weight"] for name in evidence.groups.names]
+    total = evidence.log_marginal_likelihood(torch.tensor(precisions).double(), task.prior.log_noise) / 200
     assert last["log_marginal_likelihood"] == pytest.approx(total, rel=1e-6)
     parts = last["log_likelihood"] - last["log_determinant"] - last["scatter"]
     assert last["log_marginal_likelihood"] == pytest.approx(parts)
@@ -146,7 +139,6 @@ def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity)
     [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (3, 2, [4, 6]), (4, 2, [4, 6]), (10, 5, []), (None, 1, [])],
 )
 def test_schedule(tmp_path, burn_in, every, expected):
-    callback = MarginalLikelihood(burn_in=burn_in, every_n_epochs=every, steps=3)
     seen = []
 
     class Spy(MarginalLikelihood):
@@ -157,7 +149,7 @@ def test_schedule(tmp_path, burn_in, every, expected):
                 seen.append(trainer.current_epoch + 1)
 
     callback = Spy(burn_in=burn_in, every_n_epochs=every, steps=3)
-    task, _ = fit(tmp_path, callback, planted("classification"), epochs=7)
+    task, _ = fit(tmp_path, callback, max_epochs=7)
     assert seen == expected
     assert [record["epoch"] for record in callback.records] == [*expected, *([] if 7 in expected else [7])]
     assert (set(task.prior.log_precisions.values()) == {0.0}) == (not expected)
@@ -166,13 +158,10 @@ def test_schedule(tmp_path, burn_in, every, expected):
 def test_an_update_takes_so_many_steps_of_adam(tmp_path):
     """Weights are fixed meanwhile, so the optimizer alone finds the same."""
     callback = MarginalLikelihood(burn_in=3, every_n_epochs=3, steps=7, lr=0.05)
-    task, _ = fit(tmp_path, callback, planted("classification"), epochs=3)
-    from lightning_sym.curvature import PrecisionOptimizer
-
-    groups = parameter_groups(task.network)
-    found = factors(task.network, planted("classification").curvature_dataloader(), "classification")
-    alone = PrecisionOptimizer(groups.names, lr=0.05)
-    alone.update(Evidence.of(task.network, found, groups), 7)
+    task, _ = fit(tmp_path, callback, max_epochs=3)
+    evidence = evidence_of(task)
+    alone = PrecisionOptimizer(evidence.groups.names, lr=0.05)
+    alone.update(evidence, 7)
     assert list(task.prior.log_precisions.values()) == pytest.approx(alone.log_precisions.tolist(), rel=1e-9)
 
 
@@ -188,17 +177,14 @@ def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
             self.moved += (float((self._optimizers[number].log_precisions - before).abs().max()),)
             return found
 
-    constant, cosine = (
-        Watch(burn_in=1, every_n_epochs=1, steps=1, lr_schedule=schedule) for schedule in ("constant", "cosine")
-    )
+    constant, cosine = (learner(Watch, steps=1, lr_schedule=schedule) for schedule in ("constant", "cosine"))
     for callback in (constant, cosine):
-        torch.manual_seed(0)
-        fit(tmp_path, callback, planted("classification"), epochs=4)
+        fit(tmp_path, callback, max_epochs=4)
     ratios = [b / a for a, b in zip(constant.moved, cosine.moved, strict=True)]
     assert ratios[0] == pytest.approx((1 + math.cos(math.pi / 4)) / 2, rel=1e-6)  # the first step of Adam: of size lr
     assert ratios[3] == 0
     with pytest.raises(ValueError, match="max_epochs, which is not set"):
-        fit(tmp_path, MarginalLikelihood(lr_schedule="cosine"), planted("classification"), epochs=-1)
+        fit(tmp_path, MarginalLikelihood(lr_schedule="cosine"), max_epochs=-1)
 
 
 def test_weights_and_gradients_stay_as_they_are(tmp_path):
@@ -212,14 +198,14 @@ def test_weights_and_gradients_stay_as_they_are(tmp_path):
             assert torch.equal(torch.get_rng_state(), draw)
             assert pl_module.training
 
-    fit(tmp_path, Watch(burn_in=1, every_n_epochs=1, samples=3), planted("classification"), epochs=3)
+    fit(tmp_path, learner(Watch, samples=3), max_epochs=3)
 
 
 class Break(MarginalLikelihood):
     """Has a weight that is not a number in some curvature passes."""
 
-    def __init__(self, epochs, **settings):
-        super().__init__(burn_in=1, every_n_epochs=1, **settings)
+    def __init__(self, *epochs):
+        super().__init__(burn_in=1, every_n_epochs=1)
         self.epochs = epochs
 
     def on_train_epoch_end(self, trainer, pl_module):
@@ -232,9 +218,9 @@ class Break(MarginalLikelihood):
 
 
 def test_updates_that_are_not_finite_are_skipped_and_said_once(tmp_path):
-    callback = Break((2, 3, 5))
+    callback = Break(2, 3, 5)
     with pytest.warns(UserWarning, match="after epoch 2 was skipped, and training goes on: .*not finite") as seen:
-        fit(tmp_path, callback, planted("classification"), epochs=6)
+        fit(tmp_path, callback, max_epochs=6)
     assert len([warning for warning in seen if "skipped" in str(warning.message)]) == 1
     assert [record["epoch"] for record in callback.records] == [1, 4, 6]
 
@@ -246,7 +232,7 @@ def test_three_in_a_row_stop_the_run(tmp_path):
             CurvatureError, match=r"3 updates of the precisions in a row failed, the last after epoch 4: .*not finite"
         ),
     ):
-        fit(tmp_path, Break((2, 3, 4, 5)), planted("classification"), epochs=6)
+        fit(tmp_path, Break(2, 3, 4, 5), max_epochs=6)
 
 
 def test_final_weights_that_are_not_finite_leave_a_report(tmp_path):
@@ -256,56 +242,39 @@ def test_final_weights_that_are_not_finite_leave_a_report(tmp_path):
             super().on_train_end(trainer, pl_module)
 
     with pytest.warns(UserWarning, match="no evidence of the final weights"):
-        fit(tmp_path, Last(burn_in=None, dirpath=str(tmp_path)), planted("classification"), epochs=1)
+        fit(tmp_path, Last(burn_in=None, dirpath=str(tmp_path)), max_epochs=1)
     assert json.loads((tmp_path / "layers.json").read_text())["evidence"] is None
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_half_precision_has_factors_in_single_precision(tmp_path, precision):
-    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1, dirpath=str(tmp_path))
-    task, _ = fit(tmp_path, callback, planted("classification"), epochs=2, precision=precision)
-    assert next(task.network.parameters()).dtype == (torch.bfloat16 if "true" in precision else torch.float32)
-    data = planted("classification").curvature_dataloader()
-    found = factors(task.network, data, "classification")
-    assert next(iter(found.blocks.values())).out_factor.dtype == torch.float32
-    assert callback.records[-1]["log_likelihood"] == pytest.approx(-found.loss_sum / 200, rel=1e-5)
 
 
 def test_what_is_left_behind(tmp_path, capsys):
     callback = MarginalLikelihood(burn_in=2, every_n_epochs=2, samples=2)
-    task, trainer = fit(tmp_path, callback, planted("classification"), epochs=5)
+    task, trainer = fit(tmp_path, callback, max_epochs=5)
     results = tmp_path / "results"
     for name in ("relative_effective_parameters.png", "evidence.png"):
         assert (results / name).stat().st_size > 5000
-    with (results / "layers.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(results / "layers.csv")
     assert [(row["layer"], row["path"], row["type"]) for row in rows] == [
         ("layer", "signal", "signal"), ("layer", "noise", "signal"),
     ]  # fmt: skip
     for row in rows:
         values = callback.records[-1]["paths"][f"{row['layer']}.{row['path']}"]
         assert float(row["normalised"]) == pytest.approx(values["effective"] / 6)
-        assert float(row["precision"]) == pytest.approx(
-            math.exp(task.prior.log_precisions[f"layer.{row['path']}.linear.weight"])
-        )
+        log_precision = task.prior.log_precisions[f"layer.{row['path']}.linear.weight"]
+        assert float(row["precision"]) == pytest.approx(math.exp(log_precision))
         weight = task.network.get_submodule(f"layer.{row['path']}.linear").weight
         assert float(row["mean_square"]) == pytest.approx(float(weight.detach().double().square().mean()))
     assert sum(float(row["relative"]) for row in rows) == pytest.approx(1)
     about = json.loads((results / "layers.json").read_text())
     assert about["types"] == {"layer": "signal"}
     assert about["settings"]["samples"] == 2
-    assert about["test"]["accuracy"] == pytest.approx(
-        task.evaluate(planted("classification").test_dataloader())["accuracy"]
-    )
-    epochs = [row["epoch"] for row in json.loads((results / "evidence.json").read_text())["rows"]]
-    assert epochs == [2, 4, 5]
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        logged = [row for row in csv.DictReader(file) if row["evidence/log_marginal_likelihood"]]
+    tested = task.evaluate(planted().test_dataloader())
+    assert about["test"]["accuracy"] == pytest.approx(tested["accuracy"])
+    assert [row["epoch"] for row in read_rows(results / "evidence")] == [2, 4, 5]
+    logged = [row for row in read_csv(tmp_path / "metrics.csv") if row["evidence/log_marginal_likelihood"]]
     assert len(logged) == 2
     for name in ("precision", "effective", "normalised", "relative", "mean_square"):
-        assert float(logged[1][f"{name}/layer.noise"]) == pytest.approx(callback.records[1]["paths"]["layer.noise"][
-            name
-        ])  # fmt: skip
+        found = float(logged[1][f"{name}/layer.noise"])
+        assert found == pytest.approx(callback.records[1]["paths"]["layer.noise"][name])
     assert float(logged[0]["evidence/seconds"]) > 0
     assert "evidence/scatter" in trainer.callback_metrics
     printed = capsys.readouterr().out
@@ -314,9 +283,9 @@ def test_what_is_left_behind(tmp_path, capsys):
 
 
 def test_an_ordinary_network_has_layers_without_types(tmp_path, capsys):
-    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1, dirpath=str(tmp_path))
-    data = DigitsDataModule(max_samples=60, batch_size=20)
-    fit(tmp_path, callback, data, epochs=2, network=MultiLayerPerceptron(widths=(4,), image_size=8))
+    callback = learner(dirpath=str(tmp_path))
+    task = EquivarianceTask(MultiLayerPerceptron(widths=(4,), image_size=8), optimizer=SGD)
+    fit(tmp_path, callback, digits(), task, max_epochs=2)
     assert callback.layer_types() == {}
     assert not (tmp_path / "relative_effective_parameters.png").exists()
     assert len((tmp_path / "layers.csv").read_text().splitlines()) == 3
@@ -324,46 +293,77 @@ def test_an_ordinary_network_has_layers_without_types(tmp_path, capsys):
 
 
 def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
-    first = MarginalLikelihood(burn_in=1, every_n_epochs=1)
-    task, _ = fit(tmp_path / "1", first, planted("classification"), epochs=2)
+    first = learner()
+    task, _ = fit(tmp_path / "1", first, max_epochs=2)
     before = dict(task.prior.log_precisions)
     again = MarginalLikelihood(burn_in=None)
-    fit(tmp_path / "2", again, planted("classification"), epochs=1, task=task)
+    fit(tmp_path / "2", again, max_epochs=1, task=task)
     assert task.prior.log_precisions == before
     shown = {path: values["precision"] for path, values in again.records[-1]["paths"].items()}
     assert shown["layer.noise"] == pytest.approx(math.exp(before["layer.noise.linear.weight"]))
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "refusal",
     [
-        ({"burn_in": 0}, "burn_in must be an integer >= 1 or null"),
-        ({"every_n_epochs": 0}, "every_n_epochs must be an integer >= 1, got 0"),
-        ({"steps": 1.5}, "steps must be an integer >= 1"),
-        ({"samples": 0}, "samples must be an integer >= 1 or null"),
-        ({"lr": 0.0}, "lr of the precisions must be a number > 0"),
-        ({"engine": "jax"}, "engine"),
-        ({"granularity": "per_weight"}, "granularity"),
-        ({"ffc": "dense"}, "ffc"),
-        ({"bounds": (1.0, -1.0)}, "ascending"),
+        *(refused(MarginalLikelihood, **bad) for bad in ({"burn_in": 0}, {"every_n_epochs": 0}, {"steps": 1.5})),
+        *(refused(MarginalLikelihood, **bad) for bad in ({"samples": 0}, {"lr": 0.0}, {"engine": "jax"})),
+        *(refused(MarginalLikelihood, **bad) for bad in ({"granularity": "per_weight"}, {"ffc": "dense"})),
+        refused(MarginalLikelihood, bounds=(1.0, -1.0), says="ascending"),
     ],
 )
-def test_bad_settings_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        MarginalLikelihood(**settings)
+def test_bad_settings_are_refused(refusal):
+    refusal()
 
 
-def test_other_tasks_and_data_are_refused(tmp_path):
-    class Other(LightningModule):
-        """Some task."""
+class Own(LightningModule):
+    """A task that is none of ours."""
 
-    with pytest.raises(TypeError, match=r"learns the precisions of task\.prior, and Other has none; set self.prior"):
-        MarginalLikelihood().setup(Trainer(logger=False, fast_dev_run=True), Other(), "fit")
+    def __init__(self):
+        super().__init__()
+        self.network = TwoPaths()
+
+    def configure_optimizers(self):
+        return SGD(self.network.parameters())
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+
+def test_tasks_that_have_no_prior_or_do_not_start_it_are_refused(tmp_path):
+    task = Own()
+    with pytest.raises(TypeError, match=r"learns the precisions of task\.prior, and Own has none; set self.prior"):
+        fit(tmp_path, learner(), task=task)
+    task.prior = GaussianPrior(task.network)
+    with pytest.raises(ValueError, match=r"Own does not train under its prior; call self\.prior\.start"):
+        fit(tmp_path, learner(), task=task)
+    task.prior = GaussianPrior(task.network, members=[0, 1])
+    with pytest.raises(TypeError, match="Own has no member_parallel and no gathered and no split_metrics"):
+        fit(tmp_path, learner(), task=task)
+
+
+def test_a_task_of_ones_own_learns_what_ours_does(tmp_path):
+    class Started(Own):
+        def __init__(self):
+            super().__init__()
+            self.prior = GaussianPrior(self.network)
+
+        def on_fit_start(self):
+            self.prior.start(self.trainer.optimizers, self.trainer.datamodule)
+
+    torch.manual_seed(0)
+    own, callback, ours = Started(), learner(), learner()
+    fit(tmp_path, callback, task=own, max_epochs=5)
+    task, _ = fit(tmp_path, ours, max_epochs=5)
+    assert own.prior.log_precisions == task.prior.log_precisions
+    assert len(set(own.prior.log_precisions.values())) == 2
+    assert callback.records[-1]["paths"] == ours.records[-1]["paths"]
+    assert read_rows(tmp_path / "results" / "evidence")[-1]["epoch"] == 5
 
 
 def test_a_state_of_another_division_is_refused(tmp_path):
-    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1)
-    task, trainer = fit(tmp_path, callback, planted("classification"), epochs=1)
+    callback = learner()
+    task, trainer = fit(tmp_path, callback, max_epochs=1)
     state = callback.state_dict()
     other = MarginalLikelihood(granularity="per_tensor")
     other.setup(trainer, task, "fit")
@@ -372,15 +372,15 @@ def test_a_state_of_another_division_is_refused(tmp_path):
 
 
 def test_a_test_of_a_checkpoint_leaves_what_the_fit_found(tmp_path):
-    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1, dirpath=str(tmp_path))
-    data = planted("classification")
+    callback = learner(dirpath=str(tmp_path))
+    data = planted()
 
     class Save(Callback):
         def on_train_epoch_end(self, trainer, task):
             if trainer.current_epoch == 1:
                 trainer.save_checkpoint(tmp_path / "early.ckpt")
 
-    task, trainer = fit(tmp_path, callback, data, epochs=3, before=[Save()])
+    task, trainer = fit(tmp_path, callback, data, max_epochs=3, before=[Save()])
     precisions = callback.state_dict()["optimizers"][""]["log_precisions"]
     trainer.test(task, data, ckpt_path=tmp_path / "early.ckpt", verbose=False, weights_only=True)
     assert [record["epoch"] for record in callback.records] == [1, 2, 3]
@@ -389,39 +389,34 @@ def test_a_test_of_a_checkpoint_leaves_what_the_fit_found(tmp_path):
 
 def test_tests_alone_need_no_datamodule(tmp_path):
     callback, task = MarginalLikelihood(), EquivarianceTask(TwoPaths())
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[callback], enable_progress_bar=False, default_root_dir=tmp_path
-    )
-    pairs = DataLoader(planted("classification").pairs, 50)
+    trainer = quiet_trainer(callback, folder=tmp_path)
+    pairs = DataLoader(planted().pairs, 50)
     assert trainer.test(task, pairs, verbose=False)[0].keys() == {"test/loss", "test/accuracy"}
     assert trainer.validate(task, pairs, verbose=False)[0].keys() == {"val/loss", "val/accuracy"}
     assert callback.records == []
 
 
-class WithoutTest(InputDataModule):
+class WithoutTest(Given):
     """Training data only."""
 
-    input_shape, num_classes = (6,), 2
-
-    def identity(self):
-        return {}
-
-    def train_dataloader(self):
-        return DataLoader(planted("classification").pairs, 50)
-
-    curvature_dataloader = train_dataloader
+    test_dataloader = InputDataModule.test_dataloader
 
 
 def test_data_without_a_test_split_have_a_report_too(tmp_path):
-    fit(tmp_path, MarginalLikelihood(burn_in=1, every_n_epochs=1), WithoutTest(), epochs=1)
+    fit(
+        tmp_path,
+        learner(),
+        WithoutTest(*planted().pairs.tensors, 2),
+        max_epochs=1,
+    )
     about = json.loads((tmp_path / "results" / "layers.json").read_text())
     assert about["test"] == {}
     assert about["evidence"]["samples"] == 200
 
 
 def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
-    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1)
-    fit(tmp_path, callback, planted("classification"), epochs=5, max_steps=11)  # of 8 in an epoch
+    callback = learner()
+    fit(tmp_path, callback, max_epochs=5, max_steps=11)  # of 8 in an epoch
     assert [record["epoch"] for record in callback.records] == [1, 2]
 
 
@@ -430,18 +425,11 @@ def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
     [(0.0, "0"), (0.0077, "8e-3"), (0.0791, "0.079"), (99.4, "99"), (99.7, "100"), (9999.7, "10000"), (2.9e7, "3e7")],
 )
 def test_numbers_of_the_printed_table_are_short(value, text):
-    assert _short(value) == text
+    assert short(value) == text
 
 
 def test_a_trial_run_does_everything_but_the_report(tmp_path):
-    callback = MarginalLikelihood(burn_in=1, every_n_epochs=1)
-    fit(tmp_path, callback, planted("classification"), fast_dev_run=True)
+    callback = learner()
+    fit(tmp_path, callback, fast_dev_run=True)
     assert [record["epoch"] for record in callback.records] == [1]
     assert not (tmp_path / "results").exists()
-
-
-def test_adam_learns_them_too(tmp_path):
-    callback = MarginalLikelihood(burn_in=5, every_n_epochs=5, steps=50, lr=0.2, dirpath=str(tmp_path))
-    task = EquivarianceTask(TwoPaths(), optimizer=functools.partial(torch.optim.Adam, lr=0.01))
-    fit(tmp_path, callback, planted("classification"), epochs=40, task=task)
-    assert callback.records[-1]["paths"]["layer.noise"]["relative"] < 0.05

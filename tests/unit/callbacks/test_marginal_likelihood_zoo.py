@@ -1,13 +1,15 @@
 """Precisions of the members of a zoo of ordinary networks, each by its own evidence."""
 
-import csv
 import functools
 import json
 import math
 
+import fits
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from fits import digits
+from helpers import read_csv, refused
+from pytorch_lightning import Callback
 from torch import nn
 
 from lightning_sym.callbacks import MarginalLikelihood
@@ -27,7 +29,7 @@ pytestmark = [
 class SmallCNN(Network):
     """Two convolutions and a linear map, with batch norms if wanted."""
 
-    def __init__(self, norm: bool = False, num_classes: int = 10) -> None:
+    def __init__(self, norm=False, num_classes=10):
         super().__init__()
         self.first = nn.Conv2d(1, 3, 3, padding=1)
         self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
@@ -46,22 +48,13 @@ OPTIMIZERS = {
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.002),  # by the gradient of the prior
 }
 
-
-def digits(**settings):
-    return DigitsDataModule(**{"batch_size": 20, "max_samples": 80, "val_fraction": 0.0, **settings})
+DATA = {"batch_size": 20, "val_fraction": 0.0}  # 80 images
 
 
-def fit(folder, task, callback=None, epochs=4, data=None, before=(), **settings):
+def fit(folder, task, callback=None, data=None, before=(), **settings):
     callback = callback or MarginalLikelihood(burn_in=2, every_n_epochs=1, steps=10)
-    trainer = Trainer(
-        **{
-            "accelerator": "cpu", "max_epochs": epochs, "logger": False, "enable_checkpointing": False,
-            "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
-            "callbacks": [*before, callback], **settings,
-        }
-    )  # fmt: skip
-    trainer.fit(task, data or digits())
-    return callback, trainer
+    settings = {"max_epochs": 4, **settings}
+    return callback, fits.fit(task, data or digits(**DATA), *before, callback, folder=folder, **settings)
 
 
 def zoo(optimizer="adam", *, norm=False, **settings):
@@ -69,18 +62,16 @@ def zoo(optimizer="adam", *, norm=False, **settings):
     return ZooTask(SmallCNN(norm=norm), optimizer=OPTIMIZERS[optimizer], **settings)
 
 
+def taken(callback):
+    return [(record["epoch"], record["member"]) for record in callback.records]
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_loop_and_vmap_learn_the_same_precisions(tmp_path, norm, optimizer):
-    found = []
-    for execution in ("loop", "vmap"):
-        task = zoo(optimizer, norm=norm, execution=execution)
-        callback, _ = fit(tmp_path, task)
-        found.append((callback, task))
-    (one, first), (other, second) = found
-    assert [(record["epoch"], record["member"]) for record in one.records] == [
-        (e, m) for e in (2, 3, 4) for m in (0, 1)
-    ]
+    tasks = first, second = [zoo(optimizer, norm=norm, execution=execution) for execution in ("loop", "vmap")]
+    one, other = (fit(tmp_path, task)[0] for task in tasks)
+    assert taken(one) == [(epoch, member) for epoch in (2, 3, 4) for member in (0, 1)]
     for mine, theirs in zip(one.records, other.records, strict=True):
         assert theirs["log_marginal_likelihood"] == pytest.approx(mine["log_marginal_likelihood"], rel=1e-4)
         for path, values in mine["paths"].items():
@@ -97,41 +88,38 @@ def test_loop_and_vmap_learn_the_same_precisions(tmp_path, norm, optimizer):
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_evidence_of_a_member_is_that_of_its_network(tmp_path, norm):
-    task, data = zoo(norm=norm), digits()
+    task, data = zoo(norm=norm), digits(**DATA)
     callback, _ = fit(tmp_path, task, data=data)
     for record in callback.records[-2:]:
         network = SmallCNN(norm=norm)
         network.load_state_dict(task.population.member_state(record["member"]))
         groups = parameter_groups(network)
-        evidence = Evidence.of(network, factors(network, data.curvature_dataloader()), groups)
+        found = factors(network, data.curvature_dataloader())
         log_precisions = task.prior.members[record["member"]].log_precisions
         chosen = torch.tensor([log_precisions[f"{name}.weight"] for name in groups.names], dtype=torch.float64)
-        assert record["log_marginal_likelihood"] == pytest.approx(
-            evidence.log_marginal_likelihood(chosen) / 80, rel=1e-9
-        )
+        evidence = Evidence.of(network, found, groups).log_marginal_likelihood(chosen)
+        assert record["log_marginal_likelihood"] == pytest.approx(evidence / 80, rel=1e-9)
         assert record["samples"] == 80
         if norm:  # scale and shift are linear in eval mode: one dense block each
-            assert factors(network, data.curvature_dataloader()).blocks["norm.weight"].in_factor is None
+            assert found.blocks["norm.weight"].in_factor is None
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 def test_a_member_is_trained_as_an_equivariance_task_trains_it(tmp_path, optimizer, execution):
     """With all data in a batch, so that their order does not matter; the prior is strong enough to be seen."""
-    settings = {"data": digits(batch_size=80), "epochs": 12}
-    task = zoo(optimizer, execution=execution, seed=3, prior_precision=5.0)
-    fit(tmp_path, task, MarginalLikelihood(burn_in=4, every_n_epochs=4), **settings)
+    task, free = (zoo(optimizer, execution=execution, seed=3, prior_precision=precision) for precision in (5.0, 1e-9))
     alone = EquivarianceTask(SmallCNN().fresh(4), precision=5.0, optimizer=OPTIMIZERS[optimizer])
-    fit(tmp_path, alone, MarginalLikelihood(burn_in=4, every_n_epochs=4), **settings)
+    for trained, burn_in in ((task, 4), (alone, 4), (free, None)):
+        learner = MarginalLikelihood(burn_in=burn_in, every_n_epochs=4)
+        fit(tmp_path, trained, learner, digits(**{**DATA, "batch_size": 80}), max_epochs=12)
     assert task.prior.implicit == alone.prior.implicit == (optimizer != "rmsprop")
+    found = task.population.member_state(4)
     for name, value in alone.network.state_dict().items():
-        torch.testing.assert_close(task.population.member_state(4)[name], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
     for name, value in alone.prior.log_precisions.items():
         assert task.prior.members[4].log_precisions[name] == pytest.approx(value, abs=1e-3)
-    free = zoo(optimizer, execution=execution, seed=3, prior_precision=1e-9)
-    fit(tmp_path, free, MarginalLikelihood(burn_in=None), **settings)
-    changed = task.population.member_state(4)["last.weight"] - free.population.member_state(4)["last.weight"]
-    assert changed.abs().max() > 0.01
+    assert (found["last.weight"] - free.population.member_state(4)["last.weight"]).abs().max() > 0.01
 
 
 class Diverge(Callback):
@@ -149,23 +137,15 @@ class Diverge(Callback):
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
 def test_members_that_are_stopped_are_passed_over(tmp_path, execution, optimizer):
-    task = zoo(optimizer, execution=execution)
-    with pytest.warns(UserWarning, match="Member 1 was stopped"):
-        callback, _ = fit(tmp_path, task, before=[Diverge()])
-    assert [(record["epoch"], record["member"]) for record in callback.records] == [(2, 0), (2, 1), (3, 0), (4, 0)]
     whole, _ = fit(tmp_path, zoo(optimizer, execution=execution))
-    expected = next(r for r in whole.records if r["epoch"] == 4 and r["member"] == 0)
+    assert {row["member"] for row in read_csv(tmp_path / "results" / "layers.csv")} == {"0", "1"}
+    with pytest.warns(UserWarning, match="Member 1 was stopped"):
+        callback, _ = fit(tmp_path, zoo(optimizer, execution=execution), before=[Diverge()])
+    assert taken(callback) == [(2, 0), (2, 1), (3, 0), (4, 0)]
+    expected = next(record for record in whole.records if (record["epoch"], record["member"]) == (4, 0))
     found = callback.records[-1]["log_marginal_likelihood"]
     assert found == pytest.approx(expected["log_marginal_likelihood"], rel=1e-6)
-    with (tmp_path / "results" / "layers.csv").open(newline="") as file:
-        assert {row["member"] for row in csv.DictReader(file)} == {"0", "1"}  # of the second run
-
-
-def test_a_stopped_member_is_not_in_the_tables(tmp_path):
-    with pytest.warns(UserWarning, match="Member 1 was stopped"):
-        fit(tmp_path, zoo(), before=[Diverge()])
-    with (tmp_path / "results" / "layers.csv").open(newline="") as file:
-        assert {row["member"] for row in csv.DictReader(file)} == {"0"}
+    assert {row["member"] for row in read_csv(tmp_path / "results" / "layers.csv")} == {"0"}
 
 
 class Blind(DigitsDataModule):
@@ -178,59 +158,58 @@ class Blind(DigitsDataModule):
 
 
 def test_passes_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_run(tmp_path):
-    data = Blind(batch_size=20, max_samples=80, val_fraction=0.0)
     with (
         pytest.warns(UserWarning, match="of member 0 after epoch 2 was skipped, and training goes on: .*not finite"),
         pytest.raises(CurvatureError, match="3 updates of the precisions of member 0 in a row failed, the last after"),
     ):
-        fit(tmp_path, zoo(), data=data)
+        fit(tmp_path, zoo(), data=Blind(max_samples=80, **DATA))
+
+
+prior = functools.partial(ZooTask, SmallCNN(), prior_precision=1.0)
+decaying = functools.partial(torch.optim.SGD, lr=0.1, weight_decay=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "refusal",
     [
-        ({"optimizer": functools.partial(torch.optim.SGD, lr=0.1, weight_decay=1e-4)}, "SGD decays weights, which"),
-        ({"optimizer": torch.optim.AdamW}, "AdamW decays weights, which the Gaussian prior"),
-        ({"label_smoothing": 0.1}, "With label_smoothing 0.1 the loss is no log likelihood"),
-        ({"prior_precision": 0.0}, "precision must be a finite number > 0"),
+        refused(prior, optimizer=decaying, says="SGD decays weights, which the Gaussian prior"),
+        refused(prior, optimizer=torch.optim.AdamW, says="AdamW decays weights, which the Gaussian prior"),
+        refused(prior, label_smoothing=0.1, says="With label_smoothing 0.1 the loss is no log likelihood"),
+        refused(prior, prior_precision=0.0, says=["precision", "0.0"]),
     ],
 )
-def test_what_a_zoo_with_a_prior_must_not_have(settings, words):
-    with pytest.raises(ValueError, match=words):
-        ZooTask(SmallCNN(), **{"prior_precision": 1.0, **settings})
+def test_what_a_zoo_with_a_prior_must_not_have(refusal):
+    refusal()
 
 
 def test_a_zoo_without_a_prior_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"ZooTask has none; .*prior_precision of ZooTask"):
-        fit(tmp_path, ZooTask(SmallCNN(), members=2, keep="last"))
+        fit(tmp_path, zoo(prior_precision=None))
 
 
 def test_what_is_left_behind(tmp_path, capsys):
-    callback = MarginalLikelihood(burn_in=2, every_n_epochs=2, steps=5)
-    task = zoo(norm=True)
-    _, trainer = fit(tmp_path, task, callback, logger=MetricsCSV(tmp_path), data=digits(val_fraction=0.2))
-    with (tmp_path / "results" / "layers.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    callback, task = MarginalLikelihood(burn_in=2, every_n_epochs=2, steps=5), zoo(norm=True)
+    data = digits(**{**DATA, "val_fraction": 0.2})
+    _, trainer = fit(tmp_path, task, callback, data, logger=MetricsCSV(tmp_path))
+    rows = read_csv(tmp_path / "results" / "layers.csv")
     layers = ["first", "norm", "second", "last"]
     assert [(row["member"], row["layer"], row["type"]) for row in rows] == [(m, n, "") for m in "01" for n in layers]
+    last = {record["member"]: record for record in callback.records}
     for row in rows:
-        last = next(r for r in reversed(callback.records) if r["member"] == int(row["member"]))
-        assert float(row["precision"]) == pytest.approx(last["paths"][row["layer"]]["precision"])
+        expected = last[int(row["member"])]["paths"][row["layer"]]["precision"]
+        assert float(row["precision"]) == pytest.approx(expected)
     about = json.loads((tmp_path / "results" / "layers.json").read_text())
-    assert about["log_precisions"]["member-0001"]["norm.bias"] == task.prior.members[1].log_precisions["norm.bias"]
+    assert about["log_precisions"]["member-0001"] == task.prior.members[1].log_precisions
     assert about["test"].keys() == about["evidence"].keys() == {"member-0000", "member-0001"}
-    mean = sum(values["accuracy"] for values in about["test"].values()) / 2
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        logged = [row for row in csv.DictReader(file) if row["evidence/log_marginal_likelihood/member-0001"]]
+    logged = [row for row in read_csv(tmp_path / "metrics.csv") if row["evidence/log_marginal_likelihood/member-0001"]]
     assert len(logged) == 2
-    values = [r["log_marginal_likelihood"] for r in callback.records if r["epoch"] == 4]
+    values = [last[number]["log_marginal_likelihood"] for number in (0, 1)]
     assert float(trainer.callback_metrics["evidence/log_marginal_likelihood"]) == pytest.approx(sum(values) / 2)
     assert float(logged[1]["evidence/log_marginal_likelihood/member-0001"]) == pytest.approx(values[1])
-    assert float(logged[1]["precision/norm/member-0000"]) == pytest.approx(
-        next(r for r in callback.records if r["epoch"] == 4)["paths"]["norm"]["precision"]
-    )
+    assert float(logged[1]["precision/norm/member-0000"]) == pytest.approx(last[0]["paths"]["norm"]["precision"])
     assert (tmp_path / "results" / "evidence.png").stat().st_size > 5000
     printed = capsys.readouterr().out
+    mean = sum(values["accuracy"] for values in about["test"].values()) / 2
     assert f"mean over members: test accuracy {100 * mean:.2f} %" in printed
     assert "member" in printed
 
@@ -238,21 +217,24 @@ def test_what_is_left_behind(tmp_path, capsys):
 def test_a_large_zoo_is_not_printed_whole(tmp_path, capsys):
     network = MultiLayerPerceptron(widths=(4,), image_size=8)
     task = ZooTask(network, members=23, execution="vmap", keep="last", prior_precision=1.0)
-    fit(tmp_path, task, MarginalLikelihood(burn_in=None), epochs=1)
+    fit(tmp_path, task, MarginalLikelihood(burn_in=None), max_epochs=1)
     assert "and 6 more in layers.csv" in capsys.readouterr().out
-    assert len((tmp_path / "results" / "layers.csv").read_text().splitlines()) == 47
+    assert len(read_csv(tmp_path / "results" / "layers.csv")) == 46
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_other_precisions_of_training(tmp_path, precision, execution):
-    task = zoo(execution=execution)
-    callback, _ = fit(tmp_path, task, precision=precision, epochs=2)
-    network = SmallCNN()
-    state = task.population.member_state(1)
-    if precision == "64-true":
-        network = network.double()
-        assert callback.records[-1]["log_likelihood"] != torch.tensor(callback.records[-1]["log_likelihood"]).item()
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", 32), ("bf16-true", 16), ("64-true", 64)])
+@pytest.mark.parametrize("kind", ["one", "loop", "vmap"])
+def test_other_precisions_of_training(tmp_path, precision, dtype, kind):
+    """Curvature is in single precision at least."""
+    task = EquivarianceTask(SmallCNN(), optimizer=OPTIMIZERS["adam"]) if kind == "one" else zoo(execution=kind)
+    callback, _ = fit(tmp_path, task, precision=precision, max_epochs=2)
+    state = task.network.state_dict() if kind == "one" else task.population.member_state(1)
+    weight = state["first.weight"]
+    assert torch.finfo(weight.dtype).bits == dtype
+    network = SmallCNN().to(weight.dtype)
     network.load_state_dict(state)
-    found = factors(network, digits().curvature_dataloader())
-    assert callback.records[-1]["log_likelihood"] == pytest.approx(-found.loss_sum / 80, rel=1e-6)
+    found = factors(network, digits(**DATA).curvature_dataloader())
+    assert next(iter(found.blocks.values())).out_factor.dtype == torch.promote_types(weight.dtype, torch.float32)
+    log_likelihood = callback.records[-1]["log_likelihood"]
+    assert log_likelihood == pytest.approx(-found.loss_sum / 80, rel=1e-5)
+    assert log_likelihood != torch.tensor(log_likelihood).item() or precision != "64-true"

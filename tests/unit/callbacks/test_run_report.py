@@ -1,46 +1,41 @@
-"""A report of one's own in a few lines."""
+"""A report of one's own in a few lines; and what every report needs of its task is what it says."""
+
+import ast
+import inspect
+import textwrap
 
 import pytest
-from pytorch_lightning import LightningModule, Trainer
-from rich.table import Table
+import torch
+from fits import fit
+from helpers import assert_refused
+from pytorch_lightning import LightningModule
+from torch import nn
 
+import lightning_sym.callbacks
 from lightning_sym.callbacks import RunReport
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.reports import ResultTable, RunResults
 from lightning_sym.tasks import MatchingTask, ZooTask
 
 
-class Count(RunReport[ZooTask]):
+class Count(RunReport):
     """Says how many members there are."""
 
-    task_type = ZooTask
+    needs = ("members",)
+    example = "ZooTask"
     calls = 0
 
-    def report(self, trainer, task, data):
+    def report(self, trainer, task, data, measured):
         self.calls += 1
-        self.members = task.members
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "count.txt").write_text(f"{task.members} members, {data.num_classes} classes\n")
-
-    def table(self):
-        table = Table(title="Count")
-        table.add_column("members")
-        table.add_row(str(self.members))
-        return table
-
-    def notes(self):
-        return ["a note"]
-
-    def places(self, trainer):
-        return {"count": self.path / "count.txt"}
+        rows = [{"members": task.members, "classes": data.num_classes}]
+        return RunResults(
+            [ResultTable("count", "how many there are", rows)], notes=["a note"], places={"it": "count.csv"}
+        )
 
 
-def run(folder, task: LightningModule, report: RunReport, **settings):
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, callbacks=[report], **settings,
-    )  # fmt: skip
-    trainer.fit(task, DigitsDataModule(max_samples=60, batch_size=20))
+def digits():
+    return DigitsDataModule(max_samples=60, batch_size=20)
 
 
 def zoo_task():
@@ -49,23 +44,74 @@ def zoo_task():
 
 def test_it_is_written_once_and_printed(tmp_path, capsys):
     report = Count()
-    run(tmp_path, zoo_task(), report)
+    fit(zoo_task(), digits(), report, folder=tmp_path)
     assert report.calls == 1
-    assert (tmp_path / "results" / "count.txt").read_text() == "2 members, 10 classes\n"
+    assert (tmp_path / "results" / "count.csv").read_text() == "members,classes\n2,10\n"
     printed = capsys.readouterr().out
-    assert "a note" in printed
-    assert str(tmp_path / "results" / "count.txt") in printed
-    assert "tensorboard --logdir" in printed
+    for word in ("how many there are", "a note", str(tmp_path / "results" / "count.csv"), "tensorboard --logdir"):
+        assert word in printed
 
 
 def test_another_folder_and_no_report_in_a_trial(tmp_path):
-    run(tmp_path, zoo_task(), Count(str(tmp_path / "there")))
-    assert (tmp_path / "there" / "count.txt").is_file()
+    fit(zoo_task(), digits(), Count(str(tmp_path / "there")), folder=tmp_path)
+    assert (tmp_path / "there" / "count.csv").is_file()
     trial = Count()
-    run(tmp_path / "trial", zoo_task(), trial, fast_dev_run=True)
+    fit(zoo_task(), digits(), trial, folder=tmp_path / "trial", fast_dev_run=True)
     assert trial.calls == 0
+    assert trial.results is None
 
 
-def test_another_task_is_refused_by_name(tmp_path, matching_zoo):
-    with pytest.raises(TypeError, match=r"Count works with .*ZooTask, got MatchingTask; remove the callback"):
-        run(tmp_path, MatchingTask(str(matching_zoo)), Count())
+def test_any_task_that_has_what_is_needed_will_do_and_others_are_told_what_is_missing(tmp_path, matching_zoo):
+    class Other(LightningModule):
+        members = 7
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 10)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0].flatten(1)).mean()
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    fit(Other(), digits(), Count(), folder=tmp_path)
+    assert (tmp_path / "results" / "count.csv").read_text() == "members,classes\n7,10\n"
+    task = MatchingTask(str(matching_zoo))
+    says = "Count works with lightning_sym.tasks.ZooTask and its like, and MatchingTask has no members; remove"
+    assert_refused(lambda: fit(task, digits(), Count(), folder=tmp_path), error=TypeError, says=says)
+
+
+def test_an_error_in_a_report_ends_the_fit_as_what_it_is(tmp_path):
+    class Broken(Count):
+        def report(self, trainer, task, data, measured):
+            raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fit(zoo_task(), digits(), Broken(), folder=tmp_path)
+
+
+REPORTS = [
+    kind
+    for name in lightning_sym.callbacks.__all__
+    if inspect.isclass(kind := getattr(lightning_sym.callbacks, name)) and getattr(kind, "needs", ())
+]
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_what_a_report_needs_is_what_it_uses(kind):
+    """Whoever writes a task of their own reads it there, and the error names it."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getmodule(kind))))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "task"
+    }
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Name) and call.func.id == "picked" and getattr(call.args[0], "id", "") == "task":
+            used |= {argument.value for argument in call.args[1:]}
+    assert used - set(dir(LightningModule)) == set(kind.needs)
+    assert kind.example in lightning_sym.tasks.__all__

@@ -1,17 +1,19 @@
 """ZooExport and ZooReport: what a fit leaves behind, and what they refuse before it starts."""
 
-import csv
 import errno
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
+from fits import fit as fit_task
+from fits import quiet_trainer
+from helpers import assert_refused, read_csv, refused
 from matplotlib.image import imread
-from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning import LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,26 +40,17 @@ class Frail(Network):
         return self.classifier(self.flatten(x))
 
 
-def perceptron() -> MultiLayerPerceptron:
-    return MultiLayerPerceptron(widths=(8,), image_size=8)
+def perceptron(width=8) -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(width,), image_size=8)
 
 
 def digits(**changes) -> DigitsDataModule:
     return DigitsDataModule(**{"batch_size": 16, "max_samples": 48, **changes})
 
 
-def fit(path: Path, *callbacks, task=None, data=None, **changes) -> ZooTask:
+def fit(path, *callbacks, task=None, data=None, **changes) -> ZooTask:
     task = task or ZooTask(perceptron(), members=2)
-    settings = {
-        "default_root_dir": path,
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    Trainer(**{**settings, **changes}, callbacks=list(callbacks)).fit(task, data or digits())
+    fit_task(task, data or digits(), *callbacks, folder=path, **{"max_epochs": 2, **changes})
     return task
 
 
@@ -86,52 +79,37 @@ def test_exported_members_are_the_kept_ones(tmp_path):
         assert member.training["optimizer"] == "Adam"
 
 
-def test_further_seeds_add_members(tmp_path):
+def test_further_seeds_add_members_and_taken_numbers_are_refused_unless_overwritten(tmp_path):
     fit(tmp_path, ZooExport())
     before = (tmp_path / "zoo" / member_file(0)).read_bytes()
-    fit(tmp_path, ZooExport(), task=ZooTask(perceptron(), members=2, seed=2))
-    zoo = ModelZoo.open(tmp_path / "zoo")
-    assert zoo.numbers == [0, 1, 2, 3]
-    assert (tmp_path / "zoo" / member_file(0)).read_bytes() == before
-    assert [e["number"] for e in json.loads((tmp_path / "zoo" / "manifest.json").read_text())["members"]] == [
-        0,
-        1,
-        2,
-        3,
-    ]
-
-
-def test_taken_numbers_are_refused_unless_overwritten(tmp_path):
-    fit(tmp_path, ZooExport())
-    task = ZooTask(perceptron(), members=2, seed=1)
-    message = r"already has member\(s\) 1; train others \(seed 2 of ZooTask, --model.seed\), replace them"
-    with pytest.raises(ValueError, match=message):
-        fit(tmp_path, ZooExport(), task=task)
+    again = ZooTask(perceptron(), members=2, seed=1)
+    says = "already has member(s) 1; train others (seed 2 of ZooTask, --model.seed), replace them"
+    assert_refused(lambda: fit(tmp_path, ZooExport(), task=again), says=says)
     fit(tmp_path, ZooExport(overwrite=True), task=ZooTask(perceptron(), members=2, seed=1), max_epochs=1)
     zoo = ModelZoo.open(tmp_path / "zoo")
     assert [member.training["epochs"] for member in zoo] == [2, 1, 1]
-
-
-def test_other_architecture_is_refused(tmp_path):
-    fit(tmp_path, ZooExport())
-    task = ZooTask(MultiLayerPerceptron(widths=(9,), image_size=8), members=1, seed=5)
-    message = r"holds .*MultiLayerPerceptron\(.*widths=\[8\].* and this run trains .*widths=\[9\].*; choose another"
-    with pytest.raises(ValueError, match=message):
-        fit(tmp_path, ZooExport(), task=task)
+    assert (tmp_path / "zoo" / member_file(0)).read_bytes() == before
+    assert [e["number"] for e in json.loads((tmp_path / "zoo" / "manifest.json").read_text())["members"]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_other_data_are_refused(tmp_path, manifest):
+def test_other_architectures_and_data_are_refused(tmp_path, manifest):
     fit(tmp_path, ZooExport())
     if not manifest:
         (tmp_path / "zoo" / "manifest.json").unlink()
-    task = ZooTask(perceptron(), members=1, seed=5)
-    with pytest.raises(ValueError, match=r"Member 0 of the zoo at .* was trained on other data \(fingerprint"):
-        fit(tmp_path, ZooExport(), task=task, data=digits(data_seed=1))
-    with pytest.raises(ValueError, match=r"trained on other data \(mean \[0.3.*, these have \[0.5\]\)"):
-        fit(tmp_path, ZooExport(), task=task, data=digits(mean=[0.5], std=[0.5]))
-    # Settings of the training only are no other data.
-    fit(tmp_path, ZooExport(), task=task, data=digits(batch_size=8))
+
+    def export(width=8, **changes):
+        task = ZooTask(perceptron(width), members=1, seed=5)
+        fit(tmp_path, ZooExport(), task=task, data=digits(**changes))
+
+    assert_refused(
+        lambda: export(9), says=["widths=[8]", "and this run trains", "widths=[9]", "; choose another folder"]
+    )
+    assert_refused(
+        lambda: export(data_seed=1), says=["Member 0 of the zoo at", "was trained on other data (fingerprint"]
+    )
+    assert_refused(lambda: export(mean=[0.5], std=[0.5]), says=["on other data (mean [0.3", "these have [0.5]"])
+    export(batch_size=8)  # settings of the training only are no other data
 
 
 def test_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path):
@@ -174,14 +152,12 @@ class Plain(LightningModule):
 
 @pytest.mark.parametrize("callback", [ZooExport, ZooReport])
 def test_other_tasks_and_data_are_refused(tmp_path, callback):
-    with pytest.raises(TypeError, match=rf"{callback.__name__} works with lightning_sym.tasks.ZooTask, got Plain"):
-        fit(tmp_path, callback(), task=Plain())
-    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, callbacks=[callback()])
+    says = f"{callback.__name__} works with lightning_sym.tasks.ZooTask and its like, and Plain has no numbers and no "
+    assert_refused(lambda: fit(tmp_path, callback(), task=Plain()), error=TypeError, says=says)
     loader = DataLoader(TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)))
-    with pytest.raises(
-        TypeError, match=rf"{callback.__name__} needs a datamodule of lightning_sym.datamodules .*NoneType"
-    ):
-        trainer.fit(ZooTask(perceptron(), members=1), loader, loader)
+    trainer, task = quiet_trainer(callback(), folder=tmp_path), ZooTask(perceptron(), members=1)
+    says = [f"{callback.__name__} needs a datamodule of lightning_sym.datamodules", "NoneType"]
+    assert_refused(lambda: trainer.fit(task, loader, loader), error=TypeError, says=says)
 
 
 def test_training_that_ends_before_the_first_validation_says_what_is_missing(tmp_path):
@@ -198,35 +174,29 @@ def test_fast_dev_run_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# ---- stopped members
+# ---- ZooReport
 
 
 def test_stopped_member_is_reported_and_not_exported(tmp_path, capsys):
     with pytest.warns(UserWarning, match="Member 2 was stopped"):
         fit(tmp_path, ZooExport(), ZooReport(), task=ZooTask(Frail(), members=3, seed=1))
     assert ModelZoo.open(tmp_path / "zoo").numbers == [1, 3]
-    with (tmp_path / "results" / "members.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "results" / "members.csv")
     assert [row["member"] for row in rows] == ["1", "2", "3"]
     assert [row["stopped"] for row in rows] == ["", "its training loss is not finite", ""]
     assert [row["test_accuracy"] == "" for row in rows] == [False, True, False]
     text = (tmp_path / "results" / "members.json").read_text()
     found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found["rows"][1]["test_accuracy"] is None
-    assert found["rows"][1]["stopped"] == "its training loss is not finite"
     assert "stopped: its training" in capsys.readouterr().out
 
 
-# ---- ZooReport
-
-
 def test_report_says_what_was_found(tmp_path, capsys):
-    data = digits()
-    task = fit(tmp_path, ZooReport(rows=1), ZooExport(), task=ZooTask(perceptron(), members=3, seed=4), data=data)
-    results = tmp_path / "results"
-    with (results / "members.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = json.loads((results / "members.json").read_text())
+    data, logger = digits(), TensorBoardLogger(tmp_path, name="run", version="")
+    task = ZooTask(perceptron(), members=3, seed=4)
+    fit(tmp_path, ZooReport(rows=1), ZooExport(), task=task, data=data, logger=logger)
+    results = tmp_path / "run" / "results"
+    rows, found = read_csv(results / "members.csv"), json.loads((results / "members.json").read_text())
     assert [int(row["member"]) for row in rows] == [row["member"] for row in found["rows"]] == [4, 5, 6]
     splits = task.split_metrics(data)
     for index, (row, same) in enumerate(zip(rows, found["rows"], strict=True)):
@@ -240,13 +210,19 @@ def test_report_says_what_was_found(tmp_path, capsys):
     assert found["data"]["fingerprint"] == data.identity()["fingerprint"]
     assert "torch" in found["versions"]
     assert "accuracy" in found["units"]
+    tags = EventAccumulator(str(tmp_path / "run")).Reload().Tags()
     for name in ("zoo", "validation_curves", "confusion"):
         image = imread(results / f"{name}.png")
         assert image.ndim == 3
         assert image.std() > 0
+        assert f"figures/ZooReport/{name}" in tags["images"]
+    for split in ("train", "val"):
+        for name in ("accuracy", "loss"):
+            wanted = {f"{split}/{name}{end}" for end in ("", "/min", "/max", "/member-0004", "/member-0006")}
+            assert wanted <= set(tags["scalars"])
     out = capsys.readouterr().out
     assert "2 more" in " ".join(out.split())  # of three members one is listed
-    for path in (results / "zoo.png", results / "members.csv", tmp_path / "zoo"):
+    for path in (results / "zoo.png", results / "members.csv", tmp_path / "run" / "zoo"):
         assert str(path) in out
 
 
@@ -264,43 +240,25 @@ def test_report_works_with_loggers_that_take_no_figures(tmp_path, logger):
     assert (tmp_path / "run" / "results" / "zoo.png").is_file()
 
 
-def test_figures_go_to_tensorboard(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    fit(tmp_path, ZooReport(), logger=TensorBoardLogger(tmp_path, name="run", version=""))
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
-    tags = events.Tags()
-    assert {f"figures/ZooReport/{name}" for name in ("zoo", "validation_curves", "confusion")} <= set(tags["images"])
-    for split in ("train", "val"):
-        for name in ("accuracy", "loss"):
-            wanted = {f"{split}/{name}{end}" for end in ("", "/min", "/max", "/member-0000", "/member-0001")}
-            assert wanted <= set(tags["scalars"])
-    assert (tmp_path / "run" / "results" / "members.csv").is_file()
-
-
-def test_rows_must_not_be_negative():
-    with pytest.raises(ValueError, match="rows must be at least 0, got -1"):
-        ZooReport(rows=-1)
+@pytest.mark.parametrize("refusal", [refused(ZooReport, rows=-1)])
+def test_rows_must_not_be_negative(refusal):
+    refusal()
 
 
 # ---- metrics.csv
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_metrics_csv_has_one_row_per_step(tmp_path):
     logger = MetricsCSV(tmp_path)
-    logger.log_metrics({"a": 1.0}, 3)
-    logger.log_metrics({"b": 0.5}, 3)
-    logger.log_metrics({"a": 0.1 + 0.2}, 7)
+    for metrics, step in (({"a": 1.0}, 3), ({"b": 0.5}, 3), ({"a": 0.1 + 0.2}, 7)):
+        logger.log_metrics(metrics, step)
     logger.save()
-    assert read(tmp_path / "metrics.csv") == [
+    assert read_csv(tmp_path / "metrics.csv") == [
         {"step": "3", "a": "1.0", "b": "0.5"},
         {"step": "7", "a": "0.30000000000000004", "b": ""},
     ]
+    MetricsCSV(tmp_path / "nothing logged").finalize("success")
+    assert not (tmp_path / "nothing logged").exists()
 
 
 def test_metrics_csv_goes_on_where_the_run_is_resumed(tmp_path):
@@ -320,18 +278,12 @@ def test_metrics_csv_that_was_damaged_is_no_obstacle(tmp_path):
     logger = MetricsCSV(tmp_path)
     logger.log_metrics({"a": 5.0}, 9)
     logger.save()
-    assert [row["step"] for row in read(tmp_path / "metrics.csv")] == ["2", "9"]
-
-
-def test_metrics_csv_without_anything_logged_writes_nothing(tmp_path):
-    logger = MetricsCSV(tmp_path / "run")
-    logger.finalize("success")
-    assert not list(tmp_path.iterdir())
+    assert [row["step"] for row in read_csv(tmp_path / "metrics.csv")] == ["2", "9"]
 
 
 def test_metrics_of_a_fit_are_in_one_row_per_epoch(tmp_path):
     task = fit(tmp_path, logger=MetricsCSV(tmp_path))
-    rows = read(tmp_path / "metrics.csv")
+    rows = read_csv(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows] == ["2", "5"]
     for epoch, row in enumerate(rows):
         for number in range(2):

@@ -1,107 +1,23 @@
-"""Engine backpack: what it refuses and in which words, that it leaves nothing behind, and its parts in BackPACK."""
-
-import warnings
+"""Engine backpack: what only it refuses, other users of BackPACK, and its parts in BackPACK."""
 
 import backpack
 import pytest
 import torch
 from backpack import extend
-from backpack.context import CTX
 from backpack.custom_module.branching import Parallel
 from backpack.extensions import BatchGrad
+from helpers import assert_refused
+from test_curvature_engine import Own, batches, perceptron, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.curvature import (
-    EmptyLoaderError,
-    NonFiniteError,
-    RelaxedKFAC,
-    RelaxedKFLR,
-    Rule,
-    factors,
-    register_layer,
-)
-from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways, SparseConv
+from lightning_sym.curvature import RelaxedKFAC, RelaxedKFLR, Rule, factors, register_layer
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
 from lightning_sym.networks import CIFARResNet, Network, RelaxedNetwork
-
-
-def perceptron():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-
-
-def batches():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(6, 4, generator=generator)
-    return [(x[:4], torch.arange(4) % 3), (x[4:], torch.arange(2))]
 
 
 def found(network, loader=None, **settings):
     return factors(network, batches() if loader is None else loader, engine="backpack", **settings)
-
-
-def state(network):
-    return {
-        "modes": [module.training for module in network.modules()],
-        "attributes": [sorted(vars(module)) for module in network.modules()],
-        "hooks": [[len(v) for k, v in vars(m).items() if k.endswith("_hooks")] for m in network.modules()],
-        "of parameters": [sorted(vars(parameter)) for parameter in network.parameters()],
-        "addresses": [parameter.data_ptr() for parameter in network.parameters()],
-        "gradients": [None if p.grad is None else p.grad.tolist() for p in network.parameters()],
-        "values": {name: value.tolist() for name, value in network.state_dict().items()},
-        "hooks of backpack": list(map(id, CTX.hook_handles)),
-        "extensions of backpack": CTX.get_active_exts(),
-        "filters": list(warnings.filters),
-    }
-
-
-@pytest.mark.parametrize("gradients", ["none", "filled"])
-@pytest.mark.parametrize("training", [True, False])
-def test_nothing_is_left_behind(training, gradients):
-    network = perceptron()
-    if gradients == "filled":
-        network(torch.randn(4, 4)).sum().backward()
-    network.train(training)
-    network[2].eval()
-    random, before = torch.get_rng_state(), state(network)
-    for settings in ({}, {"samples": 2}):
-        found(network, **settings)
-        assert state(network) == before
-    assert torch.equal(random, torch.get_rng_state())
-
-
-class Breaks(nn.Module):
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "forward":
-            raise RuntimeError("it breaks")
-
-        def fail(g):
-            raise RuntimeError("it breaks")
-
-        y = x * 1
-        if y.requires_grad:
-            y.register_hook(fail)
-        return y
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "loader"])
-def test_nothing_is_left_behind_after_an_error(where):
-    network = perceptron().train()
-    if where != "loader":
-        network.insert(1, Breaks(where))
-    before = state(network)
-
-    def loader():
-        yield batches()[0]
-        raise RuntimeError("it breaks")
-
-    with pytest.raises(RuntimeError, match="it breaks"):
-        found(network, loader())
-    assert state(network) == before
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -124,57 +40,6 @@ def test_an_extended_network_and_its_factors_are_left_alone():
     torch.testing.assert_close(found(network).blocks["0.weight"].out_factor, expected["0.weight"].out_factor)
     assert network[0].weight.kflr == "old"
     assert state(network) == before
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_works_where_gradients_are_off(mode):
-    network = perceptron().eval()
-    expected = found(network).blocks
-    with mode():
-        again = found(network).blocks
-    for name, block in expected.items():
-        assert torch.equal(again[name].out_factor, block.out_factor)
-
-
-def test_weights_that_changed_give_other_factors():
-    network = perceptron()
-    first, second = (found(network).blocks["0.weight"] for _ in range(2))
-    assert torch.equal(first.out_factor, second.out_factor)
-    with torch.no_grad():
-        network[0].weight.mul_(2)
-    assert not torch.equal(found(network).blocks["0.weight"].out_factor, first.out_factor)
-
-
-def test_monte_carlo_follows_its_generator():
-    network = perceptron()
-    draw = lambda seed: found(network, samples=1, generator=torch.Generator().manual_seed(seed))  # noqa: E731
-    first, again, other = (draw(seed).blocks["4.weight"].out_factor for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_single(dtype):
-    network = perceptron().to(dtype)
-    blocks = found(network).blocks
-    assert all(parameter.dtype == dtype for parameter in network.parameters())
-    for name, block in factors(network, batches()).blocks.items():
-        assert blocks[name].out_factor.dtype == torch.float32
-        torch.testing.assert_close(blocks[name].out_factor, block.out_factor)
-
-
-def test_frozen_parameters_are_constants():
-    network = perceptron()
-    network[0].weight.requires_grad_(False)
-    network[3].requires_grad_(False)
-    assert set(found(network).blocks) == {"0.bias", "4.weight", "4.bias"}
-
-
-def test_anchor_positions_are_left_out_and_listed():
-    conv = SparseConv(2, 3, learn_positions=True, learn_lengthscale=True)
-    blocks = found(nn.Sequential(conv, nn.Flatten(), nn.Linear(48, 3)), [(torch.randn(2, 2, 4, 4), torch.arange(2))])
-    assert blocks.left_out == ("0.positions", "0.omega")
-    assert set(blocks.blocks) == {"0.u", "0.bias", "2.weight", "2.bias"}
 
 
 def test_modules_without_parameters_may_be_used_twice():
@@ -231,15 +96,6 @@ class Pair(nn.Module):
         return x, x
 
 
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix.T
-
-
 def reused():
     layer = nn.Linear(4, 4)
     return nn.Sequential(layer, nn.ReLU(), layer)
@@ -289,46 +145,8 @@ def test_networks_that_cannot_be_treated(make, words):
 def test_a_path_that_does_not_fit_is_an_error_of_the_layer():
     network = nn.Sequential(ResidualPathways(CircularConv(1, 2), nn.Sequential(CircularConv(1, 2), PolyphasePool())))
     before = state(network)
-    with pytest.raises(ValueError, match=r"paths of ResidualPathways must give the same shape, got \[2, 2, 4, 4\]"):
-        found(network, [(torch.randn(2, 1, 4, 4), torch.arange(2))])
+    assert_refused(found, network, [(torch.randn(2, 1, 4, 4), torch.arange(2))], says="paths of ResidualPathways must")
     assert state(network) == before
-
-
-def test_data_and_weights_that_cannot_be_treated():
-    with pytest.raises(EmptyLoaderError, match="at least one batch"):
-        found(perceptron(), [])
-    x, y = batches()[0]
-    with pytest.raises(ValueError, match="Labels must be in 0 to 2"):
-        found(perceptron(), [(x, y + 2)])
-    with pytest.raises(ValueError, match="shape of the outputs"):
-        found(perceptron(), [(x, y.float())], likelihood="regression")
-    with pytest.raises(NonFiniteError, match="not finite"):
-        found(perceptron(), [(x * float("nan"), y)])
-    network = perceptron()
-    with torch.no_grad():
-        network[0].weight[0, 0] = float("inf")
-    with pytest.raises(NonFiniteError, match=r"'0\.weight'"):
-        found(network)
-
-
-@pytest.mark.parametrize(
-    ("gives", "words"),
-    [
-        ({}, r"rule of module '' \(Layer\) gives no gradients for \['matrix'\]"),
-        ({"matrix": torch.ones(1, 1, 1, 2)}, "block of 2 parameters for 'matrix'"),
-    ],
-)
-def test_rules_that_are_wrong(gives, words):
-    class Layer(Own):
-        pass
-
-    @register_layer(Layer)
-    class LayerRule(Rule):
-        def gradients(self, module, x, g):
-            return gives
-
-    with pytest.raises(ValueError, match=words):
-        found(Layer())
 
 
 # ---- the extensions by themselves

@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import nn
 
 from lightning_sym.curvature import factors, to_laplace
 from lightning_sym.curvature import laplace as module
-from lightning_sym.curvature.laplace import dense_sides
 from lightning_sym.layers import FactoredFullyConnected, GroupConv, GroupLift
 
 with warnings.catch_warnings():
@@ -51,11 +51,9 @@ def test_the_limit_is_of_all_matrices_in_their_precision(monkeypatch):
     monkeypatch.setattr(module, "_MOST_BYTES", size)
     to_laplace(network, data(3, 4))
     x, y = data(3, 4)[0]
-    with pytest.raises(ValueError, match="GiB at most"):
-        to_laplace(network.double(), [(x.double(), y)])
+    assert_refused(lambda: to_laplace(network.double(), [(x.double(), y)]), says="GiB at most")
     monkeypatch.setattr(module, "_MOST_BYTES", size - 1)
-    with pytest.raises(ValueError, match="GiB at most"):
-        to_laplace(network.float(), data(3, 4))
+    assert_refused(lambda: to_laplace(network.float(), data(3, 4)), says="GiB at most")
 
 
 @pytest.mark.parametrize("ffc", ["shared", "per_channel"])
@@ -68,4 +66,4 @@ def test_the_sides_are_those_of_the_matrices(ffc):
     blocks = factors(network, data(4, 4), ffc=ffc).blocks
     assert len(blocks) == 14
     for block in blocks.values():
-        assert dense_sides(block) == [len(matrix) for matrix in _matrices(block)]
+        assert block.dense_sides == [len(matrix) for matrix in _matrices(block)]

@@ -8,8 +8,6 @@ from pytorch_lightning import Trainer
 
 from lightning_sym.datamodules import (
     DigitsDataModule,
-    ImageTransform,
-    LabelledImages,
     Quadrant,
     Rotated,
     TensorLoader,
@@ -230,94 +228,3 @@ def test_identity_is_the_same_in_another_process():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert json.loads(output) == DigitsDataModule(transforms=[Rotated()]).identity()
-
-
-def test_checkpoints_load_with_weights_only_and_bring_the_datamodule_back(recorder, tmp_path):
-    data = DigitsDataModule(batch_size=16, max_samples=64, transforms=[Quadrant(target="digit")])
-    run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
-    run.fit(recorder(data), data)
-    run.save_checkpoint(tmp_path / "last.ckpt")
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert checkpoint["datamodule_hyper_parameters"]["transforms"] == [Quadrant(target="digit").config()]
-    back = DigitsDataModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    assert back.identity() == data.identity()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
-        ({"eval_batch_size": 0}, "eval_batch_size must be an integer >= 1, got 0"),
-        ({"val_fraction": 1.0}, r"val_fraction must be in \[0, 1\), got 1.0; something must be left"),
-        ({"val_fraction": -0.1}, r"val_fraction must be in \[0, 1\), got -0.1"),
-        ({"val_fraction": float("nan")}, "got nan"),
-        ({"val_fraction": 1e-4}, "0.0001 of 1438 training images leaves the validation split empty"),
-        ({"val_fraction": 0.9999}, "leave the training split empty"),
-        ({"train_fraction": 0}, r"train_fraction must be in \(0, 1\], got 0"),
-        ({"train_fraction": 1.5}, "got 1.5"),
-        ({"train_fraction": 1e-5}, "leave the training split empty"),
-        ({"max_samples": 0}, "max_samples must be >= 1, or null for no limit, got 0"),
-        ({"max_samples": 31}, "batch_size 32 is more than the 31 training images.*at most 31"),
-        ({"shift": 8}, "smaller than the image .8x8 pixels., got 8"),
-        ({"shift": -1}, "got -1"),
-        ({"shift_fill": "black"}, 'shift_fill must be "mean" or a number in .0, 255., got .black.'),
-        ({"mean": [0.1, 0.2, 0.3]}, r"mean must have one value per channel \(1\), got 3"),
-        ({"std": [0.0]}, r"std must lie in \(0, 1\]"),
-        ({"mean": [33.3]}, "divide values in 0-255 units by 255"),
-    ],
-)
-def test_bad_settings_fail_in_the_constructor(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DigitsDataModule(**settings)
-
-
-def test_what_only_the_data_can_tell_fails_in_setup(tiny, numbered):
-    class Constant(tiny):
-        def load(self):
-            train, test = super().load()
-            train.images[:, 1] = 9
-            return train, test
-
-    with pytest.raises(ValueError, match=r"Channel 1 is constant over the 36 training images.*set std"):
-        Constant().setup()
-    assert Constant(std=[1.0, 1.0]).std == [1.0, 1.0]
-
-    class Empty(tiny):
-        def load(self):
-            return LabelledImages(torch.zeros(0, 2, 5, 6).byte(), torch.zeros(0).long()), numbered(3)
-
-    with pytest.raises(ValueError, match=r"Empty: the train images of the source must not be empty"):
-        Empty().setup()
-
-    class Small(tiny):
-        def load(self):
-            return numbered(4), numbered(3)
-
-    with pytest.raises(ValueError, match=r"val_fraction 0.1 of 4 training images leaves the validation split empty"):
-        Small().setup()
-    with pytest.raises(ValueError, match=r"batch_size 32 is more than the 4 training images"):
-        Small(val_fraction=0).setup()
-
-    class Shaped(tiny):
-        source_shape = (2, 5, 5)
-
-    with pytest.raises(ValueError, match=r"must have shape \(2, 5, 5\), got \(2, 5, 6\)"):
-        Shaped().setup()
-
-    class Labelled(tiny):
-        source_classes = 9
-
-    with pytest.raises(ValueError, match=r"labels must be in \[0, 9\), got values from 0 to 9"):
-        Labelled().setup()
-
-    class Cropped(ImageTransform):
-        def __call__(self, images, labels, split):
-            return images[..., 1:], labels
-
-    with pytest.raises(ValueError, match=r"shape \(2, 5, 6\) that output_shape announced, got \(2, 5, 5\)"):
-        tiny(transforms=[Cropped()]).setup()
-
-
-def test_unknown_split(tiny):
-    with pytest.raises(ValueError, match=r"Unknown split 'vla'; expected one of: train, val, test. Did you mean 'val'"):
-        tiny().split_tensors("vla")

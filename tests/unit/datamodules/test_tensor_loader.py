@@ -55,27 +55,6 @@ def test_an_epoch_does_not_depend_on_what_was_iterated_before(numbered):
     assert torch.equal(joined(loader, 5)[0], first)
 
 
-def test_rows_of_a_population_are_the_members_alone(numbered):
-    settings = {"shift": 2, "flip": True, "drop_last": True}
-    images, labels = joined(make(numbered, seeds=[3, 0, 11], **settings), 4)
-    assert images.shape == (3, 18, 2, 5, 6)
-    assert labels.shape == (3, 18)
-    for row, seed in enumerate([3, 0, 11]):
-        alone = joined(make(numbered, seeds=seed, **settings), 4)
-        assert torch.equal(images[row], alone[0])
-        assert torch.equal(labels[row], alone[1])
-
-
-def test_two_ranks_see_together_what_one_sees(numbered):
-    settings = {"seeds": [1, 2], "shift": 1, "flip": True, "drop_last": True}
-    one = epoch(make(numbered, 100, batch_size=32, **settings))
-    two = [epoch(make(numbered, 100, batch_size=16, rank=r, world_size=2, **settings)) for r in (0, 1)]
-    assert len(one) == len(two[0]) == len(two[1]) == 3
-    for whole, *parts in zip(one, *two, strict=True):
-        assert torch.equal(whole[0], torch.cat([part[0] for part in parts], dim=1))
-        assert torch.equal(whole[1], torch.cat([part[1] for part in parts], dim=1))
-
-
 @pytest.mark.parametrize("fill", ["mean", 0, 200.4])
 def test_shift_and_flip_are_those_of_a_slow_loop(numbered, fill):
     source, shift = numbered(20), 2
@@ -113,14 +92,6 @@ def test_shifts_are_uniform_over_both_axes():
     expected = torch.zeros(7, 7)
     expected[1:6, 1:6] = 1 / 25
     assert (mean - expected).abs().max() < 0.006  # four standard errors of a frequency of 1/25 in 20,000 draws
-
-
-def test_evaluation_shards_are_disjoint_and_complete(numbered):
-    source = numbered(20)
-    parts = [joined(make(numbered, batch_size=3, rank=r, world_size=3))[1] for r in range(3)]
-    assert [len(part) for part in parts] == [6, 7, 7]
-    assert torch.equal(torch.cat(parts), source.labels)
-    assert len(make(numbered, 2, rank=0, world_size=3)) == 0
 
 
 def test_reshuffle_false_repeats_epoch_0(numbered):
@@ -169,49 +140,6 @@ def test_state_of_other_batches_is_refused_within_the_epoch_only(numbered):
     other.load_state_dict(loader.state_dict())
     other.set_epoch(1)
     assert len(list(other)) == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
-        ({"batch_size": 2.5}, "batch_size must be an integer >= 1, got 2.5"),
-        ({"mean": [0.1]}, r"mean must have one value per channel \(2\), got 1"),
-        ({"mean": [125.3, 123.0]}, r"mean must lie in \[0, 1\].*divide values in 0-255 units by 255"),
-        ({"std": [0.1, 0.0]}, r"std must lie in \(0, 1\].*got \[0.1, 0.0\]"),
-        ({"std": [0.1, float("nan")]}, r"std must lie in \(0, 1\]"),
-        ({"shift": -1, "seeds": 0}, "shift must be an integer >= 0 .*5x6 pixels.*got -1"),
-        ({"shift": 5, "seeds": 0}, "smaller than the image .5x6 pixels.*got 5"),
-        ({"shift": 1, "shift_fill": "median", "seeds": 0}, "shift_fill must be .*got 'median'"),
-        ({"shift": 1, "shift_fill": 256, "seeds": 0}, "shift_fill must be .*got 256"),
-        ({"flip": True}, "shift and flip are random and need seeds"),
-        ({"seeds": []}, "at least one seed"),
-        ({"rank": 2, "world_size": 2}, "got rank 2 of world_size 2"),
-        ({"batch_size": 21, "drop_last": True}, "batch_size 21 is more than the 20 .*at most 20"),
-        (
-            {"batch_size": 11, "drop_last": True, "seeds": 0, "world_size": 2},
-            "batch_size 11 x 2 processes = 22 is more than the 20 training images.*at most 10",
-        ),
-    ],
-)
-def test_bad_settings_get_one_sentence(numbered, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make(numbered, **settings)
-
-
-@pytest.mark.parametrize(
-    ("images", "labels", "message"),
-    [
-        (torch.zeros(3, 1, 2, 2), torch.zeros(3).long(), "must be uint8 .* got torch.float32"),
-        (torch.zeros(3, 2, 2).byte(), torch.zeros(3).long(), r"shape \[3, 2, 2\]"),
-        (torch.zeros(3, 1, 2, 2).byte(), torch.zeros(2).long(), r"labels must be int64 of shape \[3\]"),
-        (torch.zeros(3, 1, 2, 2).byte(), torch.zeros(3), "got torch.float32"),
-        (torch.zeros(0, 1, 2, 2).byte(), torch.zeros(0).long(), "must not be empty"),
-    ],
-)
-def test_bad_tensors_get_one_sentence(images, labels, message):
-    with pytest.raises(ValueError, match=message):
-        TensorLoader(images, labels, batch_size=1, mean=[0.5], std=[0.5])
 
 
 @pytest.mark.gpu

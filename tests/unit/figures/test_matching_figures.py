@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from helpers import assert_refused
 
 from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
 
@@ -53,7 +54,5 @@ def test_bars_have_means_dots_and_intervals():
 
 
 def test_nothing_to_draw_is_an_error():
-    with pytest.raises(ValueError, match="columns must have at least one entry"):
-        interpolation_curves(T, [])
-    with pytest.raises(ValueError, match="panels must have at least one entry"):
-        barrier_bars([])
+    assert_refused(interpolation_curves, T, [], says="columns must have at least one entry")
+    assert_refused(barrier_bars, [], says="panels must have at least one entry")

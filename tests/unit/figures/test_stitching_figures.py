@@ -192,14 +192,8 @@ def test_rotation_has_bars_side_by_side():
     ("draw", "message"),
     [
         (lambda: penalty_curves([]), "panels must have at least one entry"),
-        (
-            lambda: penalty_curves([PenaltyPanel("a", SITES, [])]),
-            "panel 'a' must have at least one site and one family",
-        ),
-        (
-            lambda: penalty_curves([PenaltyPanel("a", SITES[:2], [family("full", NONE)])]),
-            r"mean of the family 'full' must have one value per site \(2 in panel 'a'\), got shape \[3\]; use NaN",
-        ),
+        (lambda: penalty_curves([PenaltyPanel("a", SITES, [])]), "panel 'a' must have at least one site and one"),
+        (lambda: penalty_curves([PenaltyPanel("a", SITES[:2], [family("full", NONE)])]), r"mean of the family 'full'"),
         (lambda: penalty_heat_map(np.zeros((2, 2)), SITES, SITES), r"per name in sites_b \(3\).*got shape \[2, 2\]"),
         (lambda: penalty_heat_map(np.zeros((0, 3)), [], SITES), "at least one each"),
         (lambda: sparsity_against_penalty([], SITES), "at least one site and one family"),

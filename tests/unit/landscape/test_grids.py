@@ -58,29 +58,6 @@ def test_indices_are_those_of_the_nearest_points():
     assert torch.equal(grid.index_of(everywhere + jitter), expected)
     outside = torch.tensor([[2.31, 0, 0], [0, -1.31, 0], [torch.nan, 0, 0], [torch.inf, 0, 0], [2.29, 0, 0]])
     assert (grid.index_of(outside) == -1).all(1).tolist() == [True, True, True, True, False]
-    with pytest.raises(ValueError, match=r"must have shape \[..., 3\]"):
-        grid.index_of(torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 5, 1.0), "dimension of a grid must be an integer >= 1"),
-        ((2, 1, 1.0), "points of a grid must be an integer >= 2"),
-        ((2, 5, 0.0), "bound of a grid"),
-        ((2, 5, (2.0, 1.0)), "bound of a grid"),
-        ((2, 5, float("nan")), "bound of a grid"),
-        ((2, 5.0, 1.0), "points of a grid"),
-    ],
-)
-def test_impossible_grids(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Grid(*arguments)
-
-
-def test_coefficients_outside_the_grid():
-    with pytest.raises(ValueError, match="0 <= start <= stop <= 25, got 3 and 26"):
-        Grid(2, 5, 1.0).coefficients(3, 26)
 
 
 # ---- losses
@@ -255,9 +232,3 @@ def test_only_what_is_left_counts_for_the_limit(tmp_path):
     evaluate_grid(surface, plane, grid, partial=path, limit_seconds=limit)
     with pytest.raises(ValueError, match="limit_seconds"):
         evaluate_grid(surface, plane, grid, limit_seconds=limit / 10)
-
-
-def test_dimensions_must_agree():
-    surface, plane = small()
-    with pytest.raises(ValueError, match="The grid has 3 axes and the plane 2 dimensions"):
-        evaluate_grid(surface, plane, Grid(3, 4, 1.0))

@@ -9,7 +9,6 @@ import torch
 
 from lightning_sym.landscape.scale import FunctionScale, resolution, volume_exponent
 from lightning_sym.landscape.sets import describe_set
-from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
 
 X = np.linspace(-1, 1, 41)
 RINGS = (np.hypot(X[:, None], X) - 0.5) ** 2  # zero on a circle
@@ -65,16 +64,6 @@ class TestFunctionScale:
     def test_words(self, relative: float, word: str) -> None:
         assert FunctionScale.word(relative) == word
 
-    def test_what_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"outputs must have shape \[N, K\]"):
-            FunctionScale.of(torch.ones(3))
-        with pytest.raises(ValueError, match=r"outputs must have shape \[N, K\]"):
-            FunctionScale.of(torch.ones(0, 3))
-        with pytest.raises(ValueError, match="outputs must be finite"):
-            FunctionScale.of(torch.tensor([[math.inf]]))
-        with pytest.raises(ValueError, match="finite numbers >= 0, got -1"):
-            FunctionScale(-1.0, 0.0)
-
 
 class TestResolution:
     def test_a_fine_grid_keeps_its_points(self) -> None:
@@ -106,12 +95,6 @@ class TestResolution:
         assert math.isnan(found.width)
         assert (found.enough, found.points) == (False, 0)
 
-    def test_what_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="spacing must be a number > 0"):
-            resolution(RINGS, 0.0, 0.1)
-        with pytest.raises(ValueError, match="epsilon must be a number > 0"):
-            resolution(RINGS, 0.1, math.nan)
-
 
 class TestVolumeExponent:
     def test_exact_powers(self) -> None:
@@ -133,35 +116,6 @@ class TestVolumeExponent:
     def test_epsilon_itself_is_not_below(self) -> None:
         values = np.array([0.0] * 10 + [1.0] * 10)
         assert volume_exponent(values, 1.0).fractions[-1] == 0.5
-
-    def test_what_is_refused(self) -> None:
-        values = np.linspace(0, 1, 100)
-        with pytest.raises(ValueError, match=r"at least 10 of the 100 points below epsilon = 0\.05, but 5 are"):
-            volume_exponent(values, 0.5)
-        with pytest.raises(ValueError, match="steps must be at least 2"):
-            volume_exponent(values, 0.5, steps=1)
-        with pytest.raises(ValueError, match="samples must be at least the number of values, 100, got 99"):
-            volume_exponent(values, 0.5, samples=99)
-        with pytest.raises(ValueError, match="decades must be a number > 0"):
-            volume_exponent(values, 0.5, 0.0)
-        with pytest.raises(ValueError, match="must not be NaN"):
-            volume_exponent([math.nan], 0.5)
-
-
-class TestTopology:
-    def test_what_is_refused(self) -> None:
-        with pytest.raises(TypeError, match="inside must be bool, got float64"):
-            components(RINGS)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"Unknown connectivity 'faces'.*Did you mean 'face'"):
-            components(RINGS < 1, "faces")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="at least one axis"):
-            betti_numbers(np.array(True))
-        with pytest.raises(ValueError, match=r"cell \(0, 41\) is not a cell of the grid of shape \[41, 41\]"):
-            joining_levels(RINGS, [(0, 0), (0, 41)])
-        with pytest.raises(ValueError, match=r"cell \(-1, 0\)"):
-            joining_levels(RINGS, [(-1, 0)])
-        with pytest.raises(ValueError, match="must not be NaN"):
-            joining_levels(np.full(3, np.nan), [(0,)])
 
 
 class TestDescribeSet:
@@ -231,11 +185,3 @@ class TestDescribeSet:
         assert plain["joining"][1] == [None, None]
         assert plain["betti"] == list(found.betti)
         assert (plain["exponent"] is None) == (epsilon == 1e-9)
-
-    def test_what_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="at least one J and no NaN"):
-            describe_set(np.full((3, 3), np.nan), 0.1, 0.1, UNIT)
-        with pytest.raises(
-            ValueError, match=r"region 'left' must be bool of shape \[41, 41\], got bool of shape \[2\]"
-        ):
-            describe_set(RINGS, 0.1, 0.1, UNIT, regions={"left": np.ones(2, bool)})

@@ -33,20 +33,6 @@ def test_two_clusters_stay_apart_and_the_same_seed_gives_the_same():
         assert np.isfinite(small.coordinates).all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "points", "most", "message"),
-    [
-        (np.zeros((9, 3)), np.zeros((1, 2)), 5000, r"shapes \[k, m\] and \[q, m\], got \[9, 3\] and \[1, 2\]"),
-        (np.full((9, 3), np.nan), np.zeros((1, 3)), 5000, "must be finite"),
-        (np.zeros((2, 3)), np.zeros((1, 3)), 5000, "at least 4 points, got 3"),
-        (np.zeros((9, 3)), np.zeros((1, 3)), 0, "most must be at least 1"),
-    ],
-)
-def test_wrong_input(rows, points, most, message):
-    with pytest.raises(ValueError, match=message):
-        umap_embedding(rows, points, seed=0, most=most)
-
-
 def test_a_missing_package_is_named(monkeypatch):
     def absent(name, *arguments, original=builtins.__import__, **keywords):
         if name == "umap":

@@ -112,28 +112,6 @@ def test_graphs_of_few_points(count: int) -> None:
     assert graph.edges.tolist() == [[0, 1]] * (count - 1)
 
 
-def test_wrong_arguments_say_so() -> None:
-    options = {"dimension": 2, "bound": 1.0, "epsilon": 0.1, "samples": 10}
-    for wrong in ({"dimension": 0}, {"bound": 0.0}, {"epsilon": 0.0}, {"samples": 0}):
-        with pytest.raises(ValueError, match="dimension and samples must be >= 1"):
-            sample_set(ring, **{**options, **wrong})
-    with pytest.raises(ValueError, match="Unknown method 'sobel'"):
-        sample_set(ring, method="sobel", **options)
-    with pytest.raises(ValueError, match="at most 21201"):
-        sample_set(ring, **{**options, "dimension": 30_000})
-    with pytest.raises(ValueError, match="1 of 1 starts are outside"):
-        sample_set(ring, method="walk", **options)
-    with pytest.raises(ValueError, match="start must have shape"):
-        sample_set(ring, method="walk", start=torch.zeros(3), **options)
-    points = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
-    with pytest.raises(ValueError, match="1 of 2 points have J >= epsilon"):
-        neighbour_graph(ring, points, 0.1)
-    with pytest.raises(ValueError, match="coefficients must have shape"):
-        neighbour_graph(ring, points[0], 0.1)
-    with pytest.raises(ValueError, match="neighbours and checks"):
-        neighbour_graph(ring, points, 0.1, checks=0)
-
-
 def test_samples_of_a_plane_of_a_network() -> None:
     target = balanced_weights(torch.tensor([0.5, 0.3]))
     points = torch.stack([target, *(target + torch.eye(4, dtype=torch.float64)[:3])])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import nn
 
 from lightning_sym.stitching import AssignmentMap, GroupMap, Port, SoftSortMap, nearest_permutation, stitching_map
@@ -176,16 +177,16 @@ def test_rounding_is_not_repeated(monkeypatch):
 
 
 def test_group_options_are_checked():
-    with pytest.raises(ValueError, match="all invertible matrices; use FullMap"):
-        GroupMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"]))
-    with pytest.raises(ValueError, match="all invertible matrices; use LeastSquaresMap"):
-        AssignmentMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"]))
-    with pytest.raises(ValueError, match=r"Unknown projection of GroupMap 'euclid'.*Did you mean 'euclidean'"):
-        GroupMap(RELU, projection="euclid")
-    with pytest.raises(ValueError, match="alpha of GroupMap must be a number >= 0, got nan"):
-        GroupMap(RELU, alpha=math.nan)
-    with pytest.raises(ValueError, match="iterations of GroupMap must be an integer >= 1, got 0"):
-        GroupMap(RELU, iterations=0)
+    assert_refused(
+        lambda: GroupMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])), says="all invertible matrices; use FullMap"
+    )
+    assert_refused(
+        lambda: AssignmentMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])),
+        says="all invertible matrices; use LeastSquaresMap",
+    )
+    assert_refused(GroupMap, RELU, projection="euclid")
+    assert_refused(GroupMap, RELU, alpha=math.nan)
+    assert_refused(GroupMap, RELU, iterations=0)
     stitch = GroupMap(RELU)
     with torch.no_grad():
         stitch.weights.fill_(math.nan)
@@ -215,9 +216,12 @@ def test_soft_sort():
         stitch.scores.zero_()  # ties: still a permutation
     torch.testing.assert_close(stitch.matrix(), stitch.log_scale.exp().diag())
     assert SoftSortMap(GELU).log_scale is None
-    with pytest.raises(ValueError, match="tau of SoftSortMap must be a number > 0, got 0"):
-        SoftSortMap(RELU, 0)
-    with pytest.raises(ValueError, match="needs a port with permutations; use GroupMap"):
-        SoftSortMap(Port(3, 3, group=replace(INTERTWINER_GROUPS["gelu"], permutations=False)))
-    with pytest.raises(ValueError, match="all invertible matrices; use FullMap"):
-        SoftSortMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"]))
+    assert_refused(SoftSortMap, RELU, 0, says="tau of SoftSortMap must be a number > 0, got 0")
+    assert_refused(
+        lambda: SoftSortMap(Port(3, 3, group=replace(INTERTWINER_GROUPS["gelu"], permutations=False))),
+        says="needs a port with permutations; use",
+    )
+    assert_refused(
+        lambda: SoftSortMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])),
+        says="all invertible matrices; use FullMap",
+    )

@@ -72,11 +72,7 @@ def test_site_names() -> None:
     assert LeNet5().sites() == MyrtleCNN(width=2).sites() == activations
     assert MultiLayerPerceptron([3, 4], image_size=2).sites() == activations[:2]
     assert MultiLayerPerceptron([], image_size=2).sites() == []
-    assert CIFARResNet(width=2).sites()[:3] == [
-        "activation",
-        "blocks.0.activation1",
-        "blocks.0.activation2",
-    ]
+    assert CIFARResNet(width=2).sites()[:3] == ["activation", "blocks.0.activation1", "blocks.0.activation2"]
 
 
 @pytest.mark.parametrize("size", [8, 9, 28, 32, 45, (8, 33)])
@@ -202,10 +198,7 @@ def test_members_run_stacked_under_vmap_as_they_do_alone(network: Network) -> No
         (lambda: MyrtleCNN(width=1.5), "width must be an integer >= 1, got 1.5"),
         (lambda: MyrtleCNN(in_channels=0), "in_channels must be"),
         (lambda: MyrtleCNN(num_classes=True), "num_classes must be an integer >= 1, got True"),
-        (
-            lambda: MyrtleCNN(image_size="32"),
-            r"image_size must be an integer >= 1 or a pair \(height, width\)",
-        ),
+        (lambda: MyrtleCNN(image_size="32"), r"image_size must be an integer >= 1 or a pair \(height, width\)"),
         (lambda: MyrtleCNN(image_size=(32, 32, 3)), "image_size must be"),
         (lambda: MyrtleCNN(activation="rel"), "Unknown activation 'rel'"),
         (lambda: CIFARResNet(depth=18), "depth must be 20, 32, 44 or 56, got 18"),
@@ -216,10 +209,7 @@ def test_members_run_stacked_under_vmap_as_they_do_alone(network: Network) -> No
         (lambda: MultiLayerPerceptron(widths=8), "widths must be a list of integers, got 8"),
         (lambda: MultiLayerPerceptron(widths="88"), "widths must be a list of integers"),
         (lambda: MultiLayerPerceptron(widths=[], activation="rel"), "Unknown activation"),
-        (
-            lambda: TorchvisionNetwork("resnet81"),
-            "Unknown torchvision network 'resnet81'.*Did you mean 'resnet",
-        ),
+        (lambda: TorchvisionNetwork("resnet81"), "Unknown torchvision network 'resnet81'.*Did you mean 'resnet"),
         (lambda: TorchvisionNetwork("alexnet", image_size=16), "alexnet cannot take images of shape"),
         (lambda: TorchvisionNetwork("resnet18", num_classes=0), "num_classes must be"),
     ],

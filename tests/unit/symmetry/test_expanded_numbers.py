@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from helpers import Program
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import trace_symmetry
 
-SPREADS = {
-    "expand": lambda number: number.expand(6),
-    "repeat": lambda number: number.repeat(6),
-}
+SPREADS = {"expand": lambda number: number.expand(6), "repeat": lambda number: number.repeat(6)}
 USES = {
     "bias of a linear map": lambda net, x, spread: F.linear(x, net.first.weight, spread(net.number)).relu(),
     "bias of a convolution": lambda net, x, spread: F.conv1d(
@@ -21,15 +19,9 @@ USES = {
 }
 
 
-class OneNumber(nn.Module):
-    def __init__(self, use, spread, shape) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-        self.number = nn.Parameter(torch.full(shape, 0.7))
-        self.use, self.spread = use, spread
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.use(self, x, self.spread))
+def one_number(use, spread, shape):
+    parts = {"first": nn.Linear(4, 6), "last": nn.Linear(6, 3), "number": nn.Parameter(torch.full(shape, 0.7))}
+    return Program(lambda s, x: s.last(use(s, x, spread)), parts)
 
 
 @pytest.mark.filterwarnings("ignore:parameters that evaluation never uses")
@@ -38,7 +30,7 @@ class OneNumber(nn.Module):
 @pytest.mark.parametrize("use", USES)
 def test_a_number_that_is_spread_over_units(use, spread, shape):
     torch.manual_seed(0)
-    network = OneNumber(USES[use], SPREADS[spread], shape).double()
+    network = one_number(USES[use], SPREADS[spread], shape).double()
     x = torch.randn(5, 4, dtype=torch.float64)
     symmetry = trace_symmetry(network, x)
     for seed in range(3):
@@ -53,6 +45,6 @@ def test_a_number_that_is_spread_over_units(use, spread, shape):
 
 def test_a_number_for_all_units_leaves_their_order_free():
     torch.manual_seed(0)
-    network = OneNumber(lambda net, x, spread: (net.first(x) + spread(net.number)).relu(), lambda number: number, (1,))
+    network = one_number(lambda net, x, spread: (net.first(x) + spread(net.number)).relu(), lambda number: number, (1,))
     symmetry = trace_symmetry(network, torch.randn(5, 4))
     assert {group.name: group.size for group in symmetry.groups} == {"number": 1, "first": 6}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import nn
 from torch.nn import functional as F
 
@@ -160,8 +161,7 @@ def test_phi_is_no_homomorphism_on_all_matrices():
     a, b = normal(2, N, N)
     unit = torch.linalg.inv(torch.eye(N, dtype=torch.float64) ** 2)
     assert float(((a @ b) ** 2 @ unit - a**2 @ unit @ (b**2) @ unit).abs().max()) > 1
-    with pytest.raises(ValueError, match="not in the intertwiner group of polynomial"):
-        intertwiner_group("polynomial(2)").phi(GroupElement.from_matrix(a))
+    assert_refused(lambda: intertwiner_group("polynomial(2)").phi(GroupElement.from_matrix(a)), says="not in the")
 
 
 @pytest.mark.parametrize(
@@ -365,8 +365,7 @@ def test_what_cannot_be_an_activation(activation, kind, message):
 
 def test_random_state_is_left_alone():
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="two answers"):
-        measure(lambda x: x * torch.rand_like(x))
+    assert_refused(measure, lambda x: x * torch.rand_like(x), says="two answers")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -459,11 +458,9 @@ def test_samples():
     assert not relu.contains(dense)
     assert {bool(torch.linalg.det(identity.sample(3, generator(k)).matrix()) > 0) for k in range(9)} == {True, False}
     for size in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="size must be an integer >= 1"):
-            relu.sample(size, generator())
+        assert_refused(relu.sample, size, generator(), says="size must be an integer >= 1")
     for scale in (-1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="scale must be >= 0"):
-            relu.sample(2, generator(), scale)
+        assert_refused(relu.sample, 2, generator(), scale, says="scale must be >= 0")
 
 
 def test_membership_of_matrices():
@@ -481,14 +478,10 @@ def test_membership_of_matrices():
     assert not relu.contains(nearly)
     assert relu.contains(nearly, tolerance=1e-2)
     assert tanh.contains(nearly, tolerance=1e-2)
-    with pytest.raises(ValueError, match="must be square"):
-        relu.contains(torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="must be floating"):
-        relu.contains(torch.eye(2, dtype=torch.int64))
-    with pytest.raises(TypeError, match="GroupElement or a matrix, got list"):
-        relu.contains([1])
-    with pytest.raises(ValueError, match="tolerance must be >= 0"):
-        relu.contains(torch.eye(2), -1.0)
+    assert_refused(relu.contains, torch.zeros(2, 3), says="must be square")
+    assert_refused(relu.contains, torch.eye(2, dtype=torch.int64), says="must be floating", error=TypeError)
+    assert_refused(relu.contains, [1], says="GroupElement or a matrix, got list", error=TypeError)
+    assert_refused(relu.contains, torch.eye(2), -1.0, says="tolerance must be >= 0")
 
 
 def test_elements_that_are_none():
@@ -506,23 +499,16 @@ def test_elements_that_are_none():
     ]:
         with pytest.raises(kind, match=message):
             GroupElement(*arguments)
-    with pytest.raises(ValueError, match="not invertible"):
-        GroupElement.from_matrix(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="finite"):
-        GroupElement.from_matrix(torch.full((2, 2), math.inf))
+    assert_refused(GroupElement.from_matrix, torch.ones(2, 2), says="not invertible")
+    assert_refused(GroupElement.from_matrix, torch.full((2, 2), math.inf), says="finite")
     a = GroupElement(p, d)
-    with pytest.raises(ValueError, match="one size can be composed, got 2 and 3"):
-        a.compose(GroupElement.identity(3, dtype=torch.float32))
-    with pytest.raises(ValueError, match="one dtype"):
-        a @ GroupElement.identity(2)
+    assert_refused(lambda: a.compose(GroupElement.identity(3, dtype=torch.float32)), says="one size can be composed,")
+    assert_refused(lambda: a @ GroupElement.identity(2), says="one dtype")
     with pytest.raises(TypeError):
         a @ 3
-    with pytest.raises(ValueError, match="size 2 acts on an axis of that size, got 3"):
-        a.apply(torch.ones(2, 3))
-    with pytest.raises(ValueError, match="dim must be an axis"):
-        a.apply(torch.ones(2, 2), 2)
-    with pytest.raises(TypeError, match="floating"):
-        a.apply(p)
+    assert_refused(a.apply, torch.ones(2, 3), says="size 2 acts on an axis of that size, got 3")
+    assert_refused(a.apply, torch.ones(2, 2), 2, says="dim must be an axis")
+    assert_refused(a.apply, p, says="floating", error=TypeError)
 
 
 def test_groups_that_contradict_themselves():

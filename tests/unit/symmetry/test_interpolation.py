@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -119,11 +120,7 @@ def untied() -> Everything:
     [
         (Relu3(), Relu3(act=nn.Tanh), "the module '1' is a .*ReLU in the first and a .*Tanh in the second"),
         (Relu3(), nn.Linear(3, 2), "the whole network is a .*Relu3 in the first and a .*Linear in the second"),
-        (
-            Relu3(),
-            Relu3(out=4),
-            r"the parameter '2.weight' is of shape \[2, 3\] and dtype float32 in the first and of ",
-        ),
+        (Relu3(), Relu3(out=4), r"the parameter '2.weight' is of shape \[2, 3\] and dtype float32 in the first and of"),
         (Relu3(), Relu3(bias=False), "only the first has the parameter '2.bias'"),
         (Relu3(bias=False), Relu3(), "only the second has the parameter '2.bias'"),
         (Relu3(), Relu3().double(), "'0.weight' is of shape .* dtype float32 in the first and .* dtype float64"),
@@ -314,8 +311,7 @@ def test_curve_of_another_kind():
     assert curve.loss.tolist() == [1, 0, 49]
     assert scratch.training
     assert scratch.u == 2
-    with pytest.raises(ValueError, match="at least one point"):
-        curve_losses(scratch, place, [], [])
+    assert_refused(curve_losses, scratch, place, [], [], says="at least one point")
 
 
 def test_progress_bar(capsys):
@@ -369,8 +365,7 @@ def test_barrier_rejects(settings, message):
 
 def test_no_data_for_statistics():
     a = myrtle(0)
-    with pytest.raises(ValueError, match="At t = 0: There are no batches to recalibrate"):
-        barrier(a, copy.deepcopy(a), [batch(shape=(1, 8, 8))], recalibration_data=[])
+    assert_refused(lambda: barrier(a, copy.deepcopy(a), [batch(shape=(1, 8, 8))], recalibration_data=[]), says="At t =")
     assert batch_norms(a)
 
 

@@ -244,7 +244,9 @@ def test_losses_that_are_looked_at_late_stop_the_same_candidate_at_the_same_step
     def run():
         settings = {"members": 3, "teacher": MIXED, "optimizer": SGD, "stop_when_found": False, "milestones": [1e9]}
         task = EquivalenceTask(two_unit(), execution=execution, **settings)
-        with pytest.warns(UserWarning, match="Candidate 1 was stopped in step 2 of round 0: its loss is not finite"):
+        with pytest.warns(
+            UserWarning, match="Candidate 1 was stopped in epoch 0, step 2: its training loss is not finite"
+        ):
             fit(task, max_epochs=3, callbacks=[Poison()])
         outcomes = task.all_outcomes()
         return {n: {k: v for k, v in entry.items() if n != 1 or k != "weights"} for n, entry in outcomes.items()}
@@ -257,7 +259,7 @@ def test_losses_that_are_looked_at_late_stop_the_same_candidate_at_the_same_step
 def test_a_late_look_counts_no_milestone_of_a_candidate_that_diverged_before(monkeypatch):
     monkeypatch.setattr(Divergence, "due", False)
     task = EquivalenceTask(two_unit(), members=3, teacher=MIXED, stop_when_found=False, milestones=[1e9, 1e-30])
-    with pytest.warns(UserWarning, match="Candidate 1 was stopped in step 0 of round 0"):
+    with pytest.warns(UserWarning, match="Candidate 1 was stopped in epoch 0, step 0"):
         fit(task, max_epochs=1, callbacks=[Poison(0)])
     assert [entry["milestones"] for entry in task.all_outcomes().values()] == [[0, -1], [-1, -1], [0, -1]]
 
@@ -266,13 +268,13 @@ def test_a_late_look_counts_no_milestone_of_a_candidate_that_diverged_before(mon
 def test_a_candidate_that_is_nan_stops_alone(execution):
     settings = {"members": 3, "teacher": MIXED, "execution": execution, "optimizer": SGD, "stop_when_found": False}
     hurt, well = EquivalenceTask(two_unit(), **settings), EquivalenceTask(two_unit(), **settings)
-    with pytest.warns(UserWarning, match="Candidate 1 was stopped in step 2 of round 0: its loss is not finite"):
+    with pytest.warns(UserWarning, match="Candidate 1 was stopped in epoch 0, step 2: its training loss is not finite"):
         fit(hurt, max_epochs=3, callbacks=[Poison()])
     fit(well, max_epochs=3)
     for number in (0, 2):
         assert torch.equal(hurt.all_outcomes()[number]["weights"], well.all_outcomes()[number]["weights"])
     assert math.isnan(hurt.all_outcomes()[1]["loss"])
-    assert hurt.all_outcomes()[1]["stopped"] == "its loss is not finite"
+    assert hurt.all_outcomes()[1]["stopped"] == "its training loss is not finite"
     assert not hurt.all_outcomes()[1]["found"]
 
 

@@ -229,7 +229,7 @@ def test_testing_uses_the_kept_weights(fitted, matching_zoo):
     assert found["test_penalty/undo"] == 0.0
     data = digits()
     images, labels = data.normalize(data.split_tensors("test").images), data.split_tensors("test").labels
-    task._load(0, kept[0])
+    task.population.set_member_state(0, kept[0])
     task.branches[0].eval()
     accuracy = float((task.branches[0](images).argmax(1) == labels).double().mean())
     clean = float((task.members["0"](images).argmax(1) == labels).double().mean())
@@ -281,7 +281,7 @@ def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
         for key, value in a.state_dict().items():
             assert torch.equal(b.state_dict()[key], value)
     other = RotationTask(str(matching_zoo), members=[2], repeats=1)
-    with pytest.raises(ValueError, match="The checkpoint is of other branches than this run"):
+    with pytest.raises(ValueError, match=r"The checkpoint has branches member-0/.* and this run has member-2/"):
         Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).fit(
             other, digits(), ckpt_path=tmp_path / "a.ckpt"
         )
@@ -308,7 +308,7 @@ def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
         ({"scale": math.inf}, "scale must be a finite number >= 0, got inf"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"weight_decay_on": "biases"}, 'weight_decay_on must be "all" or "weights", got \'biases\''),
-        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS searches along one direction for all branches"),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS searches along one direction for all members"),
     ],
 )
 def test_bad_settings_are_refused_at_once(settings, message):
@@ -329,7 +329,7 @@ def test_checkpoints_of_other_tasks_are_refused(matching_zoo, tmp_path):
     other = MatchingTask(str(matching_zoo), methods=["weights"])
     trainer = fit(other, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match="The checkpoint holds no branches: it was not written by a RotationTask"):
+    with pytest.raises(ValueError, match="The checkpoint holds no population: it was not written by a RotationTask"):
         Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).fit(
             RotationTask(str(matching_zoo)), digits(), ckpt_path=tmp_path / "a.ckpt"
         )

@@ -169,7 +169,7 @@ class Record(Callback):
         self.name, self.found = name, []
 
     def on_train_batch_end(self, trainer, task, *args):
-        self.found.append(dict(task.trained.named_parameters())[self.name].detach().clone())
+        self.found.append(dict(task.branches[0].maps.named_parameters())[self.name].detach().clone())
 
 
 def test_scales_stay_at_one_in_the_head_start(matching_zoo):
@@ -181,7 +181,7 @@ def test_scales_stay_at_one_in_the_head_start(matching_zoo):
         head_start=0.5,
         optimizer=sgd(momentum=0.9, weight_decay=0.1),
     )
-    scale, weights = Record("0.0.scale"), Record("0.0.weights")
+    scale, weights = Record("0.scale"), Record("0.weights")
     fit(task, max_epochs=4, callbacks=[scale, weights])
     per_epoch = len(scale.found) // 4
     assert all(torch.equal(found, torch.ones(12)) for found in scale.found[: 2 * per_epoch])
@@ -199,7 +199,7 @@ def test_the_head_start_counts_steps_if_there_are_no_epochs(matching_zoo, head_s
         head_start=head_start,
         optimizer=sgd(),
     )
-    scale = Record("0.0.scale")
+    scale = Record("0.scale")
     fit(task, max_epochs=-1, max_steps=8, callbacks=[scale])
     ones = [torch.equal(found, torch.ones(12)) for found in scale.found]
     assert ones == [step < held for step in range(8)]
@@ -298,7 +298,7 @@ def test_losses_that_are_looked_at_late_stop_the_same_branch_at_the_same_step(no
 @pytest.mark.filterwarnings("ignore:pair-.* was stopped")
 def test_if_all_diverge_the_fit_ends(norm_zoo):
     task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=[Explodes])
-    with pytest.raises(ValueError, match="All 1 branches were stopped, as their losses are not finite"):
+    with pytest.raises(ValueError, match="All members were stopped, as their losses are not finite"):
         fit(task)
 
 
@@ -320,27 +320,26 @@ def test_the_best_epoch_is_kept_and_tested_and_the_current_weights_come_back(nor
         str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=["full", "group"], optimizer=sgd(lr=1.0)
     )
     seen = []
-    finish = task._finish
-    task._finish = lambda split: seen.append((split, finish(split))) or seen[-1][1]
+    log = task._log_epoch
+    task._log_epoch = lambda split, metric: seen.append((split, log(split, metric))) or seen[-1][1]
     weights = Validation()
     data = digits()
     trainer = make_trainer(max_epochs=5, callbacks=[weights])
     trainer.fit(task, data)
     for index, name in enumerate(task.names):
-        scores = [(metrics["accuracy"][index], -metrics["loss"][index]) for _, metrics in seen]
+        scores = [(metrics["accuracy"][index], -metrics["loss"][index]) for split, metrics in seen if split == "val"]
         best = max(range(5), key=lambda epoch: (scores[epoch], -epoch))
         kept = task.kept[index]
         assert kept["epoch"] == best
         assert kept["metrics"] == {"accuracy": scores[best][0], "loss": -scores[best][1]}
         for key, value in weights.found[best][name].items():
             assert torch.equal(kept["state"][f"maps.{key}"], value)
-    before = {i: task._state(branch) for i, branch in enumerate(task.branches)}
+    before = [task.population.member_state(i) for i in task.numbers]
     # The test has the kept weights: put them in by hand, and look.
     tested = trainer.test(task, data, verbose=False)[0]
-    for i, branch in enumerate(task.branches):
-        assert all(torch.equal(v, before[i][k]) for k, v in task._state(branch).items())
-    for i in task.kept:
-        task._load(i, task.kept[i]["state"])
+    for i in task.numbers:
+        assert all(torch.equal(v, before[i][k]) for k, v in task.population.member_state(i).items())
+        task.population.set_member_state(i, task.kept[i]["state"])
     images, labels = data.split_tensors("test")
     images = data.normalize(images)
     task.kept = {}
@@ -359,8 +358,9 @@ def test_without_validation_the_last_weights_are_kept(matching_zoo):
         warnings.simplefilter("ignore")
         fit(task, digits(val_fraction=0.0))
     assert [record["epoch"] for record in task.kept.values()] == [1, 1]
-    for index, branch in enumerate(task.branches):
-        assert all(torch.equal(v, task.kept[index]["state"][k]) for k, v in task._state(branch).items())
+    for index in task.numbers:
+        state = task.population.member_state(index)
+        assert all(torch.equal(v, task.kept[index]["state"][k]) for k, v in state.items())
 
 
 def test_evaluating_has_the_kept_weights_and_gives_them_back(norm_zoo):
@@ -368,14 +368,14 @@ def test_evaluating_has_the_kept_weights_and_gives_them_back(norm_zoo):
 
     class Look(Callback):
         def on_train_end(self, trainer, task):
-            before = [task._state(branch) for branch in task.branches]
+            before = [task.population.member_state(index) for index in task.numbers]
             with task.evaluating():
                 found = task.evaluate(trainer.datamodule.val_dataloader())
                 assert all(module.mode == "hard" for b in task.branches for module in b.stitching_maps)
             for index, record in task.kept.items():
                 assert found["accuracy"][index] == pytest.approx(record["metrics"]["accuracy"])
-            for state, branch in zip(before, task.branches, strict=True):
-                assert all(torch.equal(v, state[k]) for k, v in task._state(branch).items())
+            for index, state in enumerate(before):
+                assert all(torch.equal(v, state[k]) for k, v in task.population.member_state(index).items())
             assert len(found["loss"]) == 4
             self.done = True
 
@@ -425,18 +425,18 @@ def test_every_site_with_every_site(matching_zoo, norm_zoo):
     places = {stitch.place for stitch in task.stitches}
     assert places == {"activation1", "activation1-activation2", "activation2-activation1", "activation2"}
     assert "group" not in {s.family for s in task.stitches if s.site != s.target_site}
-    assert set(task.skipped) == {
+    assert set(task.left_out) == {
         f"{place}/{family}"
         for place in ("activation1-activation2", "activation2-activation1")
         for family in ("group", "identity")
     }
-    assert all("needs equal widths" in reason for reason in task.skipped.values())
+    assert all("needs equal widths" in reason for reason in task.left_out.values())
     task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites="any", maps=["full"], resize=True)
     fit(task, fast_dev_run=True)
     # Downwards in resolution only: 8x8 twice, 4x4, 2x2.
     assert len(task.stitches) == 4 + 4 + 2 + 1
-    assert len(task.skipped) == 5
-    assert all("positions" in reason for reason in task.skipped.values())
+    assert len(task.left_out) == 5
+    assert all("positions" in reason for reason in task.left_out.values())
 
 
 def test_upper_parts_of_another_zoo(matching_zoo, norm_zoo):
@@ -542,7 +542,7 @@ def test_bfloat16_runs_and_is_close(norm_zoo):
 def test_half_precision_with_one_gradient_scale_is_refused(matching_zoo):
     task = StitchingTask(str(matching_zoo), maps=["full"])
     task.trainer = SimpleNamespace(precision="16-mixed")
-    with pytest.raises(ValueError, match="precision 16-mixed ties the branches together"):
+    with pytest.raises(ValueError, match="precision 16-mixed ties the members together"):
         task.setup("fit")
 
 
@@ -651,7 +651,7 @@ def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
     logits = again(digits().normalize(digits().split_tensors("test").images[:3]))
     assert logits.shape == (6, 3, 10)
     other = StitchingTask(str(norm_zoo), pairs=[[0, 2]], maps=["full"])
-    with pytest.raises(ValueError, match=r"The checkpoint is of other branches than this run \('pair-0-1/"):
+    with pytest.raises(ValueError, match=r"The checkpoint has branches pair-0-1/.* and this run has pair-0-2/"):
         make_trainer().fit(other, digits(), ckpt_path=tmp_path / "a.ckpt")
 
 
@@ -678,10 +678,10 @@ def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
         ({"maps": ["ful"]}, "Unknown stitching map 'ful'; .* Did you mean 'full'\\?"),
         ({"maps": ["full", "full"]}, "maps must be different, got 'full' twice"),
         ({"maps": ["rank(0)"]}, "rank needs an integer >= 1"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS searches along one direction for all branches"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS searches along one direction for all members"),
         (
             {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-            "ReduceLROnPlateau would tie the branches' learning rates together",
+            "ReduceLROnPlateau would tie the members' learning rates together",
         ),
     ],
 )
@@ -788,7 +788,7 @@ def test_dropout_of_trained_upper_parts_depends_on_the_branch_only(tmp_path, mon
         fit(task)
         assert task.kept
         torch.set_rng_state(state)
-        return {name: task._state(branch) for name, branch in zip(task.names, task.branches, strict=True)}
+        return {name: task.population.member_state(index) for index, name in enumerate(task.names)}
 
     together, alone = run(["full", "group", "rank(1)"]), run(["group"])
     for name, state in alone.items():

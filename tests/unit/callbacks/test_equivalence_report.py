@@ -1,6 +1,5 @@
-"""EquivalencePlane: what its tables, grids and pictures hold, what it notes, and what it refuses before the search."""
+"""EquivalenceReport: what its tables, grids and pictures hold, what it notes, and what it refuses before the search."""
 
-import csv
 import functools
 import json
 import math
@@ -12,13 +11,14 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from pytorch_lightning import Trainer
+from fits import fit as fit_task
+from helpers import assert_refused, read_csv, refused
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from safetensors.torch import load_file
 from scipy import ndimage
 from torch import nn
 
-from lightning_sym.callbacks import EquivalencePlane, PlaneGrid, equivalence_plane
+from lightning_sym.callbacks import EquivalenceReport, PlaneGrid
 from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import EquivalenceTask, MatchingTask
@@ -47,19 +47,17 @@ def search(network=None, **options):
     return EquivalenceTask(network or two_unit(), **{**settings, **options})
 
 
-def fit(folder, task, plane, data=None, *, logger=False, **options):
-    settings = {"max_epochs": 200, "precision": "64-true", "enable_progress_bar": False, **options}
-    trainer = Trainer(
-        accelerator="cpu", enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
-        logger=logger, callbacks=[plane], **settings,
-    )  # fmt: skip
-    trainer.fit(task, data or gaussian())
-    return trainer
+def fit(folder, task, plane, data=None, **options):
+    settings = {"max_epochs": 200, "precision": "64-true", **options}
+    return fit_task(task, data or gaussian(), plane, folder=folder, **settings)
 
 
 def table(folder, name):
-    with (folder / "results" / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(folder / "results" / f"{name}.csv")
+
+
+def notes(plane):
+    return " ".join(plane.results.notes)
 
 
 def first_inputs(data, count=500):
@@ -86,11 +84,11 @@ def plain_figures(monkeypatch):
     def instead(name):
         return lambda *args, **settings: calls.setdefault(name, []).append((args, SimpleNamespace(**settings)))
 
-    for name in ("search_curves", "loss_surface", "log_contour", "point_set", "isosurface", "betti_curve"):
-        monkeypatch.setattr(equivalence_plane, name, instead(name))
-    for name in ("embedding", "planes_beside"):
-        monkeypatch.setattr(equivalence_plane, name, instead(name))
-    monkeypatch.setattr(equivalence_plane, "publish_figure", lambda *_: None)
+    for name in ("loss_surface", "log_contour", "point_set", "isosurface", "betti_curve", "embedding"):
+        monkeypatch.setattr(f"lightning_sym.reports.equivalence_grids.{name}", instead(name))
+    for name in ("search_curves", "planes_beside"):
+        monkeypatch.setattr(f"lightning_sym.reports.equivalence.{name}", instead(name))
+    monkeypatch.setattr("lightning_sym.callbacks.publishing.publish_figure", lambda *_: None)
     return calls
 
 
@@ -100,7 +98,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("found")
     task, data = search(points=5, members=40), gaussian()
     grids = [PlaneGrid(1, 31), PlaneGrid(2, 21, bound=2.0), PlaneGrid(3, 15, refine=True), PlaneGrid(4, 7, 1.5)]
-    plane = EquivalencePlane(grids, epsilon=0.05)
+    plane = EquivalenceReport(grids, epsilon=0.05)
     trainer = fit(folder, task, plane, data, logger=TensorBoardLogger(folder, name="", version=""))
     return SimpleNamespace(folder=folder, task=task, plane=plane, data=data, trainer=trainer)
 
@@ -198,7 +196,7 @@ def test_candidates_are_what_the_search_says(found):
         steps = [row[f"steps_below_{level:g}_J0"] for level in found.task.milestones]
         assert [int(step) if step else -1 for step in steps] == entry["milestones"]
         assert row["input_signs"] == "".join("+" if weight > 0 else "-" for weight in entry["weights"][:2])
-    text = " ".join(found.plane.notes())
+    text = notes(found.plane)
     assert f"{len(found.task.found)} of 40 candidates met the demands of the search" in text
 
 
@@ -221,9 +219,9 @@ def test_tensorboard_has_figures_mesh_and_numbers(found):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(found.folder), size_guidance={"images": 0, "tensors": 0}).Reload()
-    images = {tag.removeprefix("figures/EquivalencePlane/") for tag in events.Tags()["images"]}
+    images = {tag.removeprefix("figures/EquivalenceReport/") for tag in events.Tags()["images"]}
     assert images == {path.stem for path in (found.folder / "results").glob("*.png")}
-    meshes = [tag for tag in events.Tags()["tensors"] if tag.startswith("EquivalencePlane/search-3d")]
+    meshes = [tag for tag in events.Tags()["tensors"] if tag.startswith("EquivalenceReport/search-3d")]
     assert any("VERTEX" in tag for tag in meshes)
     assert any("FACE" in tag for tag in meshes)
     last = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
@@ -237,7 +235,7 @@ def test_tensorboard_has_figures_mesh_and_numbers(found):
 
 
 def test_the_exact_class_of_two_units_is_drawn(tmp_path, plain_figures):
-    fit(tmp_path, search(**LENIENT), EquivalencePlane([PlaneGrid(2, 9)]), max_epochs=1)
+    fit(tmp_path, search(**LENIENT), EquivalenceReport([PlaneGrid(2, 9)]), max_epochs=1)
     ((args, settings),) = plain_figures["log_contour"]
     stored = load_file(tmp_path / "results" / "found.safetensors")
     places = torch.cartesian_prod(*[torch.as_tensor(args[1])] * 2)
@@ -251,7 +249,7 @@ def test_the_exact_class_of_two_units_is_drawn(tmp_path, plain_figures):
 
 def test_one_slope_is_drawn_where_the_other_is_right(tmp_path, plain_figures):
     task = search(teacher=SAME_SIGN, points=4, **LENIENT)
-    fit(tmp_path, task, EquivalencePlane([PlaneGrid(2, 9), PlaneGrid(3, 5)]), max_epochs=1)
+    fit(tmp_path, task, EquivalenceReport([PlaneGrid(2, 9), PlaneGrid(3, 5)]), max_epochs=1)
     ((_, settings),) = plain_figures["log_contour"]
     ((name, field),) = settings.overlay
     assert name == "exact class"
@@ -270,7 +268,7 @@ def test_one_slope_is_drawn_where_the_other_is_right(tmp_path, plain_figures):
 
 def test_other_networks_have_no_exact_class(tmp_path, plain_figures):
     network = MultiLayerPerceptron(widths=[3], in_channels=2, image_size=1, num_classes=1)
-    fit(tmp_path, search(network, teacher=0, **LENIENT), EquivalencePlane([PlaneGrid(2, 3)]), gaussian(shape=[2]),
+    fit(tmp_path, search(network, teacher=0, **LENIENT), EquivalenceReport([PlaneGrid(2, 3)]), gaussian(shape=[2]),
         max_epochs=1)  # fmt: skip
     assert plain_figures["log_contour"][0][1].overlay == []
     assert "input_signs" not in table(tmp_path, "candidates")[0]
@@ -283,7 +281,7 @@ def test_other_networks_have_no_exact_class(tmp_path, plain_figures):
 def test_planes_through_the_orbit_and_mixed_ones(tmp_path, plain_figures):
     network, data = MultiLayerPerceptron(widths=[6], image_size=8), DigitsDataModule(max_samples=80, batch_size=20)
     task = search(network, teacher=0, members=3, **LENIENT)
-    plane = EquivalencePlane([PlaneGrid(2, 5)], through=["search", "orbit", "mixed", "orbit"], inputs=30)
+    plane = EquivalenceReport([PlaneGrid(2, 5)], through=["search", "orbit", "mixed", "orbit"], inputs=30)
     fit(tmp_path, task, plane, data, max_epochs=1, precision="32-true")
     assert [row["grid"] for row in table(tmp_path, "sets")] == ["search-2d", "orbit-2d", "mixed-2d"]
     rows = {row["point"]: row for row in table(tmp_path, "points")}
@@ -308,10 +306,10 @@ def test_planes_through_the_orbit_and_mixed_ones(tmp_path, plain_figures):
 def test_a_small_group_has_few_images(tmp_path, plain_figures):
     """One tanh unit: the only image is that of the sign, so that there is a line and no plane."""
     network = MultiLayerPerceptron(widths=[1], in_channels=3, image_size=1, num_classes=1, activation="tanh")
-    plane = EquivalencePlane([PlaneGrid(1, 3), PlaneGrid(2, 3)], through=["orbit"])
+    plane = EquivalenceReport([PlaneGrid(1, 3), PlaneGrid(2, 3)], through=["orbit"])
     fit(tmp_path, search(network, teacher=0, members=1), plane, gaussian(shape=[3]), max_epochs=1)
     assert [row["grid"] for row in table(tmp_path, "sets")] == ["orbit-1d"]
-    assert "no 2D grid through orbit points: it needs 3, and there are 2" in " ".join(plane.notes())
+    assert "no 2D grid through orbit points: it needs 3, and there are 2" in notes(plane)
 
 
 def test_found_points_that_the_search_calls_independent_span_a_plane(tmp_path, plain_figures):
@@ -319,11 +317,11 @@ def test_found_points_that_the_search_calls_independent_span_a_plane(tmp_path, p
     task = search(independence=1e-9, members=3, **LENIENT)
     nearly = torch.tensor([[0.8, -0.6, 0.7, 0.5], [1.8, -0.6, 0.7, 0.5], [1.8, -0.6, 0.7, 0.50001]]).double()
 
-    class Given(EquivalencePlane):
-        def report(self, trainer, task, data):
+    class Given(EquivalenceReport):
+        def measure(self, trainer, task, data):
             for entry, weights in zip(task.found.values(), nearly, strict=True):
                 entry["weights"] = weights
-            super().report(trainer, task, data)
+            return super().measure(trainer, task, data)
 
     fit(tmp_path, task, Given([PlaneGrid(2, 3)]), max_epochs=1)
     assert [row["grid"] for row in table(tmp_path, "sets")] == ["search-2d"]
@@ -334,12 +332,12 @@ def test_found_points_that_the_search_calls_independent_span_a_plane(tmp_path, p
 
 def test_with_too_few_points_there_are_the_pictures_that_can_be_drawn(tmp_path, plain_figures):
     task = search(points=4, members=8)
-    plane = EquivalencePlane([PlaneGrid(1, 5), PlaneGrid(2, 5), PlaneGrid(3, 5)])
+    plane = EquivalenceReport([PlaneGrid(1, 5), PlaneGrid(2, 5), PlaneGrid(3, 5)])
     fit(tmp_path, task, plane, max_epochs=150, check_val_every_n_epoch=50)
     count = len(task.found_points())
     assert 2 <= count < 4, "choose another seed"
     assert [row["grid"] for row in table(tmp_path, "sets")] == [f"search-{m}d" for m in range(1, count)]
-    text = " ".join(plane.notes())
+    text = notes(plane)
     assert f"no 3D grid through search points: it needs 4, and there are {count}" in text
     lowest = min(entry["loss"] for entry in task.all_outcomes().values() if not entry["found"])
     assert f"{lowest:.2g}" in text
@@ -348,16 +346,16 @@ def test_with_too_few_points_there_are_the_pictures_that_can_be_drawn(tmp_path, 
 
 
 def test_nothing_found(tmp_path, plain_figures):
-    task, plane = search(points=2, members=1), EquivalencePlane([PlaneGrid(1, 5)])
+    task, plane = search(points=2, members=1), EquivalenceReport([PlaneGrid(1, 5)])
     fit(tmp_path, task, plane, max_epochs=1, logger=CSVLogger(tmp_path, "", ""))
     assert (tmp_path / "results" / "points.csv").read_text().strip() == ""
     assert len(table(tmp_path, "candidates")) == 1
-    assert "it needs 2, and there are 0" in " ".join(plane.notes())
+    assert "it needs 2, and there are 0" in notes(plane)
 
 
 @pytest.mark.parametrize("unit", ["J0", "J"])
 def test_an_epsilon_beyond_the_bound_is_warned_of(tmp_path, plain_figures, unit):
-    task, plane = search(**LENIENT), EquivalencePlane([PlaneGrid(2, 5)], epsilon=1.0, epsilon_unit=unit)
+    task, plane = search(**LENIENT), EquivalenceReport([PlaneGrid(2, 5)], epsilon=1.0, epsilon_unit=unit)
     fit(tmp_path, task, plane, max_epochs=1)
     x = first_inputs(gaussian())
     zero = float(by_hand(torch.zeros(4).double(), x))
@@ -366,14 +364,14 @@ def test_an_epsilon_beyond_the_bound_is_warned_of(tmp_path, plain_figures, unit)
     assert float(row["epsilon"]) == pytest.approx(epsilon)
     sentence = f"epsilon = {epsilon:.3g} is {epsilon / zero:.3g} times J0"
     assert sentence in row["warnings"]
-    assert sentence in " ".join(plane.notes())
+    assert sentence in notes(plane)
     for name in ("loss_surface", "log_contour"):
         assert sentence in plain_figures[name][0][1].warning
 
 
 def test_a_small_epsilon_is_not_warned_of(tmp_path, plain_figures):
     grids = [PlaneGrid(2, 5, epsilon=0.03), PlaneGrid(1, 5)]
-    fit(tmp_path, search(**LENIENT), EquivalencePlane(grids, epsilon=0.001), max_epochs=1)
+    fit(tmp_path, search(**LENIENT), EquivalenceReport(grids, epsilon=0.001), max_epochs=1)
     assert plain_figures["log_contour"][0][1].warning is None
     assert [float(row["epsilon_over_J0"]) for row in table(tmp_path, "sets")] == pytest.approx([0.03, 0.001])
     assert not any("times J0" in row["warnings"] for row in table(tmp_path, "sets"))
@@ -382,68 +380,65 @@ def test_a_small_epsilon_is_not_warned_of(tmp_path, plain_figures):
 # ---- refused before the search
 
 
-def refused(folder, task, plane, error, message, data=None, **options):
-    with pytest.raises(error, match=message):
-        fit(folder, task, plane, data, max_epochs=2, **options)
-    assert task.history == []  # no search yet
-    assert not (folder / "results").exists()
+def line(dimension=1, **settings):
+    return EquivalenceReport([PlaneGrid(dimension, 3)], **settings)
 
 
-def test_a_plane_of_more_dimensions_than_weights(tmp_path):
-    plane = EquivalencePlane([PlaneGrid(5, 3)], through=["orbit"])
-    refused(tmp_path, search(), plane, ValueError, "dimension 5 does not fit into the 4 weights .* at most 4")
-
-
-def test_more_points_than_the_search_looks_for(tmp_path):
-    message = "dimension 3 goes through 4 points, and the search looks for 3; set points of the task to 4"
-    refused(tmp_path, search(points=3), EquivalencePlane(), ValueError, message)
-
-
-def test_more_points_than_weights_can_be_independent(tmp_path):
-    message = "6 independent points do not fit into the 4 weights"
-    refused(tmp_path, search(points=6), EquivalencePlane([]), ValueError, message)
-
-
-@pytest.mark.parametrize("teacher", [0, MIXED])
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_parameters_that_were_frozen_after_the_constructor(tmp_path, teacher, execution):
+def frozen_later(**settings):
     network = two_unit()
     network.linear1.weight.requires_grad_(False)
-    task = search(network, teacher=teacher, points=2, execution=execution)
-    refused(tmp_path, task, EquivalencePlane([]), ValueError, "frozen, or freed, after it was made")
+    return search(network, points=2, **settings)
 
 
-def test_umap_that_is_not_installed(tmp_path, monkeypatch):
+def alone(network):
+    return search(network, teacher=0, members=1)
+
+
+MYRTLE = {"width": 2, "in_channels": 1, "image_size": 8, "num_classes": 1}
+LINEAR = {"in_channels": 3, "image_size": 1, "num_classes": 1}
+SMALL = {"shape": [1, 8, 8], "samples": 8, "batch_size": 4, "val_samples": 4}
+
+
+@pytest.mark.parametrize(
+    ("task", "plane", "says", "data"),
+    [
+        (search, lambda: line(5, through=["orbit"]), ["dimension 5 does not fit into the 4 weights", "at most 4"], {}),
+        (search, EquivalenceReport,
+         "dimension 3 goes through 4 points, and the search looks for 3; set points of the task to 4", {}),
+        (lambda: search(points=6), lambda: EquivalenceReport([]),
+         "6 independent points do not fit into the 4 weights", {}),
+        *((functools.partial(frozen_later, teacher=teacher, execution=execution), lambda: EquivalenceReport([]),
+           "frozen, or freed, after it was made", {}) for teacher in (0, MIXED) for execution in ("loop", "vmap")),
+        (lambda: alone(MyrtleCNN(**MYRTLE)), lambda: line(through=["search", "mixed"]),
+         "moves running statistics of batch norms", SMALL),
+        (lambda: alone(MultiLayerPerceptron([], **LINEAR)), lambda: line(through=["orbit"]),
+         "no symmetry that moves it", {"shape": [3]}),
+        (search, lambda: line(inputs=1), "constant on the 1 inputs of the grids; raise inputs", {}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused_before_the_search(tmp_path, task, plane, says, data):
+    made = task()
+    assert_refused(lambda: fit(tmp_path, made, plane(), gaussian(**data), max_epochs=2), says=says)
+    assert made.checks == []  # no search yet
+    assert not (tmp_path / "results").exists()
+
+
+def test_umap_that_is_not_installed_is_said_before_the_search(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "umap", None)
-    plane = EquivalencePlane([PlaneGrid(2, 3, umap=True)])
-    refused(tmp_path, search(), plane, ImportError, r'umap-learn: pip install "lightning_sym\[umap\]"')
-
-
-def test_the_orbit_of_batch_norms(tmp_path):
-    task = search(MyrtleCNN(width=2, in_channels=1, image_size=8, num_classes=1), teacher=0, members=1)
-    plane = EquivalencePlane([PlaneGrid(1, 3)], through=["search", "mixed"])
-    data = gaussian(shape=[1, 8, 8], samples=8, batch_size=4, val_samples=4)
-    refused(tmp_path, task, plane, ValueError, "moves running statistics of batch norms", data)
-
-
-def test_an_orbit_of_one(tmp_path):
-    task = search(MultiLayerPerceptron([], in_channels=3, image_size=1, num_classes=1), teacher=0, members=1)
-    plane = EquivalencePlane([PlaneGrid(1, 3)], through=["orbit"])
-    refused(tmp_path, task, plane, ValueError, "no symmetry that moves it", gaussian(shape=[3]))
-
-
-def test_a_teacher_that_is_constant_on_the_first_inputs(tmp_path):
-    message = "constant on the 1 inputs of the grids; raise inputs"
-    refused(tmp_path, search(), EquivalencePlane([PlaneGrid(1, 3)], inputs=1), ValueError, message)
+    plane = EquivalenceReport([PlaneGrid(2, 3, umap=True)])
+    says = 'umap-learn: pip install "lightning_sym[umap]"'
+    assert_refused(lambda: fit(tmp_path, search(), plane, max_epochs=2), error=ImportError, says=says)
 
 
 def test_another_task_and_other_data(tmp_path, matching_zoo):
-    with pytest.raises(TypeError, match=r"EquivalencePlane works with .*EquivalenceTask, got MatchingTask"):
-        fit(tmp_path, MatchingTask(str(matching_zoo)), EquivalencePlane(), DigitsDataModule(max_samples=100),
-            precision="32-true")  # fmt: skip
+    task, data = MatchingTask(str(matching_zoo)), DigitsDataModule(max_samples=100)
+    says = ["EquivalenceReport works with lightning_sym.tasks.EquivalenceTask", "MatchingTask has no teacher and no "]
+    assert_refused(
+        lambda: fit(tmp_path, task, EquivalenceReport(), data, precision="32-true"), error=TypeError, says=says
+    )
     loader = torch.utils.data.DataLoader(torch.randn(8, 1, 1, 1), 4)
-    with pytest.raises(TypeError, match="EquivalencePlane needs a datamodule"):
-        fit(tmp_path, search(), EquivalencePlane([]), loader)
+    says = "EquivalenceReport needs a datamodule"
+    assert_refused(lambda: fit(tmp_path, search(), EquivalenceReport([]), loader), error=TypeError, says=says)
 
 
 @pytest.mark.parametrize(
@@ -454,58 +449,55 @@ def test_another_task_and_other_data(tmp_path, matching_zoo):
     ],
 )
 def test_grids_beyond_a_limit_are_left_out_and_said(tmp_path, settings, message):
-    plane = EquivalencePlane([PlaneGrid(1, 25)], **settings)
+    plane = EquivalenceReport([PlaneGrid(1, 25)], **settings)
     fit(tmp_path, search(**LENIENT), plane, max_epochs=1)
-    assert [note for note in plane.notes() if re.search(f"no search-1d grid: {message}", note)]
+    assert [note for note in plane.results.notes if re.search(f"no search-1d grid: {message}", note)]
     assert not [path.name for path in tmp_path.rglob("*grid*")]
     assert list(tmp_path.rglob("candidates.csv"))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "refusal",
     [
-        (lambda: PlaneGrid(0), "dimension of a grid must be an integer >= 1, got 0"),
-        (lambda: PlaneGrid(2.0), "dimension of a grid must be an integer"),
-        (lambda: PlaneGrid(2, 1), "points of a grid must be an integer >= 2, got 1"),
-        (lambda: PlaneGrid(2, 10.0), "points of a grid must be an integer"),
-        (lambda: PlaneGrid(2, 3, 0.0), "bound of a grid must be a finite number > 0"),
-        (lambda: PlaneGrid(2, 3, epsilon=math.inf), "epsilon of a grid must be a finite number > 0"),
-        (lambda: EquivalencePlane(epsilon=0), "epsilon must be a finite number > 0"),
-        (lambda: EquivalencePlane(epsilon_unit="V"), 'epsilon_unit must be "J0" or "J"'),
-        (lambda: EquivalencePlane(through=[]), "through must be a list"),
-        (lambda: EquivalencePlane(through="search"), "through must be a list"),
-        (lambda: EquivalencePlane(through=["teacher"]), "through must be a list"),
-        (lambda: EquivalencePlane(inputs=0), "inputs must be an integer >= 1"),
-        (lambda: EquivalencePlane(precision="half"), "precision must be"),
+        refused(PlaneGrid, dimension=0),
+        refused(PlaneGrid, dimension=2.0),
+        refused(PlaneGrid, points=1),
+        refused(PlaneGrid, points=10.0),
+        refused(PlaneGrid, bound=0.0),
+        refused(PlaneGrid, epsilon=math.inf),
+        refused(EquivalenceReport, epsilon=0),
+        refused(EquivalenceReport, epsilon_unit="V"),
+        *(refused(EquivalenceReport, through=through) for through in ([], "search", ["teacher"])),
+        refused(EquivalenceReport, inputs=0),
+        refused(EquivalenceReport, precision="half"),
     ],
 )
-def test_arguments_that_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_arguments_that_are_refused(refusal):
+    refusal()
 
 
 # ---- runs of all kinds
 
 
 def test_a_trial_writes_nothing(tmp_path):
-    fit(tmp_path, search(), EquivalencePlane([PlaneGrid(2, 5)]), fast_dev_run=True)
+    fit(tmp_path, search(), EquivalenceReport([PlaneGrid(2, 5)]), fast_dev_run=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_training_that_ends_between_two_checks(tmp_path, plain_figures):
     task = search(points=2, members=2)
-    fit(tmp_path, task, EquivalencePlane([PlaneGrid(1, 3)]), max_steps=6, check_val_every_n_epoch=10)
+    fit(tmp_path, task, EquivalenceReport([PlaneGrid(1, 3)]), max_steps=6, check_val_every_n_epoch=10)
     assert {row["steps"] for row in table(tmp_path, "candidates")} == {"6"}
 
 
 def test_a_round_that_has_not_begun_is_not_counted(tmp_path, plain_figures):
     task = search(points=2, members=2, round_steps=4, max_rounds=3)
-    fit(tmp_path, task, EquivalencePlane([]), max_epochs=2)
+    fit(tmp_path, task, EquivalenceReport([]), max_epochs=2)
     assert {(row["round"], row["steps"]) for row in table(tmp_path, "candidates")} == {("0", "4"), ("1", "4")}
 
 
 def test_with_a_progress_bar(tmp_path, plain_figures, capsys):
-    plane = EquivalencePlane([PlaneGrid(1, 3)])
+    plane = EquivalenceReport([PlaneGrid(1, 3)])
     fit(tmp_path, search(**LENIENT), plane, max_epochs=1, enable_progress_bar=True)
     out = capsys.readouterr().out
     assert "Points of the planes" in out
@@ -514,7 +506,7 @@ def test_with_a_progress_bar(tmp_path, plain_figures, capsys):
 
 def test_grids_of_two_points_per_axis(tmp_path):
     grids = [PlaneGrid(m, 2) for m in (1, 2, 3)]
-    fit(tmp_path, search(points=4, **LENIENT), EquivalencePlane(grids, epsilon=2.0), max_epochs=1)
+    fit(tmp_path, search(points=4, **LENIENT), EquivalenceReport(grids, epsilon=2.0), max_epochs=1)
     assert [row["points"] for row in table(tmp_path, "sets")] == ["2"] * 3
     assert (tmp_path / "results" / "isosurface-search-3d.png").stat().st_size > 5000
 
@@ -559,7 +551,7 @@ def test_odd_networks_of_a_zoo_compute_as_in_evaluation_with_the_teachers_buffer
         None, zoo=str(odd_zoo), member=1, allow=[__name__], members=3, points=3, execution=execution, optimizer=ADAM,
         **LENIENT,
     )  # fmt: skip
-    fit(tmp_path, task, EquivalencePlane([PlaneGrid(2, 3)]), data, max_epochs=2, min_epochs=2)
+    fit(tmp_path, task, EquivalenceReport([PlaneGrid(2, 3)]), data, max_epochs=2, min_epochs=2)
     teacher = Odd().double().eval()
     teacher.load_state_dict(load_file(next(odd_zoo.glob("**/*0001*.safetensors"))))
     frozen = {name for name, value in teacher.named_parameters() if not value.requires_grad}
@@ -594,7 +586,7 @@ def test_same_seeds_give_the_same_files(tmp_path):
     files = []
     for name in "ab":
         torch.manual_seed(ord(name))
-        fit(tmp_path / name, search(points=4, **LENIENT), EquivalencePlane(grids, epsilon=2.0), max_epochs=2)
+        fit(tmp_path / name, search(points=4, **LENIENT), EquivalenceReport(grids, epsilon=2.0), max_epochs=2)
         files.append({path.name: path.read_bytes() for path in (tmp_path / name / "results").iterdir()})
     assert files[0].keys() == files[1].keys()
     assert len(files[0]) == 7 + 7 + 2  # tables and weights, figures, grids

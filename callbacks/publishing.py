@@ -1,0 +1,81 @@
+"""Figures, text and final numbers of a run: to its folder and to its loggers, also to those that take none of them."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from pytorch_lightning import Trainer
+from pytorch_lightning.loggers import TensorBoardLogger
+
+from lightning_sym._files import write_atomically
+from lightning_sym.reports import RunResults
+
+
+def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
+    """Save a figure as PNG and send it to every logger that takes figures; to be called on rank 0.
+
+    Args:
+        trainer: Its loggers are used; those without ``add_figure`` are passed over.
+        figure: The figure.
+        tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``.
+        file: The PNG to write.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(file, buffer.getvalue())
+    for logger in trainer.loggers:
+        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+        if callable(add_figure):
+            add_figure(tag, figure, global_step=trainer.global_step)
+
+
+def publish_text(trainer: Trainer, text: str, tag: str) -> None:
+    """Send text to every logger that takes it, to be shown as it is laid out; to be called on rank 0.
+
+    Args:
+        trainer: Its loggers are used; those without ``add_text`` are passed over.
+        text: One or several lines.
+        tag: Name in TensorBoard.
+    """
+    for logger in trainer.loggers:
+        add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
+        if callable(add_text):  # four spaces: Markdown's way to leave a table's columns alone
+            add_text(tag, "\n".join("    " + line for line in text.splitlines()), global_step=trainer.global_step)
+
+
+def publish_numbers(trainer: Trainer, values: Mapping[str, float], hp_metric: float | None = None) -> None:
+    """Send the numbers that a run ends with to every logger; to be called on rank 0.
+
+    Args:
+        trainer: Its loggers are used.
+        values: By name; may be empty.
+        hp_metric: What TensorBoard shows beside the hyperparameters, in place of the -1 that Lightning begins with;
+            None leaves it as it is.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            metric = {} if hp_metric is None else {"hp_metric": hp_metric}
+            logger.log_metrics({**values, **metric}, step=trainer.global_step)
+        elif values:
+            logger.log_metrics(dict(values), step=max(trainer.global_step - 1, 0))
+
+
+def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: str) -> None:
+    """Write tables and files, draw figures, and send what loggers take to them; to be called on rank 0.
+
+    Args:
+        trainer: Its loggers are used.
+        results: What a run has found.
+        folder: Folder of the files.
+        tag: First part of the figures' names in TensorBoard, for example ``figures/ZooReport``.
+    """
+    for table in results.tables:
+        table.write(folder)
+    for name, content in results.files.items():
+        write_atomically(folder / name, content)
+    for name, figure in results.figures:
+        publish_figure(trainer, figure, f"{tag}/{name}", folder / f"{name}.png")
+    for name, text in results.texts.items():
+        publish_text(trainer, text, name)
+    publish_numbers(trainer, results.numbers, results.headline)

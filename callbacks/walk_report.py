@@ -1,0 +1,129 @@
+"""A walk through a class of equivalent weights, and its learning coefficient."""
+
+from typing import Literal
+
+import torch
+from pytorch_lightning import Trainer
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym.callbacks.equivalence_report import first_inputs
+from lightning_sym.callbacks.report import RunReport
+from lightning_sym.datamodules import InputDataModule
+from lightning_sym.landscape import orbit_distances, sample_sgld, walk_level_set
+from lightning_sym.reports import RunResults, walk_results
+from lightning_sym.reports.table import picked
+from lightning_sym.tasks import EquivalenceTask
+from lightning_sym.zoo import versions
+
+_ORBIT_POINTS = 100  # of a walk at which the distance to the orbit is measured
+
+
+class WalkReport(RunReport[EquivalenceTask, InputDataModule]):
+    r"""Walk from the teacher through weights that compute exactly its function, and see how large their class is.
+
+    At the end of a search with :class:`lightning_sym.tasks.EquivalenceTask`: a walk along the level set ``J = 0`` on
+    some inputs (a step along the tangent, then Gauss-Newton back to the set), with the distance to the teacher's orbit
+    under its symmetry group: if that stays 0, the walk saw nothing but the group; if it grows, the class is larger.
+    And, if ``chains`` is not 0, Langevin chains at low temperature, whose mean J tells the learning coefficient: half
+    the codimension of the class at a regular point.
+
+    In ``results``: ``walk.csv`` and ``.json`` (a row for each point), ``walk.safetensors`` (its weights), ``walk.png``,
+    in TensorBoard as ``figures/WalkReport/walk`` too. Everything is done on rank 0, in float64.
+
+    Args:
+        steps: Number of steps of the walk, >= 1.
+        step_size: Length of a step in weight space, > 0.
+        direction: ``"carried"``, one random direction is followed, so that the walk goes far; or ``"random"``, a new
+            one for every step.
+        inputs: How many inputs of the search the function is compared on, >= 1. A Jacobian has a row for each output
+            of each.
+        chains: Langevin chains; 0 for none.
+        chain_steps: Number of steps of each chain, of which the first fifth is not counted. >= 10.
+        temperature: Temperature of the chains: the J about which they fluctuate, in units of J0. > 0.
+        seed: Seed of directions and noise.
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Allgower and Georg (1990), "Numerical Continuation Methods"; Lau et al. (2023), "The Local Learning
+        Coefficient", arXiv:2308.12108.
+    """
+
+    needs = ("about_teacher", "copy_of_teacher", "sample_inputs", "title")
+    example = "EquivalenceTask"
+    data_type = InputDataModule  # type: ignore[type-abstract]
+
+    def __init__(
+        self,
+        steps: int = 500,
+        step_size: float = 0.05,
+        direction: Literal["carried", "random"] = "carried",
+        inputs: int = 100,
+        chains: int = 0,
+        chain_steps: int = 2000,
+        temperature: float = 1e-5,
+        seed: int = 0,
+        dirpath: str | None = None,
+    ) -> None:
+        super().__init__(dirpath)
+        check_integers(steps=steps, inputs=inputs)
+        check_integers(0, chains=chains, seed=seed)
+        check_integers(10, chain_steps=chain_steps)
+        check_numbers("> 0", step_size=step_size, temperature=temperature)
+        if direction not in ("carried", "random"):
+            raise ValueError(f'direction must be "carried" or "random", got {direction!r}.')
+        self.steps = steps
+        self.step_size = step_size
+        self.direction = direction
+        self.inputs = inputs
+        self.chains = chains
+        self.chain_steps = chain_steps
+        self.temperature = temperature
+        self.seed = seed
+
+    def report(self, trainer: Trainer, task: EquivalenceTask, data: InputDataModule, measured: None) -> RunResults:
+        """Walk, and return where that led."""
+        task.to(trainer.strategy.root_device)
+        teacher = task.copy_of_teacher().to(device=trainer.strategy.root_device, dtype=torch.float64)
+        inputs = first_inputs(task.sample_inputs(), self.inputs).double()
+        with self.progress(trainer, "walking through the class") as progress:
+            walk = walk_level_set(
+                teacher,
+                inputs,
+                steps=self.steps,
+                step_size=self.step_size,
+                direction="random" if self.direction == "random" else None,
+                seed=self.seed,
+                progress=progress,
+            )
+        places = torch.unique(torch.linspace(0, self.steps, min(self.steps + 1, _ORBIT_POINTS)).round().long())
+        orbit = orbit_distances(teacher, walk.vectors[places], walk.vectors[0], inputs[:2])
+        samples = None
+        if self.chains:
+            with torch.no_grad():
+                zero = float(teacher(inputs).square().flatten(1).sum(1).mean())
+            with self.progress(trainer, "Langevin chains") as progress:
+                samples = sample_sgld(
+                    teacher,
+                    inputs,
+                    chains=self.chains,
+                    steps=self.chain_steps - self.chain_steps // 5,
+                    burn_in=self.chain_steps // 5,
+                    dimension=int(walk.ranks[0]),
+                    target_loss=self.temperature * zero,
+                    seed=self.seed,
+                    progress=progress,
+                )
+        names = ("steps", "step_size", "direction", "inputs", "chains", "chain_steps", "temperature", "seed")
+        return walk_results(
+            walk,
+            places,
+            orbit,
+            samples,
+            title=task.title(),
+            teacher=task.about_teacher,
+            settings=picked(self, *names),
+            about={"data": data.identity(), "versions": versions()},
+        )

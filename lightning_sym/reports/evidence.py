@@ -1,0 +1,234 @@
+"""What priors learned by evidence say about layers: the paper's table of effective parameters, and its curves."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from lightning_sym.figures import evidence_curves, relative_effective_parameters
+from lightning_sym.reports.table import ResultTable, Row, RunResults
+
+Number = int | None  # of a member; None for the only network of a task
+
+TERMS = ("log_marginal_likelihood", "log_likelihood", "log_determinant", "scatter")
+OF_PATHS = ("precision", "mean_square", "effective", "normalised", "relative")
+UNITS = {
+    "precision": "of the Gaussian prior; the geometric mean over tensors if they have several",
+    "mean_square": "mean squared weight",
+    "effective": "number of parameters that the data determine, 0 to parameters",
+    "normalised": "effective / parameters",
+    "relative": "normalised over the sum of those of all paths of the layer, 0 to 1",
+    "member": "number in the zoo",
+    "type": "of a layer: the path with the largest relative number",
+    "evidence": "nats per training datum: log marginal likelihood = log likelihood - log determinant - scatter",
+    "loss": "of the test split: cross-entropy in nats, or squared error summed over outputs",
+    "accuracy": "of the test split: fraction, 0 to 1",
+    "seconds": "of a curvature pass, its eigenvalues and the steps of the precisions",
+}
+_MOST_ROWS = 40  # of the printed table of a zoo
+_SHORT = {"precision": "prec.", "mean_square": "w²", "normalised": "norm.", "relative": "rel."}
+
+
+def evidence_results(
+    records: Sequence[Row],
+    last: Mapping[Number, Row],
+    tested: Mapping[Number, Mapping[str, float]],
+    *,
+    network: str,
+    architecture: Any,
+    members: int | None,
+    about: Mapping[str, Any],
+) -> RunResults:
+    """Say what the evidence made of layers and paths.
+
+    Args:
+        records: A mapping for each update and network: ``epoch``, ``member`` if there are several, the four terms of
+            the evidence per datum, ``seconds``, and ``paths``: by path ``layer``, ``parameters`` and what is in
+            ``OF_PATHS``.
+        last: The last record of each network that was not stopped, by number.
+        tested: What each network has on the test split: ``loss`` and maybe ``accuracy``.
+        network: Name of the architecture.
+        architecture: All that is known of it.
+        members: Number of networks; None for the only one of a task.
+        about: What else is needed to make the tables again.
+    """
+    names = next(iter(tested.values()), {})
+    test = {name: _mean([values[name] for values in tested.values()]) for name in names}
+    title = network if members is None else f"{members} {network}, mean over members"
+    if "accuracy" in test:
+        title += f", test accuracy {100 * test['accuracy']:.1f} %"
+    terms = {number: _without_paths(record) for number, record in last.items()}
+    types = {number: layer_types(record) for number, record in last.items()}
+    about = {
+        "architecture": architecture,
+        "test": by_member(tested, members) or {},
+        "evidence": by_member(terms, members),
+        "types": by_member(types, members) or {},
+        **about,
+    }
+    what = "a network trained under a prior learned by its Laplace marginal likelihood"
+    curves = list(map(_without_paths, records))
+    picture = "relative_effective_parameters.png" if records and _relaxed(records[-1]) else "evidence.png"
+    return RunResults(
+        [
+            ResultTable("layers", what, layer_rows(last), UNITS, about),
+            ResultTable("evidence", "the log marginal likelihood during training", curves, UNITS, about),
+        ],
+        _figures(records, title) if records else (),
+        numbers={f"final/test_{name}": value for name, value in test.items()},
+        headline=test.get("accuracy", test.get("loss")),
+        shown=_shown(last, several=members is not None),
+        notes=_notes(records, list(last.values()), test, "" if members is None else "mean over members: "),
+        places={**({"picture": picture} if records else {}), "table": "layers.csv"},
+    )
+
+
+def layer_rows(last: Mapping[Number, Row]) -> list[dict[str, Any]]:
+    """Return a row for each network, layer and path; arguments as for :func:`evidence_results`."""
+    return [
+        {
+            **({} if number is None else {"member": number}),
+            "layer": values["layer"],
+            "path": _within(path, values["layer"]),
+            **{name: values[name] for name in ("parameters", *OF_PATHS)},
+            "type": layer_types(record).get(values["layer"], ""),
+        }
+        for number, record in last.items()
+        for path, values in record["paths"].items()
+    ]
+
+
+def layer_types(record: Row) -> dict[str, str]:
+    """Return the path with the largest relative number for each layer with several, of one record."""
+    return {
+        layer: max(paths, key=lambda path: float(paths[path]["relative"])) for layer, paths in _relaxed(record).items()
+    }
+
+
+def by_member(values: Mapping[Number, Any], members: int | None) -> Any:
+    """Return values by the names of members; that of the only network if there are none, None without it."""
+    if members is None:
+        return values.get(None)
+    return {member_name(number): value for number, value in values.items()}
+
+
+def member_name(number: Number) -> str:
+    """Return the name of a member in tags and checkpoints; empty for the only network of a task."""
+    return "" if number is None else f"member-{number:04d}"
+
+
+def _without_paths(record: Row) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "paths"}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _figures(records: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
+    epochs = sorted({record["epoch"] for record in records})
+    groups = [[record for record in records if record["epoch"] == epoch] for epoch in epochs]
+    if layers := _relaxed(records[-1]):
+        relative = {
+            layer: {
+                name: [_mean([_relaxed(record)[layer][name]["relative"] for record in group]) for group in groups]
+                for name in paths
+            }
+            for layer, paths in layers.items()
+        }
+        yield "relative_effective_parameters", relative_effective_parameters(epochs, relative, title=title)
+    curves = {name: [_mean([record[name] for record in group]) for group in groups] for name in TERMS}
+    yield "evidence", evidence_curves(epochs, curves, title=title)
+
+
+def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float], of: str) -> list[str]:
+    """Say how good the networks are, what their evidence is, and what a pass costs."""
+    notes = []
+    if "accuracy" in test:
+        notes.append(f"{of}test accuracy {100 * test['accuracy']:.2f} %, loss {test['loss']:.4f}")
+    elif test:
+        notes.append(f"{of}test loss {test['loss']:.4f}")
+    if last:
+        signs = dict(zip(TERMS, (-1, -1, 1, 1), strict=True))
+        means = (f"{sign * _mean([record[name] for record in last]):.4f}" for name, sign in signs.items())
+        total, fit, determinant, scatter = means
+        seconds = _mean([record["seconds"] for record in records])
+        notes += [
+            f"{of}-log marginal likelihood / N: {total} = {fit} (fit) + {determinant} (log determinant) + {scatter} "
+            "(scatter)",
+            f"{len(records)} curvature passes of {seconds:.2f} s",
+        ]
+    return notes
+
+
+def _shown(last: Mapping[Number, Row], *, several: bool) -> Table:
+    """Return precision, mean squared weight, normalised and relative numbers of the layers with several paths."""
+    names = next((_names(record) for record in last.values()), [])
+    table = Table(title="Layers by their effective parameters", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("member", "layer") if several else ("layer",):
+        table.add_column(column, no_wrap=True)
+    headings = [f"{_SHORT[name]} {path}" for name in _SHORT for path in names]
+    for column in headings or ("precision", "mean square", "normalised"):  # the latter for ordinary networks
+        table.add_column(column, justify="right")
+    if names:
+        table.add_column("type")
+    rows = [
+        ([str(number)] if several else []) + cells
+        for number, record in last.items()
+        for cells in (_relaxed_cells(record, names) if names else _ordinary_cells(record))
+    ]
+    for cells in rows[:_MOST_ROWS] if several else rows:
+        table.add_row(*cells)
+    if several and len(rows) > _MOST_ROWS:
+        table.caption = f"and {len(rows) - _MOST_ROWS} more in layers.csv"
+    return table
+
+
+def _relaxed(record: Row) -> dict[str, dict[str, Row]]:
+    """Return the numbers of layers with several paths: by layer, then by the path's name within it."""
+    layers: dict[str, dict[str, Row]] = {}
+    for path, values in record["paths"].items():
+        layers.setdefault(values["layer"], {})[_within(path, values["layer"])] = values
+    return {layer: paths for layer, paths in layers.items() if len(paths) > 1}
+
+
+def _names(record: Row) -> list[str]:
+    """Return the names of paths within their layers; empty for an ordinary network."""
+    return list(dict.fromkeys(path for found in _relaxed(record).values() for path in found))
+
+
+def _relaxed_cells(record: Row, names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the printed row of each layer with several paths."""
+    types = layer_types(record)
+    for layer, found in _relaxed(record).items():
+        cells = [
+            "-" if path not in found else f"{found[path][name]:.3f}" if name == "relative" else short(found[path][name])
+            for name in _SHORT
+            for path in names
+        ]
+        yield [layer or "network", *cells, types[layer].upper()]
+
+
+def _ordinary_cells(record: Row) -> Iterator[list[str]]:
+    """Yield the printed row of each layer."""
+    for values in record["paths"].values():
+        yield [
+            values["layer"] or "network",
+            *(short(values[name]) for name in ("precision", "mean_square", "normalised")),
+        ]
+
+
+def _within(path: str, layer: str) -> str:
+    """Return the name of a path within its layer: empty where the layer is the path."""
+    return "" if path == layer else path.removeprefix(f"{layer}.")
+
+
+def short(value: float) -> str:
+    """Return one or two digits, in at most five characters, for a table of 80 columns: 8e-3, 0.079, 3.1, 280, 3e7."""
+    if value == 0 or 1e-2 <= abs(value) < 1e4:
+        return f"{value:.2g}" if abs(value) < 99.5 else f"{value:.0f}"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}"

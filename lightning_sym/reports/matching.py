@@ -1,0 +1,230 @@
+"""Barriers between the members of a zoo, before and after matching."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from lightning_sym._statistics import bootstrap_over_models
+from lightning_sym.connectivity import Barrier
+from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
+from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
+from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, numeric, spread_cell, text_table, unique
+from lightning_sym.symmetry import Symmetry
+
+Pair = tuple[int, int]
+SPLITS = ("train", "test")
+UNITS = {
+    "loss_barrier": "nats: largest loss on the line above the straight line between the losses of its ends",
+    "loss_barrier_mean": "nats: largest loss on the line above the mean of the losses of its ends",
+    "accuracy_barrier": "fraction of images, 0 to 1: as loss_barrier, positive where the line is worse",
+    "accuracy_barrier_mean": "fraction of images, 0 to 1: as loss_barrier_mean, positive where the line is worse",
+    "loss": "mean cross-entropy, nats",
+    "accuracy": "fraction of images, 0 to 1",
+    "distance": "Euclidean distance between the parameters of both networks",
+    "t": "place on the line, 0 (first network) to 1 (second network)",
+    "batch_norm": f"running statistics on the line: interpolated ({AS_IS!r}), measured anew at every point "
+    f"({RECALIBRATED!r}), or no batch norm in the network ({NO_NORM!r})",
+    "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
+    "std": "standard deviation over pairs, sample form",
+}
+_QUANTITIES = ("loss_barrier", "loss_barrier_mean", "accuracy_barrier", "accuracy_barrier_mean")
+_SUFFIXES = {NO_NORM: "", AS_IS: ", statistics as they are", RECALIBRATED: ", statistics recalibrated"}
+# What the terminal's table and the bars show: split, quantity, factor, heading, unit.
+_SHOWN = (
+    ("train", "loss_barrier", 1.0, "train loss", "nats"),
+    ("test", "loss_barrier", 1.0, "test loss", "nats"),
+    ("test", "accuracy_barrier", 100.0, "test accuracy", "points"),
+)
+
+
+class Line(NamedTuple):
+    """What was evaluated on the line between the two networks of each pair.
+
+    Attributes:
+        method: How they were matched.
+        batch_norm: Which statistics batch norms have on the line: ``"as is"``, ``"recalibrated"``, or ``"none"``.
+        split: Split of the images.
+    """
+
+    method: str
+    batch_norm: str
+    split: str
+
+
+Curves = Mapping[Line, Mapping[Pair, Barrier]]
+
+
+def matching_results(
+    curves: Curves,
+    distances: Mapping[tuple[Pair, str], float],
+    symmetry: Symmetry,
+    *,
+    title: str,
+    about: Mapping[str, Any],
+) -> RunResults:
+    """Say how high the barriers between networks are, before and after matching.
+
+    Args:
+        curves: By what was evaluated and by pair: loss and accuracy on the line, with their barriers.
+        distances: Euclidean distance between the parameters of both networks, by pair and method.
+        symmetry: The symmetry group of the networks.
+        title: For tables and figures.
+        about: What is needed to make the tables again.
+    """
+    summary = matching_summary(curves)
+    what = "the lines between networks of a zoo, before and after matching: "
+    last = summary[-1]["batch_norm"]
+    numbers = {
+        f"barrier/{row['split']}_{name}/{row['method']}": row[f"{name}_barrier"]
+        for row in summary
+        for name in ("loss", "accuracy")
+        if row["batch_norm"] == last
+    }
+    facts = {
+        "dimension": symmetry.dimension,
+        "log10_permutations": symmetry.log10_permutations,
+        "signs": symmetry.signs,
+        "worst_error": finite(symmetry.worst_error),
+        "notes": list(symmetry.notes),
+        "rows": symmetry.table(),
+    }
+    intervals = any(row["note"] == "" for row in summary)
+    return RunResults(
+        [
+            ResultTable("summary", what + "barriers over pairs", summary, UNITS, about),
+            ResultTable("barriers", what + "barriers of each pair", barrier_rows(curves, distances), UNITS, about),
+            ResultTable("curves", what + "all points", curve_rows(curves), UNITS, about),
+        ],
+        _figures(curves, summary, title),
+        files={"symmetry.txt": f"{symmetry}\n", "symmetry.json": json.dumps(facts, indent=1) + "\n"},
+        texts={"symmetry": str(symmetry)},
+        numbers=numbers,
+        headline=min(value for name, value in numbers.items() if name.startswith("barrier/test_loss/")),
+        shown=_shown(summary, title),
+        notes=[
+            "mean ± standard deviation over pairs"
+            + ("; in brackets: 95 % interval for the mean, over models" if intervals else "")
+        ],
+        places={
+            "picture": "interpolation.png",
+            "table": "summary.csv",
+            "pairs": "barriers.csv",
+            "group": "symmetry.txt",
+        },
+    )
+
+
+def matching_summary(curves: Curves) -> list[dict[str, Any]]:
+    """Return the barriers of each line: mean and standard deviation over pairs, bootstrap interval over models."""
+    kinds = _kinds(curves)
+    rows = []
+    for line in sorted(curves, key=lambda line: (kinds.index(line.batch_norm), SPLITS.index(line.split))):
+        found = curves[line]
+        values = [[numeric(getattr(curve, name)) for name in _QUANTITIES] for curve in found.values()]
+        interval = bootstrap_over_models(list(found), values)
+        row: dict[str, Any] = {**line._asdict(), "pairs": interval.pairs, "models": interval.models}
+        for index, quantity in enumerate(_QUANTITIES):
+            row[quantity] = float(interval.mean[index])
+            ends = {end: float(getattr(interval, end)[index]) for end in ("std", "low", "high")}
+            row |= {f"{quantity}_{end}": finite(value) for end, value in ends.items()}
+        rows.append({**row, "note": interval.note})
+    return rows
+
+
+def barrier_rows(curves: Curves, distances: Mapping[tuple[Pair, str], float]) -> list[dict[str, Any]]:
+    """Return the barriers of each line and pair, with its ends and its middle."""
+    rows = []
+    for line, found in curves.items():
+        for pair, curve in found.items():
+            assert curve.accuracy is not None
+            middle = len(curve.t) // 2
+            rows.append(
+                {
+                    **_identity(line, pair),
+                    **{quantity: numeric(getattr(curve, quantity)) for quantity in _QUANTITIES},
+                    "loss_first": curve.loss[0].item(),
+                    "loss_second": curve.loss[-1].item(),
+                    "accuracy_first": curve.accuracy[0].item(),
+                    "accuracy_second": curve.accuracy[-1].item(),
+                    "t_middle": curve.t[middle].item(),
+                    "loss_middle": curve.loss[middle].item(),
+                    "accuracy_middle": curve.accuracy[middle].item(),
+                    "distance": distances[pair, line.method],
+                }
+            )
+    return rows
+
+
+def curve_rows(curves: Curves) -> list[dict[str, Any]]:
+    """Return loss and accuracy at each point of each line and pair."""
+    rows = []
+    for line, found in curves.items():
+        for pair, curve in found.items():
+            assert curve.accuracy is not None
+            points = zip(curve.t.tolist(), curve.loss.tolist(), curve.accuracy.tolist(), strict=True)
+            rows += [{**_identity(line, pair), "t": t, "loss": loss, "accuracy": right} for t, loss, right in points]
+    return rows
+
+
+def _identity(line: Line, pair: Pair) -> dict[str, Any]:
+    return {"first": pair[0], "second": pair[1], **line._asdict()}
+
+
+def _kinds(curves: Curves) -> list[str]:
+    return list(dict.fromkeys(line.batch_norm for line in curves))
+
+
+def _figures(curves: Curves, summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
+    t = next(iter(next(iter(curves.values())).values())).t.numpy()
+    columns = [_lines(curves, kind, split) for kind in _kinds(curves) for split in SPLITS]
+    yield "interpolation", interpolation_curves(t, columns, title=f"Between two networks: {title}")
+    last = _kinds(curves)[-1]
+    panels = [
+        Bars(
+            f"{heading}, {unit}",
+            {row["method"]: [factor * numeric(getattr(c, name)) for c in curves[_line(row)].values()] for row in rows},
+            {row["method"]: tuple(factor * numeric(row[f"{name}_{end}"]) for end in ("low", "high")) for row in rows},  # type: ignore[misc]
+        )
+        for split, name, factor, heading, unit in _SHOWN
+        for rows in [[row for row in summary if (row["batch_norm"], row["split"]) == (last, split)]]
+    ]
+    yield "barriers", barrier_bars(panels, title=f"Barriers: {title}{_SUFFIXES[last]}")
+
+
+def _line(row: Row) -> Line:
+    return Line(row["method"], row["batch_norm"], row["split"])
+
+
+def _lines(curves: Curves, kind: str, split: str) -> Lines:
+    found = {line.method: list(c.values()) for line, c in curves.items() if line[1:] == (kind, split)}
+    return Lines(
+        f"{split} images{_SUFFIXES[kind].replace(', ', chr(10))}",
+        {method: torch.stack([curve.loss for curve in each]).numpy() for method, each in found.items()},
+        {
+            method: torch.stack([curve.accuracy for curve in each if curve.accuracy is not None]).numpy()
+            for method, each in found.items()
+        },
+    )
+
+
+def _shown(summary: Sequence[Row], title: str) -> Table:
+    by_line = {_line(row): row for row in summary}
+    columns = ["method", *(f"{heading},\n{unit}" for _, _, _, heading, unit in _SHOWN)]  # together below 80 characters
+    lines: list[list[str] | None] = []
+    for kind in unique(summary, "batch_norm"):
+        lines += [] if kind == NO_NORM else [[f"[bold]batch norm {kind}[/bold]"]]
+        for method in unique(summary, "method"):
+            cells = [_cell(by_line[Line(method, kind, split)], name, factor) for split, name, factor, _, _ in _SHOWN]
+            lines.append([method.replace("_", "-"), *cells])
+        lines.append(None)
+    return text_table(f"Barriers between networks: {title}", columns, lines, whole=columns[1:])
+
+
+def _cell(row: Row, quantity: str, factor: float) -> str:
+    digits = 1 if factor > 1 else 3
+    numbers = (row[name] for name in (quantity, *(f"{quantity}_{end}" for end in ("std", "low", "high"))))
+    return spread_cell(lambda value: f"{factor * value:.{digits}f}", *numbers)

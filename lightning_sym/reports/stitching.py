@@ -1,0 +1,248 @@
+"""The stitching penalty of every pair, site and family of maps."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from lightning_sym._statistics import bootstrap_over_models
+from lightning_sym.figures import (
+    PenaltyFamily,
+    PenaltyPanel,
+    SparsityFamily,
+    penalty_curves,
+    penalty_heat_map,
+    sparsity_against_penalty,
+)
+from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, numeric, spread_cell, text_table, unique
+
+AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
+UNITS = {
+    "penalty": "mean accuracy of both members less that of the stitched network; fraction of images, positive is worse",
+    "accuracy": "fraction of images, 0 to 1",
+    "loss": "mean cross-entropy, nats",
+    "dimension": "degrees of freedom of the map, over all ports",
+    "sparsity": "fraction of entries of the map that are at most 1e-3, over all ports",
+    "epoch": "epoch whose weights were kept, counted from 0: that with the best validation accuracy",
+    "batch_norm": f"running statistics of the upper part: as training left them ({AS_IS!r}), measured anew on "
+    f"training images ({RECALIBRATED!r}), or no batch norm above the cut ({NO_NORM!r})",
+    "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
+    "std": "standard deviation over pairs, sample form",
+}
+_MOST_NOTES = 4
+
+
+def stitching_results(
+    networks: Sequence[Row],
+    evaluations: Mapping[str, Mapping[str, Sequence[float]]],
+    stopped: Mapping[int, str],
+    *,
+    title: str,
+    about: Mapping[str, Any],
+    two_zoos: bool = False,
+) -> RunResults:
+    """Say what the stitched networks lose.
+
+    Args:
+        networks: What is known of each before it is tested: ``name``, ``lower``, ``upper`` (numbers of the members),
+            ``site``, ``target_site``, ``place``, ``family``, ``trained``, ``batch_norm`` (whether the upper part has
+            batch norms), ``ports``, ``dimension``, ``sparsity``, ``epoch``, ``val_accuracy`` and ``val_loss``.
+        evaluations: By kind of statistics (``"as is"``, ``"recalibrated"``): ``accuracy``, ``loss`` and ``penalty`` of
+            each network.
+        stopped: Why networks were stopped, by their place in the list.
+        title: For tables and figures.
+        about: What is needed to make the tables again.
+        two_zoos: Whether lower and upper members are of different zoos, so that equal numbers are different models.
+    """
+    rows = stitching_rows(networks, evaluations, stopped)
+    summary = stitching_summary(rows, two_zoos=two_zoos)
+    kind = _best_kind(summary)
+    final = [row for row in summary if row["batch_norm"] in (kind, NO_NORM) and row["penalty"] is not None]
+    trained = [row["penalty"] for row in final if row["trained"]]
+    notes = [f"{networks[index]['name']} was stopped: {reason}" for index, reason in stopped.items()]
+    if len(notes) > _MOST_NOTES:
+        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more were stopped; see penalties.csv"]
+    what = "stitching penalties on the test split: "
+    sites_differ = any(row["site"] != row["target_site"] for row in summary)
+    picture = _map_name(summary, summary[0]["family"]) if sites_differ else "penalties"
+    return RunResults(
+        [
+            ResultTable("penalties", what + "each stitched network", rows, UNITS, about),
+            ResultTable("summary", what + "over pairs", summary, UNITS, about),
+        ],
+        _figures(summary, title, sites_differ),
+        numbers={f"test_penalty/{row['place']}/{row['family']}": row["penalty"] for row in final},
+        headline=float(np.mean(trained)) if trained else math.nan,
+        shown=_shown(summary, title),
+        notes=[_legend(summary), *notes],
+        places={"picture": f"{picture}.png", "table": "summary.csv", "pairs": "penalties.csv"},
+    )
+
+
+def stitching_rows(
+    networks: Sequence[Row],
+    evaluations: Mapping[str, Mapping[str, Sequence[float]]],
+    stopped: Mapping[int, str],
+) -> list[dict[str, Any]]:
+    """Return a row for each network and kind of statistics; one without batch norm has the same with all of them."""
+    rows = []
+    for number, (kind, found) in enumerate(evaluations.items()):
+        for index, network in enumerate(networks):
+            if number and not network["batch_norm"]:
+                continue
+            row = {name: value for name, value in network.items() if name != "name"}
+            row["batch_norm"] = kind if network["batch_norm"] else NO_NORM
+            for name in ("accuracy", "loss", "penalty"):
+                row[name] = None if index in stopped else finite(found[name][index])
+            rows.append({**row, "stopped": stopped.get(index, "")})
+    return rows
+
+
+def stitching_summary(rows: Sequence[Row], *, two_zoos: bool = False) -> list[dict[str, Any]]:
+    """Return means over pairs, for each kind of statistics, place and family.
+
+    Args:
+        rows: As :func:`stitching_rows` gives them.
+        two_zoos: Whether equal numbers of lower and upper members are different models; there is no interval then.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["batch_norm"], row["place"], row["family"]), []).append(row)
+    summary = []
+    for (kind, place, family), found in groups.items():
+        used = [row for row in found if row["penalty"] is not None]
+        values = [row["penalty"] for row in used]
+        numbers: dict[str, Any] = dict.fromkeys(("penalty", "penalty_std", "penalty_low", "penalty_high"))
+        note = "all pairs were stopped"
+        if used:
+            numbers["penalty"] = float(np.mean(values))
+            note = "no interval: a zoo stitched to another one"
+            numbers["penalty_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        if used and not two_zoos:
+            interval = bootstrap_over_models([(int(row["lower"]), int(row["upper"])) for row in used], values)
+            numbers |= {f"penalty_{name}": finite(float(getattr(interval, name))) for name in ("low", "high")}
+            note = interval.note
+        summary.append(
+            {
+                "place": place,
+                **{name: found[0][name] for name in ("site", "target_site")},
+                "family": family,
+                "trained": found[0]["trained"],
+                "batch_norm": kind,
+                "pairs": len(used),
+                **numbers,
+                "accuracy": float(np.mean([row["accuracy"] for row in used])) if used else None,
+                "dimension": found[0]["dimension"],
+                "sparsity": float(np.mean([row["sparsity"] for row in used])) if used else None,
+                "note": note,
+            }
+        )
+    return summary
+
+
+def _best_kind(summary: Sequence[Row]) -> str:
+    """Return the kind of statistics that is shown where there is room for one."""
+    kinds = unique(summary, "batch_norm")
+    return next(kind for kind in (RECALIBRATED, AS_IS, NO_NORM) if kind in kinds)
+
+
+class _Grid:
+    """The summary with one kind of statistics, by place and family; places without batch norm have the only one."""
+
+    def __init__(self, summary: Sequence[Row], kind: str) -> None:
+        self.rows = {(row["place"], row["family"]): row for row in summary if row["batch_norm"] in (kind, NO_NORM)}
+        self.places = unique(summary, "place")
+        self.families = {row["family"]: row["trained"] for row in summary}
+
+    def column(self, family: str, name: str) -> list[float]:
+        """Return a number of a family at all places, NaN where there is none."""
+        return [numeric(self.rows.get((place, family), {}).get(name)) for place in self.places]
+
+
+def _figures(summary: Sequence[Row], title: str, sites_differ: bool) -> Iterator[tuple[str, Figure]]:
+    kinds = [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]
+    best = _Grid(summary, _best_kind(summary))
+    if not sites_differ:
+        yield (
+            "penalties",
+            penalty_curves([_panel(kind, summary) for kind in kinds], title=f"Stitching penalty: {title}"),
+        )
+    else:
+        below, above = unique(summary, "site"), unique(summary, "target_site")
+        for family in best.families:
+            values = np.full((len(below), len(above)), np.nan)
+            for (_, other), row in best.rows.items():
+                if other == family:
+                    values[below.index(row["site"]), above.index(row["target_site"])] = numeric(row["penalty"])
+            figure = penalty_heat_map(values, below, above, f"Stitching penalty, {family}: {title}")
+            yield _map_name(summary, family), figure
+    if any(family.startswith("lasso") for family in best.families):
+        families = [
+            SparsityFamily(
+                family,
+                best.column(family, "sparsity"),
+                best.column(family, "penalty"),
+                std=best.column(family, "penalty_std"),
+                baseline=not trained,
+            )
+            for family, trained in best.families.items()
+        ]
+        yield "sparsity", sparsity_against_penalty(families, best.places, title=f"Sparsity: {title}")
+
+
+def _panel(kind: str, summary: Sequence[Row]) -> PenaltyPanel:
+    grid = _Grid(summary, kind)
+    titles = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}
+    families = []
+    for family, trained in grid.families.items():
+        ends = {name: grid.column(family, f"penalty_{name}") for name in ("low", "high", "std")}
+        families.append(PenaltyFamily(family, grid.column(family, "penalty"), **ends, baseline=not trained))
+    return PenaltyPanel(titles.get(kind, ""), grid.places, families)
+
+
+def _map_name(summary: Sequence[Row], family: str) -> str:
+    """Return the name of the heat map of a family, which is part of it if there are several."""
+    word = "".join(letter if letter.isalnum() else "_" for letter in family).strip("_")
+    return "penalties" if len(unique(summary, "family")) == 1 else f"penalties_{word}"
+
+
+def _legend(summary: Sequence[Row]) -> str:
+    text = "accuracy points lost, mean over pairs"
+    if any(row["penalty_std"] is not None for row in summary):
+        text += " ± standard deviation"
+    text += "; * not trained"
+    if any(row["batch_norm"] == RECALIBRATED for row in summary):
+        text += "; batch norm statistics as training left them (as is) and measured anew (recalibrated)"
+    return text
+
+
+def _shown(summary: Sequence[Row], title: str) -> Table:
+    """Return families by sites; where there are many sites, families by their mean, least and worst site."""
+    places = unique(summary, "place")
+    few = len(places) <= 4
+    lines: list[list[str] | None] = []
+    for kind in [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]:
+        grid = _Grid(summary, kind)
+        lines += [] if kind == NO_NORM else [[f"[bold]{kind}[/bold]"]]
+        for family, trained in grid.families.items():
+            name = f"{family}{'' if trained else ' *'}"
+            found = dict(zip(places, grid.column(family, "penalty"), strict=True))
+            if few:
+                spreads = grid.column(family, "penalty_std")
+                lines.append([name, *map(_cell, found.values(), spreads)])
+            elif known := {place: value for place, value in found.items() if math.isfinite(value)}:
+                worst = max(known, key=known.__getitem__)
+                values = [float(np.mean(list(known.values()))), min(known.values()), known[worst]]
+                lines.append([name, *(f"{100 * value:.1f}" for value in values), worst])
+        lines.append(None)
+    columns = ["map", *(places if few else ("mean over sites", "least", "most", "at"))]
+    return text_table(f"Stitching penalties on test images: {title}", columns, lines, whole=["map"])
+
+
+def _cell(penalty: float, std: float) -> str:
+    if math.isnan(penalty):
+        return "-"
+    return spread_cell(lambda value: f"{100 * value:.1f}", penalty, None if math.isnan(std) else std)

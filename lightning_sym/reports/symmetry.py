@@ -1,0 +1,285 @@
+"""How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from lightning_sym._random import seeded
+from lightning_sym.figures import symmetry_curves
+from lightning_sym.reports.table import ResultTable, RunResults, finite
+from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
+
+Numbers: TypeAlias = dict[str, float]
+Point: TypeAlias = Mapping[str, Any]
+
+UNITS = {
+    "step": "optimizer steps taken",
+    "epoch": "epochs trained, with the part of the current one",
+    "imbalance": "sum over units of |incoming - outgoing| / sum of (incoming + outgoing), squared norms; 0 to 1",
+    "conserved": "mean over units of |incoming - outgoing|, squared norms of weights",
+    "drift": "sum over units of |change of (incoming - outgoing) since the start| / sum of (incoming + outgoing) then",
+    "dead": "number of units with no incoming or no outgoing weights",
+    "parameters": "Euclidean distance to the start, relative to the norm of the start",
+    "balanced": "the same with both in the balanced gauge, units in place",
+    "canonical": "the same with both in canonical form (balanced, signs fixed, units sorted)",
+}
+OF_GROUPS = ("imbalance", "conserved", "drift", "dead")
+GAUGES = ("parameters", "balanced", "canonical")
+
+
+class GroupKind(NamedTuple):
+    """What is defined for an axis group.
+
+    Attributes:
+        size: Number of units.
+        two_sided: Whether something comes into its units and something goes out.
+        conserved: Whether it has a free scale, so that gradient flow conserves something.
+    """
+
+    size: int
+    two_sided: bool
+    conserved: bool
+
+    @property
+    def quantities(self) -> list[str]:
+        """The names of what is measured."""
+        defined = {"imbalance": self.two_sided, "conserved": self.conserved, "drift": self.conserved}
+        return [name for name in OF_GROUPS if defined.get(name, True)]
+
+
+class SymmetryMeter:
+    """Measures weights of one architecture, on a copy of the network in float64.
+
+    Args:
+        network: Left as it is; no random number is drawn.
+        example: What it is called with; it may be nested, and on any device.
+
+    Attributes:
+        symmetry: The symmetry of the network.
+        kinds: What is defined for each axis group, by its name.
+
+    Raises:
+        ValueError: If the network has no parameters, or cannot be copied or traced.
+    """
+
+    def __init__(self, network: nn.Module, example: Any) -> None:
+        with seeded(0):
+            try:
+                self._copy = copy.deepcopy(network).cpu()
+            except RuntimeError as error:
+                raise ValueError(
+                    f"The symmetry is measured on a copy of the network, and {type(network).__name__} cannot be copied "
+                    f"({error}); keep tensors that have a gradient history out of its attributes."
+                ) from error
+            first = next(self._copy.parameters(), None)
+            if first is None:
+                raise ValueError(f"{type(network).__name__} has no parameters whose symmetry could be measured.")
+
+            def fitting(value: Any) -> Any:
+                return value.detach().cpu().to(first.dtype if value.is_floating_point() else value.dtype)
+
+            example = torch.utils._pytree.tree_map_only(Tensor, fitting, example)
+            self.symmetry = trace_symmetry(self._copy, example)
+            self._copy.double().eval().requires_grad_(False)
+            probe = copy.deepcopy(self._copy)
+            for parameter in probe.parameters():
+                parameter.fill_(1.0)
+            balances = balance(self.symmetry, probe)
+        self.kinds: dict[str, GroupKind] = {}
+        for group in self.symmetry.groups:
+            found = balances[group.name]
+            two_sided = bool((found.incoming > 0).all() and (found.outgoing > 0).all())
+            self.kinds[group.name] = GroupKind(group.size, two_sided, group.scales > 0 or group.dense)
+
+    @torch.no_grad()
+    def start(self, state: Mapping[str, Tensor], *, distance: bool = True) -> dict[str, Any]:
+        """Return what later weights are compared with.
+
+        Args:
+            state: Parameters and buffers, by name.
+            distance: Whether distances will be measured, for which the weights are kept.
+        """
+        self._load(state)
+        sides = balance(self.symmetry, self._copy)
+        start: dict[str, Any] = {
+            "difference": {name: found.difference for name, found in sides.items()},
+            "total": {name: float((found.incoming + found.outgoing).sum()) for name, found in sides.items()},
+        }
+        return {**start, "state": state} if distance else start
+
+    @torch.no_grad()
+    def values(
+        self, state: Mapping[str, Tensor], start: Mapping[str, Any], forms: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Return the quantities of each axis group, and distances to the start; NaN where weights are not finite.
+
+        Args:
+            state: Parameters and buffers, by name.
+            start: What :meth:`start` returned.
+            forms: The start in each gauge; None for no distances.
+        """
+        measured = self._load(state)
+        sides = balance(self.symmetry, self._copy) if measured else {}
+        groups = {name: _quantities(kind, sides.get(name), start, name) for name, kind in self.kinds.items()}
+        if forms is None:
+            return {"groups": groups, "distance": {}}
+        distance = dict.fromkeys(GAUGES, math.nan)
+        if measured and forms:
+            now = self._all_forms()
+            for name, form in forms.items():
+                distance[name] = _ratio(float((now[name] - form).double().norm()), float(form.double().norm()))
+        return {"groups": groups, "distance": distance}
+
+    @torch.no_grad()
+    def forms(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights in every gauge, one vector each; nothing if they are not finite."""
+        return self._all_forms() if self._load(state) else {}
+
+    def _load(self, state: Mapping[str, Tensor]) -> bool:
+        """Put weights into the copy; return whether they are finite."""
+        finite = True
+        for name, tensor in (*self._copy.named_parameters(), *self._copy.named_buffers()):
+            if name in state:
+                tensor.copy_(state[name])
+                finite = finite and bool(torch.isfinite(tensor).all())
+        return finite
+
+    def _all_forms(self) -> dict[str, Tensor]:
+        """Return the copy in every gauge; it ends as the canonical form."""
+        forms = {"parameters": self._vector()}
+        canonicalize(self.symmetry, self._copy, signs=False, order=False, inplace=True)
+        forms["balanced"] = self._vector()
+        canonicalize(self.symmetry, self._copy, inplace=True)
+        forms["canonical"] = self._vector()
+        return forms
+
+    def _vector(self) -> Tensor:
+        """Return all parameters of the copy, no wider than the network's, for memory's sake."""
+        layout = self.symmetry.layout
+        parts = [
+            parameter.flatten().to(torch.float64 if layout[name][1] == torch.float64 else torch.float32)
+            for name, parameter in self._copy.named_parameters()
+        ]
+        return torch.cat(parts)
+
+
+def _quantities(kind: GroupKind, found: Balance | None, start: Mapping[str, Any], name: str) -> Numbers:
+    """Return what is defined for a group; NaN without a balance."""
+    if found is None:
+        return dict.fromkeys(kind.quantities, math.nan)
+    size = float(found.difference.abs().sum())
+    change = float((found.difference - start["difference"][name]).abs().sum())
+    values = {
+        "imbalance": _ratio(size, float((found.incoming + found.outgoing).sum())),
+        "conserved": size / len(found.difference),
+        "drift": _ratio(change, start["total"][name]),
+        "dead": found.dead,
+    }
+    return {quantity: values[quantity] for quantity in kind.quantities}
+
+
+def monitor_scalars(point: Point, prefix: str = "symmetry", *, named: bool = False) -> Numbers:
+    """Return what is logged for a point, without what is not finite: means over members.
+
+    Args:
+        point: ``members``, by number: their ``groups`` and ``distance`` as :meth:`SymmetryMeter.values` gives them.
+        prefix: First part of all tags.
+        named: Whether each member has a tag of its own, too.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for number, values in point["members"].items():
+        own = {f"distance/{gauge}": value for gauge, value in values["distance"].items()}
+        for group, quantities in values["groups"].items():
+            own |= {f"{quantity}/{_tag(group)}": value for quantity, value in quantities.items()}
+        for tag, value in own.items():
+            if math.isfinite(value):
+                found.setdefault(f"{prefix}/{tag}", {})[number] = value
+    scalars: Numbers = {}
+    for tag, known in found.items():
+        scalars[tag] = math.fsum(known.values()) / len(known)
+        if named:
+            scalars |= {f"{tag}/member-{number:04d}": value for number, value in known.items()}
+    return scalars
+
+
+def monitor_results(
+    points: Sequence[Point],
+    kinds: Mapping[str, GroupKind],
+    *,
+    network: str,
+    about: Mapping[str, Any],
+    name: str = "symmetry",
+    distance: bool = True,
+) -> RunResults:
+    """Say how training moved networks along and across the orbits of their symmetry group.
+
+    Args:
+        points: In the order of time: ``step``, ``epoch`` and ``members``, as for :func:`monitor_scalars`.
+        kinds: What is defined for each axis group.
+        network: Name of the architecture, for the title.
+        about: What is needed to make the tables again.
+        name: Name of the files.
+        distance: Whether there are distances.
+    """
+    what = "units of axis groups while training: balance of incoming and outgoing squared norms"
+    tables = [ResultTable(name, what, list(_group_rows(points, kinds)), UNITS, about)]
+    if distance:
+        rows = [
+            {**head, **{gauge: finite(values["distance"][gauge]) for gauge in GAUGES}}
+            for head, values in _by_member(points)
+        ]
+        what = "distance of the parameters to those at the start of training"
+        tables.append(ResultTable(f"{name}_distance", what, rows, UNITS, about))
+    return RunResults(tables, _figures(points, kinds, name, network, distance))
+
+
+def _by_member(points: Sequence[Point]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    for point in points:
+        for number, values in point["members"].items():
+            yield {"step": point["step"], "epoch": point["epoch"], "member": number}, values
+
+
+def _group_rows(points: Sequence[Point], kinds: Mapping[str, GroupKind]) -> Iterator[dict[str, Any]]:
+    for head, values in _by_member(points):
+        for group, own in values["groups"].items():
+            numbers = {name: finite(own[name]) if name in own else None for name in OF_GROUPS}
+            yield {**head, "group": group, "size": kinds[group].size, **numbers}
+
+
+def _figures(
+    points: Sequence[Point], kinds: Mapping[str, GroupKind], name: str, network: str, distance: bool
+) -> Iterator[tuple[str, Figure]]:
+    def over_time(*keys: str) -> list[list[float]]:
+        found = []
+        for point in points:
+            values: list[Any] = list(point["members"].values())
+            for key in keys:
+                values = [value[key] for value in values]
+            found.append(values)
+        return found
+
+    curves = {
+        quantity: {g: over_time("groups", g, quantity) for g, kind in kinds.items() if quantity in kind.quantities}
+        for quantity in ("imbalance", "drift", "dead")
+    }
+    distances = {gauge: over_time("distance", gauge) for gauge in (GAUGES if distance else ())}
+    if curves["imbalance"] or curves["drift"] or distances:
+        members = len(points[-1]["members"])
+        count = f", mean of {members} members" if members > 1 else ""
+        title = f"Symmetry of {network} while training{count}"
+        yield name, symmetry_curves([point["epoch"] for point in points], **curves, distance=distances, title=title)
+
+
+def _tag(group: str) -> str:
+    """Return a group's name with nothing that TensorBoard replaces: "conv1 (2)" is "conv1-2"."""
+    return re.sub(r"[^-/\w.]+", "-", group).strip("-")
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else math.nan

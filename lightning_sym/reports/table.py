@@ -1,0 +1,190 @@
+"""What a finished run leaves behind: tables with units, figures, and what is said of them on the terminal."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from lightning_sym._files import write_atomically
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """Rows, the units of their columns, and everything that is needed to make them again.
+
+    Attributes:
+        name: The files are named for it: ``name.csv`` and ``name.json``.
+        what: What the rows are, in a few words.
+        rows: One mapping for each row, all with the same keys in the same order; None and numbers, text and booleans.
+        units: What the columns are measured in, by name.
+        about: Seeds, settings, versions, fingerprints, ...: what JSON can hold.
+
+    Example:
+        >>> ResultTable("steps", "what each step costs", [{"step": 1, "time": 0.25}], {"time": "s"}).columns
+        ['step', 'time']
+    """
+
+    name: str
+    what: str
+    rows: Sequence[Row]
+    units: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns; none without rows."""
+        return list(self.rows[0]) if self.rows else []
+
+    def write(self, folder: str | Path) -> None:
+        """Write ``<name>.csv`` and, with units and all that is known about the table, ``<name>.json``.
+
+        Args:
+            folder: Made if it is not there.
+
+        Raises:
+            OSError: If the folder cannot be written to; no part of a file is left behind.
+        """
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        content = {"what": self.what, "units": self.units, **self.about, "rows": list(self.rows)}
+        write_atomically(Path(folder) / f"{self.name}.csv", text.getvalue())
+        write_atomically(Path(folder) / f"{self.name}.json", json.dumps(content, indent=1) + "\n")
+
+    def show(self, console: Console) -> None:
+        """Print all rows, numbers with four digits.
+
+        Args:
+            console: What is printed to.
+        """
+        console.print(text_table(self.what, self.columns, [list(map(_text, row.values())) for row in self.rows]))
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """All that a report writes, draws, logs and prints.
+
+    Attributes:
+        tables: Written to the folder of results.
+        figures: Names and figures, which become ``<name>.png``; an iterator may draw each when it is asked for.
+        files: What else is written, by file name.
+        texts: Text for TensorBoard, by tag, shown as it is laid out.
+        numbers: Final numbers for the loggers, by tag.
+        headline: The number beside the hyperparameters in TensorBoard (``hp_metric``); None leaves it as it is.
+        shown: Printed on the terminal; the first of the tables if None.
+        notes: Lines below it, with markup of rich.
+        places: The most important files, by what they are in a word of at most seven letters: names in the folder of
+            results, or paths of others.
+    """
+
+    tables: Sequence[ResultTable]
+    figures: Iterable[tuple[str, Figure]] = ()
+    files: Mapping[str, bytes | str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    headline: float | None = None
+    shown: Table | None = None
+    notes: Sequence[str] = ()
+    places: Mapping[str, str | Path] = field(default_factory=dict)
+
+    def show(self, console: Console, folder: Path, run: Path) -> None:
+        """Print the summary: a table, the notes, and where the files are.
+
+        Args:
+            console: What is printed to.
+            folder: Folder of the results.
+            run: Folder of the run.
+        """
+        if self.shown is not None:
+            console.print(self.shown)
+        elif self.tables:
+            self.tables[0].show(console)
+        for note in self.notes:
+            console.print(f"  {note}", highlight=False, soft_wrap=True)
+        places = {what: folder / place if isinstance(place, str) else place for what, place in self.places.items()}
+        for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
+            console.print(f"  {what:8}{place}", highlight=False, soft_wrap=True)
+
+
+def text_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str] | None], whole: Collection[str] = ()
+) -> Table:
+    """Return a table for the terminal, the first column aligned left and the others right.
+
+    Args:
+        title: Above it.
+        columns: Their headings.
+        rows: The cells of each row, which may be fewer than the columns; None for a line between two rows.
+        whole: Headings of the columns whose cells are not broken into lines.
+    """
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=column in whole)
+    for cells in rows:
+        if cells is None:
+            table.add_section()
+        else:
+            table.add_row(*cells)
+    return table
+
+
+def spread_cell(
+    text: Callable[[float], str],
+    mean: float,
+    std: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> str:
+    """Return a cell such as ``1.2 ± 0.3``, with an interval in brackets on a second line.
+
+    Args:
+        text: Returns a number as it is printed.
+        mean: The number.
+        std: Its standard deviation; None if there is none.
+        low: Lower end of an interval for the mean; None if there is none.
+        high: Upper end.
+    """
+    cell = text(mean) + ("" if std is None else f" ± {text(std)}")
+    return cell if low is None or high is None else f"{cell}\n\\[{text(low)}, {text(high)}]"
+
+
+def finite(value: float) -> float | None:
+    """Return a number for CSV and JSON, which know no NaN: None if it is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def numeric(value: float | None) -> float:
+    """Return a number for figures: NaN for None."""
+    return math.nan if value is None else float(value)
+
+
+def unique(rows: Iterable[Row], column: str) -> list[Any]:
+    """Return the different values of a column, in the order of the rows."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 pair`` or ``3 pairs``."""
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
+def picked(holder: object, *names: str) -> dict[str, Any]:
+    """Return attributes by name, for what is said about a table."""
+    return {name: getattr(holder, name) for name in names}
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

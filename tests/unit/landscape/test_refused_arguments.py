@@ -1,0 +1,189 @@
+"""What the landscape refuses: one line for each call, with the words that name the argument."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_sym.landscape import (
+    FunctionScale,
+    Grid,
+    TwoUnitClass,
+    WeightPlane,
+    betti_numbers,
+    components,
+    describe_set,
+    evaluate_grid,
+    function_distances,
+    independent,
+    joining_levels,
+    neighbour_graph,
+    orbit_distances,
+    resolution,
+    sample_set,
+    sample_sgld,
+    surfaces,
+    umap_embedding,
+    volume_exponent,
+    walk_level_set,
+    weight_tensors,
+)
+from lightning_sym.landscape.two_unit import Moments, class_dimension, slopes, straight_legs, target_slopes
+from lightning_sym.networks import MultiLayerPerceptron
+
+NAN, INF = math.nan, math.inf
+SAME_SIGN, MIXED = (0.86, 0.0), (0.56, 0.3)
+TWO = MultiLayerPerceptron(widths=[2], in_channels=1, image_size=1, num_classes=1, bias=False).double()
+nn.utils.vector_to_parameters(torch.tensor([0.8, -0.6, 0.7, 0.5]).double(), TWO.parameters())
+LINE = torch.linspace(-2, 2, 21).double()[:, None, None, None]
+SPACE = WeightPlane.through(torch.cat([torch.zeros(1, 4), torch.eye(4)[:3]]).double())
+PLANE = WeightPlane.through(SPACE.points[:3])
+RINGS = (np.hypot(np.linspace(-1, 1, 41)[:, None], np.linspace(-1, 1, 41)) - 0.5) ** 2
+STEPS, UNIT = np.linspace(0, 1, 100), FunctionScale(1.0, 1.0)
+
+
+def ring(coefficients):
+    return (coefficients.norm(dim=1) - 1).square()
+
+
+def walk(**options):
+    return walk_level_set(TWO, options.pop("inputs", LINE), **{"steps": 1, "step_size": 0.1, **options})
+
+
+def chains(**options):
+    return sample_sgld(TWO, LINE, **{"chains": 2, "steps": 5, "burn_in": 0, "inverse_temperature": 1e4, **options})
+
+
+def sample(**options):
+    return sample_set(ring, **{"dimension": 2, "bound": 1.0, "epsilon": 0.1, "samples": 10, **options})
+
+
+def graph(points=((1.0, 0.0), (3.0, 0.0)), epsilon=9.0, **options):
+    return neighbour_graph(ring, torch.tensor(points), epsilon, **options)
+
+
+def embedded(rows=9, width=3, value=0.0, **options):
+    return umap_embedding(np.full((rows, 3), value), np.zeros((1, width)), seed=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: FunctionScale.of(torch.ones(3)), r"outputs must have shape \[N, K\]"),
+        (lambda: FunctionScale.of(torch.ones(0, 3)), r"outputs must have shape \[N, K\]"),
+        (lambda: FunctionScale.of(torch.tensor([[INF]])), "outputs must be finite"),
+        (lambda: FunctionScale(-1.0, 0.0), "J0 must be .* got -1"),
+        (lambda: resolution(RINGS, 0.0, 0.1), "spacing must be a number > 0"),
+        (lambda: resolution(RINGS, 0.1, NAN), "epsilon must be a number > 0"),
+        (lambda: volume_exponent(STEPS, 0.5), r"at least 10 of the 100 points below epsilon = 0\.05, but 5 are"),
+        (lambda: volume_exponent(STEPS, 0.5, steps=1), "steps must be an integer >= 2"),
+        (lambda: volume_exponent(STEPS, 0.5, samples=99), "samples must be an integer >= 100, got 99"),
+        (lambda: volume_exponent(STEPS, 0.5, 0.0), "decades must be a number > 0"),
+        (lambda: volume_exponent([NAN], 0.5), "must not be NaN"),
+        (lambda: components(RINGS), "inside must be bool, got float64"),
+        (lambda: components(RINGS < 1, "faces"), "Unknown connectivity 'faces'.*Did you mean 'face'"),
+        (lambda: betti_numbers(np.array(True)), "at least one axis"),
+        (
+            lambda: joining_levels(RINGS, [(0, 0), (0, 41)]),
+            r"cell \(0, 41\) is not a cell of the grid of shape \[41",
+        ),
+        (lambda: joining_levels(RINGS, [(-1, 0)]), r"cell \(-1, 0\)"),
+        (lambda: joining_levels(np.full(3, NAN), [(0,)]), "must not be NaN"),
+        (lambda: describe_set(np.full((3, 3), NAN), 0.1, 0.1, UNIT), "at least one J and no NaN"),
+        (
+            lambda: describe_set(RINGS, 0.1, 0.1, UNIT, regions={"left": np.ones(2, bool)}),
+            r"region 'left' .*\[41, 41",
+        ),
+        (lambda: Grid(0, 5, 1.0), "dimension of a grid must be an integer >= 1"),
+        (lambda: Grid(2, 1, 1.0), "points of a grid must be an integer >= 2"),
+        (lambda: Grid(2, 5.0, 1.0), "points of a grid"),
+        (lambda: Grid(2, 5, 0.0), "bound of a grid"),
+        (lambda: Grid(2, 5, (2.0, 1.0)), "bound of a grid"),
+        (lambda: Grid(2, 5, NAN), "bound of a grid"),
+        (lambda: Grid(2, 5, 1.0).coefficients(3, 26), "0 <= start <= stop <= 25, got 3 and 26"),
+        (lambda: Grid(3, 6, 1.0).index_of(torch.zeros(2)), r"must have shape \[..., 3\]"),
+        (
+            lambda: evaluate_grid(surfaces(TWO, LINE)(torch.ones(4)), PLANE, Grid(3, 4, 1.0)),
+            "3 axes and the plane 2",
+        ),
+        (lambda: WeightPlane.through(torch.eye(4)[:, :2]), "4 points need 3 dimensions, .* has only 2 parameters"),
+        (lambda: WeightPlane.through(torch.eye(4)[:1]), "at least two weight vectors"),
+        (lambda: WeightPlane.through(torch.ones(4)), "at least two weight vectors"),
+        (lambda: WeightPlane.through(torch.ones(3, 4).long()), "floating"),
+        (
+            lambda: WeightPlane.through(torch.tensor([[1.0, 2.0], [INF, 0.0]])),
+            "Point 1 has weights that are not",
+        ),
+        (lambda: WeightPlane.through(torch.eye(4)[:3], tolerance=0), "tolerance must be in"),
+        (lambda: PLANE.coordinates(torch.zeros(5, 3)), r"must have shape \[..., 4\]"),
+        (lambda: PLANE.residual(torch.zeros(5, 3)), r"must have shape \[..., 4\]"),
+        (lambda: PLANE.weights(torch.zeros(5, 3)), r"must have shape \[..., 2\]"),
+        (lambda: independent(torch.zeros(3)), "floating tensor of shape"),
+        (lambda: weight_tensors(TWO, torch.zeros(3)), r"vectors must have shape \[..., 4\]"),
+        (lambda: orbit_distances(TWO, torch.zeros(2, 3), torch.zeros(4), LINE), "must have 4 entries"),
+        (lambda: orbit_distances(TWO, torch.full((2, 4), NAN), torch.zeros(4), LINE), "not finite"),
+        (lambda: function_distances(TWO, torch.zeros(4), LINE), "must have 4 entries"),
+        (lambda: walk(start=torch.zeros(4)), "the walk cannot begin: J is"),  # both units dead
+        (lambda: walk(start=torch.ones(3)), "start must be a finite weight vector"),
+        (lambda: walk(direction=torch.tensor([0.7, 0.0, 0.8, 0.0])), "no part along the class"),
+        (lambda: walk(direction=torch.ones(3)), "direction must have shape"),
+        (lambda: walk(direction="randon"), "Unknown direction 'randon'"),
+        (lambda: walk(inputs=LINE[:0]), "at least one input"),
+        (lambda: walk(steps=0), "steps must be"),
+        (lambda: walk(step_size=0.0), "step_size must be"),
+        (lambda: walk(tolerance=0.0), "tolerance must be"),
+        (lambda: walk(rcond=1.0), "rcond must be"),
+        (lambda: walk(max_corrections=0), "max_corrections must be"),
+        (lambda: chains(chains=0), "chains must be"),
+        (lambda: chains(kept=6), "kept must be in 1 .. steps=5"),
+        (lambda: chains(dimension=2), "either inverse_temperature, or"),
+        (lambda: chains(inverse_temperature=None), "either inverse_temperature, or"),
+        (lambda: chains(inverse_temperature=None, dimension=2), "either inverse_temperature, or"),
+        (lambda: chains(inverse_temperature=None, dimension=0, target_loss=1e-4), "dimension must be"),
+        (lambda: chains(inverse_temperature=-1.0), "inverse_temperature must be"),
+        (lambda: chains(step=0.0), "step must be a number > 0"),
+        (lambda: chains(localisation=-1.0), "localisation"),
+        (lambda: chains(start=torch.zeros(4)), "no curvature at the start"),
+        (lambda: sample(dimension=0), "dimension must be an integer >= 1"),
+        (lambda: sample(bound=0.0), "bound must be"),
+        (lambda: sample(epsilon=0.0), "epsilon must be"),
+        (lambda: sample(samples=0), "samples must be"),
+        (lambda: sample(method="sobel"), "Unknown method 'sobel'"),
+        (lambda: sample(dimension=30_000), "at most 21201"),
+        (lambda: sample(method="walk"), "1 of 1 starts are outside"),
+        (lambda: sample(method="walk", start=torch.zeros(3)), "start must have shape"),
+        (lambda: graph(epsilon=0.1), "1 of 2 points have J >= epsilon"),
+        (lambda: graph(points=(1.0, 0.0)), "coefficients must have shape"),
+        (lambda: graph(checks=0), "checks must be"),
+        (lambda: embedded(width=2), r"shapes \[k, m\] and \[q, m\], got \[9, 3\] and \[1, 2\]"),
+        (lambda: embedded(value=NAN), "must be finite"),
+        (lambda: embedded(rows=2), "at least 4 points, got 3"),
+        (lambda: embedded(most=0), "most must be an integer >= 1"),
+        (lambda: Moments.of(torch.ones(4)), "inputs of both signs"),
+        (lambda: Moments.of(torch.tensor([1.0, -1.0, NAN])), "inputs of both signs"),
+        (lambda: slopes(torch.zeros(3)), "as many output weights"),
+        (lambda: target_slopes([0.1, 0.2, 0.3]), "finite slopes"),
+        (lambda: TwoUnitClass((NAN, 1.0)), "finite slopes"),
+        (lambda: TwoUnitClass(torch.ones(6)), "6 numbers"),
+        (lambda: straight_legs([torch.zeros(2)] * 2, 0), "points must be"),
+        (lambda: class_dimension(-1, 2), "positive must be an integer >= 0"),
+        (lambda: TwoUnitClass(SAME_SIGN).optimal_path(), "only mixed classes"),
+        (lambda: TwoUnitClass(MIXED).optimal_path(start=torch.ones(4)), "start must be a member"),
+        (lambda: TwoUnitClass(MIXED).quadric(SPACE), "same-sign classes"),
+        (lambda: TwoUnitClass(SAME_SIGN).quadric(PLANE), r"dimension 3 in R\^4"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
+
+
+def test_walks_and_chains_that_fail_on_the_way_say_why():
+    with pytest.raises(RuntimeError, match="full rank 3, so the class is a point"):
+        walk_level_set(nn.Linear(3, 1, bias=False), torch.randn(9, 3), steps=1, step_size=0.1)
+    with pytest.raises(RuntimeError, match="could not be corrected"):
+        walk(tolerance=1e-300, inputs=LINE.abs().sqrt() * LINE.sign() / 3)  # rounding keeps J above 1e-300
+    with pytest.raises(FloatingPointError, match="left the finite numbers at step"):
+        chains(steps=500, step=1.0)

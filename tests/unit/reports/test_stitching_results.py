@@ -1,0 +1,110 @@
+"""Rows, means and headline of stitched networks, from plain numbers."""
+
+import io
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+from rich.console import Console
+
+from lightning_sym.reports import stitching_results
+from lightning_sym.reports.stitching import stitching_rows, stitching_summary
+
+
+def network(lower, upper, site, family, batch_norm=False, target_site=None):
+    target_site = target_site or site
+    return {
+        "name": f"pair-{lower}-{upper}/{site}/{family}", "lower": lower, "upper": upper, "site": site,
+        "target_site": target_site, "place": site if site == target_site else f"{site}-{target_site}",
+        "family": family, "trained": family != "identity", "batch_norm": batch_norm, "ports": 1, "dimension": 4,
+        "sparsity": 0.5, "epoch": 0, "val_accuracy": 0.9, "val_loss": 0.3,
+    }  # fmt: skip
+
+
+def evaluation(penalties):
+    return {"accuracy": [0.9 - p for p in penalties], "loss": [0.1 + p for p in penalties], "penalty": penalties}
+
+
+def results(networks, evaluations, stopped=None, **settings):
+    return stitching_results(networks, evaluations, stopped or {}, title="Net, 2 pairs", about={"seed": 0}, **settings)
+
+
+def printed(found):
+    console = Console(file=io.StringIO(), width=80)
+    found.show(console, Path("there"), Path("run"))
+    return " ".join(console.file.getvalue().replace("│", " ").split())
+
+
+NETWORKS = [network(0, 1, "a", "full", True), network(0, 1, "b", "full"), network(1, 2, "a", "full", True),
+            network(1, 2, "b", "full"), network(0, 1, "a", "identity", True)]  # fmt: skip
+EVALUATIONS = {"as is": evaluation([0.3, 0.02, 0.5, 0.04, 0.6]), "recalibrated": evaluation([0.1, 9, 0.2, 9, 0.5])}
+
+
+def test_rows_are_those_of_networks_and_kinds_of_statistics():
+    rows = stitching_rows(NETWORKS, EVALUATIONS, {2: "its training loss is not finite"})
+    # Without batch norm above the cut there is nothing to measure anew: one row, two elsewhere.
+    assert [row["batch_norm"] for row in rows] == ["as is", "none", "as is", "none", "as is", *["recalibrated"] * 3]
+    assert [row["penalty"] for row in rows] == [0.3, 0.02, None, 0.04, 0.6, 0.1, None, 0.5]
+    assert rows[2]["stopped"] == "its training loss is not finite"
+    assert rows[2]["accuracy"] is rows[2]["loss"] is None
+    assert "name" not in rows[0]
+
+
+def test_means_are_over_pairs_that_were_not_stopped():
+    rows = stitching_rows(NETWORKS, EVALUATIONS, {})
+    summary = {(row["place"], row["family"], row["batch_norm"]): row for row in stitching_summary(rows)}
+    for key, row in summary.items():
+        values = [r["penalty"] for r in rows if (r["place"], r["family"], r["batch_norm"]) == key]
+        assert row["penalty"] == pytest.approx(mean(values))
+        assert row["pairs"] == len(values)
+        assert row["penalty_std"] == (pytest.approx(stdev(values)) if len(values) > 1 else None)
+    interval = summary["a", "full", "as is"]
+    assert interval["penalty_low"] <= interval["penalty"] <= interval["penalty_high"]
+    none = stitching_summary(stitching_rows(NETWORKS[:1], EVALUATIONS, {0: "why"}))[0]
+    assert (none["penalty"], none["pairs"], none["note"]) == (None, 0, "all pairs were stopped")
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1), (1, 2), (2, 0), (0, 0)], [(0, 1), (1, 2), (2, 0)]])
+def test_members_of_two_zoos_have_a_spread_and_no_interval(pairs):
+    """Equal numbers are different models, so are different ones."""
+    networks = [network(*pair, "a", "identity") for pair in pairs]
+    values = [0.1, 0.3, 0.2, 0.6][: len(pairs)]
+    (row,) = stitching_summary(stitching_rows(networks, {"as is": evaluation(values)}, {}), two_zoos=True)
+    assert row["penalty_std"] == pytest.approx(stdev(values))
+    assert row["penalty_low"] is row["penalty_high"] is None
+    assert row["note"] == "no interval: a zoo stitched to another one"
+
+
+def test_the_headline_is_the_mean_over_trained_maps_with_the_best_statistics():
+    found = results(NETWORKS, EVALUATIONS)
+    assert found.headline == pytest.approx(mean([0.15, 0.03]))  # places a and b; the identity is not trained
+    assert found.numbers == pytest.approx(
+        {"test_penalty/a/full": 0.15, "test_penalty/b/full": 0.03, "test_penalty/a/identity": 0.5}
+    )
+    assert [table.name for table in found.tables] == ["penalties", "summary"]
+    assert found.tables[1].about == {"seed": 0}
+    text = printed(found)
+    for word in ("recalibrated", "identity *", "15.0 ± 7.1", "Net, 2 pairs", "picture there/penalties.png"):
+        assert word in text
+
+
+def test_figures_are_heat_maps_where_sites_differ_and_sparsity_is_drawn_for_lasso():
+    networks = [network(0, 1, "a", family, target_site=site) for site in "ab" for family in ("full", "lasso(0.1)")]
+    found = results(networks, {"as is": evaluation([0.1, 0.2, 0.3, 0.4])})
+    assert [name for name, _ in found.figures] == ["penalties_full", "penalties_lasso_0_1", "sparsity"]
+    assert found.places["picture"] == "penalties_full.png"
+    assert "test_penalty/a-b/full" in found.numbers
+    one = results(networks[::2], {"as is": evaluation([0.1, 0.3])})
+    assert [name for name, _ in one.figures] == ["penalties"]
+    same = results(NETWORKS, EVALUATIONS)
+    assert [name for name, _ in same.figures] == ["penalties"]
+
+
+def test_many_sites_are_summed_up_and_many_stopped_ones_counted():
+    networks = [network(0, 1, f"site{index}", "full") for index in range(6)]
+    found = results(networks, {"as is": evaluation([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])})
+    assert "full 35.0 10.0 60.0 site5" in printed(found)
+    stopped = results(networks, {"as is": evaluation([0.1] * 6)}, dict.fromkeys(range(1, 6), "why"))
+    assert len(stopped.notes) == 1 + 4 + 1
+    assert "pair-0-1/site1/full was stopped: why" in stopped.notes
+    assert stopped.notes[-1] == "1 more were stopped; see penalties.csv"
