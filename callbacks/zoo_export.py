@@ -152,7 +152,7 @@ def _write(
         return
     row = task.numbers.index(number)
     metrics = {
-        split: {name: float(values[name][row]) for name in ("accuracy", "loss")}
+        split: {name: float(values[name][row]) for name in ("accuracy", "loss") if name in values}
         for split, values in results.items()
         if math.isfinite(float(values["loss"][row]))
     }

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
 
 from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
@@ -37,6 +37,19 @@ class ZooReport(RunReport):
         check_integers(0, rows=rows)
         super().__init__(dirpath)
         self.rows = rows
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that the task has what is reported.
+
+        Raises:
+            ValueError: If it has no accuracies.
+        """
+        super().setup(trainer, pl_module, stage)
+        if not getattr(pl_module, "classifies", True):
+            raise ValueError(
+                "ZooReport shows accuracies, and this task has a loss of its own and none; leave the callback out "
+                "(metrics.csv has the losses of all members)."
+            )
 
     def measure(self, trainer: Trainer, task: ZooTask, data: ImageDataModule) -> Any:
         """Evaluate the kept weights of all members on each split."""
