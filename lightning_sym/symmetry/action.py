@@ -174,7 +174,7 @@ class Action:
         Args:
             tensor: A parameter or buffer, or as many numbers.
             name: Its name.
-            power: Of the weights' scales; -1 for gradients, -2 for their squares.
+            power: Power of the weights' scales; -1 for gradients, -2 for their squares.
             shifted: Whether to shift biases in front of batch norms, and running means.
             added: What is added before.
         """

@@ -722,7 +722,7 @@ class Trace:
 
         Args:
             label: The units.
-            name: Of the value in which they are seen, if it is to be known.
+            name: Name of the value in which they are seen, if it is to be known.
         """
         self.constraints.occurrences.append(Sighting(self.constraints.resolve(label), name))
 
