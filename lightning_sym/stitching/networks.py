@@ -215,16 +215,15 @@ class PlantedStitches:
 
         Each of shape ``[C, C]``, None where a value passes as it is.
         """
-        like = next(self._source.network.parameters())
+        symmetry, like = self._source.symmetry, next(self._source.network.parameters())
+        inverse = symmetry.inverse(self.element)
         matrices: list[Tensor | None] = []
         for index, crossing in enumerate(self._source.crossings(site)):
-            action = self._source.symmetry.on_activations(self.element, f"{site}/{index}") if crossing.mapped else None
-            if action is None:
-                matrices.append(None)
-            elif action.parts:
-                matrices.append(action.element.matrix().to(like))
-            else:
-                matrices.append(torch.eye(crossing.channels).to(like))
+            action = symmetry.on_activations(inverse, f"{site}/{index}") if crossing.mapped else None
+            if action is None or not action.parts:  # nothing acts
+                matrices.append(None if action is None else torch.eye(crossing.channels).to(like))
+            else:  # the rounded inverse is what B's next layer was multiplied by
+                matrices.append(torch.linalg.inv(action.element.matrix().to(like)))
         return tuple(matrices)
 
 

@@ -1,17 +1,17 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
-from lightning_sym.symmetry.tracing.structure import Sight, Sights, Slot, Structure
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -107,106 +107,64 @@ class Action:
     Args:
         structure: The group.
         element: The element.
-
-    Attributes:
-        source: For each position of all slots, the position whose content it gets.
-        scale: For each position by what it is multiplied, before it moves.
     """
 
     def __init__(self, structure: Structure, element: Element) -> None:
         self.structure, self.element = structure, element
-        self.scale = self._scales(structure.magnitudes, structure.signs)
-        self.source: Ints = np.arange(len(self.scale))
-        permutation = element.permutation.numpy()
-        for units, columns in zip(structure.orbits, structure.columns, strict=True):
-            new = permutation[units]
-            if not np.array_equal(new, units):
-                self.source[columns] = columns[structure.place_in_orbit[new]]
         self._scratch = _Scratch()
 
-    def _scales(self, magnitudes: sparse.csr_matrix, signs: sparse.csr_matrix) -> Floats:
-        scale: Floats = np.exp(magnitudes @ self.element.log_scale.numpy())
-        if signs.shape[1]:
-            flips = signs @ (self.element.sign.numpy() < 0).astype(np.float64)
-            scale = np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
-        return scale
+    @cached_property
+    def scale(self) -> Floats:
+        """For each position of all slots by what it is multiplied, before it moves."""
+        scale: Floats = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
+        flips = self.structure.signs @ (self.element.sign.numpy() < 0).astype(np.float64)
+        return np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
+
+    @cached_property
+    def source(self) -> Ints:
+        """For each position of all slots, the position whose content it gets."""
+        source = np.arange(self.structure.magnitudes.shape[0])
+        permutation = self.structure.comes(self.element.permutation.numpy())
+        for units, columns in zip(self.structure.orbits, self.structure.columns, strict=True):
+            new = permutation[units]
+            if not np.array_equal(new, units):
+                source[columns] = columns[self.structure.place_in_orbit[new]]
+        return source
 
     def source_in(self, slot: Slot) -> Ints:
         """For each position of a slot, the position of that slot whose content it gets."""
         found: Ints = self.source[slot.rows] - slot.offset
         return found
 
-    # On values inside the network.
-
-    def on_values(
-        self, sights: Sights, seen: tuple[Sight, ...], offset: float = 0.0, bias: str | None = None
-    ) -> ActivationAction:
-        """Return what the element does to a value.
-
-        Args:
-            sights: Sights of the network.
-            seen: The value's.
-            offset: What a unit's change of sign adds to the value.
-            bias: The bias that was added last to it.
-        """
-        biased = [self.structure.slots[index].unit for index in self.structure.slots_of.get(bias or "", ())]
-        shift = next((self.element.shift[index] for index in self.structure.shifts_of.get(bias or "", ())), None)
+    def on_activations(self, tap: Tap) -> ActivationAction:
+        """Return what the element does to a value inside the network, if the structure is that of these."""
         parts = {}
-        for sight in seen:
-            scale = self._scales(sights.magnitudes[sight.rows], sights.signs[sight.rows])
-            source = self._source_seen(sights, sight)
-            identity = torch.arange(len(source))
+        for slot in tap.seen:
+            source, scale = self.source_in(slot), self.scale[slot.rows]
             element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
-            mixing = self._mixing(sights, sight)
-            if mixing is not None:
-                ones = torch.ones(len(source), dtype=torch.float64)
-                element = GroupElement._of(identity, ones, element.apply(mixing, dim=0))
-            added = None
-            if offset and bool((scale < 0).any()):
-                added = offset * torch.from_numpy(scale[source] < 0).double()
-            if shift is not None and any(np.array_equal(units, sight.unit) for units in biased):
-                added, shift = shift[torch.from_numpy(source)], None
-            parts[sight.axes] = (element, added)
+            if slot.offset in self.structure.dense_places:
+                matrix = element.apply(self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0), dim=0)
+                identity = GroupElement.identity(len(source))
+                element = GroupElement._of(identity.permutation, identity.scale, matrix)
+            added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
+            if tap.shift is not None and slot.axes == (1,):  # the axis of batch norms
+                added = self.element.shift[tap.shift][torch.from_numpy(source)]
+            parts[slot.axes] = (element, added)
         return ActivationAction(parts)
 
-    def _source_seen(self, sights: Sights, sight: Sight) -> Ints:
-        """For each position of a sight, the position whose content it gets: of the unit that comes, the same rank."""
-        image = np.r_[self.element.permutation.numpy(), self._parents(sights)]
-        known = np.flatnonzero(sight.unit >= 0)
-        key = sight.unit * (len(sight.unit) + 1) + sight.rank
-        wanted = image[sight.unit[known]] * (len(sight.unit) + 1) + sight.rank[known]
-        order = np.argsort(key, kind="stable")
-        source = np.arange(len(sight.unit))
-        source[known] = order[np.searchsorted(key, wanted, sorter=order)]
-        return source
-
-    def _parents(self, sights: Sights) -> Ints:
-        """Return which parent of a block comes in the place of each: the blocks' members tell."""
-        count = sum(numbers.size for numbers in sights.parents)
-        image = np.arange(self.structure.units, self.structure.units + count)
-        for blocks, numbers in zip(self.structure.blocks, sights.parents, strict=True):
-            block_of = np.full(self.structure.units, -1)
-            block_of[blocks] = np.arange(len(blocks))[:, None]
-            comes = block_of[self.element.permutation.numpy()[blocks[:, 0]]]
-            image[numbers - self.structure.units] = numbers[comes]
-        return image
-
-    def _mixing(self, sights: Sights, sight: Sight) -> Tensor | None:
-        """Return the matrix of the dense cells that are seen, before scales and permutations."""
-        places = {(unit, rank): at for at, (unit, rank) in enumerate(zip(sight.unit, sight.rank, strict=True))}
-        seen = [cell for cell in range(len(self.structure.dense)) if (int(self.structure.dense[cell][0]), 0) in places]
-        if not seen:
-            return None
-        matrix, forms = torch.eye(len(sight.unit), dtype=torch.float64), sights.magnitudes
-        for cell in seen:
-            units, mixed = self.structure.dense[cell].tolist(), self.element.dense[cell]
-            for rank in range(int((sight.unit == units[0]).sum())):
-                at = torch.tensor([places[unit, rank] for unit in units])
-                read = forms.data[forms.indptr[sight.offset + at[0]]] < 0  # keys, beside queries
-                matrix[at[:, None], at] = torch.linalg.inv(mixed).mT if read else mixed
-        return matrix
-
     # On parameters and buffers.
+
+    def on_weights(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield what becomes of the parameters and buffers that move, one after the other.
+
+        Args:
+            tensors: Parameters and buffers, by name.
+            shifted: As for :meth:`moved`.
+        """
+        added = self._added(tensors)
+        for name, tensor in tensors.items():
+            if name in self.structure.slots_of:
+                yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name))
 
     def moved(
         self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Tensor | None = None
@@ -218,15 +176,15 @@ class Action:
             name: Its name.
             power: Power of the weights' scales; -1 for gradients, -2 for their squares.
             shifted: Whether to shift biases in front of batch norms, and running means.
-            added: What is added before, see :meth:`added`.
+            added: What is added before.
         """
-        slots = [self.structure.slots[index] for index in self.structure.slots_of[name]]
+        slots = self.structure.slots_of[name]
         result = tensor.detach()
         if added is not None:
             result = result + added
         for slot in slots:
             if slot.offset in self.structure.dense_places:
-                result = self._mixed(result, slot)
+                result = self._mixed(result, slot, slot.axes[0])
         joint = next((slot for slot in slots if len(slot.axes) == 2), None)
         if joint is not None:
             scale = _powered(self.scale[joint.rows], power)
@@ -255,11 +213,11 @@ class Action:
             result.add_(self.element.shift[index][torch.from_numpy(self.source_in(slot))].to(result))
         return result
 
-    def added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
         added: dict[str, Tensor] = {}
         for bias, weight, axis, offset in self.structure.absorbed:
-            slot = next((s for s in self.structure.slots if s.tensor == weight and s.axes == (axis,)), None)
+            slot = next((s for s in self.structure.slots_of.get(weight, ()) if s.axes == (axis,)), None)
             if slot is None or weight not in tensors:
                 continue
             flipped = torch.from_numpy(self.scale[slot.rows] < 0)
@@ -271,32 +229,27 @@ class Action:
 
     def _moved_jointly(self, tensor: Tensor, joint: Slot) -> Tensor:
         """Move the weight of a grouped convolution: which channel the second axis means depends on the first."""
-        own = (self.structure.slots[index] for index in self.structure.slots_of[joint.tensor])
-        row = self.source_in(next(slot for slot in own if slot.axes == (0,)))
+        row = self.source_in(next(slot for slot in self.structure.slots_of[joint.tensor] if slot.axes == (0,)))
         unit = joint.unit
         # Channels on which nothing acts (-1) stay in the order in which they are.
         wanted = np.where(unit < 0, -1, self.element.permutation.numpy()[unit])
         # In row r of the new weight stands row[r] of the old one, in which the wanted units have to be found.
-        held = unit[row]
-        if held.shape[1] == 1:
-            column = np.zeros_like(held)
-        else:
-            order = np.argsort(held, axis=1, kind="stable")
-            rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
-            column = np.take_along_axis(order, rank, axis=1)
+        order = np.argsort(unit[row], axis=1, kind="stable")
+        rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)
+        column = np.take_along_axis(order, rank, axis=1)
         return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
 
-    def _mixed(self, tensor: Tensor, slot: Slot) -> Tensor:
+    def _mixed(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
         for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
             matrices = torch.stack([self.element.dense[cell] for cell in cells])
             matrices = (torch.linalg.inv(matrices).mT if read else matrices).to(tensor)
-            moved = tensor.movedim(slot.axes[0], 0).clone(memory_format=torch.contiguous_format)
+            moved = tensor.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
             for at in positions:  # (cells, size)
                 index = torch.from_numpy(at.ravel()).to(tensor.device)
                 old = moved.index_select(0, index).reshape(*at.shape, -1)
                 moved.index_copy_(0, index, torch.bmm(matrices, old).reshape(len(index), *moved.shape[1:]))
-            tensor = moved.movedim(0, slot.axes[0])
+            tensor = moved.movedim(0, axis)
         return tensor
 
     def carry(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -314,7 +267,7 @@ class Action:
                 state = optimizer.state.get(parameter, {})
                 if name not in structure.slots_of or not state:
                     continue
-                if mixes and any(structure.slots[i].offset in structure.dense_places for i in structure.slots_of[name]):
+                if mixes and any(slot.offset in structure.dense_places for slot in structure.slots_of[name]):
                     raise ValueError(
                         f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
                         "element with mixing=False"

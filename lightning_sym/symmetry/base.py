@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,15 +17,16 @@ from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
-from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Showing, Tap
+from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
 from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
-from lightning_sym.symmetry.tracing.structure import Sight, Sights, Structure
+from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+_NOWHERE = np.zeros(0, np.int64)
 
 
 class Symmetry:
@@ -48,7 +50,7 @@ class Symmetry:
     def __init__(
         self,
         structure: Structure,
-        sights: Sights,
+        values: Structure,
         marked: Mapping[Mark, Value],
         network: nn.Module,
         notes: Sequence[str],
@@ -68,39 +70,40 @@ class Symmetry:
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
         self.fingerprint = digest(self.architecture.text, structure)
         self._proven: dict[str, float] = {}
-        self._sights = sights
-        self.taps: dict[str, Tap] = {
-            mark.name: self._tap(mark, value, seen)
-            for (mark, value), seen in zip(marked.items(), sights.of, strict=True)
-        }
+        self._values = values
+        self.taps: dict[str, Tap] = {mark.name: self._tap(mark, value) for mark, value in marked.items()}
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
-        self._leaf_taps = [tap for tap in self.taps.values() if tap.module in leaves]
-        self.groups: tuple[AxisGroup, ...] = tuple(self._axis_groups())
+        self.groups: tuple[AxisGroup, ...] = tuple(
+            self._axis_groups([tap for tap in self.taps.values() if tap.module in leaves])
+        )
 
     # What there is.
 
-    def _tap(self, mark: Mark, value: Value, seen: tuple[Sight, ...]) -> Tap:
-        structure = self.structure
-        numbers = np.concatenate([np.zeros(0, np.int64), *(sight.unit for sight in seen)])
-        units = numbers[(numbers >= 0) & (numbers < structure.units)]
-        scales, signs = (
-            any(rows[sight.rows].nnz for sight in seen) for rows in (self._sights.magnitudes, self._sights.signs)
-        )
+    def _tap(self, mark: Mark, value: Value) -> Tap:
+        values = self._values
+        seen = tuple(values.slots_of.get(mark.name, ()))
+        units = np.concatenate([_NOWHERE, *(slot.unit.ravel() for slot in seen)])
+        units = units[units >= 0]
         group = IntertwinerGroup(
             mark.name,
-            permutations=bool(structure.moves[units].any() or (numbers >= structure.units).any()),
-            positive_scales=scales,
-            signs=signs,
-            dense=bool((structure.cell_of[units] >= 0).any()),
+            permutations=bool(values.moves[units].any()),
+            positive_scales=any(values.magnitudes[slot.rows].nnz for slot in seen),
+            signs=any(values.signs[slot.rows].nnz for slot in seen),
+            dense=bool((values.cell_of[units] >= 0).any()),
         )
-        return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, value.producer)
+        shift = next(iter(self.structure.shifts_of.get(value.producer or "", ())), None)
+        return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shift)
 
-    def _axis_groups(self) -> Iterator[AxisGroup]:
+    def _axis_groups(self, leaf_taps: Sequence[Tap]) -> Iterator[AxisGroup]:
         structure = self.structure
         starts = np.array([slot.offset for slot in structure.slots], np.int64)
         forms = structure.magnitudes
         dense = {int(unit) for cell in structure.dense for unit in cell}
         names: set[str] = set()
+        tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by unit
+        for tap in leaf_taps:
+            for unit in np.unique(np.concatenate([_NOWHERE, *(slot.unit.ravel() for slot in tap.seen)])).tolist():
+                tapped[unit].append(tap)
         for index, units in enumerate(structure.orbits):
             columns = structure.columns[index]
             slot_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
@@ -139,7 +142,7 @@ class Symmetry:
                 scales=structure.scale_table[index].shape[1],
                 signs=structure.sign_table[index].shape[1],
                 occurrences=tuple(occurrences),
-                shown=tuple(showing for tap in self._leaf_taps if (showing := _shows(tap, units)) is not None),
+                taps=tuple(tap for tap in tapped[int(units[0])] if tap.positions(torch.from_numpy(units)) is not None),
             )
 
     @property
@@ -470,22 +473,18 @@ class Symmetry:
             raise ValueError("an optimiser's state can be carried along only with inplace=True")
         action = Action(self.structure, element)
         old = state_tensors(network)
+        made: dict[int, Any] = {}  # the copy gets its new tensors at once, instead of copies of the old ones
         with torch.no_grad():
-            added = action.added(old)
-            if inplace:
-                if optimizer is not None:
-                    action.carry(optimizer, old)
-                for name in self.structure.slots_of:
-                    old[name].copy_(action.moved(old[name], name, added=added.get(name)))
-                return network
-            # The copy gets its new tensors at once, instead of copies of the old ones.
-            made: dict[int, Any] = {}
-            for name in self.structure.slots_of:
-                tensor = action.moved(old[name], name, added=added.get(name))
-                if type(old[name]) is nn.Parameter:
-                    tensor = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
-                made[id(old[name])] = tensor
-        return copied(network, made)
+            if optimizer is not None:
+                action.carry(optimizer, old)
+            for name, tensor in action.on_weights(old):
+                if inplace:
+                    old[name].copy_(tensor)
+                elif type(old[name]) is nn.Parameter:
+                    made[id(old[name])] = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
+                else:
+                    made[id(old[name])] = tensor
+        return network if inplace else copied(network, made)
 
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
         """Return what becomes of some parameters or buffers, by name; nothing is checked and nothing is changed.
@@ -495,14 +494,7 @@ class Symmetry:
             tensors: Parameters or buffers, by name. What a bias takes up of signs is added if its weight is among them.
             shifts: Whether to shift biases in front of batch norms, and running means.
         """
-        action = Action(self.structure, element)
-        added = action.added(tensors)
-        return {
-            name: action.moved(tensor, name, shifted=shifts, added=added.get(name))
-            if name in self.structure.slots_of
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        return {**tensors, **dict(Action(self.structure, element).on_weights(tensors, shifted=shifts))}
 
     def on_activations(self, element: Element, tap: Tap | str) -> ActivationAction:
         r"""Return what an element does to a value inside the network, in evaluation mode.
@@ -531,7 +523,7 @@ class Symmetry:
         """
         self._own(element)
         tap = self._tapped(tap)
-        return Action(self.structure, element).on_values(self._sights, tap.seen, tap.offset, tap.bias)
+        return Action(self._values, element).on_activations(tap)
 
     def generators_at(self, tap: Tap | str) -> tuple[dict[int, float], dict[int, float]]:
         """Return which free magnitudes and which free signs show at a tap, each with its exponent where it first does.
@@ -540,8 +532,8 @@ class Symmetry:
             tap: One of :attr:`taps`, or its name.
         """
         found: list[dict[int, float]] = []
-        for forms in (self._sights.magnitudes, self._sights.signs):
-            shown = [forms[sight.rows] for sight in self._tapped(tap).seen]
+        for forms in (self._values.magnitudes, self._values.signs):
+            shown = [forms[slot.rows] for slot in self._tapped(tap).seen]
             pairs = [pair for rows in shown for pair in zip(rows.indices.tolist(), rows.data.tolist(), strict=True)]
             found.append(dict(sorted(dict(reversed(pairs)).items())))
         return found[0], found[1]
@@ -632,14 +624,3 @@ class Symmetry:
                 self, exact, [batches], samples=samples, scale=scale, generator=generator, noise=(perturb,)
             )
             return found
-
-
-def _shows(tap: Tap, units: Ints) -> Showing | None:
-    """Return where a tap shows all of some units, once each, on one axis; None if it does not."""
-    for sight in tap.seen:
-        at = np.flatnonzero(np.isin(sight.unit, units))
-        if len(sight.axes) == 1 and len(at) == len(units) == len(np.unique(sight.unit[at])):
-            positions = np.empty(len(units), np.int64)
-            positions[np.searchsorted(units, sight.unit[at])] = at
-            return Showing(tap, sight.axes[0], torch.from_numpy(positions))
-    return None

@@ -268,10 +268,7 @@ def _count_units(
     modules = dict(network.named_modules())
     watched: dict[str, list[tuple[Tensor, Tensor]]] = {}
     names = {
-        module
-        for group in symmetry.groups
-        for place in group.shown
-        if (module := place.tap.module) is not None and isinstance(modules[module], _ACTIVATIONS)
+        tap.module for group in symmetry.groups for tap in group.taps if isinstance(modules[tap.module], _ACTIVATIONS)
     }
     handles = []
 
@@ -303,15 +300,15 @@ def _count_units(
     for group in symmetry.groups:
         counts = dict.fromkeys(("dead", "always_on", "constant", "duplicated"), 0)
         seen = False
-        for place in group.shown:
-            module = place.tap.module or ""
-            for entered, left in watched.get(module, [])[place.tap.call :][:1]:
-                if entered.shape != left.shape:
+        for tap in group.taps:
+            where = tap.positions(group.units)
+            for entered, left in watched.get(tap.module, [])[tap.call : tap.call + 1]:
+                if where is None or entered.shape != left.shape:
                     continue
-                seen = True
-                x, y = (t.movedim(place.axis, 0)[place.positions].reshape(group.size, -1) for t in (entered, left))
-                if isinstance(modules[module], _PIECEWISE):
-                    rectifies = isinstance(modules[module], (nn.ReLU, nn.ReLU6))
+                seen, (axis, positions) = True, where
+                x, y = (t.movedim(axis, 0)[positions].reshape(group.size, -1) for t in (entered, left))
+                if isinstance(modules[tap.module], _PIECEWISE):
+                    rectifies = isinstance(modules[tap.module], (nn.ReLU, nn.ReLU6))
                     dead = (x <= 0).all(1) if rectifies else (y == 0).all(1)
                     linear = (x > 0).all(1) if rectifies else (x > 0).all(1) | (x < 0).all(1)
                     counts["always_on"] += int(linear.sum())

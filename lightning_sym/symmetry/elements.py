@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.groups import IntertwinerGroup
-from lightning_sym.symmetry.tracing.structure import Sight
+from lightning_sym.symmetry.tracing.structure import Slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,40 +20,40 @@ class Tap:
         shape: Its shape for the traced example, batch included.
         group: Which group acts on its channels.
         seen: For each axis (or axes together) on which units live, which unit stands where.
-        module: The module whose output it is; None at a cut.
+        module: The module whose output it is; empty at a cut.
         call: Which of the module's calls it is, from 0.
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
-        bias: The bias that was added last to it, which may be shifted.
+        shift: The number of the element's shift that is added to its channels.
     """
 
     name: str
     shape: tuple[int, ...]
     group: IntertwinerGroup
-    seen: tuple[Sight, ...]
-    module: str | None = None
+    seen: tuple[Slot, ...]
+    module: str = ""
     call: int = 0
     offset: float = 0.0
-    bias: str | None = None
+    shift: int | None = None
 
     @property
     def axis(self) -> int | None:
         """The axis of the channels: the last one on which units live by themselves; None if there is none."""
-        return max((sight.axes[0] for sight in self.seen if len(sight.axes) == 1), default=None)
+        return max((slot.axes[0] for slot in self.seen if len(slot.axes) == 1), default=None)
 
+    def positions(self, units: Tensor) -> tuple[int, Tensor] | None:
+        """Return where all of some units are seen, once each, on one axis.
 
-@dataclass(frozen=True, eq=False)
-class Showing:
-    """A place in the network where all units of an axis group can be watched.
+        Args:
+            units: Their numbers, in ascending order. Shape (size,), int64.
 
-    Attributes:
-        tap: The output of a module without children.
-        axis: The axis of that output on which the units live.
-        positions: For each unit, its position there. Shape (size,), int64.
-    """
-
-    tap: Tap
-    axis: int
-    positions: Tensor
+        Returns:
+            The axis, and for each unit its position there; None if they are not seen in this way.
+        """
+        for slot in self.seen:
+            at = np.flatnonzero(np.isin(slot.unit, units))
+            if len(slot.axes) == 1 and np.array_equal(np.sort(slot.unit[at]), units):
+                return slot.axes[0], torch.from_numpy(at[np.argsort(slot.unit[at])])
+        return None
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class AxisGroup:
         scales: How many magnitudes are free per unit.
         signs: How many signs are free per unit.
         occurrences: Where the units stand.
-        shown: Where they can be watched, in the order of the forward pass.
+        taps: Where all of them can be watched on one axis, in the order of the forward pass: outputs of modules without
+            children.
     """
 
     name: str
@@ -100,7 +103,7 @@ class AxisGroup:
     scales: int
     signs: int
     occurrences: tuple[Occurrence, ...]
-    shown: tuple[Showing, ...]
+    taps: tuple[Tap, ...]
 
     @property
     def size(self) -> int:

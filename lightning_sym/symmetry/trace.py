@@ -91,14 +91,7 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
-    structure, sights = build_structure(
-        trace.constraints,
-        trace.axis_labels,
-        trace.grouped,
-        trace.kinds,
-        trace.absorbed,
-        [numbers for _, numbers in trace.taps.values()],
-    )
+    structure, seen = build_structure(trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
     notes = list(trace.constraints.notes)
     if unused:
         shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
@@ -107,8 +100,8 @@ def trace_symmetry(
         warnings.warn(note, stacklevel=2)
     symmetry = Symmetry(
         structure,
-        sights,
-        {mark: value for mark, (value, _) in trace.taps.items()},
+        seen,
+        trace.taps,
         network,
         notes,
         constants=[name for name in read if name in unsaved or not states[name].is_floating_point()],

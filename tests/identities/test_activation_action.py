@@ -1,12 +1,15 @@
 """The group acts on activations: what an element does to the weights, and what `on_activations` says of every value."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from symmetry_family_cases import CASES, difference, randomise
+from test_stitching_theorem import OURS, SLOW, WRAPPED, listed, made
 from torch import Tensor, fx, nn
 
+from lightning_sym.stitching import Crossing
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.symmetry import trace as trace_module
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, capture, state_tensors
@@ -157,3 +160,96 @@ def test_every_value_of_a_small_network_moves_as_it_is_told(name: str, monkeypat
     if name == "attention":  # head by head
         assert any(set(own) == {(1,)} and len(own[1,][0].permutation) == 4 for own in parts)
         assert symmetry.structure.blocks
+
+
+ARCHITECTURES = {**OURS, **WRAPPED}
+
+
+@pytest.mark.parametrize("name", listed(ARCHITECTURES))
+def test_every_value_of_an_architecture_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, images = made(ARCHITECTURES[name], 1)
+    check_every_value(monkeypatch, source.network, (images,), EXACT)
+
+
+# The same seen from outside: a linear map that is the identity, behind a value, turns into the inverse of what acts.
+
+
+class Probed(nn.Module):
+    """A network with further outputs: of values inside, each through a linear map of its channels."""
+
+    def __init__(self, whole: nn.Module, crossings: list[Crossing]) -> None:
+        super().__init__()
+        self.network, self.crossings = whole, crossings
+        self.probes = nn.ModuleList(
+            nn.Linear(c.channels, c.channels, bias=False) if c.shape else None for c in crossings
+        )
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        output, *values = self.network(x)
+        cases = zip(self.probes, values, self.crossings, strict=True)
+        return [output, *(probe(v.movedim(c.axis, -1)) for probe, v, c in cases if probe is not None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [*((name, False) for name in sorted({*ARCHITECTURES} - SLOW)), *((name, True) for name in OURS)]
+)
+def test_probes_see_what_taps_say(name: str, before: bool) -> None:
+    case = ARCHITECTURES[name]
+    source, images = made(case, *case[2:], before=before)
+    found = [(f"{site}/{i}", c) for site in source.sites for i, c in enumerate(source.crossings(site))]
+    probed = Probed(source.network.cuts(source.sites, before=before).whole, [c for _, c in found]).double()
+    outside, inside = trace_symmetry(probed, images), source.symmetry
+    element = outside.sample(torch.Generator().manual_seed(0))
+    own = replace(element, group=inside.fingerprint)  # both number units and generators alike
+    for index, (tap, crossing) in enumerate(found):
+        if not crossing.mapped:
+            continue
+        weight = f"probes.{index}.weight"
+        moved = outside.act_on(element, {weight: torch.eye(crossing.channels, dtype=torch.float64)})[weight]
+        action = inside.on_activations(own, tap)
+        eye = torch.eye(crossing.channels, dtype=torch.float64)
+        matrix = action.element.matrix() if action.parts else eye
+        torch.testing.assert_close(moved @ matrix, eye, rtol=0, atol=EXACT)
+        groups = [g for g in outside.groups if any(o.tensor == weight and o.axis == 1 for o in g.occurrences)]
+        assert crossing.group.permutations == any(group.movable for group in groups)
+        assert crossing.group.dense == any(group.dense for group in groups)
+        several = [outside.act_on(outside.sample(torch.Generator().manual_seed(k), permutations=False, mixing=False),
+                                  {weight: eye})[weight].diagonal() for k in range(8)]  # fmt: skip
+        if not crossing.group.dense:  # there random elements have neither, but matrices
+            assert crossing.group.positive_scales == any(
+                not torch.allclose(d.abs(), torch.ones_like(d)) for d in several
+            )
+            assert crossing.group.signs == any(bool((d < 0).any()) for d in several)
+
+
+def test_a_module_that_is_called_twice_has_two_taps() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.act = nn.Linear(5, 8), nn.Linear(8, 7), nn.Linear(7, 3), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.act(self.b(self.act(self.a(x)))))
+
+    symmetry = trace_symmetry(Twice(), torch.randn(2, 5))
+    assert [(tap.name, tap.module, tap.call, tap.shape) for tap in symmetry.taps.values() if tap.module == "act"] == [
+        ("act", "act", 0, (2, 8)),
+        ("act-2", "act", 1, (2, 7)),
+    ]
+    assert [{tap.name for tap in group.taps} for group in symmetry.groups] == [{"a", "act"}, {"b", "act-2"}]
+
+
+def test_what_cannot_be_told_is_said() -> None:
+    network = with_batch_norm()
+    symmetry = trace_symmetry(network, torch.randn(2, 5))
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="'2'"):
+        symmetry.on_activations(element, "22")
+    with pytest.raises(ValueError, match="another network"):
+        symmetry.on_activations(trace_symmetry(flattened(), torch.randn(2, 3, 8, 8)).identity(), "2")
+    with pytest.raises(ValueError, match=r"sample\(shifts=False\)"):
+        _ = symmetry.on_activations(element, "0").element
+    assert symmetry.on_activations(symmetry.sample(shifts=False), "0").element.size == 8
+    mixer = trace_symmetry(Mixer(), torch.randn(2, 4, 5))
+    with pytest.raises(ValueError, match="use apply"):
+        _ = mixer.on_activations(mixer.sample(), "act").element

@@ -317,10 +317,9 @@ class AssignmentMap(FittedMap):
         """
         self._check_fitted()
         self._check(x)
-        scaled = self.port.group.positive_scales or self.port.group.signs
-        return self._apply_group(
-            x, self.assignment if self.port.group.permutations else None, self.scale if scaled else None
-        )
+        group = self.port.group
+        scale = self.scale if group.positive_scales or group.signs else None
+        return self._apply_group(x, self.assignment if group.permutations else None, scale)
 
     def dimension(self) -> int:
         """Return the number of free scales, ``C`` or 0, all of them fitted."""
@@ -337,9 +336,8 @@ class AssignmentMap(FittedMap):
 
 
 def _assign(moments: FeatureMoments, port: Port) -> tuple[Tensor, Tensor]:
-    return fits.assign(
-        moments, permutations=port.group.permutations, scales=port.group.positive_scales, signs=port.group.signs
-    )
+    group = port.group
+    return fits.assign(moments, permutations=group.permutations, scales=group.positive_scales, signs=group.signs)
 
 
 def _group_matrix(assignment: Tensor, scale: Tensor) -> Tensor:
@@ -357,6 +355,5 @@ def _check_not_dense(port: Port, family: str, instead: str) -> None:
 
 
 def _group_repr(port: Port) -> str:
-    group = port.group
-    has = {"permutations": group.permutations, "scales": group.positive_scales, "signs": group.signs}
-    return f"group={'+'.join(name for name, held in has.items() if held) or 'trivial'}"
+    names = {"permutations": "permutations", "positive_scales": "scales", "signs": "signs"}
+    return f"group={'+'.join(name for flag, name in names.items() if getattr(port.group, flag)) or 'trivial'}"

@@ -1,7 +1,6 @@
 """Matching by activations: units belong together that are active on the same inputs."""
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.elements import Showing
+from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.matching.assignment_costs import Chosen, Gain, Tables, matched_groups, within_cells
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, best_blocks, block_systems
@@ -45,21 +44,23 @@ class ActivationMoments:
         self.symmetry = symmetry
         self._a, self._b = a, b
         modules = dict(a.named_modules())
-        self._shown: dict[str, Showing] = {}
+        self._watched: dict[str, tuple[Tap, int, Tensor]] = {}
         # By group, the columns of its sign table that show at its place.
         self.visible_signs: dict[str, tuple[int, ...]] = {}
         for group, signs in zip(symmetry.groups, symmetry.structure.sign_table, strict=True):
-            if not group.shown or not (group.movable or group.signs):
+            if not group.taps or not (group.movable or group.signs):
                 continue
-            real = [shown for shown in group.shown if not _passes_through(modules[shown.tap.module or ""])]
-            self._shown[group.name] = shown = (real or group.shown)[-1]
-            visible = symmetry.generators_at(shown.tap)[1]
+            real = [tap for tap in group.taps if not _passes_through(modules[tap.module])]
+            tap = (real or group.taps)[-1]
+            axis, positions = tap.positions(group.units) or (0, group.units)
+            self._watched[group.name] = (tap, axis, positions)
+            visible = symmetry.generators_at(tap)[1]
             self.visible_signs[group.name] = tuple(k for k, own in enumerate(signs.T) if visible.keys() & set(own))
-        self.places = {name: shown.tap.name for name, shown in self._shown.items()}
+        self.places = {name: tap.name for name, (tap, _, _) in self._watched.items()}
         device = device_of(a)
         self._sums: dict[str, dict[str, Tensor]] = {}
-        for name, shown in self._shown.items():
-            size = len(shown.positions)
+        for name, (_, _, positions) in self._watched.items():
+            size = len(positions)
             shapes = {"n": (), **dict.fromkeys(("x", "y", "xx", "yy"), (size,)), "xy": (size, size)}
             self._sums[name] = {
                 key: torch.zeros(shape, dtype=wide(device), device=device) for key, shape in shapes.items()
@@ -83,7 +84,7 @@ class ActivationMoments:
         if not isinstance(images, Tensor):
             kind = type(inputs).__name__
             raise ValueError(f"inputs must be a tensor, or a tuple or list that starts with one, got {kind}.")
-        if len(images) == 0 or not self._shown:
+        if len(images) == 0 or not self._watched:
             return
         ours, theirs = (self._watch(network, images) for network in (self._a, self._b))
         for name, sums in self._sums.items():
@@ -101,20 +102,19 @@ class ActivationMoments:
     def _watch(self, network: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """Return the activations of each group. Each of shape (samples, size)."""
         found: dict[str, Tensor] = {}
+        calls: dict[str, int] = {}
         modules = dict(network.named_modules())
         handles = []
-        for name, shown in self._shown.items():
-            calls = itertools.count()
+        for name, (tap, axis, positions) in self._watched.items():
 
-            def keep(
-                module: nn.Module, args: Any, output: Any, *, name: str = name, shown: Showing = shown,
-                calls: Iterator[int] = calls,
-            ) -> None:  # fmt: skip
-                if next(calls) == shown.tap.call:
-                    values = output.detach().movedim(shown.axis, -1)
-                    found[name] = values.reshape(-1, values.shape[-1])[:, shown.positions.to(values.device)].clone()
+            def keep(module: nn.Module, args: Any, output: Any, own: Any = (name, tap.call, axis, positions)) -> None:
+                name, call, axis, positions = own
+                calls[name] = calls.get(name, -1) + 1
+                if calls[name] == call:
+                    values = output.detach().movedim(axis, -1)
+                    found[name] = values.reshape(-1, values.shape[-1])[:, positions.to(values.device)].clone()
 
-            handles.append(modules[shown.tap.module or ""].register_forward_hook(keep))
+            handles.append(modules[tap.module].register_forward_hook(keep))
         try:
             with torch.no_grad(), evaluating(network):
                 network(images.to(device_of(network)))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,20 +63,30 @@ class Mark:
         name: The module whose output it is, with ``-2``, ``-3``, ... for its later calls; or as the caller named it.
         node: The operation whose result it is.
         after: The last operation before it was named: what was written into it until then belongs to it.
-        module: The module, None if the caller named it.
+        module: The module, empty if the caller named it.
         call: Which of the module's calls it is, from 0.
     """
 
     name: str
     node: fx.Node
     after: fx.Node
-    module: str | None = None
+    module: str = ""
     call: int = 0
 
 
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer once, by its first name."""
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+def _places(network: nn.Module) -> dict[str, Tensor]:
+    """Return every place that holds a parameter or buffer: modules and weights may go by several names."""
+    return {
+        (f"{prefix}." if prefix else "") + name: tensor
+        for prefix, module in network.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
 
 
 def constant_names(network: nn.Module) -> set[str]:
@@ -165,11 +176,11 @@ class _Recorder:
     """Forward hooks that note which operations of the graph each module added, and which result is its output."""
 
     def __init__(self, network: nn.Module, leaf_types: tuple[type[nn.Module], ...]) -> None:
-        self.spans: list[tuple[int, int, str]] = []
+        self.modules: dict[fx.Node, str] = {}
         self.marks: dict[str, Mark] = {}
         self.calls: dict[str, int] = {}
         self.handles: list[Any] = []
-        self.stack: list[tuple[str, int]] = []
+        self.stack: list[tuple[str, fx.Node]] = []
         inside = {
             child for m in network.modules() if isinstance(m, leaf_types) for child in m.modules() if child is not m
         }
@@ -178,36 +189,37 @@ class _Recorder:
                 self.handles.append(module.register_forward_pre_hook(self._enter(name)))
                 self.handles.append(module.register_forward_hook(self._leave))
 
+    @staticmethod
+    def _tracer() -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None  # hooks run while a graph is made
+        return mode.tracer
+
     def _enter(self, name: str) -> Any:
         def hook(*_: Any) -> None:
-            self.stack.append((name, self._length()))
+            self.stack.append((name, next(reversed(self._tracer().graph.nodes))))
 
         return hook
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        name, start = self.stack.pop()
-        self.spans.append((start, self._length(), name))
-        call = self.calls.get(name, 0)
-        self.calls[name] = call + 1
+        name, before = self.stack.pop()
+        for node in itertools.takewhile(lambda node: node is not before, reversed(self._tracer().graph.nodes)):
+            self.modules.setdefault(node, name)  # inner modules end first
+        call = self.calls[name] = self.calls.get(name, -1) + 1
         tensors = [tensor for tensor in pytree.tree_leaves(plain(outputs)) if isinstance(tensor, Tensor)]
         if tensors:  # of several, the first
-            self.mark(name if not call else f"{name}-{call + 1}", tensors[0], name, call)
+            self.mark(f"{name}-{call + 1}" if call else name, tensors[0], name, call)
 
-    def mark(self, name: str, value: Any, module: str | None = None, call: int = 0) -> None:
-        """Note under which name a tensor is known; no others."""
-        mode = get_proxy_mode()
-        slot: Any = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
-        if slot is None or not value.is_floating_point():
+    def mark(self, name: str, value: Any, module: str = "", call: int = 0) -> None:
+        """Note under which name a floating tensor of the graph is known."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             return
+        tracer = self._tracer()
+        slot: Any = get_proxy_slot(value, tracer, None)
         while name in self.marks:  # a module may really be called relu-2
             name += "-2"
-        after = next(reversed(slot.proxy.node.graph.nodes))
-        self.marks[name] = Mark(name, slot.proxy.node, after, module, call)
-
-    @staticmethod
-    def _length() -> int:
-        mode = get_proxy_mode()
-        return len(mode.tracer.graph.nodes) if mode is not None else 0
+        if slot is not None:
+            self.marks[name] = Mark(name, slot.proxy.node, next(reversed(tracer.graph.nodes)), module, call)
 
     def close(self) -> None:
         for handle in self.handles:
@@ -298,23 +310,12 @@ def capture(
         arguments = pytree.tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach()), inputs)
         stack.enter_context(mode)
 
-        # Every place that holds a tensor, once: modules and weights may go by several names.
         first = {id(tensor): name for name, tensor in states.items()}
-        places = {
-            (f"{prefix}." if prefix else "") + name: first[id(tensor)]
-            for prefix, module in network.named_modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        }
+        names = {place: first[id(tensor)] for place, tensor in _places(network).items()}
+        running = network if cuts is None else cuts.whole
 
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
-            running = network if cuts is None else cuts.whole
-            own = {
-                name
-                for each in (running.named_parameters, running.named_buffers)
-                for name, _ in each(remove_duplicate=False)
-            }
-            held = {place: state[name] for place, name in places.items() if place in own}
+            held = {place: state[names[place]] for place in _places(running)}
             with torch.no_grad():
                 outputs = torch.func.functional_call(running, held, arguments, tie_weights=False)
             if cuts is not None:
@@ -348,25 +349,20 @@ def capture(
         hidden = node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), FakeTensor)
         if hidden or any(is_functorch_wrapped_tensor(value) for value in values):
             what = "computes a gradient inside" if hidden else "uses torch.vmap or another transform of functions"
-            where = next((name for start, end, name in recorder.spans if node in nodes[start:end]), "") or "forward"
+            where = recorder.modules.get(node, "forward")
             raise ValueError(
                 f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
                 "batch axis, or register a rule for the module that holds them (lightning_sym.symmetry.register_rule)"
             )
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    result = Capture(
+    return Capture(
         graph=module.graph,
         states=dict(zip(placeholders, states, strict=False)),
         inputs=placeholders[len(states) :],
-        modules={},
+        modules=recorder.modules,
         marks=list(recorder.marks.values()),
         leaves=leaves,
     )
-    # Inner modules end first, so that the first span to hold an operation is the innermost.
-    for start, end, name in recorder.spans:
-        for node in nodes[start:end]:
-            result.modules.setdefault(node, name)
-    return result
 
 
 def plain(outputs: Any) -> Any:

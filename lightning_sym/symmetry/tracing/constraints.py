@@ -9,16 +9,6 @@ Ints = NDArray[np.int64]
 UNSET = -1  # the tag of a parameter's position until something is known that it goes with
 
 
-def rank_within(keys: Ints) -> Ints:
-    """Return, for each entry, how many equal ones stand before it."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    start = np.r_[0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]
-    rank = np.zeros(len(keys), np.int64)
-    rank[order] = np.arange(len(keys)) - np.repeat(start, np.diff(np.r_[start, len(keys)]))
-    return rank
-
-
 @dataclass(frozen=True, eq=False)
 class Label:
     """Who acts on which element of a tensor.
@@ -59,7 +49,7 @@ class Sighting:
 
     Attributes:
         label: One entry per position.
-        tensor: The parameter or buffer, or None.
+        tensor: The parameter or buffer, or the name of a value inside the network; None for values without one.
         kind: "value", or "variance" for a running variance, which moves by v' = s^2 (v + eps) - eps
             (docs/theory/intertwiners.md, 2.3).
         epsilon: That eps.

@@ -1,16 +1,14 @@
 """From all constraints to the group that meets them all: who may change places, what may be scaled."""
 
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, rank_within
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.equations import solve
 
 Ints = NDArray[np.int64]
@@ -71,6 +69,8 @@ class Structure:
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
         shifts: For each free shift: the slots to which it is added (biases first, then running means), and its size.
         absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
+        parents: For each system of blocks (blocks, parents): further units, which change places as the blocks do
+            (heads, where attention weights are seen). In values inside the network only.
     """
 
     slots: tuple[Slot, ...]
@@ -87,13 +87,23 @@ class Structure:
     dense: tuple[Ints, ...]
     shifts: tuple[tuple[tuple[int, ...], int], ...]
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
+    parents: tuple[Ints, ...] = ()
+
+    def comes(self, permutation: Ints) -> Ints:
+        """Return for each unit, parents of blocks included, the one that comes in its place."""
+        image: Ints = np.r_[permutation, np.arange(len(permutation), self.units)]
+        for blocks, parents in zip(self.blocks, self.parents, strict=False):
+            block_of = np.full(self.units, -1)
+            block_of[blocks] = np.arange(len(blocks))[:, None]
+            image[parents] = parents[block_of[permutation[blocks[:, 0]]]]
+        return image
 
     @cached_property
-    def slots_of(self) -> dict[str, list[int]]:
-        """By tensor, the numbers of its slots."""
-        found: dict[str, list[int]] = {}
-        for index, slot in enumerate(self.slots):
-            found.setdefault(slot.tensor, []).append(index)
+    def slots_of(self) -> dict[str, list[Slot]]:
+        """By tensor, its slots."""
+        found: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault(slot.tensor, []).append(slot)
         return found
 
     @cached_property
@@ -152,49 +162,6 @@ class Structure:
         return places
 
 
-@dataclass(frozen=True, eq=False)
-class Sight:
-    """The labelled positions of a value inside the network: on one axis, or on several at once.
-
-    Attributes:
-        axes: The value's axes; () if one unit holds all of it.
-        shape: Their sizes.
-        unit: For each position the unit that it belongs to, -1 for none; the numbers from :attr:`Structure.units` on
-            are those of blocks' parents, see :attr:`Sights.parents`. Shape (positions,).
-        rank: Which of its unit's positions this is; units that change places are seen with the same ranks.
-        offset: Where its positions start among those of all sights.
-    """
-
-    axes: tuple[int, ...]
-    shape: tuple[int, ...]
-    unit: Ints
-    rank: Ints
-    offset: int
-
-    @property
-    def rows(self) -> slice:
-        """Its positions among those of all sights."""
-        return slice(self.offset, self.offset + len(self.unit))
-
-
-@dataclass(frozen=True, eq=False)
-class Sights:
-    """How units are seen in values inside the network, with the generators of a :class:`Structure`.
-
-    Attributes:
-        of: For each value, by the number that it was asked for by, its sights, on different axes.
-        magnitudes: Generators of scales: sparse (positions of all sights, generators), the exponents.
-        signs: The same for signs, modulo 2.
-        parents: For each system of blocks (blocks, parents): numbers, from the number of units on, of what changes
-            places as the blocks do (heads, where attention weights are seen).
-    """
-
-    of: tuple[tuple[Sight, ...], ...]
-    magnitudes: sparse.csr_matrix
-    signs: sparse.csr_matrix
-    parents: tuple[Ints, ...]
-
-
 def _mix(values: Ints | Hashes) -> Hashes:
     """Scramble integers (splitmix64), so that sums of them identify multisets."""
     x = values.astype(np.uint64)
@@ -242,8 +209,7 @@ def build_structure(
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
-    watched: Sequence[Sequence[int]] = (),
-) -> tuple[Structure, Sights]:
+) -> tuple[Structure, Structure]:
     """Solve all constraints.
 
     Args:
@@ -252,7 +218,9 @@ def build_structure(
         grouped: By weight of a grouped convolution, the label over its two first axes.
         kinds: By buffer, see :class:`Slot`.
         absorbed: See :class:`Structure`.
-        watched: For each value that is to be known, the numbers of its sightings.
+
+    Returns:
+        The group on parameters and buffers; and the same group on the values inside the network that have a name.
     """
     number = constraints.atoms
     root = _components(number, constraints.merges)
@@ -334,36 +302,22 @@ def build_structure(
     cell_key[parent] = _mix(parent)
 
     orbits = [np.asarray(group) for group in _sorted_groups(total[roots])]
-    columns, cells, movable = [], [], []
-    order = np.lexsort((tag[:own], where[:own], atom[:own]))
-    order = order[unit_of[atom[order]] >= 0]
-    stands = unit_of[atom[order]]
-    starts = np.searchsorted(stands, np.arange(len(roots)))
-    ends = np.searchsorted(stands, np.arange(len(roots)), side="right")
+    columns = _columns(orbits, unit_of[atom[:own]], where[:own], tag[:own])
+    cells, movable = [], []
     for group in orbits:
-        width = int(ends[group[0]] - starts[group[0]])
-        if fixed[roots[group[0]]]:
-            widths = ends[group] - starts[group]
-            width = int(widths.min())
-        matrix = order[starts[group][:, None] + np.arange(width)]
-        columns.append(matrix)
         movable.append(not fixed[roots[group[0]]])
         _, cell = np.unique(cell_key[roots[group]], return_inverse=True)
         cells.append(np.arange(len(group)) if fixed[roots[group[0]]] else cell)
 
-    blocks, parents, seen_unit = _blocks(parent, member, total, cell_key, fixed, unit_of, number)
+    blocks, parents, number_of = _blocks(parent, member, total, cell_key, fixed, unit_of, number)
     dense = _dense(orbits, cells, columns, movable, position_magnitudes, constraints, root, roots, grouped)
 
-    slots = []
-    for index in range(parameters):
-        place = places[index]
-        shape = tuple(place.label.atom.shape)
-        slots.append(
-            Slot(
-                place.tensor or "", place.label.axes, int(offset[index]), shape,
-                unit_of[atom[offset[index] : offset[index + 1]]].reshape(shape), place.kind, place.epsilon,
-            )
-        )  # fmt: skip
+    def slot(index: int, units: Ints, first: int) -> Slot:
+        place, shape = places[index], places[index].label.atom.shape
+        unit = units[atom[offset[index] : offset[index + 1]]].reshape(shape)
+        return Slot(place.tensor or "", place.label.axes, first, shape, unit, place.kind, place.epsilon)
+
+    slots = [slot(index, unit_of, int(offset[index])) for index in range(parameters)]
     further = []  # scales of positions that are no single axis of a parameter
     end = own
     for name, label in grouped.items():
@@ -372,12 +326,9 @@ def build_structure(
         # Positions of a label over two axes: within a row, units stand in the order of their columns.
         further.append(label.scale)
         end += label.size
-    sights, rows = [], end
-    for number in itertools.chain(*watched):
-        label, at = places[parameters + number].label, slice(*offset[parameters + number : parameters + number + 2])
-        sights.append(_sight(label, seen_unit[atom[at]], tag[at], rows - end))
-        further.append(label.scale)
-        rows += label.size
+    named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
+    at = flat([np.arange(offset[index], offset[index + 1]) for index in named])
+    further += [places[index].label.scale for index in named]
     position_magnitudes = sparse.vstack([position_magnitudes, magnitudes.forms[flat(further)]]).tocsr()
     position_signs = sparse.vstack([position_signs, signs.forms[flat(further)]]).tocsr()
     position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes, end))
@@ -407,16 +358,30 @@ def build_structure(
         shifts=shifts,
         absorbed=tuple(absorbed),
     )
-    each = iter(sights)
-    watched_sights = tuple(tuple(next(each) for _ in numbers) for numbers in watched)
-    return structure, Sights(watched_sights, position_magnitudes[end:], position_signs[end:], parents)
+    firsts = np.cumsum([0, *size[named]]).tolist()
+    orbits += [part for numbers in parents for part in numbers.T]
+    return structure, replace(
+        structure,
+        slots=tuple(slot(index, number_of, first) for index, first in zip(named, firsts, strict=False)),
+        units=structure.units + sum(numbers.size for numbers in parents),
+        orbits=tuple(orbits),
+        movable=(*movable, *[True] * (len(orbits) - len(movable))),
+        columns=tuple(_columns(orbits, number_of[atom[at]], where[at], tag[at])),
+        magnitudes=position_magnitudes[end:],
+        signs=position_signs[end:],
+        shifts=(),
+        parents=parents,
+    )
 
 
-def _sight(label: Label, unit: Ints, tag: Ints, offset: int) -> Sight:
-    by_tag = np.argsort(tag, kind="stable")
-    rank = np.zeros(len(unit), np.int64)
-    rank[by_tag] = rank_within(unit[by_tag])
-    return Sight(label.axes, label.atom.shape, unit, rank, offset)
+def _columns(orbits: list[Ints], unit: Ints, where: Ints, tag: Ints) -> list[Ints]:
+    """Return for each orbit (units, columns): the positions at which each unit stands, in one order for all units."""
+    order = np.lexsort((tag, where, unit))
+    ordered, columns = unit[order], []
+    for units in orbits:
+        starts, ends = (np.searchsorted(ordered, units, side=side) for side in ("left", "right"))
+        columns.append(order[starts[:, None] + np.arange((ends - starts).min())])
+    return columns
 
 
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry.tracing.capture import Capture, Mark
-from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting, rank_within
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.shifts import Shifts
 
 Ints = NDArray[np.int64]
@@ -63,6 +63,16 @@ Rule = Callable[..., Any]
 _MANY = 2**22  # numbers of a constant that are compared one by one
 
 
+def rank_within(keys: Ints) -> Ints:
+    """Return, for each entry, how many equal ones stand before it."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    start = np.r_[0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]
+    rank = np.zeros(len(keys), np.int64)
+    rank[order] = np.arange(len(keys)) - np.repeat(start, np.diff(np.r_[start, len(keys)]))
+    return rank
+
+
 class Trace:
     """What a rule may ask for while the tracer walks through the network.
 
@@ -96,7 +106,7 @@ class Trace:
         self.made_of_states: dict[int, Any] = {}
         self.lengths: set[int] = set()
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
-        self.taps: dict[Mark, tuple[Value, list[int]]] = {}
+        self.taps: dict[Mark, Value] = {}
 
     # What something is called, for notes and errors.
 
@@ -707,14 +717,14 @@ class Trace:
         _, inverse = np.unique(keys, axis=1, return_inverse=True)
         return rank_within(inverse.ravel()).reshape(label.atom.shape)
 
-    def see(self, label: Label) -> int:
+    def see(self, label: Label, name: str | None = None) -> None:
         """Write down where units are seen: two units may change places only if they are seen at the same places.
 
-        Returns:
-            The number of this sighting.
+        Args:
+            label: The units.
+            name: Name of the value in which they are seen, if it is to be known.
         """
-        self.constraints.occurrences.append(Sighting(self.constraints.resolve(label)))
-        return len(self.constraints.occurrences) - 1
+        self.constraints.occurrences.append(Sighting(self.constraints.resolve(label), name))
 
     # What is read of a value that is only moved about: the rest would be read by a longer input.
 

@@ -113,7 +113,9 @@ class Walk(Trace):
                             self.see(label)
             for mark in marks.get(node, ()):
                 if isinstance(value := environment[mark.node], Value):
-                    self.taps[mark] = (value, [self.see(label) for label in value.labels])
+                    self.taps[mark] = value
+                    for label in value.labels:
+                        self.see(label, mark.name)
         self._fix_unread()
         self.shifts.check(capture)
         for node, state in capture.states.items():

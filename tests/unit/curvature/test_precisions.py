@@ -8,13 +8,7 @@ from helpers import assert_refused
 from torch import nn
 
 from lightning_sym.curvature import Evidence, NonFiniteError, PrecisionOptimizer, factors, parameter_groups
-from lightning_sym.layers import (
-    CircularConv,
-    FactoredFullyConnected,
-    PolyphasePool,
-    ResidualPathways,
-    parameter_paths,
-)
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways, parameter_paths
 from lightning_sym.networks import RelaxedNetwork
 
 

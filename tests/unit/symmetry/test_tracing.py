@@ -609,9 +609,11 @@ def test_occurrences_and_taps() -> None:
     assert (weights["0.weight", 0].exponent, weights["4.weight", 1].exponent) == (1, -1)
     assert weights["4.weight", 1].positions.tolist() == torch.arange(36).reshape(4, 9).tolist()
     assert all(o.is_parameter for o in first.occurrences)
-    assert {shown.tap.name for shown in first.shown} >= {"0", "1", "2"}
-    assert {(shown.tap.name, shown.axis) for shown in second.shown} == {("4", 1), ("5", 1)}
-    assert all(shown.positions.tolist() == list(range(5)) for shown in second.shown)
+    assert {tap.name for tap in first.taps} >= {"0", "1", "2"}
+    assert {tap.name for tap in second.taps} == {"4", "5"}
+    for tap in second.taps:
+        axis, positions = tap.positions(second.units)
+        assert (axis, positions.tolist()) == (1, list(range(5)))
 
 
 def test_taps_show_the_units_move() -> None:
@@ -620,8 +622,8 @@ def test_taps_show_the_units_move() -> None:
     element = symmetry.sample(generator(), signs=False)
     made = symmetry.act(element, network)
     (group,) = symmetry.groups
-    shown = next(shown for shown in group.shown if shown.tap.name == "1")
-    old, new = (torch.tanh(net[0](X.double())).index_select(shown.axis, shown.positions) for net in (network, made))
+    axis, positions = next(tap.positions(group.units) for tap in group.taps if tap.name == "1")
+    old, new = (torch.tanh(net[0](X.double())).index_select(axis, positions) for net in (network, made))
     assert torch.allclose(new, old[:, element.permutation[group.units]])
 
 
