@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
 from lightning_sym._distributed import together
 from lightning_sym.datamodules import ImageDataModule, InputDataModule
-
-TaskT = TypeVar("TaskT", bound=LightningModule)
-DataT = TypeVar("DataT", bound=InputDataModule)
 
 
 def lacking(task: LightningModule, needs: Sequence[str]) -> list[str]:
@@ -38,21 +35,11 @@ def check_needs(callback: Callback, task: LightningModule, needs: Sequence[str],
         )
 
 
-def checked_task(callback: Callback, task: LightningModule, kind: type[TaskT]) -> TaskT:
-    """Return the task if it is of a kind.
-
-    Raises:
-        TypeError: If it is not.
-    """
-    if not isinstance(task, kind):
-        raise TypeError(
-            f"{type(callback).__name__} works with lightning_sym.tasks.{kind.__name__}, got {type(task).__name__}; "
-            "remove the callback or use that task."
-        )
-    return task
-
-
-def checked_datamodule(callback: Callback, trainer: Trainer, kind: type[DataT]) -> DataT:
+def checked_datamodule(
+    callback: Callback,
+    trainer: Trainer,
+    kind: type[InputDataModule] = ImageDataModule,  # type: ignore[type-abstract]
+) -> Any:
     """Return the trainer's datamodule if it is of a kind.
 
     Raises:
@@ -65,11 +52,6 @@ def checked_datamodule(callback: Callback, trainer: Trainer, kind: type[DataT]) 
             f"identity), got {type(data).__name__}; pass one to trainer.fit(task, datamodule)."
         )
     return data
-
-
-def image_datamodule(callback: Callback, trainer: Trainer) -> ImageDataModule:
-    """Return the trainer's datamodule if it is an ``ImageDataModule``; see :func:`checked_datamodule`."""
-    return checked_datamodule(callback, trainer, ImageDataModule)  # type: ignore[type-abstract]
 
 
 def run_folder(trainer: Trainer) -> Path:

@@ -1,8 +1,9 @@
 """Running statistics of batch norms measured anew before every evaluation, and put back afterwards."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -14,8 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
-from lightning_sym.callbacks._checks import image_datamodule, lacking
-from lightning_sym.datamodules import TensorLoader
+from lightning_sym.callbacks._checks import checked_datamodule, lacking
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 
 # A module, the name of one of its buffers, and a copy of that buffer.
@@ -121,11 +121,9 @@ class BatchNormRecalibration(Callback):
                 ``recalibration_targets``, or for the reasons that ``recalibrate_batch_norm`` has. All statistics are
                 then as they were.
         """
-        targets = [
-            (network, list(batch_norms(network) if names is None else names))
-            for network, names in _targets(pl_module, self.exact)
-        ]  # fmt: skip
-        targets = [(network, names) for network, names in targets if names]
+        found = _targets(pl_module, self.exact)
+        named = [(network, list(batch_norms(network) if names is None else names)) for network, names in found]
+        targets = [(network, names) for network, names in named if names]
         if not targets:
             if not self._said:
                 rank_zero_info(
@@ -184,7 +182,7 @@ class BatchNormRecalibration(Callback):
                 or ``keep`` does not go with ``WeightAveraging``.
         """
         self._said = False
-        image_datamodule(self, trainer)
+        checked_datamodule(self, trainer)
         _check_task(pl_module)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averaging = [place for place, callback in enumerate(callbacks) if isinstance(callback, WeightAveraging)]
@@ -232,8 +230,7 @@ class BatchNormRecalibration(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore what an evaluation that failed has left; before ModelCheckpoint may save."""
-        while self._kept:
-            self.restore(pl_module)
+        self.teardown(trainer, pl_module, "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore what is left, for the ways to end that call no other hook."""
@@ -244,7 +241,7 @@ class BatchNormRecalibration(Callback):
 
     def _batches(self, trainer: Trainer, pl_module: LightningModule, networks: list[nn.Module]) -> "_Batches":
         """Return this rank's batches."""
-        data = image_datamodule(self, trainer)
+        data = checked_datamodule(self, trainer)
         loader = data.curvature_dataloader()
         shares = [int(share) for share in gathered(len(loader.images))]
         total = sum(shares)
@@ -271,36 +268,26 @@ class BatchNormRecalibration(Callback):
         length = min(lengths) if synchronised else lengths[rank]
         if fast := int(trainer.fast_dev_run):  # type: ignore[attr-defined]
             length = min(length, fast)
-        return _Batches(trainer, pl_module, loader, mine, size, length)
+
+        def prepared(part: Tensor) -> Any:
+            batch = trainer.precision_plugin.convert_input((loader.normalize(loader.images[part]), loader.labels[part]))
+            return trainer.strategy.batch_to_device(pl_module._on_before_batch_transfer(batch))
+
+        return _Batches(torch.split(mine.to(loader.images.device), size)[:length], prepared)
 
 
+@dataclass(frozen=True)
 class _Batches:
-    """Batches of chosen images, as an evaluation loop would hand them to its step."""
+    """Batches of chosen images, as an evaluation loop would hand them to its step; as often as they are asked for."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        loader: TensorLoader,
-        chosen: Tensor,
-        size: int,
-        length: int,
-    ) -> None:
-        self._trainer, self._module, self._loader = trainer, pl_module, loader
-        self._chosen = chosen.to(loader.images.device)
-        self._size, self._length = size, length
+    parts: Sequence[Tensor]
+    prepared: Callable[[Tensor], Any]
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.parts)
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self._loader
-        for place in range(self._length):
-            part = self._chosen[place * self._size : (place + 1) * self._size]
-            batch = loader.normalize(loader.images[part]), loader.labels[part]
-            batch = self._trainer.precision_plugin.convert_input(batch)
-            batch = self._module._on_before_batch_transfer(batch)
-            yield self._trainer.strategy.batch_to_device(batch)
+        return map(self.prepared, self.parts)
 
 
 def _check_task(task: LightningModule) -> None:

@@ -30,19 +30,18 @@ from lightning_sym.landscape import (
     orbit_distances,
     weight_vector,
 )
-from lightning_sym.reports import RunResults, equivalence_results
-from lightning_sym.reports.equivalence import SearchData, point_rows
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.equivalence import SearchData, equivalence_results, point_rows
 from lightning_sym.reports.equivalence_grids import EvaluatedGrid, PlaneGrid, PlanePoint, Through, evaluated_grids
 from lightning_sym.reports.table import picked
 from lightning_sym.tasks import EquivalenceTask, FoundWeights
-from lightning_sym.zoo import versions
 
 _TWO_UNIT_WEIGHTS = 4
 _FIGURES = ("surface", "contour", "set", "isosurface", "betti", "umap")
 _MOST_LOSSES = 3
 
 
-class EquivalenceReport(RunReport[EquivalenceTask, InputDataModule]):
+class EquivalenceReport(RunReport):
     r"""Say what a search with :class:`lightning_sym.tasks.EquivalenceTask` found, and draw planes through it.
 
     At the end of the search, for each grid: an orthonormal basis of the plane through the found points, J on the grid,
@@ -105,10 +104,12 @@ class EquivalenceReport(RunReport[EquivalenceTask, InputDataModule]):
         kinds = ("search", "orbit", "mixed")
         if isinstance(through, str) or not through or not set(through) <= set(kinds):
             raise ValueError(f"through must be a list of some of {', '.join(kinds)}, got {through!r}.")
-        if epsilon_unit not in ("J0", "J"):
-            raise ValueError(f'epsilon_unit must be "J0" or "J", got {epsilon_unit!r}.')
-        if precision not in ("double", "single"):
-            raise ValueError(f'precision must be "double" or "single", got {precision!r}.')
+        for name, value, accepted in (
+            ("epsilon_unit", epsilon_unit, ("J0", "J")),
+            ("precision", precision, ("double", "single")),
+        ):
+            if value not in accepted:
+                raise ValueError(f'{name} must be "{accepted[0]}" or "{accepted[1]}", got {value!r}.')
         self.grids = [PlaneGrid(2, 101), PlaneGrid(3, 51)] if grids is None else list(grids)
         self.epsilon = epsilon
         self.epsilon_unit = epsilon_unit
@@ -242,8 +243,7 @@ class EquivalenceReport(RunReport[EquivalenceTask, InputDataModule]):
             "steps": trainer.global_step,
             "inputs": self.inputs,
             "precision": self.precision,
-            "data": data.identity(),
-            "versions": versions(),
+            **self.source(data),
         }
         return equivalence_results(
             search,
@@ -278,9 +278,8 @@ class EquivalenceReport(RunReport[EquivalenceTask, InputDataModule]):
     ) -> tuple[torch.nn.Module, Tensor, Tensor, FunctionScale]:
         """Return a copy of the teacher in the grids' precision, the grids' inputs, its outputs, and its scale there."""
         task.to(device)
-        inputs = first_inputs(task.sample_inputs(), self.inputs).to(
-            torch.float64 if self.precision == "double" else torch.float32
-        )
+        kind = torch.float64 if self.precision == "double" else torch.float32
+        inputs = first_inputs(task.sample_inputs(), self.inputs).to(kind)
         # Copied: the task's own teacher keeps its precision.
         teacher = task.copy_of_teacher().to(inputs)
         with torch.no_grad():
@@ -336,11 +335,10 @@ def _what_to_change(task: EquivalenceTask, through: Through) -> str:
 
 def first_inputs(batches: Iterable[Tensor], most: int) -> Tensor:
     """Return the first inputs of some batches. Shape ``[N, ...]``, ``N <= most``."""
-    found, count = [], 0
+    found: list[Tensor] = []
     for batch in batches:
         found.append(batch)
-        count += len(batch)
-        if count >= most:
+        if sum(map(len, found)) >= most:
             break
     return torch.cat(found)[:most]
 

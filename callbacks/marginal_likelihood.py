@@ -7,29 +7,22 @@ from typing import Any, Literal
 
 from pytorch_lightning import LightningModule, Trainer
 
+from lightning_sym._checks import check_integers
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.curvature import (
-    CurvatureError,
-    Evidence,
-    Groups,
-    PrecisionOptimizer,
-    factors,
-    parameter_groups,
-)
+from lightning_sym.curvature import CurvatureError, Evidence, Groups, PrecisionOptimizer, factors, parameter_groups
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
-from lightning_sym.reports import RunResults, evidence_results
-from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, layer_types, member_name
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, evidence_results, layer_types, member_name
 from lightning_sym.reports.table import picked
-from lightning_sym.zoo import versions
 
 _MOST_SKIPPED = 3
 
 
-class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
+class MarginalLikelihood(RunReport):
     """Learn the prior precisions of a network, or of all members of a zoo, by evidence, every few epochs of training.
 
     It works with every task that has a ``prior``, a :class:`lightning_sym.curvature.GaussianPrior` that it trains its
@@ -110,14 +103,9 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
         dirpath: str | None = None,
     ) -> None:
         super().__init__(dirpath)
-        for name, number, optional in (
-            ("burn_in", burn_in, True),
-            ("every_n_epochs", every_n_epochs, False),
-            ("steps", steps, False),
-            ("samples", samples, True),
-        ):
-            if not (optional and number is None) and (type(number) is not int or number < 1):
-                raise ValueError(f"{name} must be an integer >= 1{' or null' * optional}, got {number!r}.")
+        given = {"burn_in": burn_in, "every_n_epochs": every_n_epochs, "steps": steps, "samples": samples}
+        optional = ("burn_in", "samples")
+        check_integers(1, **{name: value for name, value in given.items() if value is not None or name not in optional})
         for name, choice, accepted in (
             ("lr_schedule", lr_schedule, ("constant", "cosine")),
             ("granularity", granularity, ("per_path", "per_tensor")),
@@ -302,11 +290,8 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
                 path: {
                     "layer": found.layer,
                     "parameters": found.size,
-                    "precision": found.precision,
-                    "mean_square": found.mean_square,
                     "effective": found.raw,
-                    "normalised": found.normalised,
-                    "relative": found.relative,
+                    **picked(found, "precision", "mean_square", "normalised", "relative"),
                 }
                 for path, found in evidence.effective_parameters(precisions, noise).items()
             },
@@ -415,8 +400,7 @@ class MarginalLikelihood(RunReport[LightningModule, InputDataModule]):
                 "log_precisions": by_member({number: one.log_precisions for number, one in own.items()}, members),
                 "log_noise": by_member({number: one.log_noise for number, one in own.items()}, members),
                 "epochs": trainer.current_epoch,
-                "data": data.identity(),
-                "versions": versions(),
+                **self.source(data),
             },
         )
 

@@ -13,16 +13,15 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.networks.batch_norm import batch_norms
-from lightning_sym.reports import RunResults, matching_results
-from lightning_sym.reports.matching import SPLITS, Line, Pair
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.matching import SPLITS, Line, Pair, matching_results
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
 from lightning_sym.reports.table import counted, picked
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.tasks.matching import UNMATCHED
-from lightning_sym.zoo import versions
 
 
-class MatchingReport(RunReport[MatchingTask]):
+class MatchingReport(RunReport):
     """Say what a fit of a :class:`lightning_sym.tasks.MatchingTask` found.
 
     At the end of the fit, loss and accuracy are evaluated on the straight line between the two networks of every
@@ -121,8 +120,7 @@ class MatchingReport(RunReport[MatchingTask]):
             "seeds": {"members": members, "matching_seed": task.matching_seed},
             "settings": picked(task, "restarts", "scales", "signs"),
             "symmetry": picked(task.symmetry, "dimension", "log10_permutations"),
-            "data": data.identity(),
-            "versions": versions(),
+            **self.source(data),
         }
         kind = type(task.member(members[0])).__name__
         title = f"{kind}, {counted(len(task.pairs), 'pair')}"

@@ -4,24 +4,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import Progress
-from typing_extensions import TypeVar
 
 from lightning_sym._distributed import together
 from lightning_sym.callbacks._checks import check_needs, checked_datamodule, run_folder
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.datamodules import ImageDataModule, InputDataModule
 from lightning_sym.reports import RunResults
-
-TaskT = TypeVar("TaskT", bound=LightningModule, default=Any)
-DataT = TypeVar("DataT", bound=InputDataModule, default=ImageDataModule)
+from lightning_sym.zoo import versions
 
 
-class RunReport(Callback, ABC, Generic[TaskT, DataT]):
+class RunReport(Callback, ABC):
     """Base of callbacks that say at the end of a fit what it found: tables, figures, and a summary on the terminal.
 
     A subclass evaluates what it needs in :meth:`measure`, on every rank, and makes of it
@@ -64,21 +61,24 @@ class RunReport(Callback, ABC, Generic[TaskT, DataT]):
         """Whether this run is one that is reported on: a fit, and no trial."""
         return self._path is not None
 
-    def data(self, trainer: Trainer) -> DataT:
+    def data(self, trainer: Trainer) -> Any:
         """Return the datamodule as what it is.
 
         Raises:
             TypeError: If it is not of ``data_type``.
         """
-        found: Any = checked_datamodule(self, trainer, self.data_type)
-        return found  # type: ignore[no-any-return]
+        return checked_datamodule(self, trainer, self.data_type)
 
-    def measure(self, trainer: Trainer, task: TaskT, data: DataT) -> Any:
+    def source(self, data: Any) -> dict[str, Any]:
+        """Return what every table says at its end: which data and which versions of packages it was made with."""
+        return {"data": data.identity(), "versions": versions()}
+
+    def measure(self, trainer: Trainer, task: Any, data: Any) -> Any:
         """Return what has to be evaluated for the report; called on every rank, for all to work together."""
         return None
 
     @abstractmethod
-    def report(self, trainer: Trainer, task: TaskT, data: DataT, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: Any, data: Any, measured: Any) -> RunResults:
         """Return what is written and printed; called on rank 0 only.
 
         Args:
@@ -128,13 +128,12 @@ class RunReport(Callback, ABC, Generic[TaskT, DataT]):
         """Make the report and publish it."""
         if not self.active:
             return
-        task: Any = pl_module
         data = self.data(trainer)
-        measured = self.measure(trainer, task, data)
+        measured = self.measure(trainer, pl_module, data)
 
         def publish() -> None:
             if trainer.is_global_zero:
-                self.results = self.report(trainer, task, data, measured)
+                self.results = self.report(trainer, pl_module, data, measured)
                 self.publish(trainer, self.results)
 
         together(publish)

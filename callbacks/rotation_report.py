@@ -7,14 +7,13 @@ from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.reports import RunResults, rotation_results
-from lightning_sym.reports.rotation import KINDS
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.rotation import KINDS, rotation_results
 from lightning_sym.reports.table import counted, picked
 from lightning_sym.tasks import RotationTask
-from lightning_sym.zoo import versions
 
 
-class RotationReport(RunReport[RotationTask]):
+class RotationReport(RunReport):
     """Say what a fit of a :class:`lightning_sym.tasks.RotationTask` found.
 
     At the end of the fit, and only then, the members and the rotated networks are evaluated on the test split: of each
@@ -81,8 +80,7 @@ class RotationReport(RunReport[RotationTask]):
             "seed": task.seed,
             "settings": picked(task, "repeats", "scale", "weight_decay_on"),
             "epochs": trainer.current_epoch,
-            "data": data.identity(),
-            "versions": versions(),
+            **self.source(data),
         }
         numbers = task.quantities(measured["test"], "test")
         main = "group" if "group" in task.kinds else task.kinds[0]

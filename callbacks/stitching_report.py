@@ -8,14 +8,13 @@ from pytorch_lightning import Trainer
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.reports import RunResults, stitching_results
-from lightning_sym.reports.stitching import AS_IS, RECALIBRATED
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, stitching_results
 from lightning_sym.reports.table import counted, picked
 from lightning_sym.tasks import StitchingTask
-from lightning_sym.zoo import versions
 
 
-class StitchingReport(RunReport[StitchingTask]):
+class StitchingReport(RunReport):
     """Say what a fit of a :class:`lightning_sym.tasks.StitchingTask` found.
 
     At the end of the fit, and only then, the stitched networks are evaluated on the test split: of each the weights
@@ -38,7 +37,7 @@ class StitchingReport(RunReport[StitchingTask]):
     """
 
     needs = (
-        *("stitches", "branches", "names", "members", "pairs", "zoos", "target_zoo", "seed", "skipped", "kept"),
+        *("stitches", "branches", "names", "members", "pairs", "zoos", "target_zoo", "seed", "left_out", "kept"),
         *("stopped", "ports", "batch_norm", "init", "head_start", "resize"),
         *("evaluating", "evaluate", "penalties", "parameters_of"),
     )
@@ -99,8 +98,7 @@ class StitchingReport(RunReport[StitchingTask]):
             "recalibration": recalibration and picked(recalibration, "images", "batch_size", "exact"),
             "skipped": task.left_out,
             "epochs": trainer.current_epoch,
-            "data": data.identity(),
-            "versions": versions(),
+            **self.source(data),
         }
         names = dict.fromkeys(type(network).__name__ for network in task.members.values())
         return stitching_results(

@@ -18,8 +18,7 @@ from lightning_sym._text import ranges
 from lightning_sym.callbacks._checks import lacking, run_folder
 from lightning_sym.callbacks.publishing import publish_results, publish_text
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.reports import SymmetryMeter, monitor_results
-from lightning_sym.reports.symmetry import GroupKind, monitor_scalars
+from lightning_sym.reports.symmetry import GroupKind, SymmetryMeter, monitor_results, monitor_scalars
 from lightning_sym.tasks.strategy import gather
 from lightning_sym.zoo import versions
 
@@ -124,11 +123,10 @@ class SymmetryMonitor(Callback):
     # ---- before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the network and trace it if an example of its input is at hand.
+        """Check the members and the strategy.
 
         Raises:
-            ValueError: If there is no such network or member, the strategy shards weights, or the network cannot be
-                traced.
+            ValueError: If there is no such member, or the strategy shards weights.
         """
         if stage != "fit":
             return
@@ -152,21 +150,16 @@ class SymmetryMonitor(Callback):
                 f"{type(pl_module).__name__} has no {' and no '.join(lacking(pl_module, _OF_POPULATIONS))}; leave "
                 'members at "all".'
             )
-        kind = type(pl_module)
-        made_later = (
-            kind.setup is not LightningModule.setup or kind.configure_model is not LightningModule.configure_model
-        )
-        if several or not made_later:
-            self._trace_known(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Trace a network that the module's own setup made."""
-        self._trace_known(trainer, pl_module)
+        """Find the network, which the module's own setup may have made, and trace it if its input is known.
 
-    def _trace_known(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        Raises:
+            ValueError: If there is no such network, or it cannot be traced.
+        """
         network = self._network(pl_module)  # an error if there is none
         example = _example(trainer, pl_module)
-        if self._meter is None and example is not None:
+        if example is not None:
             self._trace(network, example)
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
@@ -191,11 +184,6 @@ class SymmetryMonitor(Callback):
         self._kinds = self._meter.kinds
         symmetry = self._meter.symmetry
         self._table = {"symmetry": symmetry.table(), "notes": list(symmetry.notes)}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the start, if the network has been traced."""
-        if self._meter is not None:
-            self._begin(trainer, pl_module, self._meter)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Trace on the first batch if nothing else said what the network's input is, and measure the start.

@@ -10,15 +10,15 @@ from lightning_sym.callbacks.equivalence_report import first_inputs
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.landscape import orbit_distances, sample_sgld, walk_level_set
-from lightning_sym.reports import RunResults, walk_results
+from lightning_sym.reports import RunResults
 from lightning_sym.reports.table import picked
+from lightning_sym.reports.walk import walk_results
 from lightning_sym.tasks import EquivalenceTask
-from lightning_sym.zoo import versions
 
 _ORBIT_POINTS = 100  # of a walk at which the distance to the orbit is measured
 
 
-class WalkReport(RunReport[EquivalenceTask, InputDataModule]):
+class WalkReport(RunReport):
     r"""Walk from the teacher through weights that compute exactly its function, and see how large their class is.
 
     At the end of a search with :class:`lightning_sym.tasks.EquivalenceTask`: a walk along the level set ``J = 0`` on
@@ -125,5 +125,5 @@ class WalkReport(RunReport[EquivalenceTask, InputDataModule]):
             title=task.title(),
             teacher=task.about_teacher,
             settings=picked(self, *names),
-            about={"data": data.identity(), "versions": versions()},
+            about=self.source(data),
         )

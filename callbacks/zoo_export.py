@@ -10,14 +10,11 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 
 from lightning_sym._distributed import together
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import check_needs, image_datamodule, on_first_rank, run_folder
+from lightning_sym.callbacks._checks import check_needs, checked_datamodule, on_first_rank, run_folder
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
-_NEEDS = (
-    *("numbers", "member_seeds", "member_parallel", "network", "execution", "stopped", "kept"),
-    "split_metrics",
-)
+_NEEDS = (*("numbers", "member_seeds", "member_parallel", "network", "execution", "stopped", "kept"), "split_metrics")
 _ELSEWHERE = "choose another folder (ZooExport's dirpath; --run_dir or --zoo_dir)"
 
 
@@ -57,50 +54,16 @@ class ZooExport(Callback):
             return
         check_needs(self, pl_module, _NEEDS, "ZooTask")
         task: Any = pl_module
-        data = image_datamodule(self, trainer)
-        self.path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
-        path = self.path
+        identity = checked_datamodule(self, trainer).identity()
+        self.path = path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
 
         def check() -> None:
-            self._check_writable(path)
+            _check_writable(path)
             if any(path.glob("member-*.safetensors")):
                 self._zoo = ModelZoo.open(path)
-                self._check_architecture(self._zoo, task.network.architecture)
-                self._check_data(self._zoo, task.numbers, data.identity())
+                _check_like(self._zoo, task.network.architecture, task.numbers, identity)
 
         on_first_rank(trainer, check)
-
-    @staticmethod
-    def _check_writable(path: Path) -> None:
-        probe = path / ".writable"
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"The zoo's folder {path.absolute()} cannot be written to ({error.strerror}); choose another --run_dir "
-                "or --zoo_dir",
-            ) from None
-
-    @staticmethod
-    def _check_architecture(zoo: ModelZoo, architecture: dict[str, Any]) -> None:
-        if zoo.architecture != architecture:
-            raise ValueError(
-                f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains "
-                f"{_describe(architecture)}; {_ELSEWHERE}."
-            )
-
-    @staticmethod
-    def _check_data(zoo: ModelZoo, numbers: list[int], mine: dict[str, Any]) -> None:
-        for member in zoo:
-            for what in ("fingerprint", "mean", "std"):
-                if member.data.get(what) != mine[what] and member.number not in numbers:
-                    raise ValueError(
-                        f"Member {member.number} of the zoo at {zoo.path} was trained on other data ({what} "
-                        f"{str(member.data.get(what))[:40]}, these have {str(mine[what])[:40]}); {_ELSEWHERE}."
-                    )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that no members are replaced by accident; whether the run is a resumed one is known by now.
@@ -113,8 +76,7 @@ class ZooExport(Callback):
         def check() -> None:
             if self._zoo is None or self.overwrite or trainer.ckpt_path is not None:
                 return
-            taken = sorted(set(task.numbers) & set(self._zoo.numbers))
-            if taken:
+            if taken := sorted(set(task.numbers) & set(self._zoo.numbers)):
                 raise ValueError(
                     f"The zoo at {self._zoo.path} already has member(s) {ranges(taken)}; train others (seed "
                     f"{max(self._zoo.numbers) + 1} of ZooTask, --model.seed), replace them (ZooExport(overwrite=True), "
@@ -129,7 +91,7 @@ class ZooExport(Callback):
         if self.path is None:
             return
         task: Any = pl_module
-        path, data = self.path, image_datamodule(self, trainer)
+        path, data = self.path, checked_datamodule(self, trainer)
         results = task.split_metrics(data)
         mine = task.member_seeds if task.member_parallel or trainer.is_global_zero else []
 
@@ -148,6 +110,35 @@ class ZooExport(Callback):
             self.on_train_end(trainer, pl_module)
 
 
+def _check_writable(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".writable").touch()
+        (path / ".writable").unlink()
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"The zoo's folder {path.absolute()} cannot be written to ({error.strerror}); choose another --run_dir "
+            "or --zoo_dir",
+        ) from None
+
+
+def _check_like(zoo: ModelZoo, architecture: dict[str, Any], numbers: list[int], mine: dict[str, Any]) -> None:
+    """Check that a zoo is one of the same architecture, trained on the same data but for what will be replaced."""
+    if zoo.architecture != architecture:
+        raise ValueError(
+            f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} and this run trains {_describe(architecture)}; "
+            f"{_ELSEWHERE}."
+        )
+    for member in [member for member in zoo if member.number not in numbers]:
+        for what in ("fingerprint", "mean", "std"):
+            if member.data.get(what) != mine[what]:
+                raise ValueError(
+                    f"Member {member.number} of the zoo at {zoo.path} was trained on other data ({what} "
+                    f"{str(member.data.get(what))[:40]}, these have {str(mine[what])[:40]}); {_ELSEWHERE}."
+                )
+
+
 def _write(
     path: Path, number: int, trainer: Trainer, task: ZooTask, data: dict[str, Any], results: Mapping[str, Any]
 ) -> None:
@@ -161,7 +152,7 @@ def _write(
         return
     row = task.numbers.index(number)
     metrics = {
-        split: {name: float(values[name][row]) for name in ("accuracy", "loss")}
+        split: {name: float(values[name][row]) for name in ("accuracy", "loss") if name in values}
         for split, values in results.items()
         if math.isfinite(float(values["loss"][row]))
     }

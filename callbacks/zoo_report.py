@@ -3,18 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
 
 from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.datamodules import ImageDataModule
-from lightning_sym.reports import RunResults, zoo_results
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.zoo import zoo_results
 from lightning_sym.tasks import ZooTask
-from lightning_sym.zoo import versions
 
 
-class ZooReport(RunReport[ZooTask]):
+class ZooReport(RunReport):
     """Say what a fit of a :class:`lightning_sym.tasks.ZooTask` found.
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
@@ -38,6 +38,19 @@ class ZooReport(RunReport[ZooTask]):
         super().__init__(dirpath)
         self.rows = rows
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that the task has what is reported.
+
+        Raises:
+            ValueError: If it has no accuracies.
+        """
+        super().setup(trainer, pl_module, stage)
+        if not getattr(pl_module, "classifies", True):
+            raise ValueError(
+                "ZooReport shows accuracies, and this task has a loss of its own and none; leave the callback out "
+                "(metrics.csv has the losses of all members)."
+            )
+
     def measure(self, trainer: Trainer, task: ZooTask, data: ImageDataModule) -> Any:
         """Evaluate the kept weights of all members on each split."""
         return task.split_metrics(data), *task.gathered()
@@ -48,12 +61,7 @@ class ZooReport(RunReport[ZooTask]):
             task.numbers,
             *measured,
             network=type(task.network).__name__,
-            about={
-                "architecture": task.network.architecture,
-                "seeds": task.numbers,
-                "data": data.identity(),
-                "versions": versions(),
-            },
+            about={"architecture": task.network.architecture, "seeds": task.numbers, **self.source(data)},
             accuracy=task.history.get("val/accuracy", []),
             epochs=task.history_epochs.get("val", []),
             class_names=data.class_names,

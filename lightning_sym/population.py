@@ -291,11 +291,10 @@ class LoopPopulation(Population):
         ]
 
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
+        clip = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
         for number in self.numbers:
-            if by_norm:
-                nn.utils.clip_grad_norm_(self.member_parameters(number), value)
-            else:
-                nn.utils.clip_grad_value_(self.member_parameters(number), value)
+            if parameters := self.member_parameters(number):
+                clip(parameters, value)
 
     def drop_gradients(self, number: int) -> None:  # noqa: D102
         for parameter in self._member(number).parameters():

@@ -230,7 +230,7 @@ class GaussianPrior:
         """Return ``c`` in a parameter's part ``c |theta|^2 / 2`` of the loss, with precisions that float32 can hold.
 
         Args:
-            name: Of the parameter.
+            name: Name of the parameter.
             member: Its number; of a population.
 
         Raises:

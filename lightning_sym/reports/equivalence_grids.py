@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,15 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym.figures import (
-    FoundPoint,
-    betti_curve,
-    embedding,
-    isosurface,
-    log_contour,
-    loss_surface,
-    point_set,
-)
+from lightning_sym.figures import FoundPoint, betti_curve, embedding, isosurface, log_contour, loss_surface, point_set
 from lightning_sym.landscape import (
     FunctionScale,
     Grid,
@@ -35,6 +27,8 @@ from lightning_sym.landscape import (
 
 Through = Literal["search", "orbit", "mixed"]
 Values = NDArray[np.float64]
+# Weights that a plane goes through: their name, the weights [P], J as loss, and the steps to find them.
+PlanePoint = Any
 
 _LEVELS = 13  # of epsilon, in the curve of Betti numbers
 
@@ -68,19 +62,6 @@ class PlaneGrid:
         check_integers(2, of="a grid", points=self.points)
         given = {"bound": self.bound, "epsilon": self.epsilon}
         check_numbers("> 0", of="a grid", **{name: value for name, value in given.items() if value is not None})
-
-
-class PlanePoint(Protocol):
-    """Weights that a plane goes through: their name, the vector of shape ``[P]``, J, and the steps to find them."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def weights(self) -> Tensor: ...  # noqa: D102
-    @property
-    def loss(self) -> float: ...  # noqa: D102
-    @property
-    def steps(self) -> int | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, eq=False)

@@ -140,19 +140,14 @@ def barrier_rows(curves: Curves, distances: Mapping[tuple[Pair, str], float]) ->
     rows = []
     for line, found in curves.items():
         for pair, curve in found.items():
-            assert curve.accuracy is not None
             middle = len(curve.t) // 2
             rows.append(
                 {
                     **_identity(line, pair),
                     **{quantity: numeric(getattr(curve, quantity)) for quantity in _QUANTITIES},
-                    "loss_first": curve.loss[0].item(),
-                    "loss_second": curve.loss[-1].item(),
-                    "accuracy_first": curve.accuracy[0].item(),
-                    "accuracy_second": curve.accuracy[-1].item(),
-                    "t_middle": curve.t[middle].item(),
-                    "loss_middle": curve.loss[middle].item(),
-                    "accuracy_middle": curve.accuracy[middle].item(),
+                    **dict(zip(("loss_first", "loss_second"), curve.loss_ends, strict=True)),
+                    **dict(zip(("accuracy_first", "accuracy_second"), curve.accuracy_ends or (), strict=True)),
+                    **{f"{name}_middle": getattr(curve, name)[middle].item() for name in ("t", "loss", "accuracy")},
                     "distance": distances[pair, line.method],
                 }
             )

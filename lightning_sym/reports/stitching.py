@@ -83,9 +83,7 @@ def stitching_results(
 
 
 def stitching_rows(
-    networks: Sequence[Row],
-    evaluations: Mapping[str, Mapping[str, Sequence[float]]],
-    stopped: Mapping[int, str],
+    networks: Sequence[Row], evaluations: Mapping[str, Mapping[str, Sequence[float]]], stopped: Mapping[int, str]
 ) -> list[dict[str, Any]]:
     """Return a row for each network and kind of statistics; one without batch norm has the same with all of them."""
     rows = []

@@ -1,6 +1,11 @@
-"""Which optimizers and schedulers leave the members of a population independent of each other."""
+"""What tasks ask of optimizers and schedulers; which leave the members of a population independent of each other."""
+
+import warnings
+from typing import Any
 
 import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -41,3 +46,25 @@ def check_scheduler(scheduler: LRScheduler | None) -> None:
             "ReduceLROnPlateau would tie the members' learning rates together; use a scheduler that depends on the "
             "epoch or step only."
         )
+
+
+def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRScheduler | None, interval: str) -> Any:
+    """Return what ``configure_optimizers`` returns; warn if the learning rate comes to its lowest before the end.
+
+    Args:
+        task: The task; has a trainer by now if there is a scheduler.
+        optimizer: The optimizer.
+        scheduler: Its scheduler; None for a constant learning rate.
+        interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
+    """
+    if scheduler is None:
+        return optimizer
+    epochs, period = task.trainer.max_epochs, getattr(scheduler, "T_max", None)
+    per_epoch = interval == "epoch" and not task.trainer.fast_dev_run  # type: ignore[attr-defined]
+    if period is not None and per_epoch and epochs not in (None, -1, period):
+        warnings.warn(
+            f"The learning rate comes to its lowest after {period} epochs (T_max) and training ends after {epochs} "
+            f"(max_epochs); to anneal over the whole run set lr_scheduler.T_max to {epochs}.",
+            stacklevel=3,
+        )
+    return OptimizerLRSchedulerConfig(optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": interval})

@@ -1,12 +1,10 @@
 """Training one network under a Gaussian prior whose precisions may be learned."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -15,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_sym._text import unknown
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, build
+from lightning_sym.tasks._optimizers import scheduled
 from lightning_sym.tasks.metrics import PopulationClassification
 
 
@@ -204,24 +203,12 @@ class EquivarianceTask(LightningModule):
         """Make optimizer and scheduler."""
         optimizer = self._make_optimizer([p for p in self.network.parameters() if p.requires_grad])
         scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler else None
-        if scheduler is None:
-            return optimizer
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError(
                 "ReduceLROnPlateau waits for a metric, which changes with the prior; use a scheduler that depends on "
                 "the epoch or step only."
             )
-        epochs, period = self.trainer.max_epochs, getattr(scheduler, "T_max", None)
-        per_epoch = self.lr_scheduler_interval == "epoch" and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
-        if period is not None and per_epoch and epochs not in (None, -1, period):
-            warnings.warn(
-                f"The learning rate comes to its lowest after {period} epochs (T_max) and training ends after {epochs} "
-                f"(max_epochs); to anneal over the whole run set lr_scheduler.T_max to {epochs}.",
-                stacklevel=2,
-            )
-        return OptimizerLRSchedulerConfig(
-            optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": self.lr_scheduler_interval}
-        )
+        return scheduled(self, optimizer, scheduler, self.lr_scheduler_interval)
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters)
@@ -232,10 +219,7 @@ class EquivarianceTask(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the prior, and the training metrics of an epoch that is not over."""
-        device = self.trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
-        sums = {name: getattr(self.train_metrics, name).clone().to(device) for name in ("correct", "loss_sum", "count")}
-        if self.trainer.world_size > 1:
-            sums = {name: self.trainer.strategy.reduce(total, reduce_op="sum") for name, total in sums.items()}
+        sums = self.train_metrics.totals(self.trainer)
         checkpoint["prior"] = {**self.prior.members[None].state_dict(), "train_sums": sums}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -251,6 +235,4 @@ class EquivarianceTask(LightningModule):
         if self._trainer is None or self.trainer.state.fn != "fit":
             return  # what is trained later begins with an epoch of its own
         if self.trainer.is_global_zero:
-            for name, value in saved["train_sums"].items():
-                setattr(self.train_metrics, name, value.to(self.device))
-        self.train_metrics._update_count = 1  # or it would warn at the end of an epoch that only had its end to go
+            self.train_metrics.set_totals(saved["train_sums"])

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,7 +20,7 @@ from lightning_sym._text import ranges
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
-from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler
+from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, scheduled
 from lightning_sym.tasks.losses import CrossEntropy
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
@@ -341,19 +340,7 @@ class PopulationTask(LightningModule):
             parameters.append({"params": others, "weight_decay": 0.0})
         optimizer = self._make_optimizer(parameters)
         scheduler = self._make_scheduler(optimizer)
-        if scheduler is None:
-            return optimizer
-        epochs, period = self.trainer.max_epochs, getattr(scheduler, "T_max", None)
-        per_epoch = self.lr_scheduler_interval == "epoch" and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
-        if period is not None and per_epoch and epochs not in (None, -1, period):
-            warnings.warn(
-                f"The learning rate comes to its lowest after {period} epochs (T_max) and training ends after {epochs} "
-                f"(max_epochs); to anneal over the whole run set lr_scheduler.T_max to {epochs}.",
-                stacklevel=2,
-            )
-        return OptimizerLRSchedulerConfig(
-            optimizer=optimizer, lr_scheduler={"scheduler": scheduler, "interval": self.lr_scheduler_interval}
-        )
+        return scheduled(self, optimizer, scheduler, self.lr_scheduler_interval)
 
     def _make_optimizer(self, parameters: Any) -> Optimizer:
         optimizer = self.optimizer(parameters) if self.optimizer is not None else self.default_optimizer(parameters)
@@ -490,7 +477,7 @@ class PopulationTask(LightningModule):
         """Train a member no further.
 
         Args:
-            number: Of this rank's members.
+            number: Number of one of this rank's members.
             reason: Said in a warning and kept with it.
             epoch: When that was; default now.
             step: Likewise.

@@ -92,7 +92,7 @@ class ZooTask(PopulationTask):
         label_smoothing: float = 0.0,
         keep: Literal["best", "last"] = "best",
         channels_last: bool = False,
-        loss: Callable[[Any, Any], Tensor] | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
         prior_precision: float | None = None,
     ) -> None:
         if not 0.0 <= label_smoothing < 1.0:

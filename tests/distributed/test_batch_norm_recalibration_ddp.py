@@ -144,7 +144,7 @@ def test_batches_that_only_one_process_has(found):
         assert int(one["measured"]["1.num_batches_tracked"]) == 1
 
 
-def test_an_error_of_one_process_is_one_of_both(found):
+def test_an_error_while_recalibrating_on_one_process_is_one_of_both(found):
     for one in found("uneven"):
         assert "wrong on one rank" in one["error"]
         assert equal(one["before"], one["after error"])

@@ -128,7 +128,7 @@ def test_several_processes_are_one(results, scenario, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scenario", [*SCENARIOS, "backpack", "backpack drawn", "one rank has all"])
-def test_ranks_agree_to_the_last_bit(results, scenario, world):
+def test_ranks_find_the_same_factors_to_the_last_bit(results, scenario, world):
     first, *others = (result[scenario] for result in results[world])
     for other in others:
         for name, value in first.items():

@@ -155,7 +155,7 @@ ZOO = ["zoo ddp 2", "zoo ddp 3", "zoo members 2", "zoo members 3", "zoo norm ddp
 
 
 @pytest.mark.parametrize("name", ONE + ZOO)
-def test_ranks_agree_to_the_last_bit(runs, name):
+def test_ranks_learn_the_same_precisions_to_the_last_bit(runs, name):
     first, *others = (left(runs / name, rank) for rank in range(int(name[-1])))
     assert list(first["log_precisions"]) == ([0, 1, 2] if name in ZOO else [None])
     same = ["records", "log_precisions", "optimizers", *(["weights"] if "members" not in name else [])]

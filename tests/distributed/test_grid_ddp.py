@@ -78,7 +78,7 @@ def test_two_processes_find_the_same_bits_as_one(found, name):
     assert [one["points"] for one in found(name)] == [41, 40]
 
 
-def test_an_error_of_one_process_is_one_of_both(found):
+def test_an_error_in_a_grid_on_one_process_is_one_of_both(found):
     assert found("error two") == ["RuntimeError: stopped on one rank"] * 2
 
 

@@ -88,7 +88,7 @@ def test_methods_without_training_run_in_two_processes(runs):
 
 
 @pytest.mark.parametrize("name", ["resumed", "resumed in the first epoch"])
-def test_resumed_is_uninterrupted(runs, name):
+def test_resumed_matching_of_two_processes_is_uninterrupted(runs, name):
     whole, resumed = matching(runs / "2"), matching(runs / name)
     for pair, methods in whole["elements"].items():
         for method, expected in methods.items():

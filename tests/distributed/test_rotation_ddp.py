@@ -61,6 +61,6 @@ def test_every_image_counts_once_in_the_table(runs):
         assert abs(float(b["test_penalty"]) - float(a["test_penalty"])) < 1.5 / 81
 
 
-def test_resumed_is_uninterrupted(runs):
+def test_resumed_rotation_of_two_processes_is_uninterrupted(runs):
     assert_same(weights(runs / "2"), weights(runs / "resumed"))
     assert table(runs / "2") == table(runs / "resumed")

@@ -69,7 +69,7 @@ def test_steps_and_a_process_that_watches_nothing(runs):
 
 
 @pytest.mark.parametrize("name", ["members", "data"])
-def test_resumed_is_uninterrupted(runs, name):
+def test_resumed_monitor_of_two_processes_is_uninterrupted(runs, name):
     assert not (runs / f"part {name}" / "results" / "symmetry.csv").exists()
     for table in ("symmetry", "symmetry_distance"):
         assert rows(runs / f"resumed {name}", table) == rows(runs / f"{name} 2", table)

@@ -218,7 +218,7 @@ def test_member_stopped_on_another_process_is_reported(runs):
 
 
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_resumed_is_uninterrupted(runs, execution):
+def test_resumed_zoo_of_two_processes_is_uninterrupted(runs, execution):
     whole, resumed = runs / f"whole {execution}", runs / f"part {execution} resumed"
     assert not (runs / f"part {execution}" / "zoo" / "manifest.json").exists()
     assert_same(states(resumed), states(whole))

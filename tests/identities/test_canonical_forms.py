@@ -348,7 +348,7 @@ def test_single_precision() -> None:
     assert difference(found.network.double(), expected) < 1e-5
 
 
-def test_bad_arguments() -> None:
+def test_canonical_forms_name_bad_arguments() -> None:
     network, _, symmetry = made("relu")
     assert_refused(canonicalize, symmetry, network, scales="norm", says="'balanced', 'unit' or None, got 'norm'")
     assert_refused(lambda: canonicalize(symmetry, mlp(nn.ReLU())), says="expected shape")

@@ -49,10 +49,7 @@ def _hidden_of(network: nn.Module) -> nn.Linear:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        _Sum,
-        lambda: nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5, affine=False), nn.Tanh(), _Sum5()),
-    ],
+    [_Sum, lambda: nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5, affine=False), nn.Tanh(), _Sum5())],
     ids=["no scale", "a scale that only multiplies"],
 )
 def test_one_sided_norms_are_those_that_come_in(make):

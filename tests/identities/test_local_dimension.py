@@ -187,7 +187,7 @@ def test_convolutions() -> None:
     assert "nullity                    3" in str(found)
 
 
-def test_bad_arguments() -> None:
+def test_local_dimension_names_bad_arguments() -> None:
     network, inputs = shallow(), torch.randn(8, 3)
     symmetry = trace_symmetry(network, inputs)
     assert_refused(local_dimension, symmetry, network, inputs, tolerance=0)

@@ -7,14 +7,7 @@ import torch
 from scipy import ndimage
 
 from lightning_sym.landscape.planes import WeightPlane, weight_vector
-from lightning_sym.landscape.two_unit import (
-    Moments,
-    PlaneQuadric,
-    TwoUnitClass,
-    balanced_weights,
-    distance,
-    slopes,
-)
+from lightning_sym.landscape.two_unit import Moments, PlaneQuadric, TwoUnitClass, balanced_weights, distance, slopes
 from lightning_sym.networks import MultiLayerPerceptron
 
 EXACT = 1e-12

@@ -241,7 +241,7 @@ def test_what_is_not_finite_is_refused(function):
     assert_refused(function, torch.tensor([[1.0, math.nan], [0.0, 1.0]]), says="not finite; look for a diverged")
 
 
-def test_settings_out_of_range_are_refused():
+def test_birkhoff_functions_name_bad_settings():
     eye = torch.eye(2)
     assert_refused(sinkhorn, eye, 0, says="iterations must be an integer >= 1, got 0")
     assert_refused(project_to_birkhoff, eye, 0, says="tolerance must be a number > 0, got 0")

@@ -5,14 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sym.landscape.planes import WeightPlane
-from lightning_sym.landscape.two_unit import (
-    Moments,
-    TwoUnitClass,
-    class_dimension,
-    distance,
-    predicts_success,
-    slopes,
-)
+from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, class_dimension, distance, predicts_success, slopes
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 EXACT = 1e-12

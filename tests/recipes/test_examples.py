@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sym.zoo import ModelZoo
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "table1_in_miniature.py"
 SHORT = ("--trainer.max_epochs=1", "--model.lr_scheduler.T_max=1", "--data.max_samples=64", "--trainer.logger=false")
 
@@ -53,3 +55,25 @@ def test_table_and_picture(example, tmp_path, monkeypatch, capsys):
     assert last["conv_shares"] == pytest.approx([0.9, 0.05])
     assert (tmp_path / "table1.png").stat().st_size > 10_000
     assert {path.name for path in tmp_path.iterdir()} == {"table1.csv", "table1.json", "table1.png"}
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE.with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_zoo_of_regressors_learns_and_is_written(tmp_path):
+    module = load("pixel_regression")
+    task, data = module.train(tmp_path, members=2, epochs=6)
+    first, last = task.history["val/loss"][0], task.history["val/loss"][-1]
+    assert all(b < 0.8 * a for a, b in zip(first, last, strict=True))
+    assert not any("accuracy" in name for name in task.history)
+    zoo = ModelZoo.open(tmp_path / "zoo")
+    images, _ = data.split_tensors("test")
+    left, right = task.evaluation_batch((data.normalize(images), None))
+    for number in (0, 1):
+        error = float((zoo.load(number)(left) - right).detach().square().mean())
+        assert zoo.member(number).metrics["test"] == {"loss": pytest.approx(error, rel=1e-5)}
+    assert len(module.picture(task, data, count=3).axes) == 9

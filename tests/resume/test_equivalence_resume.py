@@ -70,7 +70,7 @@ def whole(tmp_path_factory):
 
 
 def assert_same_search(one: EquivalenceTask, two: EquivalenceTask) -> None:
-    for name in ("found", "outcomes", "latest", "history", "scales", "round", "round_start"):
+    for name in ("found", "outcomes", "latest", "checks", "scales", "round", "round_start"):
         assert_same(getattr(one, name), getattr(two, name), name)
     assert_same(one.all_outcomes(), two.all_outcomes())
     assert_same(dict(one.state_dict()), dict(two.state_dict()))

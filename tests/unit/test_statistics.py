@@ -149,6 +149,6 @@ def test_coverage_where_pairs_share_models():
         ([(0, 1)], [1.0], {"samples": 0}, "samples must be an integer >= 1, got 0"),
     ],
 )
-def test_bad_arguments(pairs, values, settings, message):
+def test_statistics_name_bad_arguments(pairs, values, settings, message):
     with pytest.raises(ValueError, match=message):
         bootstrap_over_models(pairs, values, **settings)

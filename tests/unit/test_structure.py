@@ -1,6 +1,7 @@
 """How the package is laid out: who may import whom, what is exported, and what is packaged."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -53,13 +54,16 @@ def natural(name):
     return [not constant, *(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))]
 
 
+@functools.cache
 def imports(file):
-    """Yield everything that a file imports, wherever in the file: module, name (or none) and level of the import."""
+    """Return everything that a file imports, wherever in the file: module, name (or none) and level of the import."""
+    found = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None, 0) for alias in node.names)
+            found += [(alias.name, None, 0) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from ((node.module, alias.name, node.level) for alias in node.names)
+            found += [(node.module, alias.name, node.level) for alias in node.names]
+    return found
 
 
 def arrows():

@@ -291,7 +291,7 @@ def capture(
         network: The network.
         inputs: Its positional arguments; tensors are used for their shapes only.
         leaf_types: Module classes to record as one operation.
-        cuts: Of the network, whose values are named ``site/0``, ``site/1``, ... as well.
+        cuts: Cuts of the network, whose values are named ``site/0``, ``site/1``, ... as well.
 
     Raises:
         ValueError: If the control flow depends on values, or an operation cannot run without data.

@@ -1,10 +1,10 @@
 """BatchNormRecalibration: what it measures, when, and that it leaves no trace."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from fits import Interrupt, quiet_trainer, saving
+from helpers import assert_refused, refused
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 
@@ -72,17 +72,8 @@ def digits(**changes) -> DigitsDataModule:
     return DigitsDataModule(**{"batch_size": 16, "eval_batch_size": 40, "max_samples": 90, "shift": 1, **changes})
 
 
-def trainer(path: Path, *callbacks: Callback, **changes) -> Trainer:
-    settings = {
-        "default_root_dir": path,
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**{**settings, **changes}, callbacks=list(callbacks))
+def trainer(path, *callbacks: Callback, **changes):
+    return quiet_trainer(*callbacks, folder=path, **changes)
 
 
 def images(data: DigitsDataModule) -> Tensor:
@@ -303,28 +294,20 @@ class Order(Callback):
         self.changed: list[str] = []
         self.kept: dict[str, Tensor] = {}
 
-    def look(self, hook: str, module: LightningModule) -> None:
-        if hook.startswith("on_train"):
-            self.kept = statistics(module)
-        elif not equal(self.kept, statistics(module)):
+    def on_train_batch_end(self, trainer, module, *_):
+        self.kept = statistics(module)
+
+
+def looking(hook):
+    def look(self, trainer, module):
+        if not trainer.sanity_checking and not equal(self.kept, statistics(module)):
             self.changed.append(hook)
 
-    def on_train_batch_end(self, trainer, module, *_):
-        self.look("on_train_batch_end", module)
+    return look
 
-    def on_validation_start(self, trainer, module):
-        self.look("on_validation_start", module)
 
-    def on_validation_epoch_start(self, trainer, module):
-        if not trainer.sanity_checking:
-            self.look("on_validation_epoch_start", module)
-
-    def on_validation_epoch_end(self, trainer, module):
-        if not trainer.sanity_checking:
-            self.look("on_validation_epoch_end", module)
-
-    def on_validation_end(self, trainer, module):
-        self.look("on_validation_end", module)
+for _hook in ("start", "epoch_start", "epoch_end", "end"):
+    setattr(Order, f"on_validation_{_hook}", looking(f"on_validation_{_hook}"))
 
 
 def test_statistics_change_only_between_the_hooks(tmp_path):
@@ -475,12 +458,6 @@ def test_recalibrate_says_whether_there_was_anything(tmp_path):
 # ---- checkpoints
 
 
-class Interrupt(Callback):
-    def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 2:
-            raise RuntimeError("interrupted")
-
-
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("after_validation", [False, True])
@@ -494,13 +471,13 @@ def test_checkpoint_and_resume(tmp_path, keep, after_validation):
         )  # fmt: skip
         # The recalibration comes last in the list; Lightning puts ModelCheckpoint behind it all the same.
         callbacks = [saving, *callbacks, BatchNormRecalibration(keep=keep)]
-        run = trainer(path, *callbacks, max_epochs=4, enable_checkpointing=True)
+        run = trainer(path, *callbacks, max_epochs=4)
         run.fit(task, digits(), ckpt_path=ckpt_path, weights_only=True)
         return task
 
     whole = fit(tmp_path / "whole")
     with pytest.raises(RuntimeError, match="interrupted"):
-        fit(tmp_path / "part", Interrupt())
+        fit(tmp_path / "part", Interrupt("2 0"))
     resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "part" / "1.ckpt")
     assert equal(whole.state_dict(), resumed.state_dict())
     for one, two in zip(whole.found("val")[-3:], resumed.found("val")[-3:], strict=True):
@@ -524,7 +501,7 @@ def test_exception_checkpoint_holds_statistics_of_training(tmp_path):
     saving = ModelCheckpoint(tmp_path, filename="stopped", save_on_exception=True)
     task = Failing()
     with pytest.raises(RuntimeError, match="stop"):
-        trainer(tmp_path, saving, BatchNormRecalibration(), enable_checkpointing=True).fit(task, digits())
+        trainer(tmp_path, saving, BatchNormRecalibration()).fit(task, digits())
     (path,) = tmp_path.glob("*.ckpt")
     assert int(torch.load(path, weights_only=True)["state_dict"]["features.1.num_batches_tracked"]) == 5
 
@@ -533,12 +510,8 @@ def test_averaged_weights_keep_their_statistics(tmp_path):
     plain = Normed()
     trainer(tmp_path, max_epochs=2).fit(plain, digits())
     task, data = Normed(), digits()
-    saving = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=False, enable_version_counter=False)
-    averaging = WeightAveraging(avg_fn=float_average)
-    run = trainer(
-        tmp_path, saving, averaging, BatchNormRecalibration(keep=True), max_epochs=2, enable_checkpointing=True
-    )
-    run.fit(task, data)
+    callbacks = [saving(tmp_path, save_on_train_epoch_end=False), WeightAveraging(avg_fn=float_average)]
+    trainer(tmp_path, *callbacks, BatchNormRecalibration(keep=True), max_epochs=2).fit(task, data)
     check(statistics(task), one_pass(task, list(images(data)[:80].split(40))))
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert equal(saved["state_dict"], task.state_dict())
@@ -564,47 +537,53 @@ def test_an_average_leaves_integer_buffers_alone_and_is_the_usual_one_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"images": 0}, "images must be an integer >= 1"), ({"batch_size": -1}, "batch_size must be an integer >= 1")],
+    "refusal", [refused(BatchNormRecalibration, images=0), refused(BatchNormRecalibration, batch_size=-1)]
 )
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        BatchNormRecalibration(**arguments)
+def test_bad_arguments(refusal):
+    refusal()
 
 
-def test_errors(tmp_path):
-    class Empty(DigitsDataModule):
-        def curvature_dataloader(self):
-            x, y = self.split_tensors("train")
-            return TensorLoader(x, y, batch_size=4, mean=self.mean, std=self.std, rank=0, world_size=1000)
+class Empty(DigitsDataModule):
+    def curvature_dataloader(self):
+        x, y = self.split_tensors("train")
+        return TensorLoader(x, y, batch_size=4, mean=self.mean, std=self.std, rank=0, world_size=1000)
 
-    class Formless(Normed):
-        forward = LightningModule.forward
 
-        def validation_step(self, batch, batch_idx):
-            pass
+class Formless(Normed):
+    forward = LightningModule.forward
 
-    class Misnamed(Normed):
-        def recalibration_targets(self):
-            return [(self.features, ["1", "4"])]
+    def validation_step(self, batch, batch_idx):
+        pass
 
-    def fit(task, data=None, *callbacks):
-        run = trainer(tmp_path, *(callbacks or [BatchNormRecalibration()]), num_sanity_val_steps=0)
-        run.fit(task, data if data is not None else digits())
 
-    with pytest.raises(ValueError, match=r"needs training images, and Empty\.curvature_dataloader\(\) has none; give"):
-        fit(Normed(), Empty(max_samples=90, batch_size=16))
-    with pytest.raises(TypeError, match=r"needs a datamodule of lightning_sym\.datamodules"):
-        trainer(tmp_path, BatchNormRecalibration()).validate(Normed(), digits().test_dataloader())
-    with pytest.raises(ValueError, match="Formless with images, and it has no forward method; define forward, or"):
-        fit(Formless())
-    with pytest.raises(ValueError, match="batch norm '4'"):
-        fit(Misnamed())
-    network = MultiLayerPerceptron(widths=(8, 6), image_size=8)
-    with pytest.raises(TypeError, match="ZooTask evaluates the members of a population with those that it keeps"):
-        fit(ZooTask(network, members=2))
-    with pytest.raises(ValueError, match=r"keep=False\) cannot put statistics back that WeightAveraging has swapped"):
-        fit(Normed(), None, WeightAveraging(), BatchNormRecalibration())
-    with pytest.raises(ValueError, match="stands before WeightAveraging and would measure the weights that are not"):
-        fit(Normed(), None, BatchNormRecalibration(keep=True), WeightAveraging())
+class Misnamed(Normed):
+    def recalibration_targets(self):
+        return [(self.features, ["1", "4"])]
+
+
+ZOO = MultiLayerPerceptron(widths=(8, 6), image_size=8)
+
+
+@pytest.mark.parametrize(
+    ("task", "callbacks", "data", "error", "says"),
+    [
+        (Normed, [{}], Empty(max_samples=90, batch_size=16), ValueError,
+         "needs training images, and Empty.curvature_dataloader() has none; give"),
+        (Normed, [{}], None, TypeError, "needs a datamodule of lightning_sym.datamodules"),
+        (Formless, [{}], digits(), ValueError, "Formless with images, and it has no forward method; define forward"),
+        (Misnamed, [{}], digits(), ValueError, "batch norm '4'"),
+        (lambda: ZooTask(ZOO, members=2), [{}], digits(), TypeError,
+         "ZooTask evaluates the members of a population with those that it keeps"),
+        (Normed, [WeightAveraging, {}], digits(), ValueError,
+         "keep=False) cannot put statistics back that WeightAveraging has swapped"),
+        (Normed, [{"keep": True}, WeightAveraging], digits(), ValueError,
+         "stands before WeightAveraging and would measure the weights that are not"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(tmp_path, task, callbacks, data, error, says):
+    made = [BatchNormRecalibration(**one) if isinstance(one, dict) else one() for one in callbacks]
+    run = trainer(tmp_path, *made, num_sanity_val_steps=0)
+    loader = digits().test_dataloader()
+    arguments = {"datamodule": data} if data else {"train_dataloaders": loader, "val_dataloaders": loader}
+    assert_refused(lambda: run.fit(task(), **arguments), error=error, says=says)
     assert not isinstance(MatchingTask, RecalibrationTargets)

@@ -1,8 +1,6 @@
-"""SymmetryMonitor: what it measures, that it leaves training alone, and that it goes on after a resume."""
+"""SymmetryMonitor: when it measures, that it leaves training alone, and that it goes on after a resume."""
 
-import csv
 import json
-import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fits import Interrupt, digits, saving
+from fits import fit as fit_task
+from helpers import assert_refused, read_csv, read_rows, refused
 from matplotlib.image import imread
-from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.strategies import FSDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import SymmetryMonitor
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.figures import symmetry_curves
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.symmetry import trace_symmetry
@@ -61,26 +60,14 @@ def loader(batch_size: int = 8, count: int = 24, **settings) -> DataLoader:
     return DataLoader(TensorDataset(inputs, torch.randint(3, (count,), generator=draws)), batch_size, **settings)
 
 
-def fit(path: Path, task: LightningModule, *callbacks: Callback, data=None, ckpt_path=None, **changes) -> Trainer:
-    settings = {
-        "default_root_dir": path,
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-    }
-    trainer = Trainer(**{**settings, **changes}, callbacks=list(callbacks))
-    trainer.fit(task, data if data is not None else loader(), ckpt_path=ckpt_path, weights_only=True)
-    return trainer
+def fit(path: Path, task: LightningModule, *callbacks: Callback, data=None, **changes) -> None:
+    settings = {"max_epochs": 2, "log_every_n_steps": 1, **changes}
+    fit_task(task, data if data is not None else loader(), *callbacks, folder=path, **settings)
 
 
 def rows(path: Path, name: str = "symmetry") -> list[dict[str, float | str | None]]:
-    found = json.loads((path / "results" / f"{name}.json").read_text())["rows"]
-    with (path / "results" / f"{name}.csv").open(newline="") as file:
-        assert [list(row) for row in csv.DictReader(file)] == [list(row) for row in found]
+    found = read_rows(path / "results" / name)
+    assert [list(row) for row in read_csv(path / "results" / f"{name}.csv")] == [list(row) for row in found]
     return found
 
 
@@ -89,40 +76,6 @@ def curve(path: Path, group: str, quantity: str, member: int = 0) -> list[float]
 
 
 # ---- what is measured
-
-
-def naive(network: nn.Sequential) -> dict[str, Tensor]:
-    """Incoming and outgoing squared norms of the ReLU perceptron's two hidden layers."""
-    first, second, third = (layer for layer in network if isinstance(layer, nn.Linear))
-    result = {}
-    for name, one, two in (("0", first, second), ("2", second, third)):
-        incoming = one.weight.detach().double().square().sum(1) + one.bias.detach().double().square()
-        result[name] = torch.stack([incoming, two.weight.detach().double().square().sum(0)])
-    return result
-
-
-def test_values_are_those_of_the_formulas(tmp_path):
-    task = Plain()
-    before = naive(task.network)
-    flat = torch.cat([p.detach().flatten() for p in task.parameters()]).double()
-    fit(tmp_path, task, SymmetryMonitor())
-    after = naive(task.network)
-    for group in ("0", "2"):
-        first, last = ([row for row in rows(tmp_path) if row["group"] == group][i] for i in (0, -1))
-        assert (first["step"], first["epoch"], last["step"], last["epoch"]) == (0, 0, 6, 2)
-        for row, (incoming, outgoing) in ((first, before[group]), (last, after[group])):
-            difference = incoming - outgoing
-            assert row["imbalance"] == pytest.approx(float(difference.abs().sum() / (incoming + outgoing).sum()))
-            assert row["conserved"] == pytest.approx(float(difference.abs().mean()))
-            assert row["dead"] == 0
-            assert row["size"] == len(difference)
-        change = (after[group][0] - after[group][1]) - (before[group][0] - before[group][1])
-        assert first["drift"] == 0
-        assert last["drift"] == pytest.approx(float(change.abs().sum() / before[group].sum()), rel=1e-6)
-    moved = torch.cat([p.detach().flatten() for p in task.parameters()]).double() - flat
-    distance = rows(tmp_path, "symmetry_distance")
-    assert distance[0]["parameters"] == 0
-    assert distance[-1]["parameters"] == pytest.approx(float(moved.norm() / flat.norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
@@ -152,61 +105,6 @@ def test_weight_decay_balances(tmp_path):
     imbalance = curve(tmp_path, "0", "imbalance")
     assert imbalance[-1] < 0.8 * imbalance[0]
     assert all(b < a for a, b in zip(imbalance[2::4], imbalance[6::4], strict=False))
-
-
-def test_only_what_is_defined_is_given(tmp_path):
-    """tanh has no free scale, so nothing is conserved; units behind a batch norm and before a tanh only receive."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    fit(tmp_path, Plain(network), SymmetryMonitor())
-    normed, plain = ([row for row in rows(tmp_path) if row["group"] == group][-1] for group in ("0", "3"))
-    assert normed["imbalance"] is None
-    assert normed["conserved"] > 0
-    assert normed["drift"] is not None
-    assert plain["imbalance"] > 0
-    assert plain["conserved"] is None
-    assert plain["drift"] is None
-
-
-class Moving(Callback):
-    """Lets elements of the symmetry group act on the weights after each epoch: scales, then permutations too."""
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        epoch = trainer.current_epoch
-        if not trainer.is_last_batch:
-            return
-        symmetry = trace_symmetry(module.network, torch.zeros(2, 4, dtype=torch.float64))
-        element = symmetry.sample(torch.Generator().manual_seed(epoch), permutations=epoch > 0)
-        symmetry.act(element, module.network, inplace=True)
-
-
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
-def test_distances_in_an_orbit(tmp_path, activation):
-    """Rescaling is no distance in the balanced gauge, permuting none in canonical form."""
-    task = Plain(sequential(activation=activation), lr=0.0)
-    fit(tmp_path, task, Moving(), SymmetryMonitor(), precision="64-true")
-    start, scaled, permuted = rows(tmp_path, "symmetry_distance")
-    assert start["parameters"] == start["balanced"] == start["canonical"] == 0
-    assert scaled["parameters"] > 0.1
-    assert scaled["balanced"] < 1e-10
-    assert scaled["canonical"] < 1e-10
-    assert permuted["balanced"] > 0.1
-    assert permuted["canonical"] < 1e-10
-
-
-def test_dead_units_are_counted(tmp_path):
-    task = Plain()
-    with torch.no_grad():
-        task.network[0].weight[2].zero_()
-        task.network[0].bias[2].fill_(-1)
-        task.network[2].weight[:, 2].zero_()  # nothing goes out, so nothing is learnt there
-        task.network[4].weight[:, 1].zero_()
-        task.network[2].weight[1].zero_()
-        task.network[2].bias[1].fill_(-1)
-    fit(tmp_path, task, SymmetryMonitor())
-    assert curve(tmp_path, "0", "dead") == [1, 1, 1]
-    assert curve(tmp_path, "2", "dead") == [1, 1, 1]
-    assert all(math.isfinite(row["canonical"]) for row in rows(tmp_path, "symmetry_distance"))
 
 
 # ---- when
@@ -275,9 +173,7 @@ def dictionaries() -> DataLoader:
 
 
 def test_example_input_array_is_used(tmp_path):
-    task = Other()
-    task.example_input_array = torch.zeros(1, 4)
-    fit(tmp_path, task, SymmetryMonitor(network="parts.body"), data=dictionaries())
+    fit(tmp_path, with_example(torch.zeros(1, 4)), SymmetryMonitor(network="parts.body"), data=dictionaries())
     assert len(rows(tmp_path)) == 6
 
 
@@ -305,55 +201,45 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "refusal",
     [
-        ({"every_n_epochs": 0}, "every_n_epochs must be an integer >= 1, got 0"),
-        ({"every_n_steps": 0}, "every_n_steps must be an integer >= 1, got 0"),
-        ({"members": []}, 'members must be "all" or distinct numbers, at least one, got \\[\\]'),
-        ({"members": [1, 1]}, "distinct numbers"),
-        ({"members": "best"}, 'members must be "all"'),
-        ({"prefix": "a/b"}, "prefix must be made of letters"),
+        refused(SymmetryMonitor, every_n_epochs=0),
+        refused(SymmetryMonitor, every_n_steps=0),
+        *(refused(SymmetryMonitor, members=members) for members in ([], [1, 1], "best")),
+        refused(SymmetryMonitor, prefix="a/b"),
     ],
 )
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SymmetryMonitor(**arguments)
+def test_bad_arguments(refusal):
+    refusal()
 
 
-def test_errors_before_training(tmp_path):
-    message = r'network="network"\).* Other has no such attribute; say where it is: network="parts", network="" for the'
-    with pytest.raises(ValueError, match=message):
-        fit(tmp_path, Other(), SymmetryMonitor())
-    with pytest.raises(ValueError, match=r"Plain has a float there, not an nn\.Module"):
-        fit(tmp_path, Plain(), SymmetryMonitor(network="lr"))
-    with pytest.raises(
-        ValueError,
-        match=r"SymmetryMonitor\(members=\[0\]\) is for a task with several .* Plain has no population and no",
-    ):
-        fit(tmp_path, Plain(), SymmetryMonitor(members=[0]))
-    with pytest.raises(ValueError, match=r"names member\(s\) 4-5, and the task has 0-1"):
-        fit(tmp_path, zoo(), SymmetryMonitor(members=[1, 4, 5]), data=digits())
-    message = "from a batch that is a dict; set example_input_array in Other.__init__"
-    with pytest.raises(ValueError, match=message):
-        fit(tmp_path, Other(), SymmetryMonitor(network="parts.body"), data=dictionaries())
+def with_example(example) -> Other:
     task = Other()
-    task.example_input_array = {"x": torch.zeros(1, 4)}
-    with pytest.raises(ValueError, match="example_input_array of Other is a dict; make it a tensor or a tuple"):
-        fit(tmp_path, task, SymmetryMonitor(network="parts.body"))
-    with pytest.raises(ValueError, match="the network cannot be traced"):
-        fit(tmp_path, Plain(Branching()), SymmetryMonitor())
-    task = Plain()
-    task.network.left_over = task.network[0].weight * 2
-    with pytest.raises(
-        ValueError, match=r"Sequential cannot be copied .*keep tensors that have a gradient history out"
-    ):
-        fit(tmp_path, task, SymmetryMonitor())
+    task.example_input_array = example
+    return task
 
 
-def test_sharded_weights_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("task", "settings", "data", "says"),
+    [
+        (Other, {}, loader, ['network="network")', 'no such attribute; say where it is: network="parts", network="" ']),
+        (Plain, {"network": "lr"}, loader, "Plain has a float there, not an nn.Module"),
+        (Plain, {"members": [0]}, loader, ["members=[0]) is for a task with several networks", "Plain has no populat"]),
+        (lambda: zoo(), {"members": [1, 4, 5]}, digits, "names member(s) 4-5, and the task has 0-1"),
+        (Other, {"network": "parts.body"}, dictionaries, "a batch that is a dict; set example_input_array in Other.__"),
+        (lambda: with_example({"x": torch.zeros(1, 4)}), {"network": "parts.body"}, loader,
+         "example_input_array of Other is a dict; make it a tensor or a tuple"),
+        (lambda: Plain(Branching()), {}, loader, "the network cannot be traced"),
+    ],
+)  # fmt: skip
+def test_errors_before_training(tmp_path, task, settings, data, says):
+    assert_refused(lambda: fit(tmp_path, task(), SymmetryMonitor(**settings), data=data()), says=says)
+
+
+def test_sharded_weights_are_refused():
     trainer = SimpleNamespace(strategy=FSDPStrategy())  # a Trainer would ask for GPUs
-    with pytest.raises(ValueError, match="needs whole weights, which FSDPStrategy shards; use ddp"):
-        SymmetryMonitor().setup(trainer, Plain(), "fit")
+    says = "needs whole weights, which FSDPStrategy shards; use ddp"
+    assert_refused(lambda: SymmetryMonitor().setup(trainer, Plain(), "fit"), says=says)
 
 
 # ---- populations
@@ -367,16 +253,12 @@ def zoo(**changes) -> ZooTask:
     return ZooTask(**{"network": network, "members": 2, "optimizer": adam, **changes})
 
 
-def digits(**changes) -> DigitsDataModule:
-    return DigitsDataModule(**{"batch_size": 16, "max_samples": 48, **changes})
-
-
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 def test_members_are_those_trained_alone(tmp_path, execution):
-    fit(tmp_path / "all", zoo(members=3, execution=execution), SymmetryMonitor(), data=digits())
+    fit(tmp_path / "all", zoo(members=3, execution=execution), SymmetryMonitor(), data=digits(max_samples=48))
     for number in range(3):
         path = tmp_path / str(number)
-        fit(path, zoo(members=1, seed=number, execution=execution), SymmetryMonitor(), data=digits())
+        fit(path, zoo(members=1, seed=number, execution=execution), SymmetryMonitor(), data=digits(max_samples=48))
         for quantity in ("imbalance", "conserved", "drift", "dead"):
             expected = curve(path, "linear2", quantity, number)
             assert curve(tmp_path / "all", "linear2", quantity, number) == pytest.approx(expected, rel=1e-4)
@@ -384,10 +266,9 @@ def test_members_are_those_trained_alone(tmp_path, execution):
 
 def test_some_members(tmp_path):
     logger = MetricsCSV(tmp_path)
-    fit(tmp_path, zoo(members=3), SymmetryMonitor(members=[2, 0]), data=digits(), logger=logger)
+    fit(tmp_path, zoo(members=3), SymmetryMonitor(members=[2, 0]), data=digits(max_samples=48), logger=logger)
     assert {row["member"] for row in rows(tmp_path)} == {0, 2}
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        last = list(csv.DictReader(file))[-1]
+    last = read_csv(tmp_path / "metrics.csv")[-1]
     tag = "symmetry/imbalance/linear1"
     values = [float(last[f"{tag}/member-{number:04d}"]) for number in (0, 2)]
     assert f"{tag}/member-0001" not in last
@@ -406,11 +287,10 @@ def test_members_that_are_not_finite_are_left_out(tmp_path):
     task = Broken(MultiLayerPerceptron(widths=(8, 6), image_size=8), members=2)
     logger = MetricsCSV(tmp_path)
     with pytest.warns(UserWarning, match="Member 1 was stopped"):
-        fit(tmp_path, task, SymmetryMonitor(), data=digits(), logger=logger)
+        fit(tmp_path, task, SymmetryMonitor(), data=digits(max_samples=48), logger=logger)
     assert curve(tmp_path, "linear1", "imbalance", 1)[-1] is None
     assert curve(tmp_path, "linear1", "imbalance", 0)[-1] > 0
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        last = list(csv.DictReader(file))[-1]
+    last = read_csv(tmp_path / "metrics.csv")[-1]
     assert last["symmetry/imbalance/linear1"] == last["symmetry/imbalance/linear1/member-0000"]
     assert last["symmetry/imbalance/linear1/member-0001"] == ""
 
@@ -420,7 +300,7 @@ def test_members_that_are_not_finite_are_left_out(tmp_path):
 
 def test_tensorboard_and_files(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="", version="")
-    fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(), logger=logger)
+    fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(max_samples=48), logger=logger)
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "scalars": 0}).Reload()
     tags = events.Tags()
     for name in ("imbalance/linear1", "conserved/linear2", "drift/linear2", "dead/linear1", "distance/balanced"):
@@ -441,7 +321,7 @@ def test_tensorboard_and_files(tmp_path):
 
 
 def test_fast_dev_run_leaves_no_files(tmp_path):
-    fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(), fast_dev_run=True)
+    fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(max_samples=48), fast_dev_run=True)
     assert not (tmp_path / "results").exists()
 
 
@@ -472,7 +352,7 @@ def test_training_is_bitwise_the_same(tmp_path, case):
             data = loader(shuffle=True)
         else:
             network = MyrtleCNN(2, in_channels=1, image_size=8)
-            task, data = ZooTask(network, members=2, execution=case), digits(shift=1)
+            task, data = ZooTask(network, members=2, execution=case), digits(max_samples=48, shift=1)
         noted = Randomness()
         monitors = [SymmetryMonitor(every_n_steps=1)] if watched else []
         fit(tmp_path / f"{case}{watched}", task, *monitors, noted, data=data)
@@ -488,19 +368,6 @@ def test_training_is_bitwise_the_same(tmp_path, case):
 # ---- resume
 
 
-class Interrupt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            raise RuntimeError("interrupted")
-
-
-def saving(path: Path, steps: int | None) -> ModelCheckpoint:
-    return ModelCheckpoint(path, filename="last", every_n_train_steps=steps, enable_version_counter=False)
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("case", ["plain", "zoo"])
@@ -508,15 +375,15 @@ def saving(path: Path, steps: int | None) -> ModelCheckpoint:
 @pytest.mark.parametrize("saved_every", [None, 2])
 def test_resumed_is_uninterrupted(tmp_path, case, settings, saved_every):
     def run(path, *callbacks, ckpt_path=None):
-        data = loader() if case == "plain" else digits()
+        data = loader() if case == "plain" else digits(max_samples=48)
         task = Plain() if case == "plain" else zoo()
-        options = {"max_epochs": 4, "enable_checkpointing": True, "ckpt_path": ckpt_path}
-        fit(path, task, SymmetryMonitor(**settings), saving(path, saved_every), *callbacks, data=data, **options)
+        keep = saving(path) if saved_every is None else saving(path, every_n_train_steps=saved_every)
+        fit(path, task, SymmetryMonitor(**settings), keep, *callbacks, data=data, max_epochs=4, ckpt_path=ckpt_path)
 
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(whole)
     with pytest.raises(RuntimeError, match="interrupted"):
-        run(part, Interrupt(7))
+        run(part, Interrupt("2 1"))
     assert not (part / "results" / "symmetry.csv").exists()
     run(part, ckpt_path=part / "last.ckpt")
     for name in ("symmetry.csv", "symmetry_distance.csv"):
@@ -529,11 +396,10 @@ def test_resumed_is_uninterrupted(tmp_path, case, settings, saved_every):
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_resuming_with_other_settings_is_refused(tmp_path):
-    options = {"enable_checkpointing": True, "data": digits()}
-    fit(tmp_path, zoo(), SymmetryMonitor(members=[0]), saving(tmp_path, None), **options)
-    options["enable_checkpointing"] = False
-    with pytest.raises(ValueError, match=r"watched something else: members \[0\] there, \[0, 1\] here. Resume with"):
-        fit(tmp_path, zoo(), SymmetryMonitor(), max_epochs=3, ckpt_path=tmp_path / "last.ckpt", **options)
+    fit(tmp_path, zoo(), SymmetryMonitor(members=[0]), saving(tmp_path), data=digits(max_samples=48))
+    resumed = {"data": digits(max_samples=48), "max_epochs": 3, "ckpt_path": tmp_path / "last.ckpt"}
+    says = "watched something else: members [0] there, [0, 1] here. Resume with"
+    assert_refused(lambda: fit(tmp_path, zoo(), SymmetryMonitor(), **resumed), says=says)
 
 
 def test_a_second_fit_begins_anew(tmp_path):

@@ -132,7 +132,7 @@ def replaced():
         (lambda: nn.Linear(4, 3).requires_grad_(False), "no trainable parameters"),
     ],
 )
-def test_networks_that_cannot_be_treated(make, words):
+def test_networks_that_engine_backpack_refuses(make, words):
     torch.manual_seed(0)
     network = make()
     before = state(network)

@@ -239,7 +239,7 @@ def frozen():
         (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), "track_running_stats=True"),
     ],
 )
-def test_networks_that_cannot_be_treated(make, words):
+def test_networks_that_engine_autograd_refuses(make, words):
     with pytest.raises(ValueError, match=words):
         factors(make(), batches())
 

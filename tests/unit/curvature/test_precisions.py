@@ -8,7 +8,8 @@ from helpers import assert_refused
 from torch import nn
 
 from lightning_sym.curvature import Evidence, NonFiniteError, PrecisionOptimizer, factors, parameter_groups
-from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
+from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways, parameter_paths
+from lightning_sym.networks import RelaxedNetwork
 
 
 def relaxed():
@@ -52,6 +53,26 @@ def test_a_network_that_is_one_relaxed_layer():
     groups = parameter_groups(relaxed()[0])
     assert groups.layers == {"fc": "", "conv": ""}
     assert groups.names == ("fc", "conv")
+
+
+@pytest.mark.parametrize(
+    "paths", [["conv"], ["ffc", "conv"], ["ffc", "conv", "gconv"], ["sfc", "sconv", "conv"], ["conv", "gconv"]]
+)
+def test_every_path_of_every_block_has_a_precision_of_its_own(paths):
+    """Also where a pool follows the sum of several convolutional paths."""
+    network = RelaxedNetwork(paths=paths, width=2, grid=8, in_channels=1)
+    groups = parameter_groups(network)
+    blocks = 4
+    expected = {f"{block}.{path}" for block, path in parameter_paths(network).values()}
+    assert len(expected) == blocks * len(paths)
+    assert set(groups.names) == expected | {"hidden", "classifier"}
+    for name, (block, path) in parameter_paths(network).items():
+        if name in groups.paths:  # anchor positions have no curvature
+            assert groups.paths[name] == groups.precisions[name] == f"{block}.{path}"
+            assert groups.layers[groups.paths[name]] == block
+    tensors = parameter_groups(network, "per_tensor")
+    assert tensors.paths == groups.paths
+    assert all(name == precision for name, precision in tensors.precisions.items())
 
 
 def test_unknown_granularity():
@@ -108,7 +129,7 @@ def test_steps_of_adam_are_those_of_torch():
 
 
 @pytest.mark.parametrize("learn_noise", [False, True])
-def test_resumed_is_uninterrupted(learn_noise):
+def test_resumed_precision_optimizer_is_uninterrupted(learn_noise):
     network = nn.Linear(4, 3)
     x = torch.randn(20, 4)
     found = Evidence.of(
@@ -158,7 +179,7 @@ def test_a_state_of_another_network():
         ({"groups": []}, "no groups"),
     ],
 )
-def test_settings_out_of_range(settings, words):
+def test_precision_optimizer_names_bad_settings(settings, words):
     with pytest.raises(ValueError, match=words):
         PrecisionOptimizer(**{"groups": ["a"], **settings})
 

@@ -53,6 +53,6 @@ def test_bars_have_means_dots_and_intervals():
     figure.savefig(io.BytesIO())
 
 
-def test_nothing_to_draw_is_an_error():
+def test_matching_figures_of_nothing_are_refused():
     assert_refused(interpolation_curves, T, [], says="columns must have at least one entry")
     assert_refused(barrier_bars, [], says="panels must have at least one entry")

@@ -201,6 +201,6 @@ def test_rotation_has_bars_side_by_side():
         (lambda: rotation_penalty([], []), "at least one site"),
     ],
 )
-def test_nothing_to_draw_is_an_error(draw, message):
+def test_stitching_figures_of_nothing_are_refused(draw, message):
     with pytest.raises(ValueError, match=message):
         draw()

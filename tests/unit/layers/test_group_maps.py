@@ -77,14 +77,7 @@ def test_what_is_held_and_what_decays():
 
 
 def test_without_permutations_only_scales_are_there():
-    stitch = GroupMap(
-        Port(
-            3,
-            3,
-            group=replace(INTERTWINER_GROUPS["relu"], permutations=False),
-            axis=-1,
-        )
-    ).double()
+    stitch = GroupMap(Port(3, 3, group=replace(INTERTWINER_GROUPS["relu"], permutations=False), axis=-1)).double()
     assert [name for name, _ in stitch.named_parameters()] == ["scale"]
     with torch.no_grad():
         stitch.scale.copy_(torch.tensor([1.0, 2.0, -3.0]))

@@ -305,7 +305,7 @@ def says(text):
         (lambda: ResidualPathways({"a.b": nn.Identity()}), "cannot be called 'a.b'"),
     ],
 )
-def test_arguments_out_of_range(make, text):
+def test_relaxed_layers_name_arguments_out_of_range(make, text):
     with says(text):
         make()
 

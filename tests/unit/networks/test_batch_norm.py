@@ -348,7 +348,7 @@ def test_non_finite_weights_name_the_layer():
     assert_refused(lambda: recalibrate_batch_norm(network, [images()], exact=True), says="batch norm '7' are not")
 
 
-def test_unknown_names():
+def test_unknown_batch_norms_are_named():
     assert_refused(lambda: recalibrate_batch_norm(deep(), [images()], modules=["1", "2"]), says="Unknown batch norm")
     assert_refused(lambda: recalibrate_batch_norm(deep(), [images()], modules="1"), says="modules must be a list of")
 

@@ -38,36 +38,20 @@ def entry(path: object, **arguments: object) -> dict[str, Any]:
     return {"class_path": path, "init_args": arguments}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "os.system",
-        "subprocess.Popen",
-        "torch.hub.load",
-        "torch.nn.Linear",
-        "builtins.eval",
-        "lightning_sym_evil.Network",
-        "torchvision.models_evil.resnet18",
-        "torchvision.datasets.FakeData",
-        "torchvision.ops.MLP",
-        # through what trusted files import
-        "lightning_sym.networks.base.torch.hub.load",
-        "lightning_sym.networks.base.sys.modules",
-        "lightning_sym.networks.base.nn.Linear",
-        "lightning_sym.networks.base.functools.partial",
-        "lightning_sym.networks.construction.importlib.import_module",
-        "lightning_sym.networks.base.Tensor",
-        "lightning_sym.networks.MyrtleCNN.register",
-        "lightning_sym.networks.MyrtleCNN.__class__",
-        "lightning_sym.networks.MyrtleCNN.__init__.__globals__",
-        "torchvision.models.resnet.torch.load",
-        "torchvision.models.resnet.nn.Linear",
-        "torchvision.models._api.load_state_dict_from_url",
-        "torchvision.models.resnet.partial",
-        "lightning_sym",
-        "torchvision.models",
-    ],
-)
+OUTSIDE_THE_ALLOW_LIST = [
+    "os.system", "subprocess.Popen", "torch.hub.load", "torch.nn.Linear", "builtins.eval",
+    "lightning_sym_evil.Network", "torchvision.models_evil.resnet18", "torchvision.datasets.FakeData",
+    "torchvision.ops.MLP", "lightning_sym.networks.base.torch.hub.load", "lightning_sym.networks.base.sys.modules",
+    "lightning_sym.networks.base.nn.Linear", "lightning_sym.networks.base.functools.partial",
+    "lightning_sym.networks.construction.importlib.import_module", "lightning_sym.networks.base.Tensor",
+    "lightning_sym.networks.MyrtleCNN.register", "lightning_sym.networks.MyrtleCNN.__class__",
+    "lightning_sym.networks.MyrtleCNN.__init__.__globals__", "torchvision.models.resnet.torch.load",
+    "torchvision.models.resnet.nn.Linear", "torchvision.models._api.load_state_dict_from_url",
+    "torchvision.models.resnet.partial", "lightning_sym", "torchvision.models",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OUTSIDE_THE_ALLOW_LIST)
 def test_paths_outside_the_allow_list_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"(is not in the allow-list|no dotted name|there is no)") as caught:
         build(entry(path, name="x"))
@@ -84,22 +68,15 @@ def test_the_refusal_names_path_list_and_way_out() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "lightning_sym.networks.build",
-        "lightning_sym.networks.make_activation",
-        "lightning_sym.networks.Gaussian",
-        "lightning_sym.networks.Network",
-        "lightning_sym.networks.Network.wrap",
-        "lightning_sym.networks.MyrtleCNN.fresh",
-        "lightning_sym._random.seeded",
-        "torchvision.models.list_models",
-        "torchvision.models.get_weight",
-        "torchvision.models.ResNet18_Weights",
-        "torchvision.models._api.WeightsEnum.get_state_dict",
-    ],
-)
+NO_NETWORKS = [
+    "lightning_sym.networks.build", "lightning_sym.networks.make_activation", "lightning_sym.networks.Gaussian",
+    "lightning_sym.networks.Network", "lightning_sym.networks.Network.wrap", "lightning_sym.networks.MyrtleCNN.fresh",
+    "lightning_sym._random.seeded", "torchvision.models.list_models", "torchvision.models.get_weight",
+    "torchvision.models.ResNet18_Weights", "torchvision.models._api.WeightsEnum.get_state_dict",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", NO_NETWORKS)
 def test_what_builds_no_network_is_refused_before_it_is_called(path: str) -> None:
     assert_refused(lambda: build(entry(path)), says="which does not build a network")
 

@@ -54,7 +54,9 @@ def count(*args, **kwargs):
     ],
     ids=str,
 )
-def test_parameter_counts_are_the_published_ones(paths, arguments, three_channels, one_channel, forty_classes):
+def test_parameter_counts_of_relaxed_networks_are_the_published_ones(
+    paths, arguments, three_channels, one_channel, forty_classes
+):
     assert count(paths, in_channels=3, **arguments) == three_channels
     if one_channel:
         assert count(paths, in_channels=1, **arguments) == one_channel
@@ -252,7 +254,7 @@ def test_the_grid_follows_from_the_data_under_its_other_name():
         ({"activation": "rellu"}, "relu"),
     ],
 )
-def test_bad_arguments(arguments, text):
+def test_relaxed_network_names_bad_arguments(arguments, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         RelaxedNetwork(**{"width": 1, **arguments})
 

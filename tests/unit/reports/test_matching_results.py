@@ -9,8 +9,7 @@ from rich.console import Console
 
 from lightning_sym.connectivity import Barrier
 from lightning_sym.networks import MultiLayerPerceptron
-from lightning_sym.reports import matching_results
-from lightning_sym.reports.matching import Line, barrier_rows, curve_rows, matching_summary
+from lightning_sym.reports.matching import Line, barrier_rows, curve_rows, matching_results, matching_summary
 from lightning_sym.symmetry import trace_symmetry
 
 PAIRS = [(0, 1), (0, 2), (1, 2)]

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_sym.reports import rotation_results
-from lightning_sym.reports.rotation import mean_interval, rotation_rows, rotation_summary
+from lightning_sym.reports.rotation import mean_interval, rotation_results, rotation_rows, rotation_summary
 
 KINDS = {"group": 2, "orthogonal": 2, "none": 1, "undo": 2}  # repeats
 NETWORKS = [

@@ -7,8 +7,7 @@ from statistics import mean, stdev
 import pytest
 from rich.console import Console
 
-from lightning_sym.reports import stitching_results
-from lightning_sym.reports.stitching import stitching_rows, stitching_summary
+from lightning_sym.reports.stitching import stitching_results, stitching_rows, stitching_summary
 
 
 def network(lower, upper, site, family, batch_norm=False, target_site=None):

@@ -164,59 +164,24 @@ def test_phi_is_no_homomorphism_on_all_matrices():
     assert_refused(lambda: intertwiner_group("polynomial(2)").phi(GroupElement.from_matrix(a)), says="not in the")
 
 
+MODULES = {
+    "positive": [nn.ReLU(inplace=True), nn.LeakyReLU(0.3), nn.RReLU(), nn.PReLU(), nn.PReLU(5), nn.Threshold(0, 0),
+        nn.ELU(0.0), nn.MaxPool2d(2), nn.AdaptiveMaxPool1d(1), nn.Sequential(nn.ReLU(), nn.Dropout())],
+    "dense": [nn.LeakyReLU(1), nn.RReLU(1, 1), nn.Softshrink(0), Polynomial(1), IdentityActivation(), nn.Identity(),
+        nn.AvgPool3d(2), nn.AdaptiveAvgPool2d(1), nn.Upsample(scale_factor=2, mode="bilinear")],
+    "abs": [nn.LeakyReLU(-1.0)],
+    "perm": [nn.Threshold(0.1, 0), nn.Threshold(20, 0), nn.Hardtanh(-1, 2), nn.Hardtanh(0, 1), nn.ReLU6(), nn.ELU(),
+        nn.CELU(2.0), nn.SELU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Mish(), nn.Softplus(),
+        nn.Softplus(beta=5), nn.Sigmoid(), nn.LogSigmoid(), nn.Hardsigmoid(), nn.Hardswish(), nn.AlphaDropout()],
+    # nn.Hardshrink(2.0): sigma(1) = sigma(0): sigma(I) is singular
+    "odd": [nn.Hardtanh(), nn.Hardtanh(-3, 3), nn.Hardshrink(), nn.Hardshrink(2.0), nn.Softshrink(),
+        nn.Tanhshrink(), nn.Tanh(), nn.Softsign()],
+    "even": [Gaussian()],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        (nn.ReLU(inplace=True), "positive"),
-        (nn.LeakyReLU(0.3), "positive"),
-        (nn.LeakyReLU(1), "dense"),
-        (nn.LeakyReLU(-1.0), "abs"),
-        (nn.RReLU(), "positive"),
-        (nn.RReLU(1, 1), "dense"),
-        (nn.PReLU(), "positive"),
-        (nn.PReLU(5), "positive"),
-        (nn.Threshold(0, 0), "positive"),
-        (nn.Threshold(0.1, 0), "perm"),
-        (nn.Threshold(20, 0), "perm"),
-        (nn.Hardtanh(), "odd"),
-        (nn.Hardtanh(-3, 3), "odd"),
-        (nn.Hardtanh(-1, 2), "perm"),
-        (nn.Hardtanh(0, 1), "perm"),
-        (nn.ReLU6(), "perm"),
-        (nn.Hardshrink(), "odd"),
-        (nn.Hardshrink(2.0), "odd"),  # sigma(1) = sigma(0): sigma(I) is singular
-        (nn.Softshrink(), "odd"),
-        (nn.Softshrink(0), "dense"),
-        (nn.Tanhshrink(), "odd"),
-        (nn.Tanh(), "odd"),
-        (nn.Softsign(), "odd"),
-        (nn.ELU(), "perm"),
-        (nn.ELU(0.0), "positive"),
-        (nn.CELU(2.0), "perm"),
-        (nn.SELU(), "perm"),
-        (nn.GELU(), "perm"),
-        (nn.GELU("tanh"), "perm"),
-        (nn.SiLU(), "perm"),
-        (nn.Mish(), "perm"),
-        (nn.Softplus(), "perm"),
-        (nn.Softplus(beta=5), "perm"),
-        (nn.Sigmoid(), "perm"),
-        (nn.LogSigmoid(), "perm"),
-        (nn.Hardsigmoid(), "perm"),
-        (nn.Hardswish(), "perm"),
-        (Gaussian(), "even"),
-        (Polynomial(1), "dense"),
-        (IdentityActivation(), "dense"),
-        (nn.Identity(), "dense"),
-        (nn.MaxPool2d(2), "positive"),
-        (nn.AdaptiveMaxPool1d(1), "positive"),
-        (nn.AvgPool3d(2), "dense"),
-        (nn.AdaptiveAvgPool2d(1), "dense"),
-        (nn.Upsample(scale_factor=2, mode="bilinear"), "dense"),
-        (nn.AlphaDropout(), "perm"),
-        (nn.Sequential(nn.ReLU(), nn.Dropout()), "positive"),
-    ],
-    ids=str,
+    ("module", "expected"), [(given, kind) for kind, all_of in MODULES.items() for given in all_of], ids=str
 )
 def test_modules(module, expected):
     before = copy.deepcopy(module.state_dict()), module.training, torch.get_rng_state()
@@ -238,36 +203,23 @@ def test_more_modules():
     assert intertwiner_group(Polynomial(1000)).exponent == 1000
 
 
+NAMES_AND_FUNCTIONS = {
+    "positive": ["relu", "max_pool2d", torch.relu, F.relu, torch.Tensor.relu, torch.relu_, F.max_pool2d,
+        lambda x: 1e-9 * x.relu()],
+    "abs": [" leaky_relu(-1)"],
+    "dense": ["polynomial(1)", "adaptive_avg_pool2d", functools.partial(F.leaky_relu, negative_slope=1.0),
+        lambda x: -3 * x],
+    "perm": ["swish", F.gelu, torch.expm1, functools.partial(F.hardtanh, min_val=-2.0), lambda x: x + 1,
+        lambda x: x.exp() / (1 + x.exp())],
+    # lambda x: x * (2 + torch.sin(2 * math.pi * x.abs().clamp_min(1e-99).log2())): t = 2 alone holds
+    "odd": [torch.sin, torch.sinh, torch.tan, torch.asinh, lambda x: x - torch.sin(x),
+        lambda x: x * (2 + torch.sin(2 * math.pi * x.abs().clamp_min(1e-99).log2()))],
+    "even": [lambda x: torch.log(torch.cosh(x))],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        ("relu", "positive"),
-        (" leaky_relu(-1)", "abs"),
-        ("polynomial(1)", "dense"),
-        ("max_pool2d", "positive"),
-        ("adaptive_avg_pool2d", "dense"),
-        ("swish", "perm"),
-        (torch.relu, "positive"),
-        (F.relu, "positive"),
-        (torch.Tensor.relu, "positive"),
-        (torch.relu_, "positive"),
-        (F.max_pool2d, "positive"),
-        (F.gelu, "perm"),
-        (torch.sin, "odd"),
-        (torch.sinh, "odd"),
-        (torch.tan, "odd"),
-        (torch.asinh, "odd"),
-        (torch.expm1, "perm"),
-        (functools.partial(F.leaky_relu, negative_slope=1.0), "dense"),
-        (functools.partial(F.hardtanh, min_val=-2.0), "perm"),
-        (lambda x: x + 1, "perm"),
-        (lambda x: x - torch.sin(x), "odd"),
-        (lambda x: torch.log(torch.cosh(x)), "even"),
-        (lambda x: x.exp() / (1 + x.exp()), "perm"),
-        (lambda x: -3 * x, "dense"),
-        (lambda x: 1e-9 * x.relu(), "positive"),
-        (lambda x: x * (2 + torch.sin(2 * math.pi * x.abs().clamp_min(1e-99).log2())), "odd"),  # t = 2 alone holds
-    ],
+    ("function", "expected"), [(given, kind) for kind, all_of in NAMES_AND_FUNCTIONS.items() for given in all_of]
 )
 def test_names_and_functions(function, expected):
     assert intertwiner_group(function) == KINDS[expected]

@@ -90,23 +90,6 @@ def test_failures_sit_in_the_known_bad_minima():
         assert (entry["milestones"][0] >= 0) == (entry["loss"] < 1e-6 * task.scales["sample"].zero)
 
 
-def test_candidates_are_independent_of_each_other():
-    """A candidate among others is bitwise the one that is searched alone, if run in a loop."""
-    many = EquivalenceTask(two_unit(), members=3, teacher=MIXED, execution="loop", optimizer=SGD, stop_when_found=False)
-    alone = EquivalenceTask(
-        two_unit(), members=1, teacher=MIXED, execution="loop", optimizer=SGD, stop_when_found=False
-    )
-    fit(many, max_epochs=3)
-    fit(alone, max_epochs=3)
-    assert torch.equal(many.all_outcomes()[0]["weights"], alone.all_outcomes()[0]["weights"])
-    together = EquivalenceTask(
-        two_unit(), members=3, teacher=MIXED, execution="vmap", optimizer=SGD, stop_when_found=False
-    )
-    fit(together, max_epochs=3)
-    for number, entry in many.all_outcomes().items():
-        torch.testing.assert_close(together.all_outcomes()[number]["weights"], entry["weights"], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 def test_second_round_is_as_a_search_from_scratch(execution):
     adam = functools.partial(torch.optim.Adam, lr=0.01)
@@ -237,45 +220,12 @@ class Poison(Callback):
             task.population.set_member_state(1, state)
 
 
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_losses_that_are_looked_at_late_stop_the_same_candidate_at_the_same_step(execution, monkeypatch):
-    """On an accelerator; here as if the CPU were one, with a look where something asks only."""
-
-    def run():
-        settings = {"members": 3, "teacher": MIXED, "optimizer": SGD, "stop_when_found": False, "milestones": [1e9]}
-        task = EquivalenceTask(two_unit(), execution=execution, **settings)
-        with pytest.warns(
-            UserWarning, match="Candidate 1 was stopped in epoch 0, step 2: its training loss is not finite"
-        ):
-            fit(task, max_epochs=3, callbacks=[Poison()])
-        outcomes = task.all_outcomes()
-        return {n: {k: v for k, v in entry.items() if n != 1 or k != "weights"} for n, entry in outcomes.items()}
-
-    at_once = run()
-    monkeypatch.setattr(Divergence, "due", False)
-    assert repr(run()) == repr(at_once)
-
-
 def test_a_late_look_counts_no_milestone_of_a_candidate_that_diverged_before(monkeypatch):
     monkeypatch.setattr(Divergence, "due", False)
     task = EquivalenceTask(two_unit(), members=3, teacher=MIXED, stop_when_found=False, milestones=[1e9, 1e-30])
     with pytest.warns(UserWarning, match="Candidate 1 was stopped in epoch 0, step 0"):
         fit(task, max_epochs=1, callbacks=[Poison(0)])
     assert [entry["milestones"] for entry in task.all_outcomes().values()] == [[0, -1], [-1, -1], [0, -1]]
-
-
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_a_candidate_that_is_nan_stops_alone(execution):
-    settings = {"members": 3, "teacher": MIXED, "execution": execution, "optimizer": SGD, "stop_when_found": False}
-    hurt, well = EquivalenceTask(two_unit(), **settings), EquivalenceTask(two_unit(), **settings)
-    with pytest.warns(UserWarning, match="Candidate 1 was stopped in epoch 0, step 2: its training loss is not finite"):
-        fit(hurt, max_epochs=3, callbacks=[Poison()])
-    fit(well, max_epochs=3)
-    for number in (0, 2):
-        assert torch.equal(hurt.all_outcomes()[number]["weights"], well.all_outcomes()[number]["weights"])
-    assert math.isnan(hurt.all_outcomes()[1]["loss"])
-    assert hurt.all_outcomes()[1]["stopped"] == "its training loss is not finite"
-    assert not hurt.all_outcomes()[1]["found"]
 
 
 def test_images_and_orbit_members():

@@ -10,7 +10,7 @@ from pytorch_lightning import Trainer
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.stitching import FixedMap, IdentityMap
-from lightning_sym.tasks import MatchingTask, RotationTask
+from lightning_sym.tasks import RotationTask
 from lightning_sym.tasks.rotation import Rotation
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
@@ -153,15 +153,6 @@ def test_training_starts_from_the_member_s_weights(matching_zoo):
     torch.testing.assert_close(task.branches[2](images), task.members["2"](images))
 
 
-def test_a_branch_comes_out_as_if_it_were_trained_alone(fitted, matching_zoo):
-    task, _ = fitted
-    alone = RotationTask(str(matching_zoo), members=[2], sites=["activation1"], kinds=["orthogonal"], repeats=1)
-    fit(alone)
-    name = "member-2/activation1/orthogonal/repeat-0"
-    for a, b in zip(branch(task, name).parameters(), alone.branches[0].parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_the_default_is_adam_without_decay_on_biases(matching_zoo):
     task = RotationTask(str(matching_zoo), members=[0], repeats=1)
     trainer = fit(task, max_epochs=1)
@@ -236,21 +227,6 @@ def test_testing_uses_the_kept_weights(fitted, matching_zoo):
     assert found["test_penalty/group"] == pytest.approx(clean - accuracy, abs=1e-6)
 
 
-def test_a_branch_that_diverges_stops_and_the_others_go_on(matching_zoo):
-    class Broken(RotationTask):
-        def rotate(self, rotation, source, example):
-            family, behind = super().rotate(rotation, source, example)
-            if rotation.repeat == 1:
-                return (lambda port: FixedMap(port, 3e38 * torch.eye(port.in_channels))), behind
-            return family, behind
-
-    task = Broken(str(matching_zoo), members=[0], kinds=["orthogonal"], repeats=2)
-    with pytest.warns(UserWarning, match=r"member-0/activation1/orthogonal/repeat-1 was stopped in epoch \d"):
-        trainer = fit(task)
-    assert list(task.stopped) == [1]
-    assert math.isfinite(float(trainer.callback_metrics["penalty/orthogonal"]))
-
-
 def test_a_subclass_adds_a_kind(matching_zoo):
     class Halved(RotationTask):
         known_kinds = (*RotationTask.known_kinds, "half")
@@ -323,13 +299,3 @@ def test_what_the_zoo_does_not_have_is_said(matching_zoo, tmp_path):
         fit(RotationTask(str(matching_zoo), members=[7]))
     with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent"):
         fit(RotationTask(str(tmp_path / "absent")))
-
-
-def test_checkpoints_of_other_tasks_are_refused(matching_zoo, tmp_path):
-    other = MatchingTask(str(matching_zoo), methods=["weights"])
-    trainer = fit(other, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match="The checkpoint holds no population: it was not written by a RotationTask"):
-        Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).fit(
-            RotationTask(str(matching_zoo)), digits(), ckpt_path=tmp_path / "a.ckpt"
-        )

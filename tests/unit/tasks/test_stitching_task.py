@@ -4,7 +4,6 @@ import functools
 import shutil
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from lightning_sym.datamodules import DigitsDataModule, Resized
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.stitching import CutNetwork, FullMap, GroupMap, Port, StitchedNetwork, StitchingMap
 from lightning_sym.tasks import StitchingTask
-from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
 pytestmark = [
@@ -273,35 +271,6 @@ def test_one_that_diverges_stops_and_the_others_go_on(norm_zoo, bad, val_fractio
     assert not any("Jumps" in name or "Explodes" in name for name in tested)
 
 
-@pytest.mark.filterwarnings("ignore:pair-.* was stopped")
-def test_losses_that_are_looked_at_late_stop_the_same_branch_at_the_same_step(norm_zoo, monkeypatch):
-    """On an accelerator; here as if the CPU were one, with a look where something asks only."""
-
-    def run():
-        maps = ["full", Explodes, "group"]
-        task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=maps, optimizer=sgd())
-        log = fit(task).logged_metrics
-        return task, log
-
-    at_once, log = run()
-    monkeypatch.setattr(Divergence, "due", False)
-    late, late_log = run()
-    assert late.stopped == at_once.stopped
-    assert late.stopped[1]["step"] == 2
-    assert {name: value.tolist() for name, value in late_log.items()} == {n: v.tolist() for n, v in log.items()}
-    assert late.kept.keys() == at_once.kept.keys() == {0, 2}
-    for index, record in at_once.kept.items():
-        assert late.kept[index]["metrics"] == record["metrics"]
-        assert all(torch.equal(late.kept[index]["state"][name], value) for name, value in record["state"].items())
-
-
-@pytest.mark.filterwarnings("ignore:pair-.* was stopped")
-def test_if_all_diverge_the_fit_ends(norm_zoo):
-    task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=[Explodes])
-    with pytest.raises(ValueError, match="All members were stopped, as their losses are not finite"):
-        fit(task)
-
-
 # ---- what is kept and tested
 
 
@@ -504,46 +473,6 @@ def test_recalibration_changes_what_is_evaluated_and_not_what_is_trained(norm_zo
         assert losses[0] != losses[1]
         assert task.kept[1]["state"].keys() == plain.kept[1]["state"].keys()
     assert plain_trainer.current_epoch == trainer.current_epoch
-
-
-def test_clipping_is_per_branch(norm_zoo):
-    """A branch with a large gradient does not shrink the step of another: see also the separate fits above."""
-
-    class Steep(FullMap):
-        def regularization(self):
-            return 1e4 * self.weight.sum()
-
-    def run(maps, **settings):
-        task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=maps, optimizer=sgd())
-        fit(task, max_epochs=1, gradient_clip_val=0.1, **settings)
-        return maps_of(task)["pair-0-1/activation2/full"]["0.weight"]
-
-    for algorithm in ("norm", "value"):
-        settings = {"gradient_clip_algorithm": algorithm}
-        assert torch.equal(run(["full", Steep], **settings), run(["full"], **settings))
-
-
-def test_bfloat16_runs_and_is_close(norm_zoo):
-    found = {}
-    for precision in ("32-true", "bf16-mixed"):
-        task = StitchingTask(
-            str(norm_zoo), pairs=[[0, 1]], sites=SITES, maps=["full", "group", "assignment"], optimizer=sgd()
-        )
-        fit(task, max_epochs=1, precision=precision, callbacks=[BatchNormRecalibration(images=100)])
-        found[precision] = maps_of(task)
-    for name, maps in found["32-true"].items():
-        for key, value in maps.items():
-            if value.is_floating_point():
-                other = found["bf16-mixed"][name][key]
-                assert other.dtype == torch.float32
-                assert (other - value).abs().max() < 0.1, (name, key)
-
-
-def test_half_precision_with_one_gradient_scale_is_refused(matching_zoo):
-    task = StitchingTask(str(matching_zoo), maps=["full"])
-    task.trainer = SimpleNamespace(precision="16-mixed")
-    with pytest.raises(ValueError, match="precision 16-mixed ties the members together"):
-        task.setup("fit")
 
 
 def test_channels_last_is_the_same_up_to_rounding(norm_zoo):

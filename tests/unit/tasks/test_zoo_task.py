@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from pytorch_lightning import Callback, LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
@@ -132,12 +133,6 @@ def test_members_are_bitwise_those_trained_alone(tmp_path, make):
     assert not same_state(zoo.kept[3]["state"], zoo.kept[4]["state"])
 
 
-def test_dropout_is_bitwise_that_of_the_member_alone(tmp_path):
-    zoo = fit(tmp_path, ZooTask(Dropping(), members=3, optimizer=adam))
-    alone = fit(tmp_path, ZooTask(Dropping(), members=1, seed=1, optimizer=adam))
-    assert same_kept(zoo.kept[1], alone.kept[1])
-
-
 def test_dropout_draws_anew_while_gradients_accumulate(tmp_path, monkeypatch):
     draws = []
     original = LoopPopulation.step
@@ -150,57 +145,6 @@ def test_dropout_draws_anew_while_gradients_accumulate(tmp_path, monkeypatch):
     fit(tmp_path, ZooTask(Dropping(), members=1), accumulate_grad_batches=2, epochs=2)
     assert len(draws) == 10
     assert len(set(draws)) == 10
-
-
-@pytest.mark.parametrize("make", [perceptron, myrtle])
-def test_vmap_is_close_to_loop(tmp_path, make):
-    def sgd(parameters):  # Adam's first steps are signs, which rounding decides where gradients are 0
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-    loop, vmap = (
-        fit(tmp_path, ZooTask(make(), members=3, optimizer=sgd, execution=execution, keep="last"), epochs=2)
-        for execution in ("loop", "vmap")
-    )
-    for number in range(3):
-        for name, value in loop.kept[number]["state"].items():
-            torch.testing.assert_close(vmap.kept[number]["state"][name], value, atol=1e-5, rtol=1e-5)
-    for name, rows in loop.history.items():
-        torch.testing.assert_close(torch.tensor(vmap.history[name]), torch.tensor(rows), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_leaves_members_independent(tmp_path, execution, algorithm):
-    clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm, "epochs": 1}
-
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.5)
-
-    def run(members, **changes):
-        task = ZooTask(perceptron(), members=members, seed=0, optimizer=sgd, execution=execution, keep="last")
-        return fit(tmp_path, task, **changes).kept[0]["state"]["classifier.weight"]
-
-    torch.testing.assert_close(run(3, **clip), run(1, **clip), atol=1e-6, rtol=1e-6)
-    assert (run(3, **clip) - run(3, epochs=1)).abs().max() > 1e-3
-
-
-def test_accumulated_batches_are_one_large_batch(tmp_path):
-    """Two batches of 16 and one of 32 see the same images, so that the same step is taken."""
-
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    small = fit(
-        tmp_path,
-        ZooTask(perceptron(), members=2, optimizer=sgd, keep="last"),
-        digits(batch_size=16, max_samples=64),
-        accumulate_grad_batches=2,
-    )
-    large = fit(
-        tmp_path, ZooTask(perceptron(), members=2, optimizer=sgd, keep="last"), digits(batch_size=32, max_samples=64)
-    )
-    for name, value in large.kept[1]["state"].items():
-        torch.testing.assert_close(small.kept[1]["state"][name], value, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
@@ -413,24 +357,6 @@ def hot(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_member_that_is_not_finite_is_stopped_and_the_others_go_on(tmp_path, execution, value):
-    settings = {"members": 4, "seed": 1, "optimizer": hot, "execution": execution, "keep": "last"}
-    task = ZooTask(Fragile(2, value), **settings)
-    with pytest.warns(UserWarning, match=r"Member 2 was stopped in epoch 0, step 0: its training loss is not finite\."):
-        fit(tmp_path, task)
-    clean = fit(tmp_path, ZooTask(Fragile(99), **settings))
-    assert list(task.stopped) == [2]
-    assert sorted(task.kept) == [1, 3, 4]
-    for number in (1, 3, 4):
-        assert same_state(task.kept[number]["state"], clean.kept[number]["state"])
-    for name, rows in task.history.items():
-        for row, other in zip(rows, clean.history[name], strict=True):
-            assert math.isnan(row[1])
-            assert [*row[:1], *row[2:]] == [*other[:1], *other[2:]]
-
-
 def test_means_are_over_the_members_that_go_on(tmp_path):
     run = trainer(tmp_path)
     task = ZooTask(Fragile(2), members=3, seed=1)
@@ -440,24 +366,6 @@ def test_means_are_over_the_members_that_go_on(tmp_path):
     assert float(run.callback_metrics["val/accuracy"]) == pytest.approx((values[0] + values[2]) / 2)
 
 
-def test_member_that_diverges_later_is_stopped_with_its_last_weights(tmp_path):
-    """The learning rate is turned up for one member in the second epoch."""
-
-    class Diverging(ZooTask):
-        def on_train_epoch_start(self):
-            if self.current_epoch == 1:
-                with torch.no_grad():
-                    for parameter in self.population.member_parameters(1):
-                        parameter.mul_(1e38).mul_(10)
-
-    task = Diverging(perceptron(), members=2, optimizer=hot)
-    with pytest.warns(UserWarning, match="Member 1 was stopped in epoch 1, step 5: its training loss"):
-        fit(tmp_path, task, digits())
-    assert task.stopped[1]["epoch"] == 1
-    assert task.kept[1]["epoch"] == 0  # not exported, but still there for whoever wants to look
-    assert same_kept(task.kept[0], fit(tmp_path, ZooTask(perceptron(), members=1, optimizer=hot)).kept[0])
-
-
 class Poison(Callback):
     """Makes a member's weights NaN before the eighth step, the third of the second epoch."""
 
@@ -465,31 +373,6 @@ class Poison(Callback):
         if trainer.global_step == 7:
             state = {name: torch.full_like(value, math.nan) for name, value in task.population.member_state(1).items()}
             task.population.set_member_state(1, state)
-
-
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-@pytest.mark.parametrize("keep", ["best", "last"])
-@pytest.mark.parametrize("interval", [None, 3])
-def test_losses_that_are_looked_at_late_stop_the_same_member_at_the_same_step(
-    tmp_path, monkeypatch, execution, keep, interval
-):
-    """On an accelerator; here as if the CPU were one, with a look every third step, or where something asks only."""
-
-    def run():
-        task = ZooTask(perceptron(), members=3, optimizer=hot, execution=execution, keep=keep)
-        with pytest.warns(UserWarning, match="Member 1 was stopped in epoch 1, step 7: its training loss"):
-            fit(tmp_path, task, callbacks=[Poison()])
-        return task
-
-    at_once = run()
-    monkeypatch.setattr(Divergence, "due", property(lambda self: len(self._notes) == interval))
-    late = run()
-    assert late.stopped == at_once.stopped
-    assert repr(late.history) == repr(at_once.history)  # with NaN for the member that was stopped
-    assert late.kept.keys() == at_once.kept.keys()
-    assert all(same_kept(late.kept[number], at_once.kept[number]) for number in late.kept)
-    for number in (0, 2):
-        assert same_state(late.population.member_state(number), at_once.population.member_state(number))
 
 
 def test_a_checkpoint_within_an_epoch_knows_who_has_diverged(tmp_path, monkeypatch):
@@ -517,17 +400,6 @@ def test_validation_loss_that_is_not_finite_stops_the_member(tmp_path):
     with pytest.warns(UserWarning, match="Member 0 was stopped in epoch 1, step 10: its validation loss is not finite"):
         fit(tmp_path, task)
     assert list(task.stopped) == [0]
-
-
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_all_members_stopped_is_an_error(tmp_path, execution):
-    task = ZooTask(Fragile(-1), members=2, execution=execution)
-    with (
-        pytest.warns(UserWarning, match="Member 0 was stopped"),
-        pytest.warns(UserWarning, match="Member 1 was stopped"),
-        pytest.raises(ValueError, match="All members were stopped, as their losses are not finite; lower the learning"),
-    ):
-        fit(tmp_path, task)
 
 
 def test_stopped_members_are_left_out_of_the_confusion_matrix(tmp_path):
@@ -588,61 +460,6 @@ def test_checkpoint_holds_the_population_and_loads_safely(tmp_path, execution):
     assert found["test/accuracy"] == pytest.approx(float(task.split_metrics(digits())["test"]["accuracy"].mean()))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"members": 3}, "The checkpoint has members 0-1 and this run has 0-2"),
-        ({"seed": 1}, "The checkpoint has members 0-1 and this run has 1-2"),
-        ({"execution": "vmap"}, "The checkpoint has execution loop and this run has vmap"),
-    ],
-)
-def test_resuming_with_other_members_is_refused(tmp_path, changes, message):
-    run = trainer(tmp_path, epochs=1)
-    run.fit(ZooTask(perceptron(), members=2), digits())
-    run.save_checkpoint(tmp_path / "zoo.ckpt")
-    other = ZooTask(perceptron(), **{"members": 2, **changes})
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path).fit(other, digits(), ckpt_path=tmp_path / "zoo.ckpt", weights_only=True)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-@pytest.mark.parametrize("step", [3, 5, 7])
-def test_resume_from_any_step_is_bitwise_the_uninterrupted_run(tmp_path, execution, step):
-    """Step 5 is the last one of an epoch: only the epoch's end is left to do."""
-
-    def task():
-        return ZooTask(
-            Fragile(1),
-            members=3,
-            execution=execution,
-            optimizer=adam,
-            lr_scheduler=cosine,
-            lr_scheduler_interval="step",
-        )
-
-    every = RunCheckpoint(
-        dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
-    )
-    whole, rest = task(), task()
-    with pytest.warns(UserWarning, match="Member 1 was stopped"):
-        fit(tmp_path, whole, callbacks=[every], enable_checkpointing=True)
-    run = trainer(tmp_path)
-    run.fit(rest, digits(), ckpt_path=tmp_path / f"{step}.ckpt", weights_only=True)
-    assert rest.stopped == whole.stopped
-    assert str(rest.history) == str(whole.history)  # NaN is not equal to itself
-    for number in (0, 2):
-        assert same_kept(rest.kept[number], whole.kept[number])
-        assert same_state(rest.population.member_state(number), whole.population.member_state(number))
-
-
-def test_checkpoint_of_another_task_is_refused(tmp_path):
-    task = fit(tmp_path, ZooTask(perceptron(), members=1), epochs=1)
-    with pytest.raises(ValueError, match="The checkpoint holds no population: it was not written by a ZooTask"):
-        task.on_load_checkpoint({})
-
-
 # ---- bad settings
 
 
@@ -693,16 +510,6 @@ def test_optimizer_of_unknown_kind_is_fine_in_a_loop(tmp_path):
     assert 0 in task.kept
 
 
-def test_half_precision_with_one_scale_is_refused(tmp_path):
-    task = ZooTask(perceptron(), members=2)
-    run = trainer(tmp_path)
-    run.strategy.precision_plugin.precision = "16-mixed"  # Lightning itself needs a GPU for the real one
-    with pytest.raises(
-        ValueError, match=r"precision 16-mixed ties the members together .* use bf16-mixed, 32-true or 64-true"
-    ):
-        run.fit(task, digits())
-
-
 @pytest.mark.parametrize("settings", [{"val_fraction": 0.0}, {}], ids=["no split", "no batches"])
 def test_best_without_validation_is_refused(tmp_path, settings):
     limit = {} if settings else {"limit_val_batches": 0}
@@ -728,12 +535,6 @@ def test_batches_of_one_network_are_refused(tmp_path):
         fit(tmp_path, ZooTask(perceptron(), members=2), OneOrder())
 
 
-def test_bf16_trains(tmp_path):
-    task = fit(tmp_path, ZooTask(perceptron(), members=2), precision="bf16-mixed")
-    assert all(value.dtype == torch.float32 for value in task.kept[0]["state"].values())
-    assert math.isfinite(task.history["val/loss"][-1][0])
-
-
 def test_float64_trains_in_float64(tmp_path):
     task = fit(tmp_path, ZooTask(perceptron(), members=1), precision="64-true", epochs=1)
     assert task.kept[0]["state"]["classifier.weight"].dtype == torch.float64
@@ -742,3 +543,87 @@ def test_float64_trains_in_float64(tmp_path):
 def test_member_is_learning(tmp_path):
     task = fit(tmp_path, ZooTask(perceptron(), members=1, optimizer=adam), digits(max_samples=400), epochs=8)
     assert task.kept[0]["metrics"]["accuracy"] > 0.8
+
+
+# ---- losses of one's own
+
+
+class Brightness(ZooTask):
+    """Tell how bright an image is."""
+
+    def evaluation_batch(self, batch):
+        images, _ = batch
+        return images, images.flatten(-3).mean(-1, keepdim=True)
+
+
+def one_output() -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(12,), image_size=8, num_classes=1)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_a_loss_of_ones_own_is_trained_logged_and_decides_what_is_kept(tmp_path, execution):
+    task = Brightness(one_output(), members=2, loss=nn.functional.mse_loss, execution=execution, optimizer=wild)
+    run = trainer(tmp_path, epochs=4)
+    run.fit(task, digits())
+    assert set(task.history) == {"train/loss", "val/loss"}
+    for number in (0, 1):
+        curve = [row[number] for row in task.history["val/loss"]]
+        assert task.kept[number]["epoch"] == curve.index(min(curve))
+        assert task.kept[number]["metrics"] == {"loss": min(curve)}
+    inputs, targets = task.evaluation_batch((digits().normalize(digits().split_tensors("test").images), None))
+    network = one_output()
+    network.load_state_dict(task.kept[1]["state"])
+    expected = float((network(inputs) - targets).detach().square().mean())
+    assert float(task.split_metrics(digits())["test"]["loss"][1]) == pytest.approx(expected, rel=1e-5)
+    (outputs,) = run.predict(task, digits())
+    torch.testing.assert_close(outputs[1], network(inputs).detach())
+
+
+def test_an_overridden_loss_is_that_of_all_members(tmp_path):
+    class Absolute(Brightness):
+        def loss(self, outputs, targets):
+            return (outputs - targets).abs().mean()
+
+    by_method = fit(tmp_path, Absolute(one_output(), members=2, optimizer=adam))
+    by_argument = fit(tmp_path, Brightness(one_output(), members=2, optimizer=adam, loss=nn.functional.l1_loss))
+    assert by_method.history == by_argument.history
+    assert not by_method.classifies
+
+
+def test_a_checkpoint_of_another_loss_is_refused(tmp_path):
+    run = trainer(tmp_path, epochs=1)
+    run.fit(Brightness(one_output(), members=1, loss=nn.functional.mse_loss), digits())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    other = Brightness(one_output(), members=1, loss=nn.functional.l1_loss)
+    with pytest.raises(ValueError, match="The checkpoint has loss mse_loss and this run has l1_loss"):
+        trainer(tmp_path).fit(other, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "written", ["torch.nn.functional.mse_loss", {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}}]
+)
+def test_losses_from_yaml(written):
+    parser = ArgumentParser()
+    parser.add_class_arguments(ZooTask, "zoo", fail_untyped=False)
+    network = {
+        "class_path": "lightning_sym.networks.MultiLayerPerceptron",
+        "init_args": {"widths": [4], "image_size": 8},
+    }
+    task = parser.instantiate_classes(parser.parse_object({"zoo": {"network": network, "loss": written}})).zoo
+    a, b = torch.ones(3, 2), torch.zeros(3, 2)
+    assert float(task.loss(a, b)) == (1.0 if isinstance(written, str) else 6.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label_smoothing": 0.1}, "label_smoothing is of the cross-entropy, and loss is another one"),
+        (
+            {"prior_precision": 1.0},
+            "With a loss of your own the loss is no log likelihood, which prior_precision needs",
+        ),
+    ],
+)
+def test_what_needs_the_cross_entropy_is_refused_with_another_loss(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ZooTask(perceptron(), loss=nn.functional.mse_loss, **settings)

@@ -1,4 +1,4 @@
-"""Statistics and barriers from two processes are those of one with all the batches."""
+"""Statistics, barriers, moments and matches from two processes are those of one with all the batches."""
 
 import re
 
@@ -9,17 +9,19 @@ from torch import nn
 
 from lightning_sym.connectivity import barrier
 from lightning_sym.networks import MyrtleCNN, recalibrate_batch_norm
+from lightning_sym.symmetry import ActivationMoments, activation_matching, trace_symmetry
 
 pytestmark = pytest.mark.ddp
 
 # Which of five batches each of two ranks has, by the name of the sharing.
 SHARES = {"even": [[0, 2], [1, 3]], "uneven": [[0, 2, 3, 4], [1]], "all on one": [[], [0, 1, 2, 3, 4]]}
-# Rounding in double precision: sums in another order.
+# Rounding in double precision: sums in another order; those of moments are larger.
 ROUNDING = {"atol": 1e-12, "rtol": 1e-12}
+ROUNDING_OF_MOMENTS = {"atol": 1e-11, "rtol": 1e-12}
 
 
-def network(seed):
-    return MyrtleCNN(2, in_channels=1, image_size=8, num_classes=3).fresh(seed).double()
+def network(seed, activation="relu"):
+    return MyrtleCNN(2, in_channels=1, image_size=8, num_classes=3, activation=activation).fresh(seed).double()
 
 
 def batches():
@@ -55,13 +57,34 @@ def wrapped(data):
     return {}
 
 
+def sums(symmetry, data):
+    moments = ActivationMoments(symmetry, network(0, "tanh"), network(1, "tanh"))
+    for images, _ in data:
+        moments.update(images)
+    moments.reduce()
+    state = moments.state_dict()["sums"]
+    return {f"{name} {key}": value for name in state for key, value in state[name].items()}
+
+
+def match(symmetry, data):
+    images = [images for images, _ in data]
+    element = activation_matching(symmetry, network(0, "tanh"), network(1, "tanh"), images).element
+    return {name: getattr(element, name) for name in ("permutation", "sign", "log_scale")}
+
+
 def work(rank, world, folder):
     results = {}
+    symmetry = trace_symmetry(network(0, "tanh"), batches()[0][0])
     for sharing, shares in SHARES.items():
-        data = [batches()[number] for number in (shares[rank] if world == 2 else sorted(shares[0] + shares[1]))]
+        numbers = shares[rank] if world == 2 else sorted(shares[0] + shares[1])
+        data = [batches()[number] for number in numbers]
         results[f"one pass, {sharing}"] = outcome(statistics, data)
         results[f"exact, {sharing}"] = outcome(statistics, data, exact=True)
         results[f"barrier, {sharing}"] = outcome(curves, data)
+        # Of unequal sizes, as the last batch of a rank may be.
+        data = [(batches()[number][0][: 2 + number], None) for number in numbers]
+        results[f"moments, {sharing}"] = outcome(sums, symmetry, data)
+        results[f"match, {sharing}"] = outcome(match, symmetry, data)
     if world == 2:
         # Errors of one rank are raised on both, which then go on together.
         wrong = [(torch.zeros(2, 7, 8, 8, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))]
@@ -72,6 +95,7 @@ def work(rank, world, folder):
                 data = bad if rank == 1 else good
                 results[f"{name}, {exact}"] = outcome(statistics, data, exact=exact)
             results[f"{name}, barrier"] = outcome(curves, data)
+        results["wrong, match"] = outcome(match, symmetry, wrong if rank == 1 else good)
         for exact in (False, True):
             results[f"none, {exact}"] = outcome(statistics, [], exact=exact)
         results["none, barrier"] = outcome(curves, [])
@@ -93,13 +117,14 @@ def results(runs):
 
 
 @pytest.mark.parametrize("sharing", SHARES)
-@pytest.mark.parametrize("kind", ["one pass", "exact", "barrier"])
+@pytest.mark.parametrize("kind", ["one pass", "exact", "barrier", "moments", "match"])
 def test_two_processes_are_one(results, kind, sharing):
     one, *others = (result[f"{kind}, {sharing}"] for result in results)
+    rounding = ROUNDING_OF_MOMENTS if kind in ("moments", "match") else ROUNDING
     for other in others:
         assert other.keys() == one.keys()
         for name, value in one.items():
-            torch.testing.assert_close(other[name], value, **ROUNDING)
+            torch.testing.assert_close(other[name], value, **rounding)
     for name, value in others[0].items():
         assert torch.equal(value, others[1][name]), "bitwise the same on both ranks"
 
@@ -121,6 +146,7 @@ def test_statistics_are_new_and_differ_between_the_ways(results):
         ("wrong, False", r"built for images of shape \[N, 1, 8, 8\] and cannot take \[\d, 7, 8, 8\]"),
         ("wrong, True", r"built for images of shape \[N, 1, 8, 8\] and cannot take \[\d, 7, 8, 8\]"),
         ("wrong, barrier", r"built for images of shape \[N, 1, 8, 8\] and cannot take \[\d, 7, 8, 8\]"),
+        ("wrong, match", r"was built for images of shape"),
         ("infinite, False", "ValueError: The recalibrated statistics of the batch norm 'norm1' are not finite"),
         ("infinite, True", "ValueError: The recalibrated statistics of the batch norm 'norm1' are not finite"),
         ("infinite, barrier", "ValueError: At t = 0: The recalibrated statistics of the batch norm 'norm1'"),

@@ -1,0 +1,433 @@
+"""What every task with several networks must be, whatever its members are; ours, and two of the tests."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiments import CurveTask, HalfBlindTask
+from fits import Interrupt, digits, fit, quiet_trainer, saving
+from helpers import assert_same, randomize_statistics, write_zoo
+from pytorch_lightning import Callback
+from torch import Tensor, nn
+
+from lightning_sym.callbacks import BatchNormRecalibration
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
+from lightning_sym.tasks import EquivalenceTask, PopulationTask, RotationTask, StitchingTask, ZooTask
+from lightning_sym.tasks._divergence import Divergence
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
+]
+
+# SGD, as Adam's first steps are the signs of gradients, which rounding decides where they are 0.
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
+# Sums in float32 in another order, through some steps of SGD.
+ROUNDING = {"atol": 2e-5, "rtol": 1e-4}
+
+
+class Restless(Network):
+    """A small network with batch norm and dropout."""
+
+    def __init__(self, dropout: float = 0.3, batch_norm: bool = True) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.linear1 = nn.Linear(64, 8)
+        self.norm1 = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
+        self.activation1 = nn.ReLU()
+        self.dropout1 = nn.Dropout(dropout)
+        self.classifier = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+def perceptron() -> MultiLayerPerceptron:
+    return MultiLayerPerceptron(widths=(6,), image_size=8)
+
+
+def norm_free(task: type[PopulationTask], **settings: Any) -> PopulationTask:
+    return task(perceptron(), **{"members": 3, "optimizer": SGD, **settings})
+
+
+def curves(pairs: int = 3, **settings: Any) -> CurveTask:
+    ends = [(perceptron().fresh(2 * n), perceptron().fresh(2 * n + 1)) for n in range(pairs)]
+    return CurveTask(ends, **{"members": pairs, "optimizer": SGD, **settings})
+
+
+def stitching(zoo: Path, **settings: Any) -> StitchingTask:
+    own = {
+        "sites": ["activation2"],
+        "pairs": [[0, 1], [1, 0]],
+        "maps": ["full", "group", "lasso", "assignment"],
+        "optimizer": SGD,
+    }
+    return StitchingTask(str(zoo), **{**own, **settings})
+
+
+def rotation(zoo: Path, **settings: Any) -> RotationTask:
+    own = {"sites": ["activation2"], "kinds": ["group", "orthogonal", "undo"], "repeats": 1, "optimizer": SGD}
+    return RotationTask(str(zoo), **{**own, **settings})
+
+
+def search(**settings: Any) -> EquivalenceTask:
+    own = {"members": 3, "teacher": 5, "optimizer": SGD, "stop_when_found": False, "execution": "loop"}
+    return EquivalenceTask(perceptron(), **{**own, **settings})
+
+
+@dataclass
+class Case:
+    """A task under test.
+
+    Attributes:
+        make: Returns it, given the zoo and settings.
+        alone: Settings with which it has one member only.
+        number: That member's number when it is alone.
+        together: That member's number among all.
+        vmap: Whether it runs vectorised.
+        smooth: Settings without what depends on the batch or on draws, such as batch norm and dropout; None: it has it.
+        processes: On how many it is tried, by strategy.
+    """
+
+    make: Callable[..., PopulationTask]
+    alone: dict[str, Any]
+    number: int
+    together: int
+    vmap: bool = True
+    smooth: dict[str, Any] = field(default_factory=dict)
+    processes: dict[str, int] = field(default_factory=lambda: {"ddp_fork": 2, "ddp_members_fork": 3})
+
+
+def restless(zoo: Path, network: Network | None = None, **settings: Any) -> ZooTask:
+    return ZooTask(network or Restless(), **{"members": 3, "optimizer": SGD, **settings})
+
+
+MEMBER = {"members": 1, "seed": 1}
+CASES = {
+    "zoo": Case(
+        restless,
+        MEMBER,
+        1,
+        1,
+        smooth={"network": Restless(0.0, batch_norm=False)},
+        processes={"ddp_fork": 3, "ddp_members_fork": 2},
+    ),
+    "half-blind": Case(lambda zoo, **s: HalfBlindTask(**{"members": 3, "optimizer": SGD, **s}), MEMBER, 1, 1),
+    "curve": Case(lambda zoo, **s: curves(**s), MEMBER, 1, 1),
+    "search": Case(lambda zoo, **s: search(**s), {"members": 1}, 0, 0, processes={"ddp_members_fork": 2}),
+    "stitching": Case(
+        stitching,
+        {"pairs": [[0, 1]], "maps": ["group"]},
+        0,
+        1,
+        vmap=False,
+        smooth={"batch_norm": "frozen"},
+        processes={"ddp_fork": 3},
+    ),
+    "rotation": Case(rotation, {"kinds": ["orthogonal"], "members": [0]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
+}
+RESUMED = {**CASES, "zoo, vectorised": Case(functools.partial(restless, execution="vmap", keep="best"), MEMBER, 1, 1)}
+every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+vectorised = pytest.mark.parametrize(
+    "case", [case for case in CASES.values() if case.vmap], ids=[name for name, case in CASES.items() if case.vmap]
+)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory) -> Path:
+    """Two small CNNs with batch norms, and one that is their like without."""
+    networks = [randomize_statistics(MyrtleCNN(2, in_channels=1, image_size=8).fresh(n), n) for n in range(2)]
+    return write_zoo(tmp_path_factory.mktemp("population") / "zoo", networks, digits())
+
+
+def state(task: PopulationTask, number: int) -> dict[str, Tensor]:
+    return task.population.member_state(number)
+
+
+def assert_same_member(a: PopulationTask, b: PopulationTask, number: int, other: int) -> None:
+    """Check that a member has the same current weights, the same kept ones and the same curves, bit for bit."""
+    assert_same(state(a, number), state(b, other))
+    assert_same(a.kept.get(number), b.kept.get(other))
+    for name in a.history:
+        column, there = a.numbers.index(number), b.numbers.index(other)
+        mine, theirs = ([row[i] for row in h[name]] for h, i in ((a.history, column), (b.history, there)))
+        assert repr(mine) == repr(theirs), name  # NaN is not equal to itself
+
+
+def assert_close_members(a: PopulationTask, b: PopulationTask) -> None:
+    for number in a.numbers:
+        torch.testing.assert_close(state(a, number), state(b, number), **ROUNDING)
+
+
+# ---- one process
+
+
+@every
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_member_is_bitwise_the_one_that_is_trained_alone(case, zoo, precision):
+    """With gradients that are clipped, for each member by itself."""
+    algorithm = "norm" if precision == "32-true" else "value"
+    options = {"max_epochs": 2, "gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm, "precision": precision}
+    together, alone = case.make(zoo), case.make(zoo, **case.alone)
+    fit(together, **options)
+    fit(alone, **options)
+    assert len(together.numbers) >= 2
+    assert_same_member(together, alone, case.together, case.number)
+    free = case.make(zoo, **case.alone)
+    fit(free, **{**options, "gradient_clip_val": None})
+    assert str(state(free, case.number)) != str(state(alone, case.number)), "nothing was clipped"
+
+
+@vectorised
+def test_loop_and_vmap_agree(case, zoo):
+    loop, vmap = (case.make(zoo, execution=execution, **case.smooth) for execution in ("loop", "vmap"))
+    if isinstance(loop, CurveTask):  # places on curves are drawn for all members together under vmap
+        for task in (loop, vmap):
+            task.make_member = lambda number, make=task.make_member: make(number).eval()
+            task.on_train_batch_start = lambda *_, task=task: task.population.eval() and None
+    for task in (loop, vmap):
+        fit(task, max_epochs=2)
+    assert_close_members(loop, vmap)
+
+
+@every
+def test_accumulated_batches_are_one_large_batch(case, zoo):
+    """Two batches of 16 and one of 32 see the same images, so that the same step is taken."""
+    small, large = (case.make(zoo, **case.smooth) for _ in range(2))
+    if isinstance(small, CurveTask):
+        pytest.skip("every batch is at another place of the curve")
+    if isinstance(small, HalfBlindTask):
+        small.step_generator = large.step_generator = lambda *_: torch.Generator().manual_seed(0)
+    for module in (small, large):
+        freeze_statistics(module)
+    fit(small, digits(max_samples=64), max_epochs=2, accumulate_grad_batches=2)
+    fit(large, digits(max_samples=64, batch_size=32), max_epochs=2)
+    assert small.trainer.global_step == large.trainer.global_step == 4
+    assert_close_members(small, large)
+
+
+def freeze_statistics(task: PopulationTask) -> None:
+    """Have batch norms that are trained use their statistics."""
+    if isinstance(task, RotationTask):
+        task.on_train_batch_start = lambda *_: task.population.eval() and None
+    if isinstance(task, HalfBlindTask):
+        task.training_batch = lambda batch, batch_idx: task.evaluation_batch(batch)
+
+
+class Poison(Callback):
+    """Makes a member's weights NaN before the eighth step, the third of the second epoch."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if trainer.global_step == 7:
+            found = state(task, self.number)
+            nothing = {k: torch.full_like(v, math.nan) if v.is_floating_point() else v for k, v in found.items()}
+            task.population.set_member_state(self.number, nothing)
+
+
+@pytest.mark.parametrize("interval", [None, 3, "now"])
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@every
+def test_a_member_that_diverges_stops_and_the_others_go_on(case, zoo, execution, interval, monkeypatch):
+    """Losses are looked at in every step, or late, as on an accelerator: every third step, or where something asks."""
+    if execution == "vmap" and not case.vmap:
+        pytest.skip("it runs in a loop only")
+    settings = {"execution": "vmap"} if execution == "vmap" else {}
+    well, hurt = (case.make(zoo, **settings) for _ in range(2))
+    fit(well, max_epochs=3)
+    if interval != "now":
+        monkeypatch.setattr(Divergence, "due", property(lambda self: len(self._notes) == interval))
+    title = hurt.member_title(1) if not hasattr(hurt, "names") else "was stopped"
+    with pytest.warns(UserWarning, match=title) as caught:
+        fit(hurt, None, Poison(1), max_epochs=3)
+    assert [str(w.message).partition(" was ")[2] for w in caught if "was stopped" in str(w.message)] == [
+        "stopped in epoch 1, step 7: its training loss is not finite. The others go on."
+    ]
+    assert hurt.stopped == {1: {"epoch": 1, "step": 7, "reason": "its training loss is not finite"}}
+    for number in (0, 2):
+        assert_same_member(hurt, well, number, number)
+    assert all(math.isnan(row[1]) for rows in hurt.history.values() for row in rows[1:])
+    if 1 in hurt.kept:  # what was kept before
+        assert_same(hurt.kept[1], well.kept[1] if well.kept[1]["epoch"] == 0 else hurt.kept[1])
+        assert hurt.kept[1]["epoch"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* was stopped")
+@every
+def test_a_run_of_which_all_members_were_stopped_ends_with_an_error(case, zoo):
+    task = case.make(zoo, **case.alone)
+    with pytest.raises(ValueError, match=r"All .* were stopped, as their losses are not finite; lower the learning"):
+        fit(task, None, Poison(case.number), max_epochs=3)
+
+
+@pytest.fixture(scope="module")
+def whole(zoo, tmp_path_factory):
+    """Return uninterrupted runs by the name of the case: folder and task."""
+
+    @functools.cache
+    def run(name: str, val_fraction: float) -> tuple[Path, PopulationTask]:
+        folder, task = tmp_path_factory.mktemp("whole"), RESUMED[name].make(zoo)
+        resumable(task, folder, val_fraction)
+        return folder, task
+
+    return run
+
+
+def resumable(task: PopulationTask, folder: Path, val_fraction: float, *callbacks: Callback, **options: Any) -> None:
+    data = digits(val_fraction=val_fraction)
+    checkpoint = saving(folder, every_n_train_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Lightning: no val_dataloader
+        recalibration = [BatchNormRecalibration(images=40)] if isinstance(task, StitchingTask) else []
+        fit(task, data, *callbacks, *recalibration, checkpoint, folder=folder, max_epochs=3, **options)
+
+
+# An epoch has 5 steps, and every second step is saved.
+@pytest.mark.parametrize("place", ["0 3", "1 0", "2 3", "end"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_is_uninterrupted(name, place, whole, zoo, tmp_path):
+    val_fraction = 0.0 if place == "1 0" and name in ("half-blind", "stitching", "rotation") else 0.1
+    folder, expected = whole(name, val_fraction)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        resumable(RESUMED[name].make(zoo), tmp_path / "first", val_fraction, Interrupt(place))
+    task = RESUMED[name].make(zoo)
+    resumable(task, tmp_path / "second", val_fraction, ckpt_path=tmp_path / "first" / "last.ckpt")
+    for number in task.numbers:
+        assert_same_member(task, expected, number, number)
+    assert task.stopped == expected.stopped
+    if place != "end":  # then no training was left, nor a checkpoint to write
+        one, two = (torch.load(path / "last.ckpt", weights_only=True) for path in (folder, tmp_path / "second"))
+        for part in ("state_dict", "optimizer_states"):
+            assert_same(one[part], two[part])
+        assert repr(one["population"]) == repr(two["population"])
+
+
+@every
+def test_a_checkpoint_of_other_members_is_refused(case, zoo, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        fit(case.make(zoo), None, saving(tmp_path), folder=tmp_path, limit_train_batches=1)
+    with pytest.raises(
+        ValueError, match=r"The checkpoint has \w+ .* and this run has .*; use the settings that it was"
+    ):
+        fit(case.make(zoo, **case.alone), ckpt_path=tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match="holds no population: it was not written by a"):
+        case.make(zoo).on_load_checkpoint({})
+
+
+@every
+def test_testing_evaluates_the_kept_weights_and_gives_the_current_ones_back(case, zoo):
+    task = case.make(zoo)
+    fit(task, max_epochs=1)
+    if not task.kept:
+        pytest.skip("a search keeps what is found, and tests that")
+    before = {number: state(task, number) for number in task.numbers}
+    with torch.no_grad():
+        for parameter in task.population.parameters():
+            parameter.mul_(0.5)
+    halved = {number: state(task, number) for number in task.numbers}
+    seen: list[dict[int, Any]] = []
+    task.on_test_epoch_start = lambda: seen.append({number: state(task, number) for number in task.numbers})
+    quiet_trainer().test(task, digits(), verbose=False)
+    assert_same(seen[0], {number: task.kept[number]["state"] for number in task.numbers})
+    assert_same({number: state(task, number) for number in task.numbers}, halved)
+    assert str(before) != str(halved)
+
+
+@every
+def test_bf16_trains_weights_in_float32(case, zoo):
+    task, exact = case.make(zoo), case.make(zoo)
+    fit(task, precision="bf16-mixed", max_epochs=2)
+    fit(exact, max_epochs=2)
+    found, expected = state(task, case.together), state(exact, case.together)
+    kinds = {value.dtype for value in found.values() if value.is_floating_point()}
+    assert kinds == {torch.float32}
+    assert all(value.isfinite().all() for value in found.values())
+    assert any(not torch.equal(value, expected[name]) for name, value in found.items())
+    assert not task.stopped
+
+
+@every
+def test_fast_dev_run_trains_and_validates_once(case, zoo, tmp_path):
+    task = case.make(zoo)
+    fit(task, folder=tmp_path, fast_dev_run=True)
+    assert task.trainer.global_step == 1
+    assert not list(tmp_path.iterdir())
+
+
+@every
+def test_one_gradient_scale_for_all_members_is_refused(case, zoo):
+    run = quiet_trainer()
+    run.strategy.precision_plugin.precision = "16-mixed"  # Lightning itself needs a GPU for the real one
+    with pytest.raises(ValueError, match="precision 16-mixed ties the members together"):
+        run.fit(case.make(zoo), digits())
+
+
+# ---- one, two and three processes
+
+
+def scenarios(run, population_zoo):
+    placed = [(name, strategy, count) for name, case in CASES.items() for strategy, count in case.processes.items()]
+    # One process comes last: a process that has taken gradients cannot fork.
+    for name, strategy, processes in [*placed, *((name, strategy, 1) for name, strategy, _ in placed)]:
+        settings = CASES[name].smooth if strategy == "ddp_fork" else {}
+        task = frozen(CASES[name].make(population_zoo, **settings), strategy)
+        # 1 x 24 images see what 2 x 12 and 3 x 8 see.
+        data = digits(batch_size=24 // processes if strategy == "ddp_fork" else 24, max_samples=81)
+        run.fit(f"{name} {strategy} {processes}", task, data, processes=processes, strategy=strategy, max_epochs=2)
+
+
+def frozen(task: PopulationTask, strategy: str) -> PopulationTask:
+    """Take away what depends on how a batch is shared out: noise, places on curves, statistics of the batch."""
+    if strategy == "ddp_fork":
+        freeze_statistics(task)
+        if isinstance(task, CurveTask):
+            task.on_train_batch_start = lambda *_: task.population.eval() and None
+    return task
+
+
+@pytest.fixture(scope="module")
+def population_zoo(zoo) -> Path:
+    return zoo
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize(
+    ("name", "strategy"), [(name, strategy) for name, case in CASES.items() for strategy in case.processes]
+)
+def test_several_processes_are_one(name, strategy, runs):
+    """Two or three; members that are shared out are bitwise those of one process."""
+    counts = (1, CASES[name].processes[strategy])
+    one, several = (torch.load(runs / f"{name} {strategy} {n}" / "last.ckpt", weights_only=True) for n in counts)
+    exact = strategy == "ddp_members_fork"
+    assert one["state_dict"].keys() == several["state_dict"].keys()
+    for part in ("state_dict", "kept", "history", "train_sums"):
+        a, b = (found[part] if part == "state_dict" else found["population"][part] for found in (one, several))
+        if exact and part != "train_sums":
+            assert_same_unordered(a, b)
+        else:
+            torch.testing.assert_close(as_tensors(a), as_tensors(b), equal_nan=True, **ROUNDING)
+
+
+def assert_same_unordered(a: Any, b: Any) -> None:
+    assert repr(a if isinstance(a, Tensor | list) else sorted(a.items())) == repr(
+        b if isinstance(b, Tensor | list) else sorted(b.items())
+    )
+
+
+def as_tensors(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {key: as_tensors(value) for key, value in found.items()}
+    return found if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
