@@ -2,8 +2,7 @@
 
 import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +16,7 @@ from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
-from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
-from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
@@ -26,7 +24,6 @@ from lightning_sym.symmetry.tracing.vocabulary import Value
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_NOWHERE = np.zeros(0, np.int64)
 
 
 class Symmetry:
@@ -71,79 +68,12 @@ class Symmetry:
         self.fingerprint = digest(self.architecture.text, structure)
         self._proven: dict[str, float] = {}
         self._values = values
-        self.taps: dict[str, Tap] = {mark.name: self._tap(mark, value) for mark, value in marked.items()}
+        self.taps = {mark.name: tap_of(mark, value, structure, values) for mark, value in marked.items()}
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
-        self.groups: tuple[AxisGroup, ...] = tuple(
-            self._axis_groups([tap for tap in self.taps.values() if tap.module in leaves])
-        )
+        watched = [tap for tap in self.taps.values() if tap.module in leaves]
+        self.groups = tuple(axis_groups(structure, self.parameter_names, watched))
 
     # What there is.
-
-    def _tap(self, mark: Mark, value: Value) -> Tap:
-        values = self._values
-        seen = tuple(values.slots_of.get(mark.name, ()))
-        units = np.concatenate([_NOWHERE, *(slot.unit.ravel() for slot in seen)])
-        units = units[units >= 0]
-        group = IntertwinerGroup(
-            mark.name,
-            permutations=bool(values.moves[units].any()),
-            positive_scales=any(values.magnitudes[slot.rows].nnz for slot in seen),
-            signs=any(values.signs[slot.rows].nnz for slot in seen),
-            dense=bool((values.cell_of[units] >= 0).any()),
-        )
-        shift = next(iter(self.structure.shifts_of.get(value.producer or "", ())), None)
-        return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shift)
-
-    def _axis_groups(self, leaf_taps: Sequence[Tap]) -> Iterator[AxisGroup]:
-        structure = self.structure
-        starts = np.array([slot.offset for slot in structure.slots], np.int64)
-        forms = structure.magnitudes
-        dense = {int(unit) for cell in structure.dense for unit in cell}
-        names: set[str] = set()
-        tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by unit
-        for tap in leaf_taps:
-            for unit in np.unique(np.concatenate([_NOWHERE, *(slot.unit.ravel() for slot in tap.seen)])).tolist():
-                tapped[unit].append(tap)
-        for index, units in enumerate(structure.orbits):
-            columns = structure.columns[index]
-            slot_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
-            occurrences = []
-            table = structure.scale_table[index]
-            first = (
-                np.asarray(forms[columns[0], table[0, 0]].todense()).ravel()
-                if table.shape[1] and columns.shape[1]
-                else np.zeros(columns.shape[1])
-            )
-            for slot_index, exponent in dict.fromkeys(zip(slot_of.tolist(), first.tolist(), strict=True)):
-                slot = structure.slots[slot_index]
-                at = columns[:, (slot_of == slot_index) & (first == exponent)]
-                occurrences.append(
-                    Occurrence(
-                        slot.tensor,
-                        slot.axes[0] if slot.axes else 0,
-                        torch.from_numpy(np.ascontiguousarray(at - slot.offset)),
-                        exponent,
-                        slot.tensor in self.parameter_names,
-                    )
-                )
-            # Buffers and biases are named after the same module as the weight, which comes first.
-            name = occurrences[0].tensor.rpartition(".")[0] or occurrences[0].tensor
-            number = 2
-            base = name
-            while name in names:
-                name, number = f"{base} ({number})", number + 1
-            names.add(name)
-            yield AxisGroup(
-                name=name,
-                units=torch.from_numpy(units),
-                cells=torch.from_numpy(structure.cells[index]),
-                movable=structure.movable[index],
-                dense=int(units[0]) in dense,
-                scales=structure.scale_table[index].shape[1],
-                signs=structure.sign_table[index].shape[1],
-                occurrences=tuple(occurrences),
-                taps=tuple(tap for tap in tapped[int(units[0])] if tap.positions(torch.from_numpy(units)) is not None),
-            )
 
     @property
     def units(self) -> int:
@@ -174,12 +104,11 @@ class Symmetry:
     @cached_property
     def log10_permutations(self) -> float:
         """Decimal logarithm of the number of permutations (inside dense cells they are matrices, and not counted)."""
-        dense = {int(unit) for cell in self.structure.dense for unit in cell}
         total = 0.0
         for units, cells, movable in zip(
             self.structure.orbits, self.structure.cells, self.structure.movable, strict=True
         ):
-            if movable and int(units[0]) not in dense:
+            if movable and self.structure.cell_of[units[0]] < 0:
                 total += sum(math.lgamma(count + 1) for count in np.bincount(cells))
         total += sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
         return total / math.log(10)
@@ -293,9 +222,6 @@ class Symmetry:
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}")
         structure = self.structure
-        inside = np.zeros(self.units, bool)
-        for cell in structure.dense:
-            inside[cell] = True
         permutation = self._random_permutation(generator) if permutations else np.arange(self.units)
         log_scale = torch.randn(self.scales, dtype=torch.float64, generator=generator) * scale
         sign = torch.ones(self.signs, dtype=torch.float64)
@@ -312,7 +238,7 @@ class Symmetry:
         # Inside dense cells, the matrices do it all.
         for table, numbers, neutral in ((structure.scale_table, log_scale, 0.0), (structure.sign_table, sign, 1.0)):
             for units, own in zip(structure.orbits, table, strict=True):
-                if inside[units[0]]:
+                if structure.cell_of[units[0]] >= 0:
                     numbers[torch.from_numpy(own.ravel())] = neutral
         shift = tuple(
             torch.randn(size, dtype=torch.float64, generator=generator) * (scale if shifts else 0.0)
@@ -324,9 +250,8 @@ class Symmetry:
         """Draw a permutation of all units, uniform; or one that moves all units that can move: a cycle of each cell."""
         structure = self.structure
         permutation = np.arange(self.units)
-        dense = {int(cell[0]) for cell in structure.dense}
         for units, cells, movable in zip(structure.orbits, structure.cells, structure.movable, strict=True):
-            if not movable or int(units[0]) in dense:
+            if not movable or structure.cell_of[units[0]] >= 0:
                 continue
             draw = torch.rand(len(units), dtype=torch.float64, generator=generator).numpy()
             # Sorting by (cell, random) permutes within cells.

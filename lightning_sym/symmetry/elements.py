@@ -1,13 +1,18 @@
 """What a symmetry is made of: units that move together, where they stand and can be watched, and an element."""
 
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym.symmetry.groups import IntertwinerGroup
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.tracing.capture import Mark
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.vocabulary import Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,3 +145,77 @@ class Element:
     sign: Tensor
     dense: tuple[Tensor, ...] = ()
     shift: tuple[Tensor, ...] = ()
+
+
+def tap_of(mark: Mark, value: Value, structure: Structure, values: Structure) -> Tap:
+    """Return the tap of a named value.
+
+    Args:
+        mark: Its name.
+        value: What was traced of it.
+        structure: The group on parameters and buffers.
+        values: The group on named values.
+    """
+    seen = tuple(values.slots_of.get(mark.name, ()))
+    units = _units_in(seen)
+    group = IntertwinerGroup(
+        mark.name,
+        permutations=bool(values.moves[units].any()),
+        positive_scales=any(values.magnitudes[slot.rows].nnz for slot in seen),
+        signs=any(values.signs[slot.rows].nnz for slot in seen),
+        dense=bool((values.cell_of[units] >= 0).any()),
+    )
+    shift = next(iter(structure.shifts_of.get(value.producer or "", ())), None)
+    return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shift)
+
+
+def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:
+    units = np.unique(np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in slots)]))
+    return units[units >= 0]
+
+
+def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterable[Tap]) -> Iterator[AxisGroup]:
+    """Yield the axis groups of a network, in the order of the forward pass.
+
+    Args:
+        structure: The group on parameters and buffers.
+        parameters: The names of the parameters.
+        taps: The taps at which units may be watched.
+    """
+    starts = np.array([slot.offset for slot in structure.slots], np.int64)
+    names: set[str] = set()
+    tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by unit
+    for tap in taps:
+        for unit in _units_in(tap.seen).tolist():
+            tapped[unit].append(tap)
+    for index, units in enumerate(structure.orbits):
+        columns, table = structure.columns[index], structure.scale_table[index]
+        slot_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
+        first = np.zeros(columns.shape[1])
+        if table.shape[1] and columns.shape[1]:
+            first = np.asarray(structure.magnitudes[columns[0], table[0, 0]].todense()).ravel()
+        occurrences = []
+        for slot_index, exponent in dict.fromkeys(zip(slot_of.tolist(), first.tolist(), strict=True)):
+            slot = structure.slots[slot_index]
+            at = np.ascontiguousarray(columns[:, (slot_of == slot_index) & (first == exponent)] - slot.offset)
+            axis = slot.axes[0] if slot.axes else 0
+            is_parameter = slot.tensor in parameters
+            occurrences.append(Occurrence(slot.tensor, axis, torch.from_numpy(at), exponent, is_parameter))
+        # Buffers and biases are named after the same module as the weight, which comes first.
+        base = occurrences[0].tensor.rpartition(".")[0] or occurrences[0].tensor
+        name, number = base, 2
+        while name in names:
+            name, number = f"{base} ({number})", number + 1
+        names.add(name)
+        numbers = torch.from_numpy(units)
+        yield AxisGroup(
+            name=name,
+            units=numbers,
+            cells=torch.from_numpy(structure.cells[index]),
+            movable=structure.movable[index],
+            dense=bool(structure.cell_of[units[0]] >= 0),
+            scales=table.shape[1],
+            signs=structure.sign_table[index].shape[1],
+            occurrences=tuple(occurrences),
+            taps=tuple(tap for tap in tapped[int(units[0])] if tap.positions(numbers) is not None),
+        )
