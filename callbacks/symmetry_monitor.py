@@ -185,6 +185,11 @@ class SymmetryMonitor(Callback):
         symmetry = self._meter.symmetry
         self._table = {"symmetry": symmetry.table(), "notes": list(symmetry.notes)}
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the start, if the network has been traced."""
+        if self._meter is not None:
+            self._begin(trainer, pl_module, self._meter)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Trace on the first batch if nothing else said what the network's input is, and measure the start.
 

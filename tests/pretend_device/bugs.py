@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from scenarios import attempt, prepare
 
-from lightning_sym import networks
+from lightning_sym import _distributed, networks
 from lightning_sym._random import seeded
 from lightning_sym.tasks import ZooTask
 from lightning_sym.tasks._branches import BranchTask
@@ -47,8 +47,8 @@ BUGS = {
         scenario="zoo_vmap",
         message="can't convert cuda:0 device type tensor to numpy",
     ),
-    "sums of batch norms on the CPU": Bug(
-        owner=networks.batch_norm,
+    "inputs that stay on the CPU": Bug(
+        owner=_distributed,
         attribute="device_of",
         instead=lambda network: torch.device("cpu"),
         scenario="stitching",
