@@ -40,6 +40,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from lightning_sym._checks import check_integers
 from lightning_sym._files import write_atomically
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, build
@@ -245,8 +246,7 @@ class ModelZoo:
         Raises:
             ValueError: If ``count`` < 1 or the zoo has fewer than two members.
         """
-        if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}.")
+        check_integers(count=count)
         if len(self) < 2:
             raise ValueError(f"Pairs need at least two members; {self.path} has {len(self)}.")
         source = torch.Generator().manual_seed(seed)
@@ -335,8 +335,7 @@ def write_member(
         ValueError: If a weight or a metric is not finite, or a value cannot be stored as JSON.
     """
     path = Path(path)
-    if number < 0:
-        raise ValueError(f"number must be at least 0, got {number}.")
+    check_integers(0, number=number)
     broken = [name for name, value in state.items() if not value.isfinite().all()]
     if broken:
         raise ValueError(

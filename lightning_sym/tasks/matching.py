@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
 from lightning_sym.symmetry import (
@@ -116,10 +117,8 @@ class MatchingTask(LightningModule):
                 raise ValueError(unknown("method", method, METHODS))
         if isinstance(methods, str) or not methods or len(set(methods)) < len(methods):
             raise ValueError(f"methods must be a list of different ones of {', '.join(METHODS)}, got {methods!r}.")
-        if restarts < 1:
-            raise ValueError(f"restarts must be at least 1, got {restarts}.")
-        if matching_seed < 0:
-            raise ValueError(f"matching_seed must be at least 0, got {matching_seed}.")
+        check_integers(restarts=restarts)
+        check_integers(0, matching_seed=matching_seed)
         self.pairs = [] if pairs == "all" else check_pairs(pairs)
         self.zoo = str(zoo)
         self.methods: tuple[Method, ...] = tuple(method for method in METHODS if method in methods)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym._checks import check_integers
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import generator
 from lightning_sym.stitching import CutNetwork, FixedMap, IdentityMap, Port, StitchedNetwork, StitchingMap
@@ -123,12 +124,10 @@ class RotationTask(BranchTask):
         allow: Sequence[str] | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, channels_last, allow, weight_decay_on)
-        if repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {repeats}.")
+        check_integers(repeats=repeats)
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}.")
-        if seed < 0:
-            raise ValueError(f"seed must be at least 0, got {seed}.")
+        check_integers(0, seed=seed)
         _check_list("members", members, "numbers", int)
         _check_list("sites", sites, "names", str)
         _check_list("kinds", kinds, "names", str)

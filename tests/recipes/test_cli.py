@@ -240,8 +240,8 @@ def test_a_bad_file_is_one_line(text, message, call):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model.members=0"], "members must be at least 1, got 0."),
-        (["--data.val_fraction=1"], "val_fraction must be in \\[0, 1\\), got 1.0; .*"),
+        (["--model.members=0"], "members must be an integer >= 1, got 0."),
+        (["--data.val_fraction=1"], "val_fraction must be in \\[0, 1\\), got 1.0."),
         (["--data.batch_size=0"], "batch_size must be an integer >= 1, got 0."),
         (["--model.network.activation=reluu"], "Unknown activation 'reluu'; .* Did you mean 'relu'\\?"),
         (["--model.network=MyrtleCNN", "--data.transforms+=Resized", "--data.transforms.size=4"], ".*[48].*"),
@@ -262,7 +262,7 @@ def test_what_fails_is_one_line(args, message, call, quiet):
 
 def test_the_traceback_is_shown_when_asked_for(call, monkeypatch):
     monkeypatch.setenv("LIGHTNING_SYM_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="members must be at least 1"):
+    with pytest.raises(ValueError, match="members must be an integer >= 1"):
         call("fit", *SMALL, "--model.members=0")
     with pytest.raises(Exception, match="members"):
         call("fit", *SMALL, "--model.members=many")

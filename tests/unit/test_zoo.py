@@ -145,7 +145,7 @@ def test_records_that_are_no_json_are_not_written(tmp_path, metrics):
 
 
 def test_negative_numbers_are_refused(tmp_path):
-    assert_refused(write_member, tmp_path, -1, {}, architecture={}, says="number must be at least 0, got -1")
+    assert_refused(write_member, tmp_path, -1, {}, architecture={}, says="number must be an integer >= 0, got -1")
 
 
 # ---- opening
@@ -227,7 +227,7 @@ def test_pairs_are_distinct_uniform_and_from_the_seed(folder):
 
 def test_pairs_need_two_members_and_a_count(folder):
     zoo = ModelZoo.open(folder)
-    assert_refused(zoo.pairs, 0, seed=0, says="count must be at least 1, got 0")
+    assert_refused(zoo.pairs, 0, seed=0, says="count must be an integer >= 1, got 0")
     assert_refused(lambda: zoo.filter(lambda member: member.number == 0).pairs(1, seed=0), says="Pairs need at least")
 
 

@@ -601,7 +601,7 @@ def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
         ({"init": "zeros"}, 'init must be "random" or "features", got \'zeros\''),
         ({"head_start": 1.5}, r"head_start is a fraction of the epochs and must be in \[0, 1\], got 1.5"),
         ({"head_start": float("nan")}, r"head_start is a fraction .* got nan"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"maps": []}, "maps must be a list of families"),
         ({"maps": "full"}, "maps must be a list of families"),
         ({"maps": ["ful"]}, "Unknown stitching map 'ful'; .* Did you mean 'full'\\?"),
