@@ -241,7 +241,7 @@ def test_a_bad_file_is_one_line(text, message, call):
     ("args", "message"),
     [
         (["--model.members=0"], "members must be an integer >= 1, got 0."),
-        (["--data.val_fraction=1"], "val_fraction must be in \\[0, 1\\), got 1.0."),
+        (["--data.val_fraction=1"], "val_fraction must be a number in \\[0, 1\\), got 1.0."),
         (["--data.batch_size=0"], "batch_size must be an integer >= 1, got 0."),
         (["--model.network.activation=reluu"], "Unknown activation 'reluu'; .* Did you mean 'relu'\\?"),
         (["--model.network=MyrtleCNN", "--data.transforms+=Resized", "--data.transforms.size=4"], ".*[48].*"),
