@@ -8,7 +8,7 @@ import fits
 import pytest
 import torch
 from fits import Given, digits, quiet_trainer
-from helpers import read_csv, read_rows, refused
+from helpers import assert_refused, read_csv, read_rows, refused
 from pytorch_lightning import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
@@ -332,14 +332,11 @@ class Own(LightningModule):
 
 def test_tasks_that_have_no_prior_or_do_not_start_it_are_refused(tmp_path):
     task = Own()
-    with pytest.raises(TypeError, match=r"learns the precisions of task\.prior, and Own has none; set self.prior"):
-        fit(tmp_path, learner(), task=task)
+    assert_refused(lambda: fit(tmp_path, learner(), task=task), says="learns the precisions of", error=TypeError)
     task.prior = GaussianPrior(task.network)
-    with pytest.raises(ValueError, match=r"Own does not train under its prior; call self\.prior\.start"):
-        fit(tmp_path, learner(), task=task)
+    assert_refused(lambda: fit(tmp_path, learner(), task=task), says="Own does not train under its prior; call")
     task.prior = GaussianPrior(task.network, members=[0, 1])
-    with pytest.raises(TypeError, match="Own has no member_parallel and no gathered and no split_metrics"):
-        fit(tmp_path, learner(), task=task)
+    assert_refused(lambda: fit(tmp_path, learner(), task=task), says="Own has no member_parallel and", error=TypeError)
 
 
 def test_a_task_of_ones_own_learns_what_ours_does(tmp_path):
@@ -367,8 +364,7 @@ def test_a_state_of_another_division_is_refused(tmp_path):
     state = callback.state_dict()
     other = MarginalLikelihood(granularity="per_tensor")
     other.setup(trainer, task, "fit")
-    with pytest.raises(ValueError, match="The checkpoint has precisions per_path and this run has them per_tensor"):
-        other.load_state_dict(state)
+    assert_refused(other.load_state_dict, state, says="The checkpoint has precisions per_path and this run has them")
 
 
 def test_a_test_of_a_checkpoint_leaves_what_the_fit_found(tmp_path):

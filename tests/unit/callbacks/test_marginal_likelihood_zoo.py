@@ -8,7 +8,7 @@ import fits
 import pytest
 import torch
 from fits import digits
-from helpers import read_csv, refused
+from helpers import assert_refused, read_csv, refused
 from pytorch_lightning import Callback
 from torch import nn
 
@@ -183,8 +183,7 @@ def test_what_a_zoo_with_a_prior_must_not_have(refusal):
 
 
 def test_a_zoo_without_a_prior_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"ZooTask has none; .*prior_precision of ZooTask"):
-        fit(tmp_path, zoo(prior_precision=None))
+    assert_refused(lambda: fit(tmp_path, zoo(prior_precision=None)), says="prior_precision of ZooTask", error=TypeError)
 
 
 def test_what_is_left_behind(tmp_path, capsys):

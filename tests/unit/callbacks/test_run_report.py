@@ -90,8 +90,7 @@ def test_an_error_in_a_report_ends_the_fit_as_what_it_is(tmp_path):
         def report(self, trainer, task, data, measured):
             raise OSError("No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
-        fit(zoo_task(), digits(), Broken(), folder=tmp_path)
+    assert_refused(lambda: fit(zoo_task(), digits(), Broken(), folder=tmp_path), says="No space left", error=OSError)
 
 
 REPORTS = [

@@ -382,8 +382,7 @@ def test_resumed_is_uninterrupted(tmp_path, case, settings, saved_every):
 
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(whole)
-    with pytest.raises(RuntimeError, match="interrupted"):
-        run(part, Interrupt("2 1"))
+    assert_refused(lambda: run(part, Interrupt("2 1")), says="interrupted", error=RuntimeError)
     assert not (part / "results" / "symmetry.csv").exists()
     run(part, ckpt_path=part / "last.ckpt")
     for name in ("symmetry.csv", "symmetry_distance.csv"):
@@ -436,5 +435,4 @@ def test_figure_names_some_of_many_groups():
 
 
 def test_figure_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="Nothing to draw"):
-        symmetry_curves([0.0], imbalance={}, drift={}, distance={})
+    assert_refused(symmetry_curves, [0.0], imbalance={}, drift={}, distance={}, says="Nothing to draw")

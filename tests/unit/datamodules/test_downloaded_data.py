@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from helpers import assert_refused
 
 from lightning_sym.datamodules import (
     CIFAR10DataModule,
@@ -154,15 +155,12 @@ def test_offline_and_absent_says_where_and_what_to_do(tmp_path, monkeypatch, cls
     assert "; copy them there, or set root to" in message
     assert "\n" not in message
     assert list((tmp_path / "data").iterdir()) == []
-    with pytest.raises(FileNotFoundError, match=r"download is false.*set download to true"):
-        cls(download=False).prepare_data()
-    with pytest.raises(FileNotFoundError, match=r"nothing was downloaded yet.*call prepare_data\(\) first"):
-        cls().setup()
+    assert_refused(lambda: cls(download=False).prepare_data(), says="set download to true", error=FileNotFoundError)
+    assert_refused(lambda: cls().setup(), says="nothing was downloaded yet", error=FileNotFoundError)
 
 
 def test_declared_sizes_allow_checks_before_anything_is_downloaded():
-    with pytest.raises(ValueError, match=r"batch_size 60001 is more than the 54000 training images"):
-        MNISTDataModule(batch_size=60_001)
+    assert_refused(MNISTDataModule, batch_size=60_001, says="batch_size 60001 is more than the 54000 training images")
     assert CIFAR100DataModule().num_classes == 100
     assert CIFAR10DataModule().class_names[9] == "truck"
     assert FashionMNISTDataModule().class_names[9] == "Ankle boot"
@@ -234,8 +232,7 @@ def test_a_failed_cifar_download_leaves_nothing(cifar, tmp_path, monkeypatch, pu
     archive.write_bytes(archive.read_bytes()[:-100])
     if not published:
         monkeypatch.setattr(cls.source, "tgz_md5", md5(archive.read_bytes()))
-    with pytest.raises(FileNotFoundError, match=r"the download failed"):
-        cls(str(tmp_path)).prepare_data()
+    assert_refused(lambda: cls(str(tmp_path)).prepare_data(), says="the download failed", error=FileNotFoundError)
     assert list(tmp_path.iterdir()) == []
 
 

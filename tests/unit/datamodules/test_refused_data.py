@@ -68,11 +68,7 @@ def loader(images=(20, 2, 5, 6), labels=None, dtype=torch.uint8, **settings):
         (loader, {"seeds": []}, "at least one seed"),
         (loader, {"rank": 2, "world_size": 2}, "got rank 2 of world_size 2"),
         (loader, {"batch_size": 21, "drop_last": True}, "batch_size 21 is more than the 20 .*at most 20"),
-        (
-            loader,
-            {"batch_size": 11, "drop_last": True, "seeds": 0, "world_size": 2},
-            "11 x 2 processes = 22 .*most 10",
-        ),
+        (loader, {"batch_size": 11, "drop_last": True, "seeds": 0, "world_size": 2}, "11 x 2 processes = 22 .*most 10"),
         (loader, {"dtype": torch.float32}, "must be uint8 .* got torch.float32"),
         (loader, {"images": (3, 2, 2)}, r"shape \[3, 2, 2\]"),
         (loader, {"labels": torch.zeros(2).long()}, r"labels must be int64 of shape \[20\]"),
@@ -89,11 +85,7 @@ def loader(images=(20, 2, 5, 6), labels=None, dtype=torch.uint8, **settings):
         (Quadrant, {"num_classes": 0}, "num_classes must be an integer >= 1, got 0"),
         (Resized, {"size": 0}, "size must be an integer >= 1, got 0"),
         (ImageTransform.from_config, {"config": {"class_path": "os.system"}}, "Unknown transform 'os.system'"),
-        (
-            DigitsDataModule().split_tensors,
-            {"split": "vla"},
-            "Unknown split 'vla'.* Did you mean 'val'",
-        ),
+        (DigitsDataModule().split_tensors, {"split": "vla"}, "Unknown split 'vla'.* Did you mean 'val'"),
     ],
 )
 def test_a_wrong_argument_is_named(make, settings, words):
@@ -119,24 +111,9 @@ def constant(train):
     ("train", "attributes", "settings", "words"),
     [
         (constant, {}, {}, r"Channel 1 is constant over the 36 training images.*set std"),
-        (
-            first(0),
-            {},
-            {},
-            "train images of the source must not be empty",
-        ),
-        (
-            first(4),
-            {},
-            {},
-            "0.1 of 4 training images leaves the validation split",
-        ),
-        (
-            first(4),
-            {},
-            {"val_fraction": 0},
-            "batch_size 32 is more than the 4 training images",
-        ),
+        (first(0), {}, {}, "train images of the source must not be empty"),
+        (first(4), {}, {}, "0.1 of 4 training images leaves the validation split"),
+        (first(4), {}, {"val_fraction": 0}, "batch_size 32 is more than the 4 training images"),
         (None, {"source_shape": (2, 5, 5)}, {}, r"must have shape \(2, 5, 5\), got \(2, 5, 6\)"),
         (None, {"source_classes": 9}, {}, r"labels must be in \[0, 9\), got values from 0 to 9"),
         (None, {}, {"transforms": [Cropped()]}, r"after the transforms must have shape \(2, 5, 6\), got \(2, 5, 5\)"),

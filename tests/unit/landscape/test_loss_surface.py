@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import assert_refused
 from torch import nn
 from torch.func import functional_call
 
@@ -174,8 +175,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_one_parameter():
     torch.manual_seed(0)
     network, inputs, targets = Tied().double(), torch.randn(5, 1, 4).double(), torch.randn(5, 4).double()
-    with pytest.raises(ValueError, match="parameters with several names"):
-        LossSurface(network, inputs, targets, method="affine")
+    assert_refused(LossSurface, network, inputs, targets, method="affine", says="parameters with several names")
     surface = LossSurface(network, inputs, targets)
     assert surface.method == "loop"
     vectors = torch.randn(3, 5, dtype=torch.float64)
@@ -253,8 +253,7 @@ def test_other_losses(method):
     found = surface.on(plane, coefficients, below=below)
     assert torch.equal(found.isfinite(), expected < below)
     negative = LossSurface(network, inputs, labels, loss=lambda o, t: -cross_entropy(o, t), method=method)
-    with pytest.raises(ValueError, match="below needs losses >= 0"):
-        negative.on(plane, coefficients, below=1.0)
+    assert_refused(negative.on, plane, coefficients, below=1.0, says="below needs losses >= 0")
 
 
 def test_the_precision_is_that_asked_for():
@@ -341,11 +340,6 @@ def test_arguments_out_of_range(changes, message):
 def test_points_of_the_wrong_kind():
     network, inputs, targets, plane, _ = case("two units")
     surface = LossSurface(network, inputs, targets)
-    with pytest.raises(
-        ValueError, match=r"coefficients must be a floating tensor \[G, 2\], got torch.float32 \[5, 3\]"
-    ):
-        surface.on(plane, torch.zeros(5, 3))
-    with pytest.raises(ValueError, match=r"vectors must be a floating tensor \[G, 4\], got torch.int64"):
-        surface.at(torch.zeros(5, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match="space of 3 weights, but the network has 4"):
-        surface.on(WeightPlane.through(torch.eye(3)), torch.zeros(5, 2))
+    assert_refused(surface.on, plane, torch.zeros(5, 3), says="coefficients must be a floating tensor [G, 2], got")
+    assert_refused(surface.at, torch.zeros(5, 4, dtype=torch.long), says="vectors must be a floating tensor [G, 4],")
+    assert_refused(lambda: surface.on(WeightPlane.through(torch.eye(3)), torch.zeros(5, 2)), says="space of 3 weights,")

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_refused
 from pytorch_lightning import Callback, Trainer
 from safetensors.torch import save_file
 
@@ -149,23 +150,18 @@ def test_files_that_are_no_teacher(tmp_path):
     def load(file):
         EquivalenceTask(two_unit(), members=1, teacher=str(file)).configure_model()
 
-    with pytest.raises(FileNotFoundError, match="No teacher at"):
-        load(tmp_path / "absent.safetensors")
+    assert_refused(load, tmp_path / "absent.safetensors", says="No teacher at", error=FileNotFoundError)
     (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
     (tmp_path / "broken.pt").write_bytes(b"nonsense")
     for name in ("broken.safetensors", "broken.pt"):
-        with pytest.raises(ValueError, match="cannot be read"):
-            load(tmp_path / name)
+        assert_refused(load, tmp_path / name, says="cannot be read")
     save_file(LeNet5().state_dict(), tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="do not fit MultiLayerPerceptron"):
-        load(tmp_path / "other.safetensors")
+    assert_refused(load, tmp_path / "other.safetensors", says="do not fit MultiLayerPerceptron")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match="holds no state dict"):
-        load(tmp_path / "list.pt")
+    assert_refused(load, tmp_path / "list.pt", says="holds no state dict")
     state = {name: torch.full_like(value, math.nan) for name, value in two_unit().state_dict().items()}
     save_file(state, tmp_path / "nan.safetensors")
-    with pytest.raises(ValueError, match="not finite"):
-        load(tmp_path / "nan.safetensors")
+    assert_refused(load, tmp_path / "nan.safetensors", says="not finite")
 
 
 @pytest.mark.parametrize(
@@ -252,8 +248,7 @@ def test_test_evaluates_what_was_found(searched):
 def test_nothing_found_to_test():
     task = EquivalenceTask(two_unit(), members=1, teacher=MIXED)
     trainer = fit(task, max_epochs=1)
-    with pytest.raises(ValueError, match="Nothing has been found"):
-        trainer.test(task, inputs(), verbose=False)
+    assert_refused(lambda: trainer.test(task, inputs(), verbose=False), says="Nothing has been found")
 
 
 def test_several_processes_that_share_out_the_data_are_refused():
@@ -266,5 +261,4 @@ def test_several_processes_that_share_out_the_data_are_refused():
 
     task._trainer = Fake()
     task._fabric = None
-    with pytest.raises(ValueError, match="ddp_members"):
-        task.setup("fit")
+    assert_refused(task.setup, "fit", says="ddp_members")

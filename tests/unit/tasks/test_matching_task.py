@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import assert_refused
 from pytorch_lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -141,8 +142,7 @@ def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
             assert torch.equal(a, b)
     other = MatchingTask(str(matching_zoo), pairs=[[0, 1]])
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    with pytest.raises(ValueError, match=r"The checkpoint has pairs \[\[0, 2\]\] and this run has \[\[0, 1\]\]"):
-        trainer.fit(other, digits(), ckpt_path=tmp_path / "a.ckpt")
+    assert_refused(lambda: trainer.fit(other, digits(), ckpt_path=tmp_path / "a.ckpt"), says="The checkpoint has pairs")
 
 
 # ---- bad input
@@ -181,16 +181,14 @@ def test_one_member_cannot_be_matched(matching_zoo, tmp_path):
 
 
 def test_pairs_out_of_range_are_refused(matching_zoo):
-    with pytest.raises(ValueError, match=r"No member 7 in .*; it has members 0-2"):
-        fit(MatchingTask(str(matching_zoo), pairs=[[0, 7]]))
+    assert_refused(lambda: fit(MatchingTask(str(matching_zoo), pairs=[[0, 7]])), says="; it has members 0-2")
 
 
 def test_members_of_different_architecture_are_refused(matching_zoo, tmp_path):
     shutil.copy(matching_zoo / "member-0000.safetensors", tmp_path)
     other = MultiLayerPerceptron(widths=(5,), image_size=8)
     write_member(tmp_path, 1, other.state_dict(), architecture=other.architecture)
-    with pytest.raises(ValueError, match=r"mixes architectures: member 0 is .* and member 1 is"):
-        fit(MatchingTask(str(tmp_path)))
+    assert_refused(lambda: fit(MatchingTask(str(tmp_path))), says="mixes architectures: member 0 is")
 
 
 def test_other_data_are_refused_or_said(matching_zoo):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_refused
 from jsonargparse import ArgumentParser
 from pytorch_lightning import Callback, LightningDataModule, Trainer
 from torch import nn
@@ -416,8 +417,7 @@ def test_upper_parts_of_another_zoo(matching_zoo, norm_zoo):
         sites=[["activation4", "activation1"]],
         maps=["full"],
     )
-    with pytest.raises(ValueError, match="cannot become one of shape"):
-        fit(task)
+    assert_refused(fit, task, says="cannot become one of shape")
     other = StitchingTask(str(matching_zoo), target_zoo=str(matching_zoo), pairs=[[0, 0]], maps=["identity"])
     trainer = fit(other, max_epochs=1)
     assert float(trainer.callback_metrics["penalty/identity"]) == 0
@@ -511,8 +511,7 @@ def test_a_family_of_one_s_own(matching_zoo):
     def wrong(port):
         return nn.Linear(port.in_channels, port.out_channels)
 
-    with pytest.raises(TypeError, match="A family must make a StitchingMap from a Port, got Linear"):
-        fit(StitchingTask(str(matching_zoo), maps=[wrong]))
+    assert_refused(lambda: fit(StitchingTask(str(matching_zoo), maps=[wrong])), says="A family must", error=TypeError)
     with pytest.raises(NotImplementedError, match="Doubled cannot start from moments of features"):
         fit(StitchingTask(str(matching_zoo), maps=[Doubled], init="features"))
 
@@ -548,8 +547,7 @@ def test_pairs_are_drawn_by_seed(matching_zoo):
     task = StitchingTask(str(matching_zoo), maps=["identity"])
     fit(task, max_epochs=1)
     assert task.pairs == [(0, 1), (0, 2), (1, 2)]
-    with pytest.raises(ValueError, match="has 6 ordered pairs, and 7 are asked for"):
-        fit(StitchingTask(str(matching_zoo), pairs=7))
+    assert_refused(lambda: fit(StitchingTask(str(matching_zoo), pairs=7)), says="has 6 ordered pairs, and 7 are asked")
 
 
 def test_skip_connections_have_maps_of_their_own(residual_zoo):
@@ -559,8 +557,7 @@ def test_skip_connections_have_maps_of_their_own(residual_zoo):
         fit(task, fast_dev_run=True)
         assert [len(branch.maps) for branch in task.branches] == counts
     task = StitchingTask(str(residual_zoo), sites=[["activation", "blocks.0.activation1"]], maps=["full"])
-    with pytest.raises(ValueError, match=r"2 values cross the upper network's cut .* and only 1 the lower network's"):
-        fit(task)
+    assert_refused(fit, task, says=("2 values cross the upper network's cut", "and only 1 the lower network's"))
 
 
 def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
@@ -608,10 +605,7 @@ def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
         ({"maps": ["full", "full"]}, "maps must be different, got 'full' twice"),
         ({"maps": ["rank(0)"]}, "rank needs an integer >= 1"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS searches along one direction for all members"),
-        (
-            {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-            "ReduceLROnPlateau would tie the members' learning rates together",
-        ),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau would tie the members'"),
     ],
 )
 def test_bad_settings_are_refused_at_once(settings, message):
@@ -630,10 +624,7 @@ def test_bad_settings_are_refused_at_once(settings, message):
         ({"sites": ["activation1", "activation1"]}, "sites must be different"),
         ({"sites": [["activation1"]]}, r"sites must be names or pairs of names, got \['activation1'\]"),
         ({"sites": [["activation1", "activation2"]], "maps": ["group"]}, "GroupMap needs equal widths, got 12 .* 10"),
-        (
-            {"sites": [["activation1", "activation2"]], "maps": ["identity"]},
-            "Nothing can be stitched: IdentityMap needs",
-        ),
+        ({"sites": [["activation1", "activation2"]], "maps": ["identity"]}, "Nothing can be stitched: IdentityMap"),
         ({"maps": ["rank(11)"]}, "rank of LowRankMap must be an integer from 1 to 10"),
     ],
 )
@@ -644,8 +635,7 @@ def test_what_does_not_fit_the_zoo_is_refused(matching_zoo, settings, message):
 
 def test_sites_of_other_resolution_are_refused(norm_zoo):
     sites = [["activation1", "activation3"]]
-    with pytest.raises(ValueError, match=r"has 8x8 positions and .* has 4x4; set resize=True to average"):
-        fit(StitchingTask(str(norm_zoo), sites=sites, maps=["full"]))
+    assert_refused(lambda: fit(StitchingTask(str(norm_zoo), sites=sites, maps=["full"])), says="has 4x4; set")
     with pytest.raises(ValueError, match=r"has 4x4 positions and .* has 8x8; choose sites with whole multiples"):
         fit(StitchingTask(str(norm_zoo), sites=[sites[0][::-1]], maps=["full"], resize=True))
 
@@ -654,8 +644,7 @@ def test_missing_zoos_and_members_are_said(matching_zoo, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent: the folder does not exist. Train one first"):
         fit(StitchingTask(str(tmp_path / "absent")))
     shutil.copy(matching_zoo / "member-0002.safetensors", tmp_path)
-    with pytest.raises(ValueError, match=r"Stitching needs two members or more, .* only member 2; train further"):
-        fit(StitchingTask(str(tmp_path)))
+    assert_refused(lambda: fit(StitchingTask(str(tmp_path))), says="Stitching needs two members or more,")
 
 
 def test_members_of_different_architecture_or_input_are_refused(matching_zoo, norm_zoo, tmp_path):
@@ -664,8 +653,7 @@ def test_members_of_different_architecture_or_input_are_refused(matching_zoo, no
     shutil.copy(matching_zoo / "member-0000.safetensors", mixed)
     other = MultiLayerPerceptron(widths=(5,), image_size=8)
     write_member(mixed, 1, other.state_dict(), architecture=other.architecture)
-    with pytest.raises(ValueError, match=r"mixes architectures: member 0 is .* and member 1 is"):
-        fit(StitchingTask(str(mixed)))
+    assert_refused(lambda: fit(StitchingTask(str(mixed))), says=("mixes architectures: member 0 is", "and member 1 is"))
     small = digits(transforms=[Resized(4)])
     write_zoo(tmp_path / "small", lambda: MultiLayerPerceptron([12, 10], image_size=4), small)
     message = (
@@ -673,8 +661,7 @@ def test_members_of_different_architecture_or_input_are_refused(matching_zoo, no
     )
     with pytest.raises(ValueError, match=message):
         fit(StitchingTask(str(matching_zoo), target_zoo=str(tmp_path / "small")))
-    with pytest.raises(ValueError, match=r"trained with input_shape \[1, 8, 8\], and the data have \[1, 4, 4\]"):
-        fit(StitchingTask(str(matching_zoo)), small)
+    assert_refused(lambda: fit(StitchingTask(str(matching_zoo)), small), says="trained with input_shape [1, 8, 8], and")
 
 
 class Theirs(LightningDataModule):
