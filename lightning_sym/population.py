@@ -176,7 +176,10 @@ class Population(nn.Module, ABC):
         try:
             return self.numbers.index(number)
         except ValueError:
-            raise ValueError(f"No member {number} in this population of members {list(self.numbers)}.") from None
+            raise ValueError(
+                f"No member {number} in this population of members {list(self.numbers)}; with ddp_members every "
+                "process holds its own."
+            ) from None
 
 
 class LoopPopulation(Population):
@@ -370,8 +373,7 @@ class VmapPopulation(Population):
             outputs = self._call(inputs, None if shared else 0)
         if shared:
             targets = tree_map(lambda tensor: tensor.expand(len(self), *tensor.shape), targets)
-        stacked = getattr(loss, "stacked", None) or vmap(loss)
-        losses: Tensor = stacked(outputs, targets)
+        losses: Tensor = _stacked_loss(loss)(outputs, targets)
         _check_loss(losses, 1)
         with torch.autocast(losses.device.type, enabled=False):
             gradients = _gradients(losses.sum(), self.trainable())
@@ -454,6 +456,15 @@ class VmapPopulation(Population):
         for parameter in self.trainable():
             if parameter.grad is not None:
                 parameter.grad[self._index(number)] = 0.0
+
+
+def _stacked_loss(loss: Loss) -> Loss:
+    """Return the loss of all members at once: not one that was inherited by a class which overrides the call."""
+    stacked: Loss | None = getattr(loss, "stacked", None)
+    names = {"stacked", "__call__", "forward"}
+    nearest = next(found for kind in type(loss).__mro__ if (found := names & vars(kind).keys()))
+    outdated = hasattr(type(loss), "stacked") and "stacked" not in nearest
+    return vmap(loss) if stacked is None or outdated else stacked
 
 
 class _GradientCarrier(torch.autograd.Function):

@@ -48,6 +48,11 @@ def explain(message: str) -> str:
     if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
         missing = ", ".join(f"--{name.split('.', 1)[-1]}" for name in (match[1] or match[2]).split(", "))
         return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
+    if match := re.search(r"Expected a <class '(\w+)'>\. Got value: (\(\d+, \d+\))", line):  # linked from the data
+        return (
+            f"image_size of the network takes {match[1]}, and that of the data is the pair {match[2]}; declare it in "
+            "the constructor as image_size: int | tuple[int, int]."
+        )
     if match := re.search(
         r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
     ):

@@ -84,7 +84,7 @@ def _resolve(path: str, roots: Sequence[str]) -> Callable[..., Any]:
     """Return the class or function at a dotted path of an allowed package."""
     refusal = (
         f"The architecture names {path}, which is not in the allow-list ({', '.join(roots)}); "
-        f"if you trust it, pass the package's name in allow."
+        f"if you trust it, pass the package's name in allow (--model.allow on the command line)."
     )
     if not _within(path, roots) or path in roots:
         raise ValueError(refusal)

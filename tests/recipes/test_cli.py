@@ -57,6 +57,13 @@ class SizelessNetwork(Network):
         return self.classifier(self.activation(self.linear(self.flatten(self.pool(x)))))
 
 
+class SquareNetwork(SizelessNetwork):
+    """A network that takes the side of square images only."""
+
+    def __init__(self, image_size: int = 8) -> None:
+        super().__init__()
+
+
 class TheirTask(ZooTask):
     """A task of their own."""
 
@@ -416,6 +423,14 @@ def test_networks_and_tasks_of_ones_own(call, quiet):
         "test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *quiet
     )
     assert result.status == 0, result.err
+
+
+@pytest.mark.usefixtures("theirs")
+def test_a_network_of_ones_own_is_told_that_sizes_are_pairs(call):
+    network = "--model.network=their_experiments.SquareNetwork"
+    result = call("fit", "--model=ZooTask", network, "--data=DigitsDataModule", "--run_dir=run")
+    assert result.status == 1
+    assert result.error.startswith("image_size of the network takes int, and that of the data is the pair (8, 8);")
 
 
 @pytest.mark.usefixtures("theirs")

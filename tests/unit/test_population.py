@@ -464,6 +464,17 @@ def test_losses_of_all_members_at_once_are_those_of_each(loss):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_overrides_the_call_of_another_is_used_as_it_is(kind):
+    class Doubled(CrossEntropy):
+        def __call__(self, outputs, targets):
+            return 2 * super().__call__(outputs, targets)
+
+    images, labels = batch(2)
+    plain, doubled = (kind(perceptron(), (0, 1)).step(images, labels, one()).losses for one in (CrossEntropy, Doubled))
+    torch.testing.assert_close(doubled, 2 * plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_that_are_not_one_number_are_refused(kind):
     images, labels = batch(2)
 

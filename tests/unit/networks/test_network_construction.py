@@ -64,7 +64,8 @@ def test_the_refusal_names_path_list_and_way_out() -> None:
         build(entry("torch.hub.load"))
     assert str(caught.value) == (
         "The architecture names torch.hub.load, which is not in the allow-list "
-        "(lightning_sym, torchvision.models); if you trust it, pass the package's name in allow."
+        "(lightning_sym, torchvision.models); if you trust it, pass the package's name in allow (--model.allow on "
+        "the command line)."
     )
 
 

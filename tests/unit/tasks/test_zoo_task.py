@@ -587,6 +587,26 @@ def test_an_overridden_loss_is_that_of_all_members(tmp_path):
     assert not by_method.classifies
 
 
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+def test_classifiers_with_a_loss_of_their_own_have_accuracies(tmp_path, execution):
+    class Focused(ZooTask):
+        classifies = True
+
+    def focal(outputs, targets):
+        losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
+        return ((1 - losses.neg().exp()) * losses).mean()
+
+    task = fit(tmp_path, Focused(perceptron(), members=2, loss=focal, execution=execution))
+    assert set(task.history) == {"train/accuracy", "val/accuracy", "train/loss", "val/loss"}
+    found = task.split_metrics(digits())["test"]
+    assert found["confusion"].shape == (10, 10)
+    images, labels = digits().split_tensors("test")
+    network = perceptron()
+    network.load_state_dict(task.kept[1]["state"])
+    expected = nn.functional.cross_entropy(network(digits().normalize(images)), labels).detach()
+    assert float(found["loss"][1]) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_a_checkpoint_of_another_loss_is_refused(tmp_path):
     run = trainer(tmp_path, epochs=1)
     run.fit(Brightness(one_output(), members=1, loss=nn.functional.mse_loss), digits())
