@@ -4,6 +4,7 @@ from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
 from lightning_sym.tasks.equivariance import EquivarianceTask
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.matching import MatchingTask
+from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.tasks.rotation import RotationTask
 from lightning_sym.tasks.stitching import StitchingTask
@@ -17,6 +18,8 @@ __all__ = [
     "FoundWeights",
     "MatchingTask",
     "MemberParallelStrategy",
+    "PopulationClassification",
+    "PopulationLoss",
     "PopulationTask",
     "RotationTask",
     "SquaredDistance",

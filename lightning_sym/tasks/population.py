@@ -21,7 +21,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, scheduled
-from lightning_sym.tasks.losses import CrossEntropy
+from lightning_sym.tasks.losses import CrossEntropy, name_of_loss
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
 
@@ -200,9 +200,11 @@ class PopulationTask(LightningModule):
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that loads it must have in common, as plain values by name."""
-        loss = type(self).loss if self._overrides_loss else self.loss_function
-        name = getattr(loss, "__qualname__", type(loss).__qualname__)
-        return {"members": ranges(self.numbers), "execution": self.execution, "loss": name}
+        return {"members": ranges(self.numbers), "execution": self.execution, "loss": self._loss_name}
+
+    @property
+    def _loss_name(self) -> str:
+        return name_of_loss(type(self).loss if self._overrides_loss else self.loss_function)
 
     def member_title(self, number: int) -> str:
         """Return how messages call a member."""
@@ -355,9 +357,10 @@ class PopulationTask(LightningModule):
         return scheduler
 
     def describe(self) -> dict[str, Any]:
-        """Return the hyperparameters that a logger is told beside the arguments: the class, optimizer and scheduler."""
+        """Return the hyperparameters that a logger is told beside the arguments: class, loss, optimizer, scheduler."""
         kind = type(self)
-        return {"_class_path": f"{kind.__module__}.{kind.__qualname__}", **self._settings}
+        path = f"{kind.__module__}.{kind.__qualname__}"
+        return {"_class_path": path, "loss_name": self._loss_name, **self._settings}
 
     def _describe_optimizer(self) -> dict[str, Any]:
         """Make optimizer and scheduler for a tensor of no network, to refuse bad settings now and to name them."""

@@ -23,6 +23,7 @@ NOT_RUN = {
     "FoundWeights": "what a search has found",
     "MemberParallelStrategy": "places members on several processes",
     "PopulationTask": "the base class of tasks with several networks",
+    **dict.fromkeys(("PopulationClassification", "PopulationLoss"), "metrics that every population task updates"),
     "RecalibrationTargets": "a protocol",
     "RunReport": "the base class of reports",
     **dict.fromkeys(("CrossEntropy", "SquaredDistance"), "losses that the tasks of the scenarios use by themselves"),

@@ -1,5 +1,6 @@
 """ZooTask: every member is the one that would have been trained alone."""
 
+import functools
 import math
 import warnings
 
@@ -15,7 +16,7 @@ from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation
-from lightning_sym.tasks import ZooTask
+from lightning_sym.tasks import CrossEntropy, ZooTask
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks.metrics import PopulationClassification
 
@@ -614,6 +615,21 @@ def test_a_checkpoint_of_another_loss_is_refused(tmp_path):
     other = Brightness(one_output(), members=1, loss=nn.functional.l1_loss)
     with pytest.raises(ValueError, match="The checkpoint has loss mse_loss and this run has l1_loss"):
         trainer(tmp_path).fit(other, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (nn.functional.mse_loss, "mse_loss"),
+        (functools.partial(nn.functional.huber_loss, delta=2.0), "huber_loss(delta=2.0)"),
+        (nn.SmoothL1Loss(beta=0.5), "SmoothL1Loss(reduction='mean', beta=0.5)"),
+        (CrossEntropy(0.1), "CrossEntropy(label_smoothing=0.1)"),
+    ],
+)
+def test_the_loss_and_its_settings_are_recorded(loss, name):
+    task = ZooTask(one_output(), members=1, loss=loss)
+    assert task.hparams["loss_name"] == name
+    assert task.identity()["loss"] == name
 
 
 @pytest.mark.parametrize(
