@@ -59,7 +59,7 @@ from pathlib import Path
 for name in ("", ".callbacks", ".datamodules", ".networks", ".recipes", ".tasks", ".cli"):
     module = importlib.import_module(f"lightning_sym{name}")
     assert Path(module.__file__).is_relative_to(sys.argv[1]), module.__file__
-assert module.__version__ == version("lightning_sym")
+assert importlib.import_module("lightning_sym").__version__ == version("lightning_sym")
 IMPORT
 "$work/venv/bin/lightning-sym" recipes
 "$work/venv/bin/lightning-sym" fit --config zoo/digits_mlp --trainer.fast_dev_run true --trainer.accelerator cpu >"$work/log" 2>&1 ||
