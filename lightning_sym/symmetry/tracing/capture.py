@@ -197,7 +197,7 @@ class _Recorder:
 
     def _enter(self, name: str) -> Any:
         def hook(*_: Any) -> None:
-            self.stack.append((name, next(reversed(self._tracer().graph.nodes))))
+            self.stack.append((name, next(iter(reversed(self._tracer().graph.nodes)))))
 
         return hook
 
@@ -219,7 +219,7 @@ class _Recorder:
         while name in self.marks:  # a module may really be called relu-2
             name += "-2"
         if slot is not None:
-            self.marks[name] = Mark(name, slot.proxy.node, next(reversed(tracer.graph.nodes)), module, call)
+            self.marks[name] = Mark(name, slot.proxy.node, next(iter(reversed(tracer.graph.nodes))), module, call)
 
     def close(self) -> None:
         for handle in self.handles:
