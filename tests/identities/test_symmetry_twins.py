@@ -177,8 +177,8 @@ def tied(tie: bool) -> Callable[[], nn.Module]:
     return make
 
 
-def encoder(**options: Any) -> Callable[[], nn.Module]:
-    return lambda: nn.TransformerEncoderLayer(8, options.pop("nhead", 2), 6, batch_first=True, **options)
+def encoder(nhead: int = 2, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.TransformerEncoderLayer(8, nhead, 6, batch_first=True, **options)
 
 
 def pruned() -> nn.Module:
