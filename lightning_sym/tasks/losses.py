@@ -55,7 +55,8 @@ def name_of_loss(loss: Callable[..., Any]) -> str:
         ('CrossEntropy(label_smoothing=0.1)', 'huber_loss(delta=2.0)')
     """
     if isinstance(loss, functools.partial):
-        name, settings = name_of_loss(loss.func), dict(loss.keywords)
+        name = name_of_loss(loss.func)
+        settings = {**{f"argument {place}": value for place, value in enumerate(loss.args)}, **loss.keywords}
     elif inspect.isroutine(loss):
         return getattr(loss, "__qualname__", repr(loss))
     else:

@@ -622,6 +622,7 @@ def test_a_checkpoint_of_another_loss_is_refused(tmp_path):
     [
         (nn.functional.mse_loss, "mse_loss"),
         (functools.partial(nn.functional.huber_loss, delta=2.0), "huber_loss(delta=2.0)"),
+        (functools.partial(max, 2.0), "max(argument 0=2.0)"),
         (nn.SmoothL1Loss(beta=0.5), "SmoothL1Loss(reduction='mean', beta=0.5)"),
         (CrossEntropy(0.1), "CrossEntropy(label_smoothing=0.1)"),
     ],
