@@ -3,6 +3,7 @@
 from lightning_sym.symmetry.action import ActivationAction
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import Balance, CanonicalForm, balance, canonicalize
+from lightning_sym.symmetry.channels import ChannelGroup
 from lightning_sym.symmetry.dimension import LocalDimension, local_dimension
 from lightning_sym.symmetry.elements import AxisGroup, Element, Occurrence, Tap
 from lightning_sym.symmetry.groups import (
@@ -26,6 +27,7 @@ __all__ = [
     "AxisGroup",
     "Balance",
     "CanonicalForm",
+    "ChannelGroup",
     "Element",
     "GroupElement",
     "IntertwinerGroup",

@@ -16,6 +16,7 @@ from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
+from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
@@ -462,6 +463,24 @@ class Symmetry:
             pairs = [pair for rows in shown for pair in zip(rows.indices.tolist(), rows.data.tolist(), strict=True)]
             found.append(dict(sorted(dict(reversed(pairs)).items())))
         return found[0], found[1]
+
+    def channels(self, tap: Tap | str) -> ChannelGroup:
+        """Return the group that acts on the channels of a value inside the network.
+
+        Args:
+            tap: One of :attr:`taps`, or its name.
+
+        Raises:
+            ValueError: If there is no such tap, or units live on several of its axes apart from one another.
+        """
+        tap = self._tapped(tap)
+        if len(tap.seen) != 1 or not tap.seen[0].axes:
+            raise ValueError(
+                f"units live on the axes {[slot.axes for slot in tap.seen]} of {tap.name}; expected channels on one "
+                "axis, or on several together."
+            )
+        shifted = bool(tap.offset) or tap.shift is not None
+        return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def _tapped(self, tap: Tap | str) -> Tap:
         if isinstance(tap, str) and tap not in self.taps:

@@ -1,0 +1,141 @@
+"""Kernels between samples, and the Hilbert-Schmidt independence criterion of two of them."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kernel = Literal["linear", "max", "laplace"]
+
+_ROWS = 512  # samples whose distances are taken at a time
+
+
+def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Return features with each channel's mean subtracted and, if asked for, divided by its norm.
+
+    Args:
+        x: Shape ``[N, positions, C]``; mean and norm are over samples and positions.
+        scale: Whether to divide by the norm.
+        given: Mean and norm to be used, in place of those of ``x``. Each of shape ``[C]``.
+
+    Returns:
+        Shape and dtype of ``x``; a channel that is constant, but for rounding, is 0.
+    """
+    mean = x.mean((0, 1)) if given is None else given[0].to(x)
+    rest = x - mean
+    norms = torch.linalg.vector_norm(rest, dim=(0, 1)) if given is None else given[1].to(x)
+    rounding = torch.finfo(x.dtype).eps * (16 * mean.abs() * math.sqrt(rest[:, :, 0].numel()))
+    alive = norms > rounding
+    factors = torch.where(alive, norms, 1.0).reciprocal() if scale else torch.ones_like(norms)
+    return rest * torch.where(alive, factors, 0.0)
+
+
+def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
+    r"""Return the kernel between all samples.
+
+    - ``linear``: :math:`\sum_{c, s} x_{n s c}\, x_{m s c}`;
+    - ``max``: :math:`\max_c \sum_s x_{n s c}\, x_{m s c}`, which no permutation, scale or sign of channels changes if
+      these are standardised; not positive semi-definite;
+    - ``laplace``: :math:`\exp(-d / h)` with :math:`d = \sum_c (\sum_s (x_{n s c} - x_{m s c})^2)^{1/2}`, positive
+      definite, with the same symmetries.
+
+    Args:
+        x: Shape ``[N, positions, C]``.
+        kernel: Which one.
+        bandwidth: ``h`` > 0, in units of the distance; by default the median of the distances of different samples.
+
+    Returns:
+        Shape ``[N, N]``, dtype of ``x``.
+
+    Note:
+        One product of matrices per channel; memory for a few kernels.
+    """
+    if kernel == "linear":
+        flat = x.flatten(1)
+        return flat @ flat.T
+    channels = x.movedim(2, 0).contiguous()  # each [N, positions]
+    if kernel == "max":
+        best = channels[0] @ channels[0].T
+        product = torch.empty_like(best)
+        for channel in channels[1:]:
+            torch.maximum(best, torch.matmul(channel, channel.T, out=product), out=best)
+        return best
+    distances = x.new_zeros(len(x), len(x))
+    for start in range(0, len(x), _ROWS):
+        rows = slice(start, start + _ROWS)
+        if channels.shape[2] == 1:
+            distances[rows] = torch.cdist(x[rows, 0], x[:, 0], p=1.0)
+            continue
+        for channel in channels:
+            # Not by a product of matrices, which would lose half of the digits where samples are close.
+            distances[rows] += torch.cdist(channel[rows], channel, compute_mode="donot_use_mm_for_euclid_dist")
+    if bandwidth is None:
+        above = distances[torch.ones_like(distances, dtype=torch.bool).triu(1)]
+        bandwidth = float(above.median()) or 1.0
+    return distances.div_(-bandwidth).exp_()
+
+
+def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
+    r"""Return the Hilbert-Schmidt independence criterion of two kernels.
+
+    Biased: :math:`tr(K H L H) / (n - 1)^2` with the centring matrix H. Unbiased (Song et al. 2012): the inner product
+    of the U-centred kernels over n (n - 3),
+
+    .. math::
+        \frac{1}{n (n - 3)} \left[ tr(K_0 L_0) + \frac{1^T K_0 1\; 1^T L_0 1}{(n - 1)(n - 2)}
+        - \frac{2}{n - 2}\, 1^T K_0 L_0 1 \right],
+
+    where the diagonals are 0.
+
+    Args:
+        k: Symmetric. Shape ``[n, n]``.
+        other: Symmetric, same shape; n >= 4 if unbiased, otherwise n >= 2.
+        unbiased: Which one.
+
+    Returns:
+        0-dimensional, float64.
+    """
+    return inner(centred(k, unbiased=unbiased), centred(other, unbiased=unbiased), unbiased=unbiased)
+
+
+def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
+    """Return the criterion of linear kernels, without making them: for features with few numbers per sample.
+
+    Args:
+        x: Centred: its mean over samples is 0. Shape ``[N, positions, C1]``.
+        y: Likewise, of the same samples.
+        unbiased: Which estimator.
+
+    Returns:
+        0-dimensional, float64.
+    """
+    n = len(x)
+    x, y = (each.flatten(1).double() for each in (x, y))
+    x, y = x - x.mean(0), y - y.mean(0)
+    product = (x.T @ y).square().sum()
+    if not unbiased:
+        return product / (n - 1) ** 2
+    a, b = x.square().sum(1), y.square().sum(1)
+    # With centred features the rows of the kernels sum to 0, so that those without their diagonals sum to -a and -b.
+    corrected = product - torch.dot(a, b) * n / (n - 2) + a.sum() * b.sum() / ((n - 1) * (n - 2))
+    return corrected / (n * (n - 3))
+
+
+def centred(k: Tensor, *, unbiased: bool) -> Tensor:
+    """Return a kernel centred in feature space (or U-centred, for the unbiased estimator). Shape of ``k``, float64."""
+    n = len(k)
+    k = k.double()
+    if not unbiased:
+        means = k.mean(0)
+        return k - means - means[:, None] + means.mean()
+    k = k.clone().fill_diagonal_(0.0)
+    sums = k.sum(0) / (n - 2)
+    k -= sums + sums[:, None] - sums.sum() / (n - 1)
+    return k.fill_diagonal_(0.0)
+
+
+def inner(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
+    """Return the criterion, given kernels that are centred."""
+    n = len(k)
+    return torch.dot(k.flatten(), other.flatten()) / (n * (n - 3) if unbiased else (n - 1) ** 2)

@@ -1,0 +1,308 @@
+"""Procrustes similarities: how well the channels of one network are those of another, up to a group."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_sym.similarity.features import channel_rows, check_pair, on_one_grid, undefined
+from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup, Symmetry, Tap, intertwiner_group
+
+_DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest, is dead
+_DEPENDENT = 1e-12  # a direction whose squared norm is smaller, relative to the largest, is none
+_MIXED = -2  # in place of the number of a scale
+_MOST_COMMON_SIGNS = 6
+
+
+class GroupProcrustes(Metric):
+    r"""Procrustes similarity up to a group that acts on the channels.
+
+    It is 1 where the channels of one network are those of the other, moved by an element of the group.
+
+    .. math::
+        d^2 = m_x + m_y - 2 \max_{g} \langle \hat x, g\, \hat y \rangle, \qquad
+        s = 1 - \frac{d}{2 \sqrt C} \quad\text{or}\quad 1 - \frac{d}{\sqrt{m_x} + \sqrt{m_y}}\ (\text{live}),
+
+    where :math:`\hat x` has what the group scales divided out: each channel (or all that share a scale) has norm 1 per
+    channel, blocks that any invertible matrix mixes are whitened, and what is not scaled is divided by the norm of all
+    of it. :math:`m` is the squared norm that is left: the number of live channels where each has a scale. The maximum
+    is exact: assignments, of blocks by the best that each pair of blocks can do; nuclear norms for orthogonal and
+    invertible matrices. With permutations and positive scales it is the paper's :math:`G_{ReLU}`-Procrustes.
+
+    All states are sums in float64: one pass, exact whatever the batches and the number of processes.
+
+    Args:
+        group: The group: that of a tap, an intertwiner group, or the name of an activation, whose
+            :math:`\varphi(G_\sigma)` acts on what it puts out.
+        other: The group on the channels of the second network, if it has another number of them; by default the same.
+        live: Divide by the live channels only. The paper's way counts dead channels, which raise the similarity.
+        center: Subtract each channel's mean. By default only where the group adds constants to channels (sigmoid).
+        axis: The axis of the channels, for a name or an intertwiner group.
+
+    Attributes:
+        live_channels: After :meth:`compute`: how many channels of either network are not zero on all inputs.
+
+    Raises:
+        ValueError: If the activation is unknown, or ``update`` gets features that do not fit.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, definition 5.2. Other groups, live and centred variants are ours;
+        docs/theory/similarity.md, 1.
+
+    Example:
+        >>> x = torch.rand(10, 3, 4, 4)
+        >>> metric = GroupProcrustes("relu")
+        >>> metric.update(x, x[:, [2, 0, 1]] * torch.tensor([1.0, 5.0, 2.0])[:, None, None])
+        >>> round(metric.compute().item(), 6)
+        1.0
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    is_differentiable = False
+
+    n: Tensor
+    x_sum: Tensor
+    y_sum: Tensor
+    xx: Tensor
+    yy: Tensor
+    xy: Tensor
+
+    def __init__(
+        self,
+        group: ChannelGroup | IntertwinerGroup | str,
+        other: ChannelGroup | None = None,
+        *,
+        live: bool = False,
+        center: bool | None = None,
+        axis: int = 1,
+    ) -> None:
+        super().__init__()
+        group = intertwiner_group(group) if isinstance(group, str) else group
+        shifted = group.shifted if isinstance(group, ChannelGroup) else bool(group.offset)
+        self._group, self._other, self._axis = group, other, axis
+        self.live, self.center = live, shifted if center is None else center
+        self.live_channels: tuple[int, int] | None = None
+        self._whitened = group.dense if isinstance(group, IntertwinerGroup) else "invertible" in group.inside
+        sizes = (0, 0) if isinstance(group, IntertwinerGroup) else (group.channels, (other or group).channels)
+        for name, shape in {"n": (), **self._shapes(*sizes)}.items():
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    @classmethod
+    def at(cls, symmetry: Symmetry, tap: Tap | str, **settings: Any) -> Self:
+        """Return the metric of a place in a network, up to what the network's own symmetry does there.
+
+        Args:
+            symmetry: The symmetry of both networks.
+            tap: One of ``symmetry.taps``, or its name.
+            settings: ``live`` and ``center``.
+
+        Raises:
+            ValueError: If there is no such tap, or no channels at it.
+        """
+        return cls(symmetry.channels(tap), **settings)
+
+    def _shapes(self, c1: int, c2: int) -> dict[str, tuple[int, ...]]:
+        squares = [(c, c) if self._whitened else (c,) for c in (c1, c2)]
+        return {"x_sum": (c1,), "y_sum": (c2,), "xx": squares[0], "yy": squares[1], "xy": (c1, c2)}
+
+    def _groups(self) -> tuple[ChannelGroup, ChannelGroup]:
+        """Return the groups on the channels of either network."""
+        if isinstance(self._group, ChannelGroup):
+            return self._group, self._other or self._group
+        one, two = (ChannelGroup.of_activation(self._group, size, self._axis) for size in self.xy.shape)
+        return one, two
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        """Add a batch of features of both networks, of the same inputs in the same order.
+
+        Args:
+            x: Of the first network: samples first, channels where the group says; floating, finite.
+            y: Of the second network; of another resolution, each pixel of the coarser one is repeated.
+
+        Raises:
+            TypeError: If a dtype is not floating.
+            ValueError: If shapes do not fit, or a value is not finite.
+        """
+        check_pair(x, y)
+        axes = [(self._axis,)] * 2
+        if isinstance(self._group, ChannelGroup):
+            axes = [group.axes for group in self._groups()]
+        if axes == [(1,), (1,)]:
+            x, y = on_one_grid(x, y)
+        x, y = (channel_rows(name, each, on) for name, each, on in zip("xy", (x, y), axes, strict=True))
+        if x.shape[1] != y.shape[1]:
+            raise ValueError(
+                f"x has {x.shape[1]} pixels or tokens per sample and y {y.shape[1]}; expected as many, or compare them "
+                "by CKA, which needs no common grid."
+            )
+        if not self.xy.numel():
+            for name, shape in self._shapes(x.shape[2], y.shape[2]).items():
+                setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=x.device))
+        if self.xy.shape != (x.shape[2], y.shape[2]):
+            raise ValueError(f"expected {list(self.xy.shape)} channels of x and y, got {[x.shape[2], y.shape[2]]}.")
+        x, y = (each.reshape(-1, each.shape[2]).to(self.xy) for each in (x, y))
+        self.n += len(x)
+        self.x_sum += x.sum(0)
+        self.y_sum += y.sum(0)
+        self.xx += x.T @ x if self._whitened else x.square().sum(0)
+        self.yy += y.T @ y if self._whitened else y.square().sum(0)
+        self.xy += x.T @ y
+
+    def compute(self) -> Tensor:
+        """Return the similarity, in [0, 1]: a 0-dimensional tensor, float64.
+
+        A squared distance below the rounding of its terms counts as 0. If there is nothing to compare (no data, or
+        with ``live`` no live channel at all) the value is NaN, with a warning that says why.
+        """
+        if not self.n:
+            return undefined("no features were given; call update first.")
+        groups = self._groups()
+        cross, squares = self.xy.cpu(), [self.xx.cpu(), self.yy.cpu()]
+        if self.center:
+            sums = [self.x_sum.cpu(), self.y_sum.cpu()]
+            cross = cross - torch.outer(*sums) / self.n.cpu()
+            outer = [torch.outer(s, s) if self._whitened else s.square() for s in sums]
+            squares = [square - own / self.n.cpu() for square, own in zip(squares, outer, strict=True)]
+        diagonals = [square.diagonal() if self._whitened else square for square in squares]
+        alive = [norms > _DEAD**2 * norms.max() for norms in diagonals]
+        self.live_channels = int(alive[0].sum()), int(alive[1].sum())
+        numbers = [_scale_numbers(group) for group in groups]
+        standard_x, mass_x = _standard(groups[0], squares[0], alive[0], numbers[1])
+        standard_y, mass_y = _standard(groups[1], squares[1], alive[1], numbers[0])
+        cross = standard_x @ cross @ standard_y.T
+        both = mass_x + mass_y
+        if both == 0 and self.live:
+            return undefined("no channel of either network is live on these inputs.")
+        squared = both - 2 * best_overlap(*groups, cross)
+        rounding = torch.finfo(torch.float64).eps * max(64.0, math.sqrt(float(self.n))) * both
+        distance = math.sqrt(squared) if squared > rounding else 0.0
+        widest = math.sqrt(mass_x) + math.sqrt(mass_y) if self.live else 2 * math.sqrt(max(self.xy.shape))
+        return torch.tensor(1 - distance / widest, dtype=torch.float64)
+
+
+class OrthogonalProcrustes(GroupProcrustes):
+    r"""Procrustes similarity up to orthogonal mixing of channels and one scale.
+
+    :math:`s = 1 - d/2` with :math:`d^2 = 2 - 2 \|X Y^T\|_* / (\|X\|_F \|Y\|_F)`.
+
+    Args:
+        center: Subtract each channel's mean, as Ding et al. do; the paper does not.
+        axis: The axis of the channels.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, section 5; Ding et al. (2021), arXiv:2108.01661.
+    """
+
+    def __init__(self, *, center: bool = False, axis: int = 1) -> None:
+        super().__init__(intertwiner_group("identity"), center=center, axis=axis)
+        self._whitened = False
+
+    def _groups(self) -> tuple[ChannelGroup, ChannelGroup]:
+        one, two = (ChannelGroup.orthogonal(size, self._axis) for size in self.xy.shape)
+        return one, two
+
+
+def _scale_numbers(group: ChannelGroup) -> Tensor:
+    """Return for each channel the number of its scale: -1 without one, -2 where invertible matrices mix it."""
+    numbers = group.scales.clone()
+    for block, kind in zip(group.blocks, group.kinds.tolist(), strict=True):
+        if group.inside[kind] == "invertible":
+            numbers[block] = _MIXED
+    return numbers
+
+
+def _standard(group: ChannelGroup, square: Tensor, alive: Tensor, others: Tensor) -> tuple[Tensor, float]:
+    """Return the matrix that divides out what the group scales and mixes, and the squared norm that is left.
+
+    Args:
+        group: The group.
+        square: Sums of squares of the channels, or of products of all pairs of them.
+        alive: Which channels are not dead.
+        others: The numbers of the scales of the other network's channels.
+    """
+    result, mass = torch.zeros(group.channels, group.channels, dtype=torch.float64), 0.0
+    numbers = _scale_numbers(group)
+    for block, kind in zip(group.blocks, group.kinds.tolist(), strict=True):
+        if group.inside[kind] == "invertible":
+            values, vectors = torch.linalg.eigh(square[block[:, None], block])
+            kept = values > max(float(values[-1]) * _DEPENDENT, 0.0)
+            result[block[:, None], block] = (vectors[:, kept] * values[kept].rsqrt()) @ vectors[:, kept].T
+            mass += int(kept.sum())
+    norms = square.diagonal() if square.ndim == 2 else square
+    for number in numbers[numbers != _MIXED].unique():
+        own = (numbers == number) & alive
+        if own.any():
+            share = max(int((numbers == number).sum()), int((others == number).sum()))
+            result[own, own] = math.sqrt(share / float(norms[own].sum()))
+            mass += share
+    return result, mass
+
+
+def best_overlap(one: ChannelGroup, two: ChannelGroup, cross: Tensor) -> float:
+    """Return the largest sum of inner products of channels with those that an element puts in their places.
+
+    Args:
+        one: The group on the rows.
+        two: That on the columns, of the same kinds; one of them may have more blocks.
+        cross: Inner products of the channels. Shape ``[C1, C2]``, float64, on the CPU.
+
+    Raises:
+        ValueError: If the kinds differ.
+    """
+    if one.inside != two.inside:
+        raise ValueError(
+            "the channels of x and y have groups of different kinds; expected places of one kind, or a group that both "
+            'have, such as "sigmoid" for permutations.'
+        )
+    common = [number for number in one.signs.unique().tolist() if number >= 0 and _several(one, number)]
+    if len(common) > _MOST_COMMON_SIGNS:
+        raise ValueError(
+            f"{len(common)} signs are common to several blocks of channels; expected at most {_MOST_COMMON_SIGNS}, of "
+            "which all combinations are tried."
+        )
+    best = -math.inf
+    for flips in itertools.product((1.0, -1.0), repeat=len(common)):
+        turned = cross.clone()
+        for flip, number in zip(flips, common, strict=True):
+            turned[one.signs == number] *= flip
+        best = max(best, sum(_overlap(one, two, kind, turned, common) for kind in range(len(one.inside))))
+    return best
+
+
+def _several(group: ChannelGroup, number: int) -> bool:
+    return sum(bool((group.signs[block] == number).any()) for block in group.blocks) > 1
+
+
+def _overlap(one: ChannelGroup, two: ChannelGroup, kind: int, cross: Tensor, common: Sequence[int]) -> float:
+    """Return the best sum for the blocks of one kind, given the signs that are common to several blocks."""
+    rows, columns = (
+        torch.stack([block for block, own in zip(group.blocks, group.kinds.tolist(), strict=True) if own == kind])
+        for group in (one, two)
+    )
+    inside = one.inside[kind]
+    signs = one.signs[rows[0]]
+    free = int(signs[0]) >= 0 and int(signs[0]) not in common
+    together = free and bool((signs == signs[0]).all())
+    if inside == "fixed":
+        products = cross[rows[:, None], columns[None]]  # (blocks, blocks, members)
+        gains = products.sum(-1).abs() if together else (products.abs() if free else products).sum(-1)
+    else:
+        pairs = cross[rows[:, None, :, None], columns[None, :, None, :]]
+        if inside == "permuted":
+            pairs = pairs.abs() if free else pairs
+            gains = torch.tensor([[_assigned(pair) for pair in row] for row in pairs], dtype=torch.float64)
+        else:
+            gains = torch.linalg.svdvals(pairs).sum(-1)
+    return _assigned(gains)
+
+
+def _assigned(gains: Tensor) -> float:
+    """Return the largest sum of entries of which no two share a row or column."""
+    table = gains.numpy()
+    return float(table[linear_sum_assignment(table, maximize=True)].sum())

@@ -1,0 +1,154 @@
+"""How a group acts on the channels of one value: what may change places, be scaled, change sign or be mixed."""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from torch import Tensor
+
+from lightning_sym.symmetry.groups import IntertwinerGroup
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+
+Ints = NDArray[np.int64]
+Inside = Literal["fixed", "permuted", "orthogonal", "invertible"]
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelGroup:
+    r"""The group that acts on the channels of one value inside a network.
+
+    Channels come in blocks. Blocks of one kind change places as wholes; what happens inside of a block depends on its
+    kind. A unit of a convolution is a block of one channel; after flattening, one of as many as the image has pixels;
+    an attention head is a block that any invertible matrix mixes.
+
+    Attributes:
+        blocks: For each block its channels, in an order that is the same for all blocks of a kind. Each of shape
+            (members,), int64; every channel is in one of them.
+        kinds: For each block the number of its kind. Shape (blocks,), int64.
+        inside: For each kind what is done inside of a block: nothing, permutations, or any orthogonal or invertible
+            matrix.
+        scales: For each channel the number of its positive scale; channels of one number have it in common, and those
+            of -1 have none. Shape (channels,), int64.
+        signs: The same for signs.
+        axes: The axes of the value on which the channels stand, batch included; several are read in row-major order.
+        shifted: Whether something constant may be added to a channel, so that only centred values can be compared.
+        name: Words for tables.
+    """
+
+    blocks: tuple[Tensor, ...]
+    kinds: Tensor
+    inside: tuple[Inside, ...]
+    scales: Tensor
+    signs: Tensor
+    axes: tuple[int, ...] = (1,)
+    shifted: bool = False
+    name: str = ""
+
+    @property
+    def channels(self) -> int:
+        """The number of channels."""
+        return len(self.scales)
+
+    @classmethod
+    def of_activation(cls, group: IntertwinerGroup, channels: int, axis: int = 1) -> Self:
+        r"""Return how :math:`\varphi(A)`, for A of an intertwiner group, acts on what an activation puts out.
+
+        Args:
+            group: The group.
+            channels: The number of channels, >= 1.
+            axis: Their axis.
+        """
+        each, none = torch.arange(channels), torch.full((channels,), -1)
+        blocks: tuple[Tensor, ...] = (each,) if group.dense else tuple(each[:, None])
+        moves = group.permutations and not group.dense
+        return cls(
+            blocks=blocks,
+            kinds=torch.zeros(len(blocks), dtype=torch.int64) if moves or group.dense else each,
+            inside=("invertible",) if group.dense else ("fixed",) * (1 if moves else channels),
+            scales=each if group.positive_scales and group.exponent and not group.dense else none,
+            signs=each if group.signs and not group.even and not group.dense else none,
+            axes=(axis,),
+            shifted=bool(group.offset),
+            name=group.name,
+        )
+
+    @classmethod
+    def orthogonal(cls, channels: int, axis: int = 1) -> Self:
+        """Return the group of all orthogonal matrices.
+
+        Args:
+            channels: The number of channels, >= 1.
+            axis: Their axis.
+        """
+        none = torch.full((channels,), -1)
+        kinds = torch.zeros(1, dtype=torch.int64)
+        return cls((torch.arange(channels),), kinds, ("orthogonal",), none, none, (axis,), name="orthogonal")
+
+
+def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) -> ChannelGroup:
+    """Return the group on the channels of a value.
+
+    Blocks that can only change places together with others of another kind (a head's queries and keys in one tensor)
+    are given kinds of their own: the group returned is then larger than the network's, never smaller.
+
+    Args:
+        values: The group on values inside the network.
+        slot: The axes on which the channels stand.
+        shifted: As for :class:`ChannelGroup`.
+        name: Likewise.
+    """
+    units = slot.unit.ravel()
+    places = {int(unit): np.flatnonzero(units == unit) for unit in np.unique(units) if unit >= 0}
+    blocks: list[Ints] = []
+    kinds: list[int] = []
+    inside: list[Inside] = []
+
+    def add(found: list[Ints], kind: Inside, *, movable: bool) -> None:
+        for first in (found,) if movable else ([block] for block in found):
+            kinds.extend([len(inside)] * len(first))
+            inside.append(kind)
+        blocks.extend(found)
+
+    for index, orbit in enumerate(values.orbits):
+        seen = [unit for unit in orbit.tolist() if unit in places]
+        if not seen:
+            continue
+        cells = values.cells[index][np.isin(orbit, seen)]
+        grouped = [np.array(seen)[cells == cell] for cell in dict.fromkeys(cells.tolist())]
+        movable = values.movable[index]
+        if values.cell_of[seen[0]] >= 0:
+            add([np.concatenate([places[unit] for unit in cell]) for cell in grouped], "invertible", movable=movable)
+        elif movable and len(grouped) > 1 and all(len(places[unit]) == 1 for unit in seen):
+            add([np.concatenate([places[unit] for unit in cell]) for cell in grouped], "permuted", movable=True)
+        elif movable and len(grouped) > 1:  # a unit has several channels: cell by cell
+            for cell in grouped:
+                add([places[unit] for unit in cell], "fixed", movable=True)
+        else:
+            add([places[unit] for unit in seen], "fixed", movable=movable)
+    for parents in values.parents:
+        add([places[unit] for unit in parents.tolist() if unit in places], "fixed", movable=True)
+    placed = np.concatenate([np.zeros(0, np.int64), *blocks])
+    add([np.array([place]) for place in np.setdiff1d(np.arange(len(units)), placed)], "fixed", movable=False)
+    return ChannelGroup(
+        blocks=tuple(torch.from_numpy(block) for block in blocks),
+        kinds=torch.tensor(kinds),
+        inside=tuple(inside),
+        scales=_classes(values.magnitudes[slot.rows]),
+        signs=_classes(values.signs[slot.rows]),
+        axes=slot.axes,
+        shifted=shifted,
+        name=name,
+    )
+
+
+def _classes(exponents: sparse.csr_matrix) -> Tensor:
+    """Return for each row its number among the different rows that are not zero; -1 for those that are."""
+    rows = [
+        tuple(zip(row.indices.tolist(), row.data.tolist(), strict=True))
+        for row in (exponents[i] for i in range(exponents.shape[0]))
+    ]
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(row for row in rows if row))}
+    return torch.tensor([numbers.get(row, -1) for row in rows])
