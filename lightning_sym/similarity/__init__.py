@@ -1,7 +1,19 @@
 """How similar two networks' representations are, up to which symmetry."""
 
-from lightning_sym.similarity.cka import CKA, ChannelStatistics
+from lightning_sym.similarity.cka import CKA, ChannelStatistics, CKAMatrix
+from lightning_sym.similarity.features import features_of
 from lightning_sym.similarity.kernels import gram, hsic
+from lightning_sym.similarity.matrix import SimilarityMatrix
 from lightning_sym.similarity.procrustes import GroupProcrustes, OrthogonalProcrustes
 
-__all__ = ["CKA", "ChannelStatistics", "GroupProcrustes", "OrthogonalProcrustes", "gram", "hsic"]
+__all__ = [
+    "CKA",
+    "CKAMatrix",
+    "ChannelStatistics",
+    "GroupProcrustes",
+    "OrthogonalProcrustes",
+    "SimilarityMatrix",
+    "features_of",
+    "gram",
+    "hsic",
+]

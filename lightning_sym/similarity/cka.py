@@ -1,26 +1,201 @@
-"""Centred kernel alignment."""
+"""Centred kernel alignment, of two layers or of all pairs of layers."""
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from itertools import chain
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_sym._checks import check_numbers
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.similarity.features import channel_rows, check_pair, undefined
 from lightning_sym.similarity.kernels import Kernel, centred, gram, inner, linear_hsic, standardized
 
-Estimator = Literal["unbiased", "biased", "minibatch"]
-Normalize = Literal["none", "channel"]
+Estimator: TypeAlias = Literal["unbiased", "biased", "minibatch"]
+Normalize: TypeAlias = Literal["none", "channel"]
+Axes: TypeAlias = int | Sequence[int]
 
+_EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
 
 
-class CKA(Metric):
+class CKAMatrix(Metric):
+    r"""Centred kernel alignment of every layer of one network with every layer of another.
+
+    As :class:`CKA`, with each layer's kernel computed once.
+
+    Args:
+        first: Number of layers of the first network, >= 1.
+        second: Number of layers of the second network, >= 1.
+        kernel: As for :class:`CKA`.
+        estimator: Likewise.
+        normalize: Likewise.
+        bandwidth: Likewise.
+        statistics: Likewise, for each layer of either network.
+        axes: The axes of the channels, for each layer of either network; by default 1 for all.
+
+    Raises:
+        ValueError: If an argument is not one of these, or ``update`` gets features that do not fit.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    is_differentiable = False
+
+    between: Tensor
+    within_x: Tensor
+    within_y: Tensor
+    batches: Tensor
+
+    def __init__(
+        self,
+        first: int,
+        second: int,
+        kernel: Kernel = "linear",
+        *,
+        estimator: Estimator = "unbiased",
+        normalize: Normalize | None = None,
+        bandwidth: float | None = None,
+        statistics: tuple[Sequence["ChannelStatistics"], Sequence["ChannelStatistics"]] | None = None,
+        axes: tuple[Sequence[Axes], Sequence[Axes]] | None = None,
+    ) -> None:
+        super().__init__()
+        normalize = normalize or ("none" if kernel == "linear" else "channel")
+        for name, value, allowed in (
+            ("kernel", kernel, get_args(Kernel)),
+            ("estimator", estimator, get_args(Estimator)),
+            ("normalize", normalize, get_args(Normalize)),
+        ):
+            if value not in allowed:
+                raise ValueError(unknown(name, value, allowed))
+        if bandwidth is not None:
+            check_numbers("> 0", bandwidth=bandwidth)
+        if estimator == "minibatch" and normalize == "channel" and statistics is None:
+            raise ValueError(
+                "channels' means and norms within one batch depend on what else is in it; give the statistics of a "
+                'pass over the data, or normalize="none".'
+            )
+        check_integers(first=first, second=second)
+        self.kernel, self.estimator, self.normalize, self.bandwidth = kernel, estimator, normalize, bandwidth
+        self._statistics = (statistics,)  # in a tuple: no part of the metric's state
+        self._axes = axes or ([1] * first, [1] * second)
+        self._layers = first, second
+        self._first_size: int | None = None  # of the batches
+        if estimator == "minibatch":
+            # Of pairs of layers, then of the layers of either network with themselves.
+            for name, shape in {"between": (first, second), "within_x": (first,), "within_y": (second,)}.items():
+                self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state("batches", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
+        else:
+            for name in chain(*self._kept()):
+                self.add_state(name, [], dist_reduce_fx="cat")
+
+    def _kept(self) -> tuple[list[str], list[str]]:
+        """Return the names of the states that hold the features of each network's layers."""
+        return [f"x{i}" for i in range(self._layers[0])], [f"y{j}" for j in range(self._layers[1])]
+
+    def update(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> None:
+        """Add a batch of features of both networks, of the same inputs in the same order.
+
+        Args:
+            x: Of the first network, layer by layer: samples first; floating, finite.
+            y: Of the second network.
+
+        Raises:
+            TypeError: If a dtype is not floating.
+            ValueError: If shapes do not fit, or a value is not finite.
+        """
+        for name, features, layers in zip("xy", (x, y), self._layers, strict=True):
+            if len(features) != layers:
+                raise ValueError(f"{name} has {len(features)} layers; expected {layers}.")
+        samples = len(x[0])
+        rows = []
+        for name, features, axes in zip("xy", (x, y), self._axes, strict=True):
+            for layer, axis in zip(features, axes, strict=True):
+                check_pair(x[0], layer)
+                rows.append(_rows(name, layer, (axis,) if isinstance(axis, int) else tuple(axis)))
+        ours, theirs = rows[: len(x)], rows[len(x) :]
+        if self.estimator != "minibatch":
+            for name, layer in zip(chain(*self._kept()), rows, strict=True):
+                getattr(self, name).append(layer)
+            return
+        self._first_size = self._first_size or samples
+        used = samples >= max(_FEWEST["minibatch"], self._first_size)
+        self.batches += torch.tensor([used, not used], device=self.batches.device)
+        if used:
+            (statistics,) = self._statistics
+            between, within_x, within_y = self._criteria(ours, theirs, statistics)
+            self.between += between
+            self.within_x += within_x
+            self.within_y += within_y
+
+    def _criteria(
+        self,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        statistics: tuple[Sequence["ChannelStatistics"], Sequence["ChannelStatistics"]] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the criteria of all pairs of layers, and of each layer with itself; float64."""
+        unbiased, n = self.estimator != "biased", len(x[0])
+        made = []
+        small = self.kernel == "linear" and all(layer[0].numel() ** 2 <= n**2 for layer in (*x, *y))
+        for side, layers in enumerate((x, y)):
+            given = [None] * len(layers) if statistics is None else [own.compute() for own in statistics[side]]
+            features = (
+                standardized(layer, scale=self.normalize == "channel", given=own)
+                for layer, own in zip(layers, given, strict=True)
+            )
+            if small:
+                made.append([layer.flatten(1).double() for layer in features])
+            else:
+                made.append(
+                    [centred(gram(layer, self.kernel, self.bandwidth), unbiased=unbiased) for layer in features]
+                )
+        between = linear_hsic if small else inner
+        ours, theirs = made
+        return (
+            torch.stack([torch.stack([between(one, two, unbiased=unbiased) for two in theirs]) for one in ours]),
+            torch.stack([between(one, one, unbiased=unbiased) for one in ours]),
+            torch.stack([between(two, two, unbiased=unbiased) for two in theirs]),
+        )
+
+    def compute(self) -> Tensor:
+        """Return the alignments. Shape ``[first, second]``, float64, at most 1.
+
+        Where there is none (too few samples, or features that are the same for all inputs) the value is NaN, with a
+        warning that says why.
+        """
+        if self.estimator == "minibatch":
+            between, x, y = self.between, self.within_x, self.within_y
+            if not int(self.batches[0]):
+                return self._undefined(f"none of {int(self.batches[1])} batches had 4 samples or more.")
+        else:
+            ours, theirs = ([dim_zero_cat(getattr(self, name) or [_EMPTY]) for name in names] for names in self._kept())
+            if len(ours[0]) < _FEWEST[self.estimator]:
+                needed = _FEWEST[self.estimator]
+                return self._undefined(f"the {self.estimator} estimator needs {needed} samples, got {len(ours[0])}.")
+            between, x, y = self._criteria(ours, theirs)
+        for name, own in (("x", x), ("y", y)):
+            constant = (own <= 0).nonzero().flatten().tolist()
+            if constant:
+                undefined(f"the features of {name} at the layers {constant} are the same for all inputs.")
+        norms = torch.outer(x, y)
+        return torch.where(norms > 0, between / norms.sqrt(), math.nan)
+
+    def _undefined(self, reason: str) -> Tensor:
+        return undefined(reason).expand(self._layers).clone()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        super().reset()
+        self._first_size = None
+
+
+class CKA(CKAMatrix):
     r"""Centred kernel alignment: :math:`HSIC(K, L) / \sqrt{HSIC(K, K)\, HSIC(L, L)}` of kernels between samples.
 
     1 if either network arranges the inputs as the other does, about 0 if they have nothing in common; the unbiased
@@ -31,7 +206,7 @@ class CKA(Metric):
     =========== ==================================================================================================
     ``linear``  orthogonal mixing of channels and positions, one scale; with ``normalize="channel"`` instead
                 permutations and scales of channels
-    ``max``     permutations, scales and signs of channels: all of :math:`G_{ReLU}`. Not positive definite
+    ``max``     permutations, scales and signs of channels: all of :math:`G_{ReLU}`; not positive definite
     ``laplace`` the same; positive definite. :math:`\exp(-d / h)`, see `lightning_sym.similarity.gram`
     =========== ==================================================================================================
 
@@ -46,9 +221,9 @@ class CKA(Metric):
             2021).
         normalize: ``channel`` divides each channel by its norm over samples and positions; ``none`` does not. By
             default as the kernel needs: none for ``linear``.
-        statistics: For ``minibatch`` with ``channel``: mean and norm of each channel, of x and of y, from a pass over
-            the data (:class:`ChannelStatistics`), as those of a batch would depend on what else is in it.
         bandwidth: ``h`` of the Laplace kernel, > 0; by default the median distance of different samples.
+        statistics: For ``minibatch`` with ``channel``: those of x and of y, from a pass over the data, as the norms of
+            a batch would depend on what else is in it.
         axes: The axes of the channels of x and of y.
 
     Raises:
@@ -66,15 +241,6 @@ class CKA(Metric):
         1.0
     """
 
-    full_state_update = False
-    higher_is_better = True
-    is_differentiable = False
-
-    x: list[Tensor] | Tensor
-    y: list[Tensor] | Tensor
-    sums: Tensor
-    batches: Tensor
-
     def __init__(
         self,
         kernel: Kernel = "linear",
@@ -83,36 +249,36 @@ class CKA(Metric):
         normalize: Normalize | None = None,
         bandwidth: float | None = None,
         statistics: tuple["ChannelStatistics", "ChannelStatistics"] | None = None,
-        axes: tuple[int | Sequence[int], int | Sequence[int]] = (1, 1),
+        axes: tuple[Axes, Axes] = (1, 1),
     ) -> None:
-        super().__init__()
-        for name, value, allowed in (
-            ("kernel", kernel, get_args(Kernel)),
-            ("estimator", estimator, get_args(Estimator)),
-            ("normalize", normalize or "none", get_args(Normalize)),
-        ):
-            if value not in allowed:
-                raise ValueError(unknown(name, value, allowed))
-        if bandwidth is not None:
-            check_numbers("> 0", bandwidth=bandwidth)
-        self.normalize = normalize or ("none" if kernel == "linear" else "channel")
-        if estimator == "minibatch" and self.normalize == "channel" and statistics is None:
-            raise ValueError(
-                "channels' means and norms within one batch depend on what else is in it; give statistics of a pass "
-                'over the data, or normalize="none".'
-            )
-        self.kernel, self.estimator, self.bandwidth = kernel, estimator, bandwidth
-        self._statistics = (statistics,)  # in a tuple: no part of the metric's state
-        self._first: int | None = None  # size of the first batch
-        self.axes = tuple((axis,) if isinstance(axis, int) else tuple(axis) for axis in axes)
-        if estimator == "minibatch":
-            self.add_state("sums", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
-            self.add_state("batches", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
-        else:
-            self.add_state("x", [], dist_reduce_fx="cat")
-            self.add_state("y", [], dist_reduce_fx="cat")
+        super().__init__(
+            1,
+            1,
+            kernel,
+            estimator=estimator,
+            normalize=normalize,
+            bandwidth=bandwidth,
+            statistics=statistics and ([statistics[0]], [statistics[1]]),
+            axes=([axes[0]], [axes[1]]),
+        )
 
-    def update(self, x: Tensor, y: Tensor) -> None:
+    def of_layers(self, first: int, second: int) -> CKAMatrix:
+        """Return the same measure of all pairs of so many layers; all have the axes that this one has."""
+        (statistics,) = self._statistics
+        if statistics is not None:
+            raise ValueError("statistics are those of one layer; make a CKAMatrix with those of each.")
+        (x,), (y,) = self._axes
+        return CKAMatrix(
+            first,
+            second,
+            self.kernel,
+            estimator=self.estimator,
+            normalize=self.normalize,
+            bandwidth=self.bandwidth,
+            axes=([x] * first, [y] * second),
+        )
+
+    def update(self, x: Tensor, y: Tensor) -> None:  # type: ignore[override]
         """Add a batch of features of both networks, of the same inputs in the same order.
 
         Args:
@@ -123,20 +289,7 @@ class CKA(Metric):
             TypeError: If a dtype is not floating.
             ValueError: If shapes do not fit, or a value is not finite.
         """
-        check_pair(x, y)
-        x, y = (_rows(name, each, axes) for name, each, axes in zip("xy", (x, y), self.axes, strict=True))
-        if self.estimator != "minibatch":
-            self.x.append(x)  # type: ignore[union-attr]
-            self.y.append(y)  # type: ignore[union-attr]
-            return
-        self._first = self._first or len(x)
-        kept = len(x) >= max(_FEWEST["minibatch"], self._first)
-        self.batches += torch.tensor([kept, not kept], device=self.batches.device)
-        if kept:
-            (statistics,) = self._statistics
-            given = (None, None) if statistics is None else tuple(each.compute() for each in statistics)
-            x, y = (self._standardized(each, own) for each, own in zip((x, y), given, strict=True))
-            self.sums += self._criteria(x, y).to(self.sums)
+        super().update([x], [y])
 
     def compute(self) -> Tensor:
         """Return the alignment: a 0-dimensional tensor, float64, at most 1.
@@ -144,32 +297,7 @@ class CKA(Metric):
         Where there is none (too few samples, or features that are the same for all inputs) the value is NaN, with a
         warning that says why.
         """
-        if self.estimator == "minibatch":
-            used, left_out = self.batches.tolist()
-            if not used:
-                return undefined(f"no batch had 4 samples or more; {left_out} had fewer.")
-            return _alignment(self.sums.cpu())
-        x, y = (dim_zero_cat(features) if len(features) else torch.zeros(0, 1, 1) for features in (self.x, self.y))
-        if len(x) < _FEWEST[self.estimator]:
-            return undefined(f"the {self.estimator} estimator needs {_FEWEST[self.estimator]} samples, got {len(x)}.")
-        return _alignment(self._criteria(self._standardized(x), self._standardized(y)))
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        super().reset()
-        self._first = None
-
-    def _standardized(self, x: Tensor, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        return standardized(x, scale=self.normalize == "channel", given=given)
-
-    def _criteria(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the criterion of x and y, of x with itself, and of y with itself. Shape ``[3]``, float64, CPU."""
-        unbiased = self.estimator != "biased"
-        if self.kernel == "linear" and x[0].numel() * y[0].numel() <= len(x) ** 2:
-            pairs = (x, y), (x, x), (y, y)
-            return torch.stack([linear_hsic(a, b, unbiased=unbiased) for a, b in pairs]).cpu()
-        one, two = (centred(gram(each, self.kernel, self.bandwidth), unbiased=unbiased) for each in (x, y))
-        return torch.stack([inner(a, b, unbiased=unbiased) for a, b in ((one, two), (one, one), (two, two))]).cpu()
+        return super().compute()[0, 0]
 
 
 class ChannelStatistics(Metric):
@@ -179,7 +307,7 @@ class ChannelStatistics(Metric):
         axes: The axes of the channels.
     """
 
-    full_state_update = False
+    full_state_update = True  # the shapes of the states follow from the first batch
     higher_is_better = None
     is_differentiable = False
 
@@ -187,7 +315,7 @@ class ChannelStatistics(Metric):
     sums: Tensor
     squares: Tensor
 
-    def __init__(self, axes: int | Sequence[int] = 1) -> None:
+    def __init__(self, axes: Axes = 1) -> None:
         super().__init__()
         self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
         self.add_state("count", torch.zeros(1, dtype=torch.float64), dist_reduce_fx="sum")
@@ -212,12 +340,3 @@ class ChannelStatistics(Metric):
 def _rows(name: str, features: Tensor, axes: tuple[int, ...]) -> Tensor:
     rows = channel_rows(name, features, axes)
     return (rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows).clone()
-
-
-def _alignment(criteria: Tensor) -> Tensor:
-    """Return the alignment from the criteria of both with one another, and each with itself."""
-    both, one, two = criteria.tolist()
-    for name, own in (("x", one), ("y", two)):
-        if own <= 0:
-            return undefined(f"the features {name} are the same for all inputs.")
-    return torch.tensor(both / math.sqrt(one * two), dtype=torch.float64)

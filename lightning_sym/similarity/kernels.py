@@ -103,7 +103,7 @@ def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
     """Return the criterion of linear kernels, without making them: for features with few numbers per sample.
 
     Args:
-        x: Centred: its mean over samples is 0. Shape ``[N, positions, C1]``.
+        x: Centred: its mean over samples is 0. Shape ``[N, D1]``, float64.
         y: Likewise, of the same samples.
         unbiased: Which estimator.
 
@@ -111,13 +111,11 @@ def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
         0-dimensional, float64.
     """
     n = len(x)
-    x, y = (each.flatten(1).double() for each in (x, y))
-    x, y = x - x.mean(0), y - y.mean(0)
     product = (x.T @ y).square().sum()
     if not unbiased:
         return product / (n - 1) ** 2
     a, b = x.square().sum(1), y.square().sum(1)
-    # With centred features the rows of the kernels sum to 0, so that those without their diagonals sum to -a and -b.
+    # As the rows of centred kernels sum to 0, those without their diagonals a and b sum to -a and -b.
     corrected = product - torch.dot(a, b) * n / (n - 2) + a.sum() * b.sum() / ((n - 1) * (n - 2))
     return corrected / (n * (n - 3))
 

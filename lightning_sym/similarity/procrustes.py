@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_sym.similarity.features import channel_rows, check_pair, on_one_grid, undefined
+from lightning_sym.similarity.features import channel_rows, check_pair, repeats, summed_pixels, undefined
 from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup, Symmetry, Tap, intertwiner_group
 
 _DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest, is dead
@@ -62,7 +62,7 @@ class GroupProcrustes(Metric):
         1.0
     """
 
-    full_state_update = False
+    full_state_update = True  # the shapes of the states follow from the first batch
     higher_is_better = True
     is_differentiable = False
 
@@ -108,8 +108,8 @@ class GroupProcrustes(Metric):
         return cls(symmetry.channels(tap), **settings)
 
     def _shapes(self, c1: int, c2: int) -> dict[str, tuple[int, ...]]:
-        squares = [(c, c) if self._whitened else (c,) for c in (c1, c2)]
-        return {"x_sum": (c1,), "y_sum": (c2,), "xx": squares[0], "yy": squares[1], "xy": (c1, c2)}
+        one, two = ((c1, c1), (c2, c2)) if self._whitened else ((c1,), (c2,))
+        return {"x_sum": (c1,), "y_sum": (c2,), "xx": one, "yy": two, "xy": (c1, c2)}
 
     def _groups(self) -> tuple[ChannelGroup, ChannelGroup]:
         """Return the groups on the channels of either network."""
@@ -130,29 +130,34 @@ class GroupProcrustes(Metric):
             ValueError: If shapes do not fit, or a value is not finite.
         """
         check_pair(x, y)
-        axes = [(self._axis,)] * 2
-        if isinstance(self._group, ChannelGroup):
-            axes = [group.axes for group in self._groups()]
-        if axes == [(1,), (1,)]:
-            x, y = on_one_grid(x, y)
-        x, y = (channel_rows(name, each, on) for name, each, on in zip("xy", (x, y), axes, strict=True))
-        if x.shape[1] != y.shape[1]:
-            raise ValueError(
-                f"x has {x.shape[1]} pixels or tokens per sample and y {y.shape[1]}; expected as many, or compare them "
-                "by CKA, which needs no common grid."
-            )
+        given = isinstance(self._group, ChannelGroup)
+        axes = [group.axes for group in self._groups()] if given else [(self._axis,), (self._axis,)]
+        times = repeats(x, y) if axes == [(1,), (1,)] else ((1, 1), (1, 1))
+        rows = [channel_rows(name, each, on) for name, each, on in zip("xy", (x, y), axes, strict=True)]
         if not self.xy.numel():
-            for name, shape in self._shapes(x.shape[2], y.shape[2]).items():
+            for name, shape in self._shapes(rows[0].shape[2], rows[1].shape[2]).items():
                 setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=x.device))
-        if self.xy.shape != (x.shape[2], y.shape[2]):
-            raise ValueError(f"expected {list(self.xy.shape)} channels of x and y, got {[x.shape[2], y.shape[2]]}.")
-        x, y = (each.reshape(-1, each.shape[2]).to(self.xy) for each in (x, y))
-        self.n += len(x)
-        self.x_sum += x.sum(0)
-        self.y_sum += y.sum(0)
-        self.xx += x.T @ x if self._whitened else x.square().sum(0)
-        self.yy += y.T @ y if self._whitened else y.square().sum(0)
-        self.xy += x.T @ y
+        if self.xy.shape != (rows[0].shape[2], rows[1].shape[2]):
+            found = [each.shape[2] for each in rows]
+            raise ValueError(f"x and y must have {list(self.xy.shape)} channels, as before, got {found}.")
+        positions = [each.shape[1] * math.prod(often) for each, often in zip(rows, times, strict=True)]
+        if positions[0] != positions[1]:
+            raise ValueError(
+                f"x has {positions[0]} pixels or tokens per sample and y {positions[1]}; expected as many, or use CKA, "
+                "which needs no common grid."
+            )
+        for name, each, often in zip("xy", rows, times, strict=True):
+            flat = each.reshape(-1, each.shape[2]).to(self.xy)
+            getattr(self, f"{name}_sum").add_(flat.sum(0), alpha=math.prod(often))
+            squares = flat.T @ flat if self._whitened else flat.square().sum(0)
+            getattr(self, name * 2).add_(squares, alpha=math.prod(often))
+        self.n += len(x) * positions[0]
+        if times != ((1, 1), (1, 1)):
+            # A pixel that is repeated meets the sum of those that it is repeated for.
+            x, y = summed_pixels(x.to(self.xy), times[1]), summed_pixels(y.to(self.xy), times[0])
+            rows = [channel_rows(name, each, on) for name, each, on in zip("xy", (x, y), axes, strict=True)]
+        one, two = (each.reshape(-1, each.shape[2]).to(self.xy) for each in rows)
+        self.xy += one.T @ two
 
     def compute(self) -> Tensor:
         """Return the similarity, in [0, 1]: a 0-dimensional tensor, float64.
@@ -235,7 +240,7 @@ def _standard(group: ChannelGroup, square: Tensor, alive: Tensor, others: Tensor
             result[block[:, None], block] = (vectors[:, kept] * values[kept].rsqrt()) @ vectors[:, kept].T
             mass += int(kept.sum())
     norms = square.diagonal() if square.ndim == 2 else square
-    for number in numbers[numbers != _MIXED].unique():
+    for number in sorted(set(numbers.tolist()) - {_MIXED}):
         own = (numbers == number) & alive
         if own.any():
             share = max(int((numbers == number).sum()), int((others == number).sum()))
@@ -260,7 +265,7 @@ def best_overlap(one: ChannelGroup, two: ChannelGroup, cross: Tensor) -> float:
             "the channels of x and y have groups of different kinds; expected places of one kind, or a group that both "
             'have, such as "sigmoid" for permutations.'
         )
-    common = [number for number in one.signs.unique().tolist() if number >= 0 and _several(one, number)]
+    common = [number for number in sorted(set(one.signs.tolist()) - {-1}) if _several(one, number)]
     if len(common) > _MOST_COMMON_SIGNS:
         raise ValueError(
             f"{len(common)} signs are common to several blocks of channels; expected at most {_MOST_COMMON_SIGNS}, of "

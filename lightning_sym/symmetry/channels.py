@@ -64,10 +64,11 @@ class ChannelGroup:
         each, none = torch.arange(channels), torch.full((channels,), -1)
         blocks: tuple[Tensor, ...] = (each,) if group.dense else tuple(each[:, None])
         moves = group.permutations and not group.dense
+        each_inside: Inside = "invertible" if group.dense else "fixed"
         return cls(
             blocks=blocks,
             kinds=torch.zeros(len(blocks), dtype=torch.int64) if moves or group.dense else each,
-            inside=("invertible",) if group.dense else ("fixed",) * (1 if moves else channels),
+            inside=(each_inside,) * (1 if moves or group.dense else channels),
             scales=each if group.positive_scales and group.exponent and not group.dense else none,
             signs=each if group.signs and not group.even and not group.dense else none,
             axes=(axis,),
@@ -107,6 +108,8 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
     inside: list[Inside] = []
 
     def add(found: list[Ints], kind: Inside, *, movable: bool) -> None:
+        if not found:
+            return
         for first in (found,) if movable else ([block] for block in found):
             kinds.extend([len(inside)] * len(first))
             inside.append(kind)
@@ -116,7 +119,8 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         seen = [unit for unit in orbit.tolist() if unit in places]
         if not seen:
             continue
-        cells = values.cells[index][np.isin(orbit, seen)]
+        # Blocks themselves, such as the heads of attention weights, come last and have no cells.
+        cells = values.cells[index][np.isin(orbit, seen)] if index < len(values.cells) else np.zeros(len(seen), int)
         grouped = [np.array(seen)[cells == cell] for cell in dict.fromkeys(cells.tolist())]
         movable = values.movable[index]
         if values.cell_of[seen[0]] >= 0:
@@ -128,8 +132,6 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
                 add([places[unit] for unit in cell], "fixed", movable=True)
         else:
             add([places[unit] for unit in seen], "fixed", movable=movable)
-    for parents in values.parents:
-        add([places[unit] for unit in parents.tolist() if unit in places], "fixed", movable=True)
     placed = np.concatenate([np.zeros(0, np.int64), *blocks])
     add([np.array([place]) for place in np.setdiff1d(np.arange(len(units)), placed)], "fixed", movable=False)
     return ChannelGroup(

@@ -1,0 +1,104 @@
+"""All pairs of layers of two networks, in one pass over the data."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_sym.similarity.cka import CKA, CKAMatrix
+
+
+class SimilarityMatrix(Metric):
+    """A similarity of every layer of one network with every layer of another.
+
+    Each layer's features are computed once, and what a metric needs of one layer alone (a kernel, say) as well. What
+    is kept is what the metrics keep: for Procrustes measures a table of ``C1 * C2`` for each pair, whatever the data;
+    for CKA the features of each layer (with ``minibatch`` three numbers a pair); see :attr:`memory`.
+
+    Args:
+        metric: A metric with ``update(x, y)``; each pair gets a copy of it. Or one for each pair, where pairs have
+            groups of their own: a row for each layer of the first network.
+        first: Names of layers of the first network, at least one.
+        second: Those of the second; by default the same.
+
+    Raises:
+        ValueError: If there are no layers, or not a metric for each pair.
+
+    Example:
+        >>> from lightning_sym.similarity import OrthogonalProcrustes
+        >>> matrix = SimilarityMatrix(OrthogonalProcrustes(), ["low", "high"])
+        >>> features = {"low": torch.rand(8, 5), "high": torch.rand(8, 3)}
+        >>> matrix.update(features, features)
+        >>> matrix.compute().shape
+        torch.Size([2, 2])
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    is_differentiable = False
+
+    def __init__(
+        self,
+        metric: Metric | Sequence[Sequence[Metric]],
+        first: Sequence[str],
+        second: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.first, self.second = tuple(first), tuple(first if second is None else second)
+        if not self.first or not self.second:
+            raise ValueError("there are no layers to compare; name at least one of each network.")
+        if isinstance(metric, CKA):
+            self.metrics = nn.ModuleList([metric.of_layers(len(self.first), len(self.second))])
+            return
+        rows = [[metric] * len(self.second)] * len(self.first) if isinstance(metric, Metric) else metric
+        if [len(row) for row in rows] != [len(self.second)] * len(self.first):
+            raise ValueError(
+                f"there are {[len(row) for row in rows]} metrics in the rows; expected {len(self.first)} rows of "
+                f"{len(self.second)}."
+            )
+        self.metrics = nn.ModuleList(one.clone() for row in rows for one in row)
+
+    def update(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+        """Add a batch of features of both networks, of the same inputs in the same order.
+
+        Args:
+            first: Features of the first network, by the names of its layers; others are ignored.
+            second: Those of the second.
+
+        Raises:
+            ValueError: If a layer is missing, or a metric does not take the features.
+        """
+        for names, features in ((self.first, first), (self.second, second)):
+            missing = [name for name in names if name not in features]
+            if missing:
+                raise ValueError(f"the features of {', '.join(missing)} are missing; got {', '.join(features)}.")
+        ours, theirs = [first[name] for name in self.first], [second[name] for name in self.second]
+        pairs = [(ours, theirs)] if self._joint else itertools.product(ours, theirs)
+        for metric, (x, y) in zip(self._each(), pairs, strict=True):
+            metric.update(x, y)
+
+    def compute(self) -> Tensor:
+        """Return the similarities. Shape ``[layers of the first network, of the second]``, float64."""
+        values = [torch.as_tensor(metric.compute()).double().cpu() for metric in self._each()]
+        return torch.stack(values).view(len(self.first), len(self.second))
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        super().reset()
+        for metric in self._each():
+            metric.reset()
+
+    @property
+    def memory(self) -> int:
+        """Bytes of what is kept now, on this rank."""
+        states = [getattr(metric, name) for metric in self._each() for name in metric._defaults]
+        return sum(t.nbytes for state in states for t in (state if isinstance(state, list) else [state]))
+
+    @property
+    def _joint(self) -> bool:
+        return isinstance(self.metrics[0], CKAMatrix)
+
+    def _each(self) -> list[Metric]:
+        return [metric for metric in self.metrics if isinstance(metric, Metric)]
