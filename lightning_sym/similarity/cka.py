@@ -7,12 +7,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
-from lightning_sym.similarity.features import channel_rows, check_pair, undefined
+from lightning_sym.similarity.features import SimilarityMetric, channel_rows, check_pair, undefined
 from lightning_sym.similarity.kernels import Kernel, centred, gram, inner, linear_hsic, standardized
 
 Estimator: TypeAlias = Literal["unbiased", "biased", "minibatch"]
@@ -23,7 +21,7 @@ _EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
 
 
-class CKAMatrix(Metric):
+class CKAMatrix(SimilarityMetric):
     r"""Centred kernel alignment of every layer of one network with every layer of another.
 
     As :class:`CKA`, with each layer's kernel computed once.
@@ -41,10 +39,6 @@ class CKAMatrix(Metric):
     Raises:
         ValueError: If an argument is not one of these, or ``update`` gets features that do not fit.
     """
-
-    full_state_update = False
-    higher_is_better = True
-    is_differentiable = False
 
     between: Tensor
     within_x: Tensor
@@ -174,7 +168,7 @@ class CKAMatrix(Metric):
             if not int(self.batches[0]):
                 return self._undefined(f"none of {int(self.batches[1])} batches had 4 samples or more.")
         else:
-            ours, theirs = ([dim_zero_cat(getattr(self, name) or [_EMPTY]) for name in names] for names in self._kept())
+            ours, theirs = ([self._whole(name) for name in names] for names in self._kept())
             if len(ours[0]) < _FEWEST[self.estimator]:
                 needed = _FEWEST[self.estimator]
                 return self._undefined(f"the {self.estimator} estimator needs {needed} samples, got {len(ours[0])}.")
@@ -185,6 +179,11 @@ class CKAMatrix(Metric):
                 undefined(f"the features of {name} at the layers {constant} are the same for all inputs.")
         norms = torch.outer(x, y)
         return torch.where(norms > 0, between / norms.sqrt(), math.nan)
+
+    def _whole(self, name: str) -> Tensor:
+        """Return the features of a layer, of all batches. Shape ``[N, positions, C]``."""
+        state = getattr(self, name)  # a tensor once processes were brought together
+        return state if isinstance(state, Tensor) else torch.cat(state) if state else _EMPTY
 
     def _undefined(self, reason: str) -> Tensor:
         return undefined(reason).expand(self._layers).clone()
@@ -300,16 +299,14 @@ class CKA(CKAMatrix):
         return super().compute()[0, 0]
 
 
-class ChannelStatistics(Metric):
+class ChannelStatistics(SimilarityMetric):
     """Mean and norm of each channel, over samples and positions, of all batches.
 
     Args:
         axes: The axes of the channels.
     """
 
-    full_state_update = True  # the shapes of the states follow from the first batch
     higher_is_better = None
-    is_differentiable = False
 
     count: Tensor
     sums: Tensor

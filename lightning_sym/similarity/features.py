@@ -9,10 +9,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
-from lightning_sym._distributed import on_device_of
+from lightning_sym._distributed import gathered, on_device_of, ranks
 from lightning_sym._text import unknown
 from lightning_sym.symmetry import Tap
+
+
+class SimilarityMetric(Metric):
+    """A metric of features whose shapes are known from the first batch on.
+
+    A process that was given no batch takes the shapes of the others when they are brought together.
+    """
+
+    full_state_update = True
+    higher_is_better: bool | None = True
+    is_differentiable = False
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """Bring the states of all processes together, as ``torchmetrics`` does."""
+        if ranks() > 1 and not self._is_synced:
+            self._take_shapes()
+        super().sync(*args, **kwargs)
+
+    def _take_shapes(self) -> None:
+        held = {name: getattr(self, name) for name in self._defaults}
+        own = {name: state[0] if isinstance(state, list) and state else state for name, state in held.items()}
+        shapes = {name: (t.shape, t.dtype) for name, t in own.items() if isinstance(t, Tensor) and t.numel()}
+        known = {name: found for other in gathered(shapes) for name, found in other.items()}
+        for name, (shape, dtype) in known.items():
+            if name not in shapes:
+                listed = isinstance(held[name], list)
+                empty = torch.zeros((0, *shape[1:]) if listed else shape, dtype=dtype, device=self.device)
+                setattr(self, name, [empty] if listed else empty)
 
 
 def channel_rows(name: str, features: Tensor, axes: tuple[int, ...]) -> Tensor:

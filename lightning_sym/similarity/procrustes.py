@@ -8,9 +8,15 @@ from typing import Any, Self
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_sym.similarity.features import channel_rows, check_pair, repeats, summed_pixels, undefined
+from lightning_sym.similarity.features import (
+    SimilarityMetric,
+    channel_rows,
+    check_pair,
+    repeats,
+    summed_pixels,
+    undefined,
+)
 from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup, Symmetry, Tap, intertwiner_group
 
 _DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest, is dead
@@ -19,7 +25,7 @@ _MIXED = -2  # in place of the number of a scale
 _MOST_COMMON_SIGNS = 6
 
 
-class GroupProcrustes(Metric):
+class GroupProcrustes(SimilarityMetric):
     r"""Procrustes similarity up to a group that acts on the channels.
 
     It is 1 where the channels of one network are those of the other, moved by an element of the group.
@@ -61,10 +67,6 @@ class GroupProcrustes(Metric):
         >>> round(metric.compute().item(), 6)
         1.0
     """
-
-    full_state_update = True  # the shapes of the states follow from the first batch
-    higher_is_better = True
-    is_differentiable = False
 
     n: Tensor
     x_sum: Tensor
