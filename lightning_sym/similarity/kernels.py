@@ -15,20 +15,20 @@ def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None 
     """Return features with each channel's mean subtracted and, if asked for, divided by its norm.
 
     Args:
-        x: Shape ``[N, positions, C]``; mean and norm are over samples and positions.
+        x: Shape ``[N, C, positions]``; mean and norm are over samples and positions.
         scale: Whether to divide by the norm.
         given: Mean and norm to be used, in place of those of ``x``. Each of shape ``[C]``.
 
     Returns:
         Shape and dtype of ``x``; a channel that is constant, but for rounding, is 0.
     """
-    mean = x.mean((0, 1)) if given is None else given[0].to(x)
-    rest = x - mean
-    norms = torch.linalg.vector_norm(rest, dim=(0, 1)) if given is None else given[1].to(x)
-    rounding = torch.finfo(x.dtype).eps * (16 * mean.abs() * math.sqrt(rest[:, :, 0].numel()))
+    mean = x.mean((0, 2)) if given is None else given[0].to(x)
+    rest = x - mean[:, None]
+    norms = torch.linalg.vector_norm(rest, dim=(0, 2)) if given is None else given[1].to(x)
+    rounding = torch.finfo(x.dtype).eps * (16 * mean.abs() * math.sqrt(rest[:, 0].numel()))
     alive = norms > rounding
-    factors = torch.where(alive, norms, 1.0).reciprocal() if scale else torch.ones_like(norms)
-    return rest * torch.where(alive, factors, 0.0)
+    factors = torch.where(alive, torch.where(alive, norms, 1.0).reciprocal() if scale else 1.0, 0.0)
+    return rest.mul_(factors[:, None]) if scale or not bool(alive.all()) else rest
 
 
 def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
       definite, with the same symmetries.
 
     Args:
-        x: Shape ``[N, positions, C]``.
+        x: Shape ``[N, C, positions]``.
         kernel: Which one.
         bandwidth: ``h`` > 0, in units of the distance; by default the median of the distances of different samples.
 
@@ -54,7 +54,7 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
     if kernel == "linear":
         flat = x.flatten(1)
         return flat @ flat.T
-    channels = x.movedim(2, 0).contiguous()  # each [N, positions]
+    channels = x.transpose(0, 1).contiguous()  # each [N, positions]
     if kernel == "max":
         best = channels[0] @ channels[0].T
         product = torch.empty_like(best)
@@ -65,7 +65,7 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
     for start in range(0, len(x), _ROWS):
         rows = slice(start, start + _ROWS)
         if channels.shape[2] == 1:
-            distances[rows] = torch.cdist(x[rows, 0], x[:, 0], p=1.0)
+            distances[rows] = torch.cdist(x[rows, :, 0], x[..., 0], p=1.0)
             continue
         for channel in channels:
             # Not by a product of matrices, which would lose half of the digits where samples are close.
