@@ -12,7 +12,7 @@ from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.curvature import CurvatureError, Evidence, Groups, PrecisionOptimizer, factors, parameter_groups
+from lightning_sym.curvature import CurvatureError, Evidence, PrecisionOptimizer, PriorGroups, factors, parameter_groups
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.reports import RunResults
@@ -126,7 +126,7 @@ class MarginalLikelihood(RunReport):
         self.ffc = ffc
         self.bounds = bounds
         self.learn_noise = learn_noise
-        self._groups: Groups | None = None
+        self._groups: PriorGroups | None = None
         self._networks: LearnedNetworks | None = None
         self._optimizers: dict[Number, PrecisionOptimizer] = {}
         self._fitting = False

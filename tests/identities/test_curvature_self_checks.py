@@ -566,8 +566,7 @@ def test_it_is_refused_of_a_first_batch_of_one_sample_too(name, engine):
     "name", ["time first, as many tokens as samples", "folded time first", "attention over the batch"]
 )
 def test_refused_networks_would_have_other_numbers(name, engine, monkeypatch):
-    module = "autograd" if engine == "autograd" else "backpack_engine"
-    monkeypatch.setattr(f"lightning_sym.curvature.{module}.prove", lambda *_: None)
+    monkeypatch.setattr("lightning_sym.curvature.engines.prove", lambda *_: None)
     network, shape = made(WRONG[name][0])
     x, y = data(SAMPLES, shape, OUTPUTS, "classification")
     found = factors(network, [(x, y)], engine=engine).blocks

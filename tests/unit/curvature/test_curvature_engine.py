@@ -17,7 +17,6 @@ from lightning_sym.curvature import (
     KroneckerBlock,
     NonFiniteError,
     Rule,
-    autograd_factors,
     factors,
     find_rule,
     parameter_groups,
@@ -470,8 +469,6 @@ def test_dense_blocks_follow_the_order_of_the_tensor():
 def test_factors_of_different_networks_cannot_be_added():
     one, other = factors(perceptron(), batches()), factors(nn.Linear(4, 3), batches())
     assert_refused(lambda: one + other, says="same network")
-    assert_refused(lambda: one.squared_error_sum, says="squared error")
-    assert one.log_likelihood_sum < 0
 
 
 def test_columns_fall_back_where_vmap_fails():
@@ -492,8 +489,8 @@ def test_columns_fall_back_where_vmap_fails():
     inner = network[0](batches()[0][0])
     with pytest.raises(RuntimeError):
         torch.autograd.grad(network[1:](inner), inner, torch.ones(2, 4, 3), is_grads_batched=True)
-    together = autograd_factors(network, batches(), "classification", columns=3).blocks["0.weight"].out_factor
-    single = autograd_factors(network, batches(), "classification", columns=1).blocks["0.weight"].out_factor
+    together = factors(network, batches(), "classification", columns=3).blocks["0.weight"].out_factor
+    single = factors(network, batches(), "classification", columns=1).blocks["0.weight"].out_factor
     torch.testing.assert_close(together, single)
 
 
