@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_sym._random import generator as seeded_generator
 from lightning_sym.curvature.blocks import KroneckerBlock, Likelihood, NonFiniteError
 from lightning_sym.curvature.proof import Pass
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
+from lightning_sym.networks.modes import evaluating
 
 
 class Engine(ABC):
@@ -86,20 +87,14 @@ def ready(network: nn.Module) -> Iterator[nn.Module]:
     tensors = (*network.parameters(), *network.buffers())
     if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
         network = copy.deepcopy(network).float()
-    modes = [(module, module.training) for module in network.modules()]
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(device_of(network).type, enabled=False))
-        hooks = [(module, module._backward_hooks, module._backward_pre_hooks) for module, _ in modes]
+    hooks = [(module, module._backward_hooks, module._backward_pre_hooks) for module in network.modules()]
+    autocast = torch.autocast(device_of(network).type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast, evaluating(network):
         try:
-            network.eval()
-            for module, _ in modes:
+            for module, _, _ in hooks:
                 module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
             yield network
         finally:
-            for module, training in modes:
-                module.training = training
             for module, after, before in hooks:
                 module._backward_hooks, module._backward_pre_hooks = after, before
 
