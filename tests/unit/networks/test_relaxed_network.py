@@ -7,7 +7,6 @@ from torch import nn
 
 from lightning_sym.layers import GroupMax, PolyphasePool, ResidualPathways, parameter_paths
 from lightning_sym.networks import RelaxedNetwork, build
-from lightning_sym.symmetry import trace_symmetry
 
 KINDS = ["fc", "ffc", "sfc", "conv", "sconv", "gconv", "gconv_full", "gconv_separable", "gconv_depthwise_separable"]
 COMBINATIONS = [
@@ -152,14 +151,6 @@ def test_sites_cuts_and_construction(paths):
     first, second, other = (network.fresh(seed)(x) for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-
-
-@pytest.mark.parametrize("paths", [["ffc", "conv"], ["gconv_separable"], ["sfc", "sconv"]], ids="-".join)
-def test_symmetries_can_be_traced(paths):
-    network = RelaxedNetwork(paths, 1, 8, 1, 3).double()
-    symmetry = trace_symmetry(network, torch.randn(2, 1, 8, 8, dtype=torch.float64))
-    assert symmetry.worst_error < 1e-8
-    assert symmetry.dimension >= 8  # the hidden layer's scales
 
 
 def test_names_by_family_and_one_pool_for_all_convolutional_paths():
