@@ -326,8 +326,8 @@ def curvature_of_convolutions(side):
         return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(108, 3))
 
     found = []
-    for engine in (curvature.autograd_factors, curvature.backpack_factors):
-        factors = engine(side.net(convolutional), [(side.x, side.y)], "classification")
+    for engine in ("autograd", "backpack"):
+        factors = curvature.factors(side.net(convolutional), [(side.x, side.y)], engine=engine)
         found += [block.out_factor for block in factors.blocks.values()]
     return found
 
