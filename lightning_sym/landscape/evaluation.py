@@ -155,7 +155,8 @@ class LossSurface:
             return _CLOSED_FORM_POINTS
         if self.method in ("loop", "affine") and not self._batched:
             return _LOOP_POINTS
-        largest, width = max(block.stop - block.start for block in self._blocks), self._width
+        largest: int = max(block.stop - block.start for block in self._blocks)
+        width = self._width
         if self.method == "affine" and self._first is not None:  # what enters the first layer is there once
             parts = [self._first.layer, *(self._network.get_submodule(name) for name in self._dense or ())]
             width = max(part.out_features for part in parts if isinstance(part, nn.Linear))

@@ -259,10 +259,10 @@ class _Work:
     def share(self) -> None:
         """Give each block that is done to the first rank that has it, and divide the others."""
         everywhere = np.stack(gathered(self.done))
-        earlier = everywhere[: self.rank].any(0)
+        earlier = np.logical_or.reduce(everywhere[: self.rank])
         self.values[self.points_of(earlier)] = 0.0
         self.done &= ~earlier
-        self.todo = np.flatnonzero(~everywhere.any(0)).tolist()[self.rank :: ranks()]
+        self.todo = np.flatnonzero(~np.logical_or.reduce(everywhere)).tolist()[self.rank :: ranks()]
 
     @property
     def count(self) -> int:

@@ -322,8 +322,8 @@ def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None
         if not bool((exponents.abs() == group.scales).all()) or not bool((flips[entries] == flips[entries[0]]).all()):
             return None
         layers.append(_Layer(entries, exponents >= 0, flips[entries[0]], group.scales == 1, group.signs == 1))
-    every = torch.cat([torch.zeros(0), *(layer.entries.flatten() for layer in layers)])
-    return layers if len(every.unique()) == len(every) else None
+    every = [entry for layer in layers for entry in layer.entries.flatten().tolist()]
+    return layers if len(set(every)) == len(every) else None
 
 
 def _merged(vector: Tensor, layers: list[_Layer], network: nn.Module, arguments: tuple[Any, ...]) -> Tensor:
