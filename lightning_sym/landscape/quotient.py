@@ -256,9 +256,9 @@ class _Layer:
     def distances(self, vectors: Tensor, target: Tensor) -> Tensor:
         """Return the least squared distances [n] over permutations, signs and scales of the target's units."""
         chunk = max(1, _PAIRS // len(self.entries) ** 2)
-        starts = range(0, len(vectors), chunk)
-        parts = [self._chunk(vectors[k : k + chunk][:, self.entries], target[self.entries]) for k in starts]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        return torch.cat(
+            [self._chunk(part[:, self.entries], target[self.entries]) for part in torch.split(vectors, chunk)]
+        )
 
     def _chunk(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """Return the least squared distances of units [n, H, E] to those of the target [H, E]."""
@@ -276,8 +276,8 @@ class _Layer:
             factor = torch.where(flips[one, two][:, None], self.flips * factor, factor)
             # An infinite factor meets zeros only. Differences are taken here anew: near 0 the costs cancel.
             moved = torch.where(theirs[two] == 0, 0.0, factor * theirs[two])
-            squares.append((mine[one] - moved).square().sum())
-        return torch.stack(squares)
+            squares.append(float((mine[one] - moved).square().sum()))
+        return torch.tensor(squares, dtype=torch.float64)
 
     def _pairs(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
         """Return for all pairs of units the least squared distance and the scale that gives it, both [n, H, H]."""
