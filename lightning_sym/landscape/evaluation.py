@@ -128,6 +128,7 @@ class LossSurface:
         self._spaces: dict[str, Tensor] = {}
         self._line = self._closed_form(network, inputs, targets)
         self._network, self._flat = self._private(network)
+        self._frozen = {name: value for name, value in self._network.named_parameters() if name not in self._shapes}
         self._width = self._check_outputs()
         self._blocks = self._input_blocks()
         self._first: FirstLayer | None = None
@@ -236,10 +237,6 @@ class LossSurface:
     def constants(self) -> list[Tensor]:
         """Return the tensors that losses depend on beside the weights: inputs, targets, frozen weights, buffers."""
         return [self.inputs, self.targets, *self._frozen.values(), *self._network.buffers()]
-
-    @property
-    def _frozen(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self._network.named_parameters() if name not in self._shapes}
 
     # ---- what a surface is made of
 
@@ -384,8 +381,8 @@ class LossSurface:
                 outputs = self._outputs(vectors[some], hidden, self.inputs[block])
                 total[some] += self._sums(outputs, self.targets[block], below)
             if below is not None:
-                over = (total / len(self.inputs) >= below).tolist()
-                points = [some for some in points if not all(over[some])]
+                over = total / len(self.inputs) >= below
+                points = [some for some in points if not bool(over[some].all())]
         return total / len(self.inputs)
 
     @property
@@ -395,12 +392,12 @@ class LossSurface:
 
     def _outputs(self, vectors: Tensor, hidden: Tensor | None, inputs: Tensor) -> Tensor:
         """Return the outputs [G, N, ...] at weight vectors, from the first layer's outputs if they are given."""
-        tensors = as_tensors(vectors, self._shapes)
         if self.method == "vmap":
-            outputs: Tensor = vmap(partial(functional_call, self._network), in_dims=(0, None))(tensors, (inputs,))
+            call = vmap(partial(functional_call, self._network), in_dims=(0, None))
+            outputs: Tensor = call(as_tensors(vectors, self._shapes), (inputs,))
             return outputs
         if self._batched:
-            return self._dense_outputs(tensors, hidden, inputs)
+            return self._dense_outputs(as_tensors(vectors, self._shapes), hidden, inputs)
         self._flat.copy_(vectors[0])
         if hidden is None:
             outputs = self._network(inputs)
