@@ -215,27 +215,26 @@ def set_rows(grids: Sequence[EvaluatedGrid]) -> list[dict[str, Any]]:
 
 
 def _set_row(one: EvaluatedGrid, numbers: SetNumbers, refined: bool) -> dict[str, Any]:
-    facts = numbers.as_dict()
-    exponent = facts["exponent"] or {}
+    exponent = numbers.exponent
     return {
         "grid": one.name,
         "points": numbers.shape[0],
         "refined": refined,
         "bound": one.grid.bound,
         "epsilon": numbers.epsilon,
-        "epsilon_over_J0": facts["tolerance"],
-        "epsilon_over_V": facts["relative"],
-        "fraction": facts["fraction"],
-        "smallest_J": facts["smallest"],
-        "betti": json.dumps(facts["betti"]),
-        "pieces_full": facts["components_full"],
-        "pieces_face": facts["components_face"],
-        "touches_border": facts["border"],
-        "spacing": facts["resolution"]["spacing"],
-        "width": facts["resolution"]["width"],
-        "exponent": exponent.get("exponent"),
-        "exponent_error": exponent.get("error"),
-        "joining": json.dumps(facts["joining"]),
+        "epsilon_over_J0": finite(numbers.tolerance),
+        "epsilon_over_V": finite(numbers.relative),
+        "fraction": numbers.fraction,
+        "smallest_J": finite(numbers.smallest),
+        "betti": json.dumps(numbers.betti),
+        "pieces_full": numbers.components_full,
+        "pieces_face": numbers.components_face,
+        "touches_border": numbers.border,
+        "spacing": numbers.resolution.spacing,
+        "width": finite(numbers.resolution.width),
+        "exponent": None if exponent is None else exponent.exponent,
+        "exponent_error": None if exponent is None else exponent.error,
+        "joining": json.dumps([[finite(level) for level in row] for row in numbers.joining.tolist()]),
         "warnings": " ".join(numbers.warnings),
     }
 
