@@ -243,15 +243,9 @@ def _set_row(one: EvaluatedGrid, numbers: SetNumbers, refined: bool) -> dict[str
 def _figures(
     search: SearchData, grids: Sequence[EvaluatedGrid], scale: FunctionScale, exact: TwoUnitClass | None
 ) -> Iterator[tuple[str, Figure]]:
-    steps, losses, survived = search.curves
     levels = {} if search.exact is None else search.exact.local_minima
-    threshold = [search.tolerance * search.scale.zero]
-    yield (
-        "search",
-        search_curves(
-            steps, losses, threshold, search.scale, survived=survived, levels=levels, title=f"Search: {search.title}"
-        ),
-    )
+    threshold, title = search.tolerance * search.scale.zero, f"Search: {search.title}"
+    yield "search", search_curves(*search.curves, threshold, search.scale, levels=levels, title=title)
     for one in grids:
         if one.grid.dimension in (2, 3) or one.settings.umap:
             yield from grid_figures(one, scale, exact, search.title)
