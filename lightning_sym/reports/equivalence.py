@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_sym.figures import planes_beside, search_curves
 from lightning_sym.landscape import FunctionScale, OrbitDistances, SetNumbers, TwoUnitClass
+from lightning_sym.reports.cells import Row, finite, picked, text_table
 from lightning_sym.reports.equivalence_grids import EvaluatedGrid, PlanePoint, grid_figures
-from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, picked, text_table
+from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
     "J": "mean over inputs of the squared distance to the teacher's outputs, summed over outputs",
