@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_sym.figures import planes_beside, search_curves
 from lightning_sym.landscape import FunctionScale, OrbitDistances, SetNumbers, TwoUnitClass
+from lightning_sym.reports.cells import Row, finite, picked, text_table
 from lightning_sym.reports.equivalence_grids import EvaluatedGrid, PlanePoint, grid_figures
-from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, picked, text_table
+from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
     "J": "mean over inputs of the squared distance to the teacher's outputs, summed over outputs",
@@ -242,15 +243,9 @@ def _set_row(one: EvaluatedGrid, numbers: SetNumbers, refined: bool) -> dict[str
 def _figures(
     search: SearchData, grids: Sequence[EvaluatedGrid], scale: FunctionScale, exact: TwoUnitClass | None
 ) -> Iterator[tuple[str, Figure]]:
-    steps, losses, survived = search.curves
     levels = {} if search.exact is None else search.exact.local_minima
-    threshold = [search.tolerance * search.scale.zero]
-    yield (
-        "search",
-        search_curves(
-            steps, losses, threshold, search.scale, survived=survived, levels=levels, title=f"Search: {search.title}"
-        ),
-    )
+    threshold, title = search.tolerance * search.scale.zero, f"Search: {search.title}"
+    yield "search", search_curves(*search.curves, threshold, search.scale, levels=levels, title=title)
     for one in grids:
         if one.grid.dimension in (2, 3) or one.settings.umap:
             yield from grid_figures(one, scale, exact, search.title)
