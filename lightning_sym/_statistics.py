@@ -131,7 +131,7 @@ def _check(
 def _resampled_means(
     models: int, ends: NDArray[np.intp], table: NDArray[np.float64], samples: int, source: np.random.Generator
 ) -> tuple[NDArray[np.float64], int]:
-    """Return the means of resamples that have a pair, shape ``[samples, ...]``, and the number of those that had none."""
+    """Return the means of resamples that have a pair, by resample, and the number of those that had none."""
     block = max(1, min(samples, _LARGEST_BLOCK // max(models, len(ends))))
     means: list[NDArray[np.float64]] = []
     found = redrawn = 0

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch
@@ -450,7 +449,9 @@ def _section(settings: Any, name: str) -> dict[str, Any]:
 def _load_checkpoint(path: str) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, weights_only=True, map_location="cpu")
-    except (UnpicklingError, RuntimeError, EOFError) as error:  # torch raises RuntimeError for damaged archives
+    except OSError:
+        raise
+    except Exception as error:  # whatever the bytes of another file make of the unpickler
         raise ValueError(f"{path} is damaged, or no checkpoint of lightning-sym.") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
