@@ -1,13 +1,11 @@
 """The two examples on ReLU units: simulated searches are training, and three units have no barrier."""
 
-import importlib.util
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import assert_refused, example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,15 +17,7 @@ EXACT = 1e-12
 MIXED, SAME_SIGN, PAPER = (0.56, 0.30), (0.86, 0.0), (0.0, -0.016651893)
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-search, paths = load("two_unit_search"), load("path_without_barrier")
+search, paths = example("two_unit_search"), example("path_without_barrier")
 connecting_path = paths.connecting_path
 
 
