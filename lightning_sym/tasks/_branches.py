@@ -223,6 +223,15 @@ class BranchTask(PopulationTask):
             return {"train/loss": math.fsum(losses) / len(losses)} if losses else {}
         return {name: value for name, value in self.quantities(values, split).items() if math.isfinite(value)}
 
+    def each(
+        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Return the values of branches, and of the members."""
+        members = {name: zip(self.members, row[len(self.branches) :], strict=False) for name, row in values.items()}
+        return super().each(split, running, values) | {
+            f"member-{key}/{split}_{name}": value for name, pairs in members.items() for key, value in pairs
+        }
+
     def undecayed_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have no weight decay; maps say which of theirs do not."""
         maps = [module for branch in self.branches for module in branch.stitching_maps]
@@ -347,12 +356,6 @@ class BranchTask(PopulationTask):
             images = LoopPopulation.prepared(self.population, inputs)
             rows = torch.arange(len(self.branches), len(self.branches) + len(self.members), device=inputs.device)
             metric.update(rows, torch.stack([network(images) for network in self.members.values()]), targets)
-
-    def _log_epoch(self, split: str, metric: PopulationLoss) -> dict[str, list[float]]:
-        values = super()._log_epoch(split, metric)
-        rest = {name: zip(self.members, row[len(self.branches) :], strict=False) for name, row in values.items()}
-        self.log_each({f"member-{key}/{split}_{name}": value for name, pairs in rest.items() for key, value in pairs})
-        return values
 
     # ---- what is kept
 

@@ -231,6 +231,12 @@ class PopulationTask(LightningModule):
                 found |= {f"{split}/{name}/min": min(own), f"{split}/{name}/max": max(own)}
         return found
 
+    def each(
+        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Return what is logged of single members; the arguments are those of :meth:`summary`."""
+        return {self.tag(split, name, n): value for name, numbers in running.items() for n, value in numbers.items()}
+
     @property
     def shown(self) -> str:
         """The name of the value that is shown in the progress bar."""
@@ -546,7 +552,7 @@ class PopulationTask(LightningModule):
         # The values are the same on every rank already.
         for name, value in self.summary(split, running, values).items():
             self.log(name, value, prog_bar=name == self.shown)
-        self.log_each({self.tag(split, name, n): v for name, row in running.items() for n, v in row.items()})
+        self.log_each(self.each(split, running, values))
         return values
 
     def log_each(self, values: Mapping[str, float]) -> None:

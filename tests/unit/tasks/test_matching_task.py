@@ -73,7 +73,7 @@ def test_matching_lowers_the_barrier(fitted):
 def test_straight_through_is_no_worse_than_its_start(fitted):
     task, metrics = fitted
     for pair in task.pairs:
-        assert task._best[pair]["loss"] <= metrics[f"pair-{pair[0]}-{pair[1]}/weights/midpoint_loss"] + 1e-6
+        assert task.kept[task.pairs.index(pair)]["metrics"]["loss"] <= metrics[f"pair-{pair[0]}-{pair[1]}/weights/midpoint_loss"] + 1e-6
 
 
 def test_metrics_have_clear_names(fitted):
@@ -99,7 +99,7 @@ def test_without_validation_the_training_loss_decides(matching_zoo):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning says that there is no validation
         trainer = fit(task, digits(val_fraction=0.0))
-    best = task._best[0, 2]
+    best = task.kept[0]["metrics"]
     assert best["loss"] <= float(trainer.callback_metrics["pair-0-2/straight_through/train_midpoint_loss"]) + 1e-6
 
 
