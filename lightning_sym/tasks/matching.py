@@ -26,9 +26,8 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
-from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, pair_name, require_two
+from lightning_sym.tasks._members import Pair, ZooUserTask, check_pairs, example_input, pair_name, require_two
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
-from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
 
 T = TypeVar("T")
@@ -102,7 +101,7 @@ class MidpointPopulation(LoopPopulation):
         super().set_member_state(number, {name: value for name, value in state.items() if not name.startswith(_PREFIX)})
 
 
-class MatchingTask(PopulationTask):
+class MatchingTask(ZooUserTask):
     r"""Match pairs of members of a zoo, by one or more methods, all pairs in one fit.
 
     For a pair ``(i, j)`` every method looks for an element :math:`\pi` of the networks' symmetry group (permutations
@@ -164,8 +163,6 @@ class MatchingTask(PopulationTask):
 
     population: MidpointPopulation
     symmetry: Symmetry
-    own_batches = False
-    places_members = False
 
     def __init__(
         self,
@@ -240,22 +237,18 @@ class MatchingTask(PopulationTask):
         assert isinstance(moved, Network)
         return moved
 
-    def setup(self, stage: str) -> None:
-        """Open the zoo, load the members and find their symmetry; on every process.
+    @property
+    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
+        """The zoo, with the number of one member; after ``setup``."""
+        return {"zoo": (self.model_zoo, self.pairs[0][0])}
 
-        Raises:
-            FileNotFoundError: If there is no zoo.
-            ValueError: If it has fewer than two members, or not those of the pairs, or the data do not fit, or the
-                trainer would tie pairs together.
-        """
-        super().setup(stage)
-        self._open()
-        data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
-        check_data(self.model_zoo, self.pairs[0][0], data, trial=trial)
+    @property
+    def built(self) -> bool:
+        """Whether the zoo is open."""
+        return self._opened is not None
 
-    def _open(self) -> None:
-        if self._members:
-            return
+    def build(self) -> None:
+        """Open the zoo, load the members and find their symmetry."""
         zoo = ModelZoo.open(self.zoo, allow=self.allow)
         require_two(zoo, "Matching")
         self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
@@ -274,11 +267,6 @@ class MatchingTask(PopulationTask):
     def numbers(self) -> list[int]:
         """The places of the pairs."""
         return list(range(len(self.pairs)))
-
-    def configure_model(self) -> None:
-        """Make the population, of the pairs that ``setup`` has found."""
-        self._open()
-        super().configure_model()
 
     def make_population(self, numbers: list[int]) -> Population:
         """Return the pairs as a population."""
@@ -349,17 +337,13 @@ class MatchingTask(PopulationTask):
             number: self._moved(pair, self._start[pair]) for number, pair in enumerate(self.pairs) if self._start
         }
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"signs": self.signs, "seed": self.matching_seed}
+
     def _match_weights(self, number: int) -> Element:
         a, b = map(self.member, self.pairs[number])
-        return weight_matching(
-            self.symmetry,
-            a,
-            b,
-            scales=self.scales,
-            signs=self.signs,
-            restarts=self.restarts,
-            seed=self.matching_seed,
-        ).element
+        return weight_matching(self.symmetry, a, b, restarts=self.restarts, scales=self.scales, **self._options).element
 
     def _match_latent(self, number: int) -> Element:
         """Match the second network to the latent one, from where the step before left off."""
@@ -367,13 +351,7 @@ class MatchingTask(PopulationTask):
         if not all(bool(parameter.isfinite().all()) for parameter in latent.parameters()):
             return step  # its loss is not finite either, and stops it
         return weight_matching(
-            self.symmetry,
-            latent,
-            self.population.started[number],
-            scales=False,
-            signs=self.signs,
-            seed=self.matching_seed,
-            initial=step,
+            self.symmetry, latent, self.population.started[number], initial=step, scales=False, **self._options
         ).element
 
     def _element_now(self, number: int) -> Element:
@@ -394,15 +372,7 @@ class MatchingTask(PopulationTask):
         def match(number: int) -> Element:
             pair = self.pairs[number]
             a, b = map(self.member, pair)
-            return activation_matching(
-                self.symmetry,
-                a,
-                b,
-                moments[pair],
-                scales=self.scales,
-                signs=self.signs,
-                seed=self.matching_seed,
-            ).element
+            return activation_matching(self.symmetry, a, b, moments[pair], scales=self.scales, **self._options).element
 
         for number, element in self._shared_out(match, self.numbers).items():
             self.elements[self.pairs[number]]["activations"] = element

@@ -12,11 +12,11 @@ import pytest
 import torch
 from experiments import CurveTask, HalfBlindTask
 from fits import Interrupt, digits, fit, quiet_trainer, saving
-from helpers import assert_same, randomize_statistics, write_zoo
+from helpers import assert_same, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
-from lightning_sym.callbacks import BatchNormRecalibration
+from lightning_sym.callbacks import BatchNormRecalibration, RotationReport
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import EquivalenceTask, MatchingTask, PopulationTask, RotationTask, StitchingTask, ZooTask
 from lightning_sym.tasks._divergence import Divergence
@@ -391,7 +391,9 @@ def scenarios(run, population_zoo):
         task = frozen(CASES[name].make(population_zoo, **settings), strategy)
         # 1 x 24 images see what 2 x 12 and 3 x 8 see.
         data = digits(batch_size=24 // processes if strategy == "ddp_fork" else 24, max_samples=81)
-        run.fit(f"{name} {strategy} {processes}", task, data, processes=processes, strategy=strategy, max_epochs=2)
+        report = [RotationReport()] if name == "rotation" else []
+        settings = {"processes": processes, "strategy": strategy, "max_epochs": 2}
+        run.fit(f"{name} {strategy} {processes}", task, data, *report, **settings)
 
 
 def frozen(task: PopulationTask, strategy: str) -> PopulationTask:
@@ -424,6 +426,15 @@ def test_several_processes_are_one(name, strategy, runs):
             assert_same_unordered(a, b)
         else:
             torch.testing.assert_close(as_tensors(a), as_tensors(b), equal_nan=True, **ROUNDING)
+
+
+@pytest.mark.ddp
+def test_every_image_counts_once_in_a_report_of_several_processes(runs):
+    one, two = (read_csv(runs / f"rotation ddp_fork {n}" / "results" / "penalties.csv") for n in (1, 2))
+    assert len(one) == 2 * 3
+    for a, b in zip(one, two, strict=True):
+        for name in ("val_loss", "test_loss", "member_val_accuracy", "member_test_accuracy"):
+            assert float(b[name]) == pytest.approx(float(a[name]), rel=1e-4), name
 
 
 def assert_same_unordered(a: Any, b: Any) -> None:

@@ -49,12 +49,11 @@ def test_elements_are_the_same(runs):
         assert set(methods) == {"weights", "activations", "straight_through"}
         assert set(untrained[pair]) == {"weights", "activations"}
         for method in ("weights", "activations"):  # of straight-through in the conformance suite
-            for elements in (two, untrained):
-                assert torch.equal(elements[pair][method]["permutation"], methods[method]["permutation"]), (pair, method)
+            expected = methods[method]
+            for element in (two[pair][method], untrained[pair][method]):
+                assert torch.equal(element["permutation"], expected["permutation"]), (pair, method)
                 # Moments in float64, added up in another order.
-                torch.testing.assert_close(
-                    elements[pair][method]["log_scale"], methods[method]["log_scale"], atol=1e-4, rtol=1e-3
-                )
+                torch.testing.assert_close(element["log_scale"], expected["log_scale"], atol=1e-4, rtol=1e-3)
 
 
 def test_every_image_counts_once_in_the_report(runs):
