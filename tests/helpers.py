@@ -92,10 +92,9 @@ def assert_same(a: object, b: object, where: str = "") -> None:
         for index, (one, two) in enumerate(zip(a, b, strict=True)):
             assert_same(one, two, f"{where}/{index}")
     elif isinstance(a, Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
+        torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}")
     else:
-        assert a == b, where
+        assert a == b or (a != a and b != b), where  # NaN is NaN
 
 
 # ---- networks and zoos
