@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
@@ -109,9 +110,8 @@ class Features:
         """Return the sums of the pixels in rectangles. Shape ``[N, C, positions / area]``."""
         if sides == (1, 1) or self.grid is None:
             return self.channels
-        (height, width), (down, across) = self.grid, sides
-        split = (*self.channels.shape[:2], height // down, down, width // across, across)
-        return self._once(sides, lambda: self.channels.reshape(split).sum((3, 5)).flatten(2))
+        images = self.channels.unflatten(2, self.grid)
+        return self._once(sides, lambda: avg_pool2d(images, sides, divisor_override=1).flatten(2))
 
     def _once(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
         if key not in self._kept:

@@ -9,6 +9,7 @@ from torch import Tensor
 Kernel = Literal["linear", "max", "laplace"]
 
 _ROWS = 512  # samples whose distances are taken at a time
+_BLOCKS, _LEAST_BLOCK = 8, 64  # of rows, of a product with itself
 
 
 def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -52,14 +53,12 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
         One product of matrices per channel; memory for a few kernels.
     """
     if kernel == "linear":
-        flat = x.flatten(1)
-        return flat @ flat.T
+        return _symmetric(x.flatten(1))
     channels = x.transpose(0, 1).contiguous()  # each [N, positions]
     if kernel == "max":
-        best = channels[0] @ channels[0].T
-        product = torch.empty_like(best)
+        best = _symmetric(channels[0])
         for channel in channels[1:]:
-            torch.maximum(best, torch.matmul(channel, channel.T, out=product), out=best)
+            torch.maximum(best, _symmetric(channel), out=best)
         return best
     distances = x.new_zeros(len(x), len(x))
     for start in range(0, len(x), _ROWS):
@@ -97,6 +96,18 @@ def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
         0-dimensional, float64.
     """
     return inner(centred(k, unbiased=unbiased), centred(other, unbiased=unbiased), unbiased=unbiased)
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    """Return ``x @ x.T``, of which only blocks on and above the diagonal are computed: little more than half."""
+    n = len(x)
+    size = max(_LEAST_BLOCK, -(-n // _BLOCKS))
+    product = x.new_empty(n, n)
+    for start in range(0, n, size):
+        rows = slice(start, start + size)
+        product[rows, start:] = x[rows] @ x[start:].T
+        product[start:, rows] = product[rows, start:].T
+    return product
 
 
 def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
