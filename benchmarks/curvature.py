@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_sym.cli import main as command
-from lightning_sym.curvature import Evidence, PrecisionOptimizer, autograd, backpack_engine, factors, parameter_groups
+from lightning_sym.curvature import Evidence, PrecisionOptimizer, engines, factors, parameter_groups
 from lightning_sym.curvature.blocks import symmetric_eigenvalues
 from lightning_sym.curvature.proof import prove
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
@@ -267,7 +267,7 @@ def measure_checks(sizes: Sizes, rounds: int, device: str) -> Results:
         network = RelaxedNetwork(["ffc", "conv"], width, grid, 1, 10).to(device)
         x = torch.randn(samples, 1, grid, grid, device=device)
         batches = list(zip(x.split(500), (torch.arange(samples, device=device) % 10).split(500), strict=True))
-        for engine, module in (("autograd", autograd), ("backpack", backpack_engine)):
+        for engine in engines.ENGINES:
             seconds: list[float] = []
 
             def timed_prove(*arguments: Any, seconds: list[float] = seconds) -> None:
@@ -277,7 +277,7 @@ def measure_checks(sizes: Sizes, rounds: int, device: str) -> Results:
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
 
-            with patch.object(module, "prove", timed_prove):
+            with patch.object(engines, "prove", timed_prove):
                 rows = timed({"plain": partial(factors, network, batches, engine=engine, samples=columns)}, rounds)
             own = statistics.median(seconds[1:])
             share = own / rows[0]["seconds_median"]

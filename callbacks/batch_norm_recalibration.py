@@ -124,18 +124,14 @@ class BatchNormRecalibration(Callback):
         found = _targets(pl_module, self.exact)
         named = [(network, list(batch_norms(network) if names is None else names)) for network, names in found]
         targets = [(network, names) for network, names in named if names]
-        if not targets:
-            if not self._said:
-                rank_zero_info(
-                    f"BatchNormRecalibration does nothing: {type(pl_module).__name__} has no batch norm with running "
-                    "statistics."
-                )
+        if not targets and not self._said:
+            task = type(pl_module).__name__
+            rank_zero_info(f"BatchNormRecalibration does nothing: {task} has no batch norm with running statistics.")
             self._said = True
-            self._kept.append([])
-            return False
-        batches = self._batches(trainer, pl_module, [network for network, _ in targets])
         snapshot = [entry for network, _ in targets for entry in _snapshot(network)]
         try:
+            if targets:
+                batches = self._batches(trainer, pl_module, [network for network, _ in targets])
             with trainer.precision_plugin.forward_context():
                 for network, names in targets:
                     recalibrate_batch_norm(network, batches, exact=self.exact, modules=names)
@@ -143,7 +139,7 @@ class BatchNormRecalibration(Callback):
             _write(snapshot)
             raise
         self._kept.append([] if self.keep else snapshot)
-        return True
+        return bool(targets)
 
     def restore(self, pl_module: LightningModule) -> None:
         """Undo the last :meth:`recalibrate` that was not undone yet; nothing with ``keep=True`` or if there is none.
@@ -212,21 +208,8 @@ class BatchNormRecalibration(Callback):
         if not trainer.sanity_checking:
             self.restore(pl_module)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure."""
-        self.recalibrate(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore."""
-        self.restore(pl_module)
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure."""
-        self.recalibrate(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore."""
-        self.restore(pl_module)
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore what an evaluation that failed has left; before ModelCheckpoint may save."""
@@ -320,7 +303,7 @@ def _snapshot(network: nn.Module) -> _Snapshot:
     return [
         (module, name, buffer.clone())
         for module in batch_norms(network).values()
-        for name, buffer in module.named_buffers(recurse=False)
+        for name, buffer in module.named_buffers()
     ]
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from statistics import fmean
 from typing import Any, Literal
 
 from pytorch_lightning import LightningModule, Trainer
@@ -12,12 +13,12 @@ from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.curvature import CurvatureError, Evidence, Groups, PrecisionOptimizer, factors, parameter_groups
+from lightning_sym.curvature import CurvatureError, Evidence, PrecisionOptimizer, PriorGroups, factors, parameter_groups
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.reports import RunResults
+from lightning_sym.reports.cells import picked
 from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, evidence_results, layer_types, member_name
-from lightning_sym.reports.table import picked
 
 _MOST_SKIPPED = 3
 
@@ -77,6 +78,9 @@ class MarginalLikelihood(RunReport):
         learn_noise: Whether the noise of a regression is learned.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
+    Attributes:
+        networks: The networks whose precisions are learned; from ``setup`` on.
+
     Raises:
         ValueError: If an argument is out of range.
 
@@ -86,6 +90,8 @@ class MarginalLikelihood(RunReport):
     """
 
     data_type = InputDataModule  # type: ignore[type-abstract]
+    networks: LearnedNetworks
+    _groups: PriorGroups
 
     def __init__(
         self,
@@ -126,8 +132,6 @@ class MarginalLikelihood(RunReport):
         self.ffc = ffc
         self.bounds = bounds
         self.learn_noise = learn_noise
-        self._groups: Groups | None = None
-        self._networks: LearnedNetworks | None = None
         self._optimizers: dict[Number, PrecisionOptimizer] = {}
         self._fitting = False
         self._begin()
@@ -138,12 +142,6 @@ class MarginalLikelihood(RunReport):
         self._warned = False
         self._running: list[Number] = []
         self._tested: dict[Number, dict[str, float]] = {}
-
-    @property
-    def networks(self) -> LearnedNetworks:
-        """The networks whose precisions are learned; from ``setup`` on."""
-        assert self._networks is not None
-        return self._networks
 
     # ---- schedule
 
@@ -159,7 +157,7 @@ class MarginalLikelihood(RunReport):
         if not self._fitting:
             return
         self._begin()
-        self._networks = learned_networks(pl_module)
+        self.networks = learned_networks(pl_module)
         if self.lr_schedule == "cosine" and self.burn_in is not None and (trainer.max_epochs or -1) < 1:
             raise ValueError(
                 "lr_schedule cosine of MarginalLikelihood ends with trainer.max_epochs, which is not set; set it, or "
@@ -170,7 +168,6 @@ class MarginalLikelihood(RunReport):
         self._optimizers = {number: self._make_optimizer(number) for number in self.networks.numbers}
 
     def _make_optimizer(self, number: Number) -> PrecisionOptimizer:
-        assert self._groups is not None
         prior = self.networks.prior
         present = prior.members[number]
         optimizer = PrecisionOptimizer(
@@ -182,7 +179,7 @@ class MarginalLikelihood(RunReport):
         )
         for index, name in enumerate(self._groups.names):  # they may differ in a task that was trained before
             values = [present.log_precisions[key] for key, group in self._groups.precisions.items() if group == name]
-            optimizer.log_precisions[index] = math.fsum(values) / len(values)
+            optimizer.log_precisions[index] = fmean(values)
         optimizer.log_precisions.clamp_(*self.bounds)
         return optimizer
 
@@ -220,23 +217,28 @@ class MarginalLikelihood(RunReport):
 
     def _update(self, trainer: Trainer, number: Number, epoch: int) -> dict[str, Any] | None:
         """Update the precisions of one network, and return its record; None if the update was skipped."""
-        optimizer = self._optimizers[number]
-        start, before = time.perf_counter(), optimizer.state_dict()
+        before = self._optimizers[number].state_dict()
         try:
-            evidence = self._evidence(trainer, number, epoch)
-            optimizer.update(evidence, self.steps, self._lr_after(trainer, epoch))
-            record = self._record(number, evidence, epoch)
+            record = self._measured(trainer, number, epoch, self.steps)
         except CurvatureError as error:
-            optimizer.load_state_dict(before)
+            self._optimizers[number].load_state_dict(before)
             self._skip(trainer, number, epoch, error)
             return None
         self._skipped[number] = 0
         self._apply(number)
+        return record
+
+    def _measured(self, trainer: Trainer, number: Number, epoch: int, steps: int = 0) -> dict[str, Any]:
+        """Return the record of a network at its present weights, after some steps of its precisions."""
+        start = time.perf_counter()
+        evidence = self._evidence(trainer, number, epoch)
+        if steps:
+            self._optimizers[number].update(evidence, steps, self._lr_after(trainer, epoch))
+        record = self._record(number, evidence, epoch)
         return {**record, "seconds": time.perf_counter() - start}
 
     def _evidence(self, trainer: Trainer, number: Number, epoch: int) -> Evidence:
         """Return the evidence of a network at its present weights; on every rank."""
-        assert self._groups is not None
         network = self.networks.network(number)
         keys = (epoch, trainer.global_rank) if number is None else (epoch, trainer.global_rank, number)
         found = factors(
@@ -252,23 +254,21 @@ class MarginalLikelihood(RunReport):
 
     def _skip(self, trainer: Trainer, number: Number, epoch: int, error: CurvatureError) -> None:
         self._skipped[number] = self._skipped.get(number, 0) + 1
-        whose = "" if number is None else f" of member {number}"
         if self._skipped[number] >= _MOST_SKIPPED:
             raise CurvatureError(
-                f"{_MOST_SKIPPED} updates of the precisions{whose} in a row failed, the last after epoch {epoch}: "
-                f"{error}"
+                f"{_MOST_SKIPPED} updates of the precisions{_of(number)} in a row failed, the last after epoch "
+                f"{epoch}: {error}"
             ) from error
         if not self._warned and trainer.is_global_zero:
             warnings.warn(
-                f"The update of the precisions{whose} after epoch {epoch} was skipped, and training goes on: {error} "
-                "Further ones that are skipped are not reported.",
+                f"The update of the precisions{_of(number)} after epoch {epoch} was skipped, and training goes on: "
+                f"{error} Further ones that are skipped are not reported.",
                 stacklevel=2,
             )
         self._warned = True
 
     def _apply(self, number: Number) -> None:
         """Have a network train with its new precisions."""
-        assert self._groups is not None
         optimizer = self._optimizers[number]
         found = dict(zip(self._groups.names, optimizer.log_precisions.tolist(), strict=True))
         log_precisions = {name: found[group] for name, group in self._groups.precisions.items()}
@@ -303,7 +303,7 @@ class MarginalLikelihood(RunReport):
             return
         for name in (*TERMS, "noise"):
             if values := [record[name] for record in records if name in record]:
-                task.log(f"evidence/{name}", _mean(values))
+                task.log(f"evidence/{name}", fmean(values))
         task.log("evidence/seconds", math.fsum(record["seconds"] for record in records))
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             details: dict[str, float] = {}
@@ -365,15 +365,11 @@ class MarginalLikelihood(RunReport):
         for number in self._running:
             if number in done:
                 continue
-            start = time.perf_counter()
             try:
-                record = self._record(number, self._evidence(trainer, number, epoch), epoch)
+                self.records = [*self.records, self._measured(trainer, number, epoch)]
             except CurvatureError as error:
                 if trainer.is_global_zero:
-                    whose = "" if number is None else f" of member {number}"
-                    warnings.warn(f"There is no evidence of the final weights{whose}: {error}", stacklevel=2)
-            else:
-                self.records = [*self.records, {**record, "seconds": time.perf_counter() - start}]
+                    warnings.warn(f"There is no evidence of the final weights{_of(number)}: {error}", stacklevel=2)
         self._tested = self.networks.test(data)
 
     def report(self, trainer: Trainer, task: LightningModule, data: InputDataModule, measured: None) -> RunResults:
@@ -419,5 +415,5 @@ class MarginalLikelihood(RunReport):
         return layer_types(last[member]) if member in last else {}
 
 
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
+def _of(number: Number) -> str:
+    return "" if number is None else f" of member {number}"

@@ -14,9 +14,9 @@ from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
+from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.matching import SPLITS, Line, Pair, matching_results
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
-from lightning_sym.reports.table import counted, picked
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.tasks.matching import UNMATCHED
 

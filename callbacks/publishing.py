@@ -24,10 +24,7 @@ def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> No
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_atomically(file, buffer.getvalue())
-    for logger in trainer.loggers:
-        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
-        if callable(add_figure):
-            add_figure(tag, figure, global_step=trainer.global_step)
+    _send(trainer, "add_figure", tag, figure)
 
 
 def publish_text(trainer: Trainer, text: str, tag: str) -> None:
@@ -38,10 +35,15 @@ def publish_text(trainer: Trainer, text: str, tag: str) -> None:
         text: One or several lines.
         tag: Name in TensorBoard.
     """
+    # Four spaces are Markdown's way to leave a table's columns alone.
+    _send(trainer, "add_text", tag, "\n".join("    " + line for line in text.splitlines()))
+
+
+def _send(trainer: Trainer, method: str, tag: str, what: object) -> None:
     for logger in trainer.loggers:
-        add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-        if callable(add_text):  # four spaces: Markdown's way to leave a table's columns alone
-            add_text(tag, "\n".join("    " + line for line in text.splitlines()), global_step=trainer.global_step)
+        add = getattr(getattr(logger, "experiment", None), method, None)
+        if callable(add):
+            add(tag, what, global_step=trainer.global_step)
 
 
 def publish_numbers(trainer: Trainer, values: Mapping[str, float], hp_metric: float | None = None) -> None:

@@ -8,8 +8,8 @@ from pytorch_lightning import Trainer
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.reports import RunResults
+from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.rotation import KINDS, rotation_results
-from lightning_sym.reports.table import counted, picked
 from lightning_sym.tasks import RotationTask
 
 

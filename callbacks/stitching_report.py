@@ -9,8 +9,8 @@ from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibrat
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.reports import RunResults
+from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, stitching_results
-from lightning_sym.reports.table import counted, picked
 from lightning_sym.tasks import StitchingTask
 
 

@@ -3,11 +3,10 @@
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
@@ -15,8 +14,9 @@ from lightning_sym._checks import check_integers
 from lightning_sym._files import write_atomically
 from lightning_sym._random import generator
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import lacking, run_folder
+from lightning_sym.callbacks._checks import lacking
 from lightning_sym.callbacks.publishing import publish_results, publish_text
+from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.reports.symmetry import GroupKind, SymmetryMeter, monitor_results, monitor_scalars
 from lightning_sym.tasks.strategy import gather
@@ -27,7 +27,7 @@ _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 _OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network")
 
 
-class SymmetryMonitor(Callback):
+class SymmetryMonitor(AfterFit):
     r"""Follow how training moves a network along and across the orbits of its symmetry group.
 
     The symmetry is traced once, before the first step. For each axis group (units that move together, for example the
@@ -78,6 +78,8 @@ class SymmetryMonitor(Callback):
         or list), which must be what ``network`` is called with.
     """
 
+    data_type = None
+
     def __init__(
         self,
         every_n_epochs: int = 1,
@@ -93,12 +95,12 @@ class SymmetryMonitor(Callback):
             raise ValueError(f'members must be "all" or distinct numbers, at least one, got {members!r}.')
         if not re.fullmatch(r"[\w.-]+", prefix):
             raise ValueError(f"prefix must be made of letters, digits, '_', '.' and '-', got {prefix!r}.")
+        super().__init__(dirpath)
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
         self.members = members
         self.network = network
         self.distance = distance
-        self.dirpath = dirpath
         self.prefix = prefix
         self._clear()
 
@@ -111,9 +113,7 @@ class SymmetryMonitor(Callback):
         self._forms: dict[int, dict[str, Tensor]] = {}  # of the starts; made again after a resume
         self._saved_as: dict[str, Any] | None = None
         self._begun = False
-        self._written = False
         self._epoch = 0.0
-        self._path = Path()
 
     @property
     def state_key(self) -> str:
@@ -128,6 +128,7 @@ class SymmetryMonitor(Callback):
         Raises:
             ValueError: If there is no such member, or the strategy shards weights.
         """
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self._clear()
@@ -136,7 +137,6 @@ class SymmetryMonitor(Callback):
                 f"SymmetryMonitor needs whole weights, which {type(trainer.strategy).__name__} shards; use ddp, or "
                 "remove the callback."
             )
-        self._path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "results"
         task: Any = pl_module
         several = _has_members(pl_module)
         if several and self.members != "all" and (missing := sorted(set(self.members) - set(task.numbers))):
@@ -215,8 +215,8 @@ class SymmetryMonitor(Callback):
                 f"The checkpoint's SymmetryMonitor watched something else: {'; '.join(different)}. Resume with the "
                 "same network and arguments, or with another prefix to start its curves anew."
             )
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            write_atomically(self._path / f"{self.prefix}.txt", f"{meter.symmetry}\n")
+        if trainer.is_global_zero and self.active:
+            write_atomically(self.path / f"{self.prefix}.txt", f"{meter.symmetry}\n")
             publish_text(trainer, str(meter.symmetry), self.prefix)
         if not self._points:
             # Rank 0 has the starts of all members, as it writes the checkpoint.
@@ -273,7 +273,7 @@ class SymmetryMonitor(Callback):
             members.update(part)
         point = {"step": trainer.global_step, "epoch": epoch, "members": dict(sorted(members.items()))}
         self._points.append(point)
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.is_global_zero and self.active:
             scalars = monitor_scalars(point, self.prefix, named=_has_members(pl_module))
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
@@ -300,28 +300,18 @@ class SymmetryMonitor(Callback):
 
     # ---- the end
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the end, write the figure and the tables."""
-        if self._begun:
-            if trainer.global_step != self._points[-1]["step"]:
-                self._measure(trainer, pl_module, self._epoch)
-            self._publish(trainer, pl_module)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the files of a run that was killed after its last epoch; resumed, it has no training to end."""
-        if self._points and not self._written:
-            self._publish(trainer, pl_module)
-
-    def _publish(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._written = True
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    def conclude(self, trainer: Trainer, task: LightningModule, data: None) -> None:
+        """Measure the end, write the figure and the tables; without points, nothing: there was no step."""
+        if self._begun and trainer.global_step != self._points[-1]["step"]:
+            self._measure(trainer, task, self._epoch)
+        if not self._points or not trainer.is_global_zero:
             return
-        network = type(self._network(pl_module)).__name__
-        about = {"network": network, "members": self._watched(pl_module), **self._table, "versions": versions()}
+        network = type(self._network(task)).__name__
+        about = {"network": network, "members": self._watched(task), **self._table, "versions": versions()}
         results = monitor_results(
             self._points, self._kinds, network=network, about=about, name=self.prefix, distance=self.distance
         )
-        publish_results(trainer, results, self._path, "figures/SymmetryMonitor")
+        publish_results(trainer, results, self.path, "figures/SymmetryMonitor")
 
     # ---- checkpoints
 

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import LightningModule, Trainer
 
 from lightning_sym._distributed import together
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import check_needs, checked_datamodule, on_first_rank, run_folder
+from lightning_sym.callbacks._checks import on_first_rank
+from lightning_sym.callbacks.report import AfterFit
+from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
-_NEEDS = (*("numbers", "member_seeds", "member_parallel", "network", "execution", "stopped", "kept"), "split_metrics")
 _ELSEWHERE = "choose another folder (ZooExport's dirpath; --run_dir or --zoo_dir)"
 
 
-class ZooExport(Callback):
+class ZooExport(AfterFit):
     """Write the members of a :class:`lightning_sym.tasks.ZooTask` into a zoo at the end of a fit.
 
     The kept weights are evaluated once on the training (no augmentation), validation and test split, and these
@@ -31,15 +32,17 @@ class ZooExport(Callback):
         overwrite: Replace members of the same numbers that are there already. Resumed runs always do.
 
     Attributes:
-        path: The zoo's folder; None before ``setup``.
+        path: The zoo's folder; from ``setup`` on.
     """
 
+    needs = ("numbers", "member_seeds", "member_parallel", "network", "execution", "stopped", "kept", "split_metrics")
+    example = "ZooTask"
+    folder = "zoo"
+
     def __init__(self, dirpath: str | None = None, overwrite: bool = False) -> None:
-        self.dirpath = dirpath
+        super().__init__(dirpath)
         self.overwrite = overwrite
-        self.path: Path | None = None
         self._zoo: ModelZoo | None = None
-        self._written = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the task, the data and the folder.
@@ -49,21 +52,18 @@ class ZooExport(Callback):
             ValueError: If the folder holds another architecture or other data.
             OSError: If the folder cannot be written to.
         """
-        self.path, self._zoo, self._written = None, None, False
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        check_needs(self, pl_module, _NEEDS, "ZooTask")
+        super().setup(trainer, pl_module, stage)
+        self._zoo = None
         task: Any = pl_module
-        identity = checked_datamodule(self, trainer).identity()
-        self.path = path = Path(self.dirpath) if self.dirpath else run_folder(trainer) / "zoo"
 
         def check() -> None:
-            _check_writable(path)
-            if any(path.glob("member-*.safetensors")):
-                self._zoo = ModelZoo.open(path)
-                _check_like(self._zoo, task.network.architecture, task.numbers, identity)
+            _check_writable(self.path)
+            if any(self.path.glob("member-*.safetensors")):
+                self._zoo = ModelZoo.open(self.path)
+                _check_like(self._zoo, task.network.architecture, task.numbers, self.data(trainer).identity())
 
-        on_first_rank(trainer, check)
+        if self.active:
+            on_first_rank(trainer, check)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that no members are replaced by accident; whether the run is a resumed one is known by now.
@@ -83,31 +83,21 @@ class ZooExport(Callback):
                     f"--overwrite true), or {_ELSEWHERE}."
                 )
 
-        if self.path is not None:
+        if self.active:
             on_first_rank(trainer, check)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def conclude(self, trainer: Trainer, task: ZooTask, data: ImageDataModule) -> None:
         """Evaluate the kept weights and write this rank's members."""
-        if self.path is None:
-            return
-        task: Any = pl_module
-        path, data = self.path, checked_datamodule(self, trainer)
         results = task.split_metrics(data)
         mine = task.member_seeds if task.member_parallel or trainer.is_global_zero else []
 
         def write() -> None:
             for number in mine:
                 if number not in task.stopped:
-                    _write(path, number, trainer, task, data.identity(), results)
+                    _write(self.path, number, trainer, task, data.identity(), results)
 
         together(write)
-        on_first_rank(trainer, lambda: rebuild_manifest(path))
-        self._written = True
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the members of a run that was killed after its last epoch; resumed, it has no training to end."""
-        if not self._written:
-            self.on_train_end(trainer, pl_module)
+        on_first_rank(trainer, lambda: rebuild_manifest(self.path))
 
 
 def _check_writable(path: Path) -> None:

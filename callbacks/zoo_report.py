@@ -67,5 +67,5 @@ class ZooReport(RunReport):
             class_names=data.class_names,
             most=self.rows,
         )
-        exports = [one.path for one in trainer.callbacks if isinstance(one, ZooExport) and one.path is not None]  # type: ignore[attr-defined]
-        return replace(results, places={**results.places, **({"zoo": exports[0]} if exports else {})})
+        exports = [("zoo", one.path) for one in trainer.callbacks if isinstance(one, ZooExport)]  # type: ignore[attr-defined]
+        return replace(results, places={**results.places, **dict(exports[:1])})

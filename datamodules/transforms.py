@@ -2,8 +2,8 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,14 @@ class ImageTransform(ABC):
     smaller data sets are parts of larger ones. A subclass keeps each constructor argument in an attribute of
     the same name (as plain values: checkpoints store them), or overrides :meth:`arguments`.
     """
+
+    _known: ClassVar[dict[str, type["ImageTransform"]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ImageTransform._known[f"{cls.__module__}.{cls.__qualname__}"] = cls
+        if cls.__module__ == __name__:  # recipes name our own classes by the package that re-exports them
+            ImageTransform._known[f"lightning_sym.datamodules.{cls.__name__}"] = cls
 
     @abstractmethod
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
@@ -85,10 +93,7 @@ class ImageTransform(ABC):
         Raises:
             ValueError: If no imported subclass has that path.
         """
-        known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _subclasses(ImageTransform)}
-        path = str(config.get("class_path"))
-        # Recipes name our own classes by the package that re-exports them.
-        known.update({f"lightning_sym.datamodules.{cls.__name__}": cls for cls in known.values() if _is_ours(cls)})
+        path, known = str(config.get("class_path")), ImageTransform._known
         if path not in known:
             raise ValueError(unknown("transform", path, sorted(known)))
         return known[path](**dict(config.get("init_args") or {}))
@@ -392,14 +397,3 @@ def _sample(images: Tensor, places: Callable[[slice], tuple[Tensor, Tensor]]) ->
         # off values that are whole.
         parts.append((values + 1e-2).clamp(0, 255).to(torch.uint8))
     return torch.cat(parts)
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("lightning_sym.datamodules.")
-
-
-def _subclasses(cls: type) -> Iterator[type[ImageTransform]]:
-    children: Sequence[type[ImageTransform]] = cls.__subclasses__()
-    for child in children:
-        yield child
-        yield from _subclasses(child)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance, predicts_success
+from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, distance
 
 TARGETS = {"two slopes": (0.56, 0.30), "one slope": (0.86, 0.0), "the paper's": (0.0, -0.016651893)}
 
@@ -33,6 +33,31 @@ def batch_moments(inputs: Tensor, batch_size: int) -> Tensor:
     """Return (M+, M-) of consecutive batches of inputs ``[N]``: ``[B, 2]``, float64; a smaller last batch is kept."""
     sides = (torch.stack([x.clamp_min(0), x.clamp_max(0)]) for x in inputs.detach().double().split(batch_size))
     return torch.stack([side.square().mean(1) for side in sides])
+
+
+def predicts_success(initial: Tensor, target: Sequence[float]) -> Tensor:
+    """Return from which weights gradient descent reaches the target's class.
+
+    Gradient flow conserves ``in^2 - out^2`` of every unit, so the input weight of a unit reaches 0 exactly if its
+    output weight has the wrong sign and is the larger one. There the unit dies. Every slope of the target that is not 0
+    needs a unit of its side that does not die.
+
+    Args:
+        initial: Input weights, then output weights. Shape ``[..., 2 H]``, floating.
+        target: The slopes (p, q).
+
+    Returns:
+        Shape ``[...]``, bool. For p* q* > 0 right for 99.8% of runs with steps of 0.015. Otherwise a lower bound: a
+        unit that is carried over 0 by a step lives on the other side if its output weight is right there. That is
+        so for p* q* < 0, where 44% of runs succeed instead of 34%, and now and then for same-sign targets.
+    """
+    inputs, outputs = initial.chunk(2, -1)
+    success = torch.ones(initial.shape[:-1], dtype=torch.bool)
+    for sign, slope in zip((1, -1), target, strict=True):
+        if slope != 0:
+            lives = (outputs * slope > 0) | (inputs.abs() > outputs.abs())
+            success &= ((sign * inputs > 0) & lives).any(-1)
+    return success
 
 
 @dataclass(frozen=True, eq=False)

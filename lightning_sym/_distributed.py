@@ -43,6 +43,11 @@ def ranks() -> int:
     return 1
 
 
+def rank() -> int:
+    """Return the number of this process of ``torch.distributed``; 0 if it is not initialised."""
+    return torch.distributed.get_rank() if ranks() > 1 else 0
+
+
 def summed(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over ranks; to be called on every rank, with the same shape and dtype."""
     if ranks() > 1:

@@ -21,10 +21,8 @@ class Interval:
             It says how much pairs differ, not how well the mean is known.
         low: Lower end of the interval for the mean; NaN if there is none.
         high: Upper end; NaN if there is none.
-        level: Nominal coverage of the interval, in (0, 1).
         pairs: Number of pairs used.
         models: Number of models in them.
-        samples: Number of resamples.
         redrawn: How many resamples had no pair and were drawn again.
         note: Why there is no interval; empty if there is one.
     """
@@ -33,10 +31,8 @@ class Interval:
     std: NDArray[np.float64]
     low: NDArray[np.float64]
     high: NDArray[np.float64]
-    level: float
     pairs: int
     models: int
-    samples: int
     redrawn: int
     note: str = ""
 
@@ -96,32 +92,20 @@ def bootstrap_over_models(
     check_numbers("in (0, 1)", level=level)
     check_integers(samples=samples)
     mean = table.mean(0)
-    std = table.std(0, ddof=1) if len(table) > 1 else np.full_like(mean, np.nan)
-    low, high, redrawn, note = np.full_like(mean, np.nan), np.full_like(mean, np.nan), 0, ""
+    nowhere = np.full_like(mean, np.nan)
+    std = table.std(0, ddof=1) if len(table) > 1 else nowhere
     if models == 2:
-        samples, note = 0, "no interval: all pairs are of the same two models, which resampling cannot vary"
-    else:
-        means, redrawn = _resampled_means(models, ends, table, samples, np.random.default_rng(seed))
-        low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    shape = np.shape(values)[1:]
-    return Interval(
-        mean=mean.reshape(shape),
-        std=std.reshape(shape),
-        low=low.reshape(shape),
-        high=high.reshape(shape),
-        level=level,
-        pairs=len(table),
-        models=models,
-        samples=samples,
-        redrawn=redrawn,
-        note=note,
-    )
+        note = "no interval: all pairs are of the same two models, which resampling cannot vary"
+        return Interval(mean, std, nowhere, nowhere, len(table), models, 0, note)
+    means, redrawn = _resampled_means(models, ends, table, samples, np.random.default_rng(seed))
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return Interval(mean, std, low, high, len(table), models, redrawn)
 
 
 def _check(
     pairs: Sequence[tuple[int, int]] | NDArray[np.integer], values: ArrayLike
 ) -> tuple[int, NDArray[np.intp], NDArray[np.float64]]:
-    """Return the number of models, the pairs ``[P, 2]`` as positions among them, and the values ``[P, K]``."""
+    """Return the number of models, the pairs ``[P, 2]`` as positions among them, and the values."""
     numbers = np.asarray(pairs)
     table = np.asarray(values, dtype=np.float64)
     if numbers.size == 0:
@@ -137,8 +121,8 @@ def _check(
     different = numbers[:, 0] != numbers[:, 1]
     if not different.any():
         raise ValueError("pairs must have a pair of two different models; all given are of a model with itself.")
-    numbers, table = numbers[different], table.reshape(len(table), -1)[different]
-    if not (finite := np.isfinite(table).all(1)).all():
+    numbers, table = numbers[different], table[different]
+    if not (finite := np.isfinite(table).reshape(len(table), -1).all(1)).all():
         raise ValueError(f"values must be finite; that of pair {tuple(numbers[~finite][0].tolist())} is not.")
     known, positions = np.unique(numbers, return_inverse=True)
     return len(known), positions.reshape(-1, 2), table
@@ -147,7 +131,7 @@ def _check(
 def _resampled_means(
     models: int, ends: NDArray[np.intp], table: NDArray[np.float64], samples: int, source: np.random.Generator
 ) -> tuple[NDArray[np.float64], int]:
-    """Return the means of resamples that have a pair, shape ``[samples, K]``, and the number of those that had none."""
+    """Return the means of resamples that have a pair, by resample, and the number of those that had none."""
     block = max(1, min(samples, _LARGEST_BLOCK // max(models, len(ends))))
     means: list[NDArray[np.float64]] = []
     found = redrawn = 0
@@ -157,7 +141,7 @@ def _resampled_means(
         weights = (counts[:, ends[:, 0]] * counts[:, ends[:, 1]]).astype(np.float64)
         totals = weights.sum(1)
         present = totals > 0
-        means.append(weights[present] @ table / totals[present, None])
+        means.append(((weights[present] @ table).T / totals[present]).T)
         found += int(present.sum())
         redrawn += int((~present).sum())
     return np.concatenate(means), redrawn

@@ -27,7 +27,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -473,18 +473,8 @@ def _read_record(file: Path, content: BinaryIO, length: int) -> tuple[ZooMember,
         record = json.loads(metadata["member"])
         if record.get("format") != FORMAT:
             raise ValueError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
-        member = ZooMember(
-            number=int(record["number"]),
-            file=file.name,
-            architecture=record["architecture"],
-            metrics=record["metrics"],
-            data=record["data"],
-            training=record["training"],
-            versions=record["versions"],
-            created=record["created"],
-            sha256=metadata["sha256"],
-        )
-        return member, metadata["member"]
+        record |= {"number": int(record["number"]), "file": file.name, "sha256": metadata["sha256"]}
+        return ZooMember(**{field.name: record[field.name] for field in fields(ZooMember)}), metadata["member"]
     except KeyError as error:
         raise ValueError(_damage(file, f"it is no member of a zoo: {error} is missing from its header")) from None
     except (

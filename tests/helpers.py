@@ -2,9 +2,12 @@
 
 import csv
 import functools
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,7 +70,15 @@ def measured(metric: Metric, x: Tensor, y: Tensor, cuts: Sequence[int] = ()) -> 
     return metric.compute()
 
 
-# ---- what a run left behind
+# ---- examples, and what a run left behind
+
+
+def example(name: str) -> ModuleType:
+    """Return ``examples/NAME.py`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look up annotations
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_csv(file: Path) -> list[dict[str, str]]:
@@ -93,10 +104,9 @@ def assert_same(a: object, b: object, where: str = "") -> None:
         for index, (one, two) in enumerate(zip(a, b, strict=True)):
             assert_same(one, two, f"{where}/{index}")
     elif isinstance(a, Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
+        torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}")
     else:
-        assert a == b, where
+        assert a == b or (a != a and b != b), where  # NaN is NaN
 
 
 # ---- networks and zoos
@@ -156,8 +166,9 @@ def randomize_statistics(network: nn.Module, seed: int = 0) -> nn.Module:
             if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 module.running_mean.normal_(0, 0.1, generator=generator)
                 module.running_var.uniform_(0.5, 1.5, generator=generator)
-                module.weight.uniform_(0.5, 1.5, generator=generator)
-                module.bias.normal_(0, 0.1, generator=generator)
+                if module.affine:
+                    module.weight.uniform_(0.5, 1.5, generator=generator)
+                    module.bias.normal_(0, 0.1, generator=generator)
     return network
 
 

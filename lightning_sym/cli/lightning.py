@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import torch
@@ -85,26 +84,13 @@ class RunConfig(SaveConfigCallback):
     run that is to be replaced is removed.
 
     Args:
-        parser: Writes the settings.
-        config: The settings.
-        config_filename: Name of the file.
-        overwrite: Whether an existing file is replaced.
-        multifile: See ``SaveConfigCallback``.
-        save_to_log_dir: See ``SaveConfigCallback``.
+        settings: As for ``SaveConfigCallback``: the parser, the settings, and how they are written.
         replaced: Files and folders of the run that is replaced.
+        options: As for ``SaveConfigCallback``.
     """
 
-    def __init__(
-        self,
-        parser: LightningArgumentParser,
-        config: Any,
-        config_filename: str = "config.yaml",
-        overwrite: bool = False,
-        multifile: bool = False,
-        save_to_log_dir: bool = True,
-        replaced: Sequence[Path] = (),
-    ) -> None:
-        super().__init__(parser, config, config_filename, overwrite, multifile, save_to_log_dir)
+    def __init__(self, *settings: Any, replaced: Sequence[Path] = (), **options: Any) -> None:
+        super().__init__(*settings, **options)
         self._replaced = replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -166,8 +152,7 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.config = parser.parse_args(_with_resets(_with_checkpoint_settings(args, Path(folder))))
+        self.config = parser.parse_args(_with_resets(_with_checkpoint_settings(args)))
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the checkpoint, and link the data's sizes into the network."""
@@ -248,12 +233,9 @@ class RecipeCLI(LightningCLI):
         """Let a trial of this run try what it requires too, in a folder that is removed when the process ends."""
         self._trial = Path(tempfile.mkdtemp(prefix="lightning-sym-"))
         atexit.register(shutil.rmtree, self._trial, ignore_errors=True)
-        folders = [self._trial / str(number) for number in range(len(self._required))]
-        for requirement, folder in zip(self._required, folders, strict=True):
-            redirect(config, requirement.option, folder)
-        self._required = [
-            replace(requirement, folder=folder) for requirement, folder in zip(self._required, folders, strict=True)
-        ]
+        for number, requirement in enumerate(self._required):
+            self._required[number] = replace(requirement, folder=self._trial / str(number))
+            redirect(config, requirement.option, self._required[number].folder)
 
     def _earlier_run(self) -> list[Path]:
         """Return what earlier commands left in the run folder; the zoo is no part of it.
@@ -385,12 +367,11 @@ class RecipeCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
 
-def _with_checkpoint_settings(args: list[str], folder: Path) -> list[str]:
-    """Put the model settings that a checkpoint holds in front of all others, as a config file.
+def _with_checkpoint_settings(args: list[str]) -> list[str]:
+    """Put the model settings that a checkpoint holds in front of all others.
 
     Args:
         args: Command and options.
-        folder: Where the config file is written.
     """
     given = [arg.removeprefix("--ckpt_path=") for arg in args if arg.startswith("--ckpt_path=")]
     given += [value for arg, value in pairwise(args) if arg == "--ckpt_path"]
@@ -403,9 +384,12 @@ def _with_checkpoint_settings(args: list[str], folder: Path) -> list[str]:
     # Some are there to be read only, such as the name of the optimizer.
     kind = class_at(class_path)
     settings = {name: value for name, value in settings.items() if kind and name in inspect.signature(kind).parameters}
-    file = folder / "checkpoint.yaml"
-    file.write_text(yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}))
-    return [args[0], "--config", str(file), *args[1:]]
+    return [
+        args[0],
+        "--config",
+        yaml.safe_dump({"model": {"class_path": class_path, "init_args": settings}}),
+        *args[1:],
+    ]
 
 
 def _with_resets(args: list[str]) -> list[str]:
@@ -465,7 +449,9 @@ def _section(settings: Any, name: str) -> dict[str, Any]:
 def _load_checkpoint(path: str) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, weights_only=True, map_location="cpu")
-    except (UnpicklingError, RuntimeError, EOFError) as error:  # torch raises RuntimeError for damaged archives
+    except OSError:
+        raise
+    except Exception as error:  # whatever the bytes of another file make of the unpickler
         raise ValueError(f"{path} is damaged, or no checkpoint of lightning-sym.") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict.")

@@ -6,6 +6,7 @@ Only what a command needs is imported: help and the list of recipes do not wait 
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from lightning_sym import __version__
@@ -93,16 +94,12 @@ def _recipes(args: list[str]) -> int:
 def _resolve_configs(args: list[str]) -> list[str]:
     """Replace names of recipes after ``--config`` by their files."""
     resolved: list[str] = []
-    following = False
-    for arg in args:
-        if following:
-            resolved.append(_config_file(arg))
-            following = False
+    for before, arg in pairwise(["", *args]):
+        if before in ("--config", "-c"):
+            arg = _config_file(arg)
         elif arg.startswith("--config="):
-            resolved.append("--config=" + _config_file(arg.removeprefix("--config=")))
-        else:
-            resolved.append(arg)
-            following = arg in ("--config", "-c")
+            arg = "--config=" + _config_file(arg.removeprefix("--config="))
+        resolved.append(arg)
     return resolved
 
 

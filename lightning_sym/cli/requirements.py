@@ -6,9 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
 from filelock import FileLock
 from jsonargparse import Namespace
 
@@ -121,7 +119,11 @@ def make(requirement: Requirement, trainer: Namespace, trial: Path | None = None
             f"{what} is not there, and is not made by one of several processes ({launched[0]} is set); make it first, "
             f"in a single process: {command} --run_dir {_run_dir(requirement)}"
         )
-    options = [f"--trainer.{name}={_text(value)}" for name, value in _passed_on(trainer).items()]
+    options = [
+        f"--trainer.{name}={str(trainer.get(name)).lower()}"
+        for name in ("accelerator", "enable_progress_bar", "enable_model_summary")
+        if trainer.get(name) not in (None, "auto")
+    ]
     if trial is not None:
         _run(
             requirement,
@@ -160,17 +162,6 @@ def _run_dir(requirement: Requirement) -> Path:
     if folder.name == "zoo" and around.name and (not around.exists() or (around / "config.yaml").is_file()):
         return around
     return folder.with_name(f"{folder.name}-run")
-
-
-def _passed_on(trainer: Namespace) -> dict[str, Any]:
-    """Return the trainer's settings that hold for a required recipe too, if they are not the defaults."""
-    defaults = {"accelerator": "auto", "enable_progress_bar": None, "enable_model_summary": None}
-    given = {name: trainer.get(name) for name in defaults}
-    return {name: value for name, value in given.items() if value not in (None, defaults[name])}
-
-
-def _text(value: object) -> str:
-    return yaml.safe_dump(value).partition("\n")[0]
 
 
 def _run(requirement: Requirement, options: Sequence[str]) -> None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import Batches, device_of, moved, ranks, summed, together, wide
+from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+from lightning_sym.symmetry.tracing.capture import evaluating
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -74,7 +76,7 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
     networks = list(networks)
     if not networks:
         raise ValueError("networks must have at least one network, got none.")
-    given = [1.0] * len(networks) if weights is None else [float(weight) for weight in weights]
+    given = [1.0] * len(networks) if weights is None else list(map(float, weights))
     if len(given) != len(networks):
         raise ValueError(f"weights must have one number for each of {len(networks)} networks, got {len(given)}.")
     total = math.fsum(given)
@@ -277,27 +279,19 @@ def curve_losses(
             "recalibrate=True, and the network has no batch norm with running statistics; use recalibrate='auto'."
         )
     recalibrated = bool(norms) and recalibrate is not False
+    statistics_data: Batches = data if recalibration_data is None else recalibration_data
     _check_rereadable("data", data)
-    statistics_data: Batches = data
-    if recalibration_data is not None:
-        statistics_data = recalibration_data
-        _check_rereadable("recalibration_data", recalibration_data)
-    modes = [(module, module.training) for module in network.modules()]
+    _check_rereadable("recalibration_data", statistics_data)
     rows = []
-    try:
-        with torch.no_grad():
-            for t in _tracked(points, progress):
-                place(t)
-                if recalibrated:
-                    try:
-                        recalibrate_batch_norm(network, statistics_data)
-                    except ValueError as error:
-                        raise ValueError(f"At t = {t:g}: {error}") from error
-                network.eval()
-                rows.append(_sums(network, data, F.cross_entropy if loss is None else loss))
-    finally:
-        for module, training in modes:
-            module.training = training
+    with torch.no_grad(), evaluating(network):
+        for t in track(points, description="points on the curve", disable=not progress or rank() > 0):
+            place(t)
+            if recalibrated:
+                try:
+                    recalibrate_batch_norm(network, statistics_data)
+                except ValueError as error:
+                    raise ValueError(f"At t = {t:g}: {error}") from error
+            rows.append(_sums(network, data, F.cross_entropy if loss is None else loss))
     loss_sum, correct, classified, count = summed(torch.stack(rows)).cpu().double().unbind(1)
     if count[0] == 0:
         raise ValueError("data has no samples; pass at least one batch.")
@@ -405,15 +399,6 @@ def _check_rereadable(name: str, data: object) -> None:
         raise ValueError(
             f"{name} is read once for every point, and this iterator can be read only once; pass a list or a loader."
         )
-
-
-def _tracked(points: Sequence[float], progress: bool) -> Iterable[float]:
-    """Return the points, behind a progress bar on rank 0 if wanted."""
-    if not progress or (ranks() > 1 and torch.distributed.get_rank() != 0):
-        return points
-    from rich.progress import track
-
-    return track(points, description="points on the curve")
 
 
 def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:

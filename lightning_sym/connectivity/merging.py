@@ -1,7 +1,7 @@
 """Means of networks that are alike up to symmetry."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks
-from lightning_sym.symmetry.matching.weights import parameter_distance, weight_matching
+from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,62 +99,85 @@ def merge(
         raise ValueError("batches are read once for each network, this iterator only once; pass a list or a loader.")
     check_integers(max_rounds=max_rounds)
     check_networks(symmetry, **{f"network {number}": network for number, network in enumerate(networks)})
+
+    def match(target: nn.Module, start: nn.Module, begin: Element | None, salt: int) -> Match:
+        if method == "activations":
+            assert batches is not None
+            return activation_matching(symmetry, target, start, batches, scales=False, signs=signs)
+        return weight_matching(
+            symmetry, target, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
+        )
+
     with torch.no_grad():
-        gauges = [symmetry.identity() for _ in networks]
-        starts = networks
-        if scales and balance:
-            forms = [balanced(symmetry, network) for network in networks]
-            starts, gauges = [form[0] for form in forms], [form[1] for form in forms]
-        elements = [symmetry.identity() for _ in networks]
-        current = list(starts)
-
-        def align(number: int, target: nn.Module, begin: Element | None, salt: int) -> None:
-            if method == "activations":
-                assert batches is not None
-                match = activation_matching(symmetry, target, starts[number], batches, scales=False, signs=signs)
-            else:
-                match = weight_matching(
-                    symmetry,
-                    target,
-                    starts[number],
-                    scales=False,
-                    signs=signs,
-                    seed=seed + salt,
-                    initial=begin,
-                    device=device,
-                )
-            if begin is None or match.distance_after < parameter_distance(target, current[number]) * (1 - 1e-12):
-                elements[number], current[number] = match.element, match.network
-
-        distances = [_spread(current)]
-        for number in range(len(networks)):
-            if number != reference:
-                align(number, starts[reference], None, 0)
-        if _spread(current) > distances[0]:
-            # They were aligned better before.
-            elements, current = [symmetry.identity() for _ in networks], list(starts)
-        distances.append(_spread(current))
-        rounds = 1
-        generator = torch.Generator().manual_seed(seed)
-        while method == "weights" and len(networks) > 2 and rounds < max_rounds:
-            rounds += 1
-            for number in torch.randperm(len(networks), generator=generator).tolist():
-                if number != reference:
-                    mean = average([network for i, network in enumerate(current) if i != number])
-                    align(number, mean, elements[number], rounds)
-            distances.append(min(_spread(current), distances[-1]))  # greater by rounding only
-            if not distances[-1] < distances[-2] * (1 - 1e-9):
-                break
+        identity = symmetry.identity()
+        forms = [balanced(symmetry, own) if scales and balance else (own, identity) for own in networks]
+        gauges = [gauge for _, gauge in forms]
+        rounds = max_rounds if method == "weights" and len(networks) > 2 else 1
+        found = _Alignment([start for start, _ in forms], identity, match)
+        distances = found.run(reference, rounds, torch.Generator().manual_seed(seed))
         back = symmetry.inverse(gauges[reference])
-        merged = symmetry.act(back, average(current), inplace=True)
+        merged = symmetry.act(back, average(found.networks), inplace=True)
         totals = [
             symmetry.compose(back, symmetry.compose(element, gauge))
-            for element, gauge in zip(elements, gauges, strict=True)
+            for element, gauge in zip(found.elements, gauges, strict=True)
         ]
-        return Merged(merged, tuple(totals), rounds, tuple(distances))
+        return Merged(merged, tuple(totals), len(distances) - 1, tuple(distances))
 
 
-def _spread(networks: Sequence[nn.Module]) -> float:
-    """Return the root of the mean squared distance to the mean."""
-    mean = average(networks)
-    return math.sqrt(sum(parameter_distance(network, mean) ** 2 for network in networks) / len(networks))
+class _Alignment:
+    """Networks on their way to one another.
+
+    Args:
+        starts: The networks.
+        identity: The element that changes nothing.
+        match: Matches to a target a network, begun at an element (None: anywhere), with this number for the seed.
+
+    Attributes:
+        networks: The members of the orbits that they have come to.
+        elements: What brings the starts there.
+    """
+
+    def __init__(
+        self,
+        starts: list[nn.Module],
+        identity: Element,
+        match: Callable[[nn.Module, nn.Module, Element | None, int], Match],
+    ) -> None:
+        self.starts, self.match = starts, match
+        self.networks = list(starts)
+        self.elements = [identity for _ in starts]
+
+    def run(self, reference: int, rounds: int, generator: torch.Generator) -> list[float]:
+        """Align all to the reference, then in rounds each to the mean of the others.
+
+        Returns:
+            The distances before the first round and after every round.
+        """
+        before = list(self.networks), list(self.elements)
+        distances = [self._spread()]
+        others = [number for number in range(len(self.starts)) if number != reference]
+        for number in others:
+            self._align(number, self.starts[reference], None, 0)
+        if self._spread() > distances[0]:
+            self.networks, self.elements = before  # they were aligned better before
+        distances.append(self._spread())
+        for salt in range(2, rounds + 1):
+            for number in torch.randperm(len(self.starts), generator=generator).tolist():
+                if number in others:
+                    mean = average([network for i, network in enumerate(self.networks) if i != number])
+                    self._align(number, mean, self.elements[number], salt)
+            distances.append(min(self._spread(), distances[-1]))  # greater by rounding only
+            if not distances[-1] < distances[-2] * (1 - 1e-9):
+                break
+        return distances
+
+    def _align(self, number: int, target: nn.Module, begin: Element | None, salt: int) -> None:
+        match = self.match(target, self.starts[number], begin, salt)
+        distance = parameter_distance(target, self.networks[number])
+        if begin is None or match.distance_after < distance * (1 - 1e-12):
+            self.elements[number], self.networks[number] = match.element, match.network
+
+    def _spread(self) -> float:
+        """Return the root of the mean squared distance to the mean."""
+        mean = average(self.networks)
+        return math.sqrt(sum(parameter_distance(own, mean) ** 2 for own in self.networks) / len(self.networks))

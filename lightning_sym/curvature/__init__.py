@@ -1,8 +1,7 @@
 """Curvature: Kronecker factors of the Gauss-Newton matrix and the marginal likelihood that follows from them."""
 
 from lightning_sym.curvature import layer_rules as _layer_rules  # registers the rules of our layers
-from lightning_sym.curvature.autograd import autograd_factors
-from lightning_sym.curvature.backpack_engine import RelaxedKFAC, RelaxedKFLR, backpack_factors
+from lightning_sym.curvature.backpack_engine import RelaxedKFAC, RelaxedKFLR
 from lightning_sym.curvature.blocks import (
     CurvatureError,
     EmptyLoaderError,
@@ -13,9 +12,9 @@ from lightning_sym.curvature.blocks import (
 )
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, EvidenceTerms, PrecisionOptimizer
-from lightning_sym.curvature.groups import Groups, parameter_groups
 from lightning_sym.curvature.laplace import to_laplace
 from lightning_sym.curvature.prior import GaussianPrior
+from lightning_sym.curvature.prior_groups import PriorGroups, parameter_groups
 from lightning_sym.curvature.rules import Rule, find_rule, register_layer
 
 __all__ = [
@@ -26,17 +25,15 @@ __all__ = [
     "EvidenceTerms",
     "Factors",
     "GaussianPrior",
-    "Groups",
     "KroneckerBlock",
     "NonFiniteError",
     "PrecisionOptimizer",
+    "PriorGroups",
     "RelaxedKFAC",
     "RelaxedKFLR",
     "Rule",
     "Spectrum",
     "_layer_rules",
-    "autograd_factors",
-    "backpack_factors",
     "factors",
     "find_rule",
     "parameter_groups",

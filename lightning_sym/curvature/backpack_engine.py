@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
 
@@ -17,19 +17,17 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from torch import Tensor, fx, nn
 
-from lightning_sym._distributed import device_of
-from lightning_sym.curvature.autograd import (
-    batches,
+from lightning_sym.curvature.blocks import KroneckerBlock
+from lightning_sym.curvature.passes import (
+    Engine,
+    called_twice,
     check_outputs,
     check_trained,
-    check_weights,
-    curved_layers,
-    loss_and_columns,
+    not_called,
+    not_of_tensors,
     pull_back,
-    ready,
 )
-from lightning_sym.curvature.blocks import Factors, KroneckerBlock, Likelihood, over_batches_and_ranks
-from lightning_sym.curvature.proof import Pass, check_rows, prove
+from lightning_sym.curvature.proof import Pass, check_rows
 from lightning_sym.curvature.rules import FFC, Rule, curved_parameters, find_rule
 from lightning_sym.layers import ResidualPathways
 
@@ -40,85 +38,6 @@ _OF_BACKPACK = (
     *(nn.ReLU, nn.Sigmoid, nn.Tanh, ScaleModule, SumModule),
     *(nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss),
 )
-
-
-def backpack_factors(
-    network: nn.Module,
-    loader: Iterable[Sequence[Tensor]],
-    likelihood: Likelihood,
-    *,
-    samples: int | None = None,
-    ffc: FFC = "shared",
-    generator: torch.Generator | None = None,
-    columns: int | None = None,
-) -> Factors:
-    """Return the factors; see :func:`lightning_sym.curvature.factors`, whose engine ``backpack`` this is.
-
-    BackPACK works on a copy of the network's structure that is thrown away: new modules with the same tensors, in
-    which :class:`~lightning_sym.layers.ResidualPathways` are BackPACK's ``Parallel`` and ``ScaleModule``. So hooks,
-    attributes and gradients of the network are never touched, and there are no factors that could be stale.
-
-    Args:
-        network: ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and modules whose forward calls
-            their children one after the other, in any nesting; the parameters belong to layers with a rule.
-        loader: Batches of inputs and labels or targets.
-        likelihood: ``"classification"`` or ``"regression"``.
-        samples: None for all K columns of the square root (KFLR); otherwise how many random combinations of
-            them (as KFAC).
-        ffc: As for :class:`~lightning_sym.curvature.Rule`.
-        generator: Generator for the random signs; use a different one on each rank.
-        columns: How many columns go through a layer together, by ``vmap``; None for 1 on a CPU, where more is not
-            faster, and for all of them on other devices.
-
-    Returns:
-        The same on every rank.
-
-    Raises:
-        ValueError: If the network is not of that form, beside what ``factors`` raises.
-    """
-    with ready(network) as network:
-        layers = curved_layers(network, ffc)
-        device = device_of(network)
-        if columns is None:
-            columns = 1 if device.type == "cpu" else 1_000_000
-
-        def compute() -> Factors | None:
-            check_weights(network)
-            twin = _Twin(network, layers)
-            blocks: dict[str, KroneckerBlock] = {}  # sums of both factors
-            count, width, total_loss = 0, 0, 0.0
-            with twin.recording():
-                for x, y in batches(network, loader):
-                    if not count:
-                        prove(network, layers, x, twin.see)
-                    extension = (RelaxedKFLR if samples is None else RelaxedKFAC)(ffc=ffc, columns=columns)
-                    extension.samples = len(x)
-                    outputs = twin(x)
-                    check_outputs(outputs, x)
-                    loss, square_root = loss_and_columns(outputs, y, likelihood, samples, generator)
-                    _add(blocks, twin.blocks(outputs, square_root, extension), len(x))
-                    count, width, total_loss = count + len(x), outputs.shape[1], total_loss + loss.item()
-            for block in blocks.values():
-                if block.in_factor is not None:
-                    block.in_factor.div_(count)
-            return Factors(blocks, count, width, likelihood, total_loss, twin.left_out) if count else None
-
-        return over_batches_and_ranks(compute, device)
-
-
-def _add(sums: dict[str, KroneckerBlock], found: dict[str, KroneckerBlock], count: int) -> None:
-    """Add the blocks of a batch of so many samples to the sums of both factors, in place: they may be large."""
-    for name, block in found.items():
-        inner = block.in_factor
-        if name not in sums:
-            # In memory of its own: a weight and its bias may share a factor.
-            own = None if inner is None else inner * count
-            sums[name] = replace(block, out_factor=block.out_factor.clone(), in_factor=own)
-            continue
-        sums[name].out_factor.add_(block.out_factor)
-        total = sums[name].in_factor
-        if total is not None and inner is not None:
-            total.add_(inner, alpha=count)
 
 
 # ---- extensions of BackPACK, which work without the engine, too
@@ -295,24 +214,29 @@ def _check_loss(loss: nn.Module, targets: Tensor) -> None:
 # ---- the copy of the network that BackPACK works on
 
 
-class _Twin:
-    """A copy of a network's structure, of containers that BackPACK knows, around the same tensors."""
+class BackpackEngine(Engine):
+    """The engine by BackPACK, on a copy of the network's structure that is thrown away.
 
-    def __init__(self, network: nn.Module, layers: dict[str, tuple[nn.Module, Rule]]) -> None:
-        self.network = network
-        self.layers = layers
+    The copy has new modules with the same tensors, in which :class:`~lightning_sym.layers.ResidualPathways` are
+    BackPACK's ``Parallel`` and ``ScaleModule``. So hooks, attributes and gradients of the network are never touched,
+    and there are no factors that could be stale.
+
+    Raises:
+        ValueError: If the network is not made of ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and
+            modules whose forward calls their children one after the other.
+    """
+
+    def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
+        super().__init__(network, ffc, columns)
         self.names = {id(module): name for name, module in network.named_modules()}
         self.copies: dict[str, nn.Module] = {}  # of layers with curvature
         self.hooked: list[tuple[str, nn.Module]] = []
-        self.left_out = tuple(full for full, _, _ in curved_parameters(layers, left_out=True))
         self.called: list[Any] = []  # in the last forward pass, in order
+        self.sums: dict[str, KroneckerBlock] = {}
         self.converted = self.convert(network)
-        for name, (module, _) in layers.items():
+        for name, (module, _) in self.layers.items():
             if name not in self.copies:
-                raise ValueError(
-                    f"Module {name!r} ({type(module).__name__}) has trainable parameters but is not called; freeze "
-                    "them with requires_grad_(False) or remove it."
-                )
+                raise not_called(name, module)
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module."""
@@ -337,10 +261,7 @@ class _Twin:
     def leaf(self, name: str, module: nn.Module) -> nn.Module:
         """Return a module of the same class with the same tensors, without its hooks, and out of place."""
         if name in self.copies:
-            raise ValueError(
-                f"Module {name!r} is called more than once for a batch, which its curvature rule does not cover; use "
-                "one instance per call."
-            )
+            raise called_twice(name)
         copied: nn.Module = type(module).__new__(type(module))
         nn.Module.__init__(copied)
         own = {key: value for key, value in vars(module).items() if key == "training" or key not in vars(copied)}
@@ -360,19 +281,14 @@ class _Twin:
         return copied
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Have the copies leave input and output while the block runs."""
-        handles = []
-        try:
+        with ExitStack() as hooks:
             for name, module in self.hooked:
-                handles.append(module.register_forward_pre_hook(_note_versions))
-                handles.append(module.register_forward_hook(functools.partial(self._keep, name)))
+                hooks.callback(memory_cleanup, module)
+                hooks.enter_context(module.register_forward_pre_hook(_note_versions))
+                hooks.enter_context(module.register_forward_hook(functools.partial(self._keep, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for _, module in self.hooked:
-                memory_cleanup(module)
 
     def _keep(self, name: str, module: Any, args: tuple[Any, ...], output: Any) -> Tensor:
         """Leave input and output at a module, as BackPACK's hook does, with an output in memory of its own.
@@ -380,9 +296,7 @@ class _Twin:
         BackPACK tells tensors apart by address, which a view, or a module that returns its input, shares with others.
         """
         if not isinstance(output, Tensor) or not args or not all(isinstance(x, Tensor) for x in args):
-            raise ValueError(
-                f"Module {name!r} ({type(module).__name__}) must take one tensor and return one for curvature."
-            )
+            raise not_of_tensors(name, module)
         if [x._version for x in args] != vars(module).pop("_versions"):
             raise ValueError(
                 f"Module {name!r} ({type(module).__name__}) changes its input in place, which BackPACK cannot handle; "
@@ -398,10 +312,11 @@ class _Twin:
         kept: Tensor = output
         return kept
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the outputs; what BackPACK needs stays at the modules."""
         self.called.clear()
         outputs: Tensor = self.converted(x)
+        check_outputs(outputs, x)
         return outputs
 
     def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
@@ -410,7 +325,7 @@ class _Twin:
             # The network before its copy: what its layers refuse, they refuse in their own words.
             with disable():  # BackPACK would leave input and output at the layers of a network that it knows
                 expected = self.network(x.clone())  # it might change its input
-            outputs = self(x)
+            outputs = self.forward(x)
             check_outputs(expected, x)
         self._check(outputs.detach(), expected.detach())
         if cotangent is None:
@@ -441,13 +356,31 @@ class _Twin:
                 "as a hook changes them, which BackPACK cannot handle; use engine: autograd."
             )
 
-    def blocks(
-        self, outputs: Tensor, columns: Tensor, extension: RelaxedKFLR | RelaxedKFAC
-    ) -> dict[str, KroneckerBlock]:
-        """Return the blocks of a batch whose forward pass was the last, by the parameter's name."""
+    def add(self, outputs: Tensor, square_root: Tensor) -> None:
+        """Add a batch to the sums of both factors, in place: they may be large."""
+        count = len(outputs)
         for name, (module, _) in self.layers.items():
-            check_rows(name, module, vars(self.copies[name])["input0"], len(outputs))
-        return self._pull_back(outputs, columns, extension)
+            check_rows(name, module, vars(self.copies[name])["input0"], count)
+        extension = RelaxedKFLR(self.ffc, self.columns)
+        extension.samples = count
+        for name, block in self._pull_back(outputs, square_root, extension).items():
+            inner = block.in_factor
+            if name not in self.sums:
+                # In memory of its own: a weight and its bias may share a factor.
+                own = None if inner is None else inner * count
+                self.sums[name] = replace(block, out_factor=block.out_factor.clone(), in_factor=own)
+                continue
+            self.sums[name].out_factor.add_(block.out_factor)
+            total = self.sums[name].in_factor
+            if total is not None and inner is not None:
+                total.add_(inner, alpha=count)
+
+    def blocks(self, samples: int) -> dict[str, KroneckerBlock]:
+        """Return the blocks of all batches."""
+        for block in self.sums.values():
+            if block.in_factor is not None:
+                block.in_factor.div_(samples)
+        return self.sums
 
     def _pull_back(self, outputs: Tensor, columns: Tensor, extension: Any) -> dict[str, Any]:
         """Return what an extension leaves at the parameters, by their full names."""

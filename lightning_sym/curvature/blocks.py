@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -216,20 +216,6 @@ class Factors:
     def __post_init__(self) -> None:
         check_likelihood(self.likelihood)
 
-    @property
-    def log_likelihood_sum(self) -> float:
-        """Log likelihood of all labels, <= 0; of a classification."""
-        if self.likelihood != "classification":
-            raise ValueError("The log likelihood of a regression depends on the noise; read squared_error_sum.")
-        return -self.loss_sum
-
-    @property
-    def squared_error_sum(self) -> float:
-        """Squared error summed over samples and outputs; of a regression."""
-        if self.likelihood != "regression":
-            raise ValueError("A classification has no squared error; read log_likelihood_sum.")
-        return self.loss_sum
-
     def __add__(self, other: "Factors") -> "Factors":
         """Return the factors of both sets of data together, which are exactly those of their union.
 
@@ -247,7 +233,7 @@ class Factors:
         return replace(self, blocks=blocks, samples=total, loss_sum=self.loss_sum + other.loss_sum)
 
     def _signature(self) -> tuple[object, ...]:
-        return self.outputs, self.likelihood, self.left_out, [_Shape.of(n, b) for n, b in self.blocks.items()]
+        return self.outputs, self.likelihood, self.left_out, _shapes(self.blocks)
 
     def eigenvalues(self) -> dict[str, Spectrum]:
         """Return the eigenvalues of every block.
@@ -289,38 +275,31 @@ class Factors:
     def _repeated(self) -> dict[str, str]:
         """Return each parameter whose B is that of an earlier one of the same module, with that one."""
         found: dict[str, str] = {}
+        first: dict[str, list[str]] = {}  # by module, one parameter for each B
         for name, block in self.blocks.items():
-            for other in self.blocks:
-                if other == name:
-                    break
-                if other.rpartition(".")[0] == name.rpartition(".")[0] and other not in found:
-                    factor = self.blocks[other].out_factor
-                    if factor.shape == block.out_factor.shape and torch.equal(factor, block.out_factor):
-                        found[name] = other
-                        break
+            others = first.setdefault(name.rpartition(".")[0], [])
+            same = [o for o in others if torch.equal(self.blocks[o].out_factor, block.out_factor)]
+            if same:
+                found[name] = same[0]
+            else:
+                others.append(name)
         return found
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What a rank without data has to know of a block."""
+def _shapes(blocks: Mapping[str, KroneckerBlock]) -> dict[str, tuple[Any, ...]]:
+    """Return what a rank without data has to know of blocks; see :func:`_zeros`."""
+    return {
+        name: (b.out_factor.dtype, b.out_factor.shape, getattr(b.in_factor, "shape", None), b.blocks_first, b.axes)
+        for name, b in blocks.items()
+    }
 
-    name: str
-    out: torch.Size
-    inner: torch.Size | None
-    blocks_first: bool
-    axes: Axes | None
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, name: str, block: KroneckerBlock) -> "_Shape":
-        inner = None if block.in_factor is None else block.in_factor.shape
-        return cls(name, block.out_factor.shape, inner, block.blocks_first, block.axes, block.out_factor.dtype)
-
-    def zeros(self, device: torch.device) -> KroneckerBlock:
-        inner = None if self.inner is None else torch.zeros(self.inner, dtype=self.dtype, device=device)
-        out = torch.zeros(self.out, dtype=self.dtype, device=device)
-        return KroneckerBlock(out, inner, self.blocks_first, self.axes)
+def _zeros(shape: tuple[Any, ...], device: torch.device) -> KroneckerBlock:
+    """Return a block of zeros."""
+    dtype, *sizes, blocks_first, axes = shape
+    out, inner = (None if size is None else torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+    assert out is not None
+    return KroneckerBlock(out, inner, blocks_first, axes)
 
 
 def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.device) -> Factors:
@@ -350,13 +329,13 @@ def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.
     samples = sum(entry[1] for entry in known)
     loss_sum = sum(entry[2] for entry in known)
     blocks = {}
-    for shape in shapes:
-        block = shape.zeros(device) if mine is None else mine.blocks[shape.name]
+    for name, shape in shapes.items():
+        block = _zeros(shape, device) if mine is None else mine.blocks[name]
         if ranks() > 1:
             share = 0.0 if mine is None else mine.samples / samples
             inner = None if block.in_factor is None else summed(block.in_factor * share)
             block = replace(block, out_factor=summed(block.out_factor), in_factor=inner)
-        blocks[shape.name] = block
+        blocks[name] = block
     total = Factors(blocks, samples, outputs, likelihood, loss_sum, left_out)
     _check_finite(total)
     return total

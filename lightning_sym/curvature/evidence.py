@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import ranks
 from lightning_sym.curvature.blocks import CurvatureError, Factors, NonFiniteError, Spectrum
-from lightning_sym.curvature.groups import Groups
+from lightning_sym.curvature.prior_groups import PriorGroups
 
 _CHUNK = 1 << 22  # eigenvalues held in double precision at a time
 
@@ -102,7 +102,7 @@ class Evidence:
     """
 
     def __init__(
-        self, factors: Factors, squared_norms: Mapping[str, float], groups: Groups, *, temperature: float = 1.0
+        self, factors: Factors, squared_norms: Mapping[str, float], groups: PriorGroups, *, temperature: float = 1.0
     ) -> None:
         check_numbers("> 0", temperature=temperature)
         for name in factors.blocks:
@@ -120,7 +120,7 @@ class Evidence:
         self._squares = {name: float(squared_norms[name]) for name in self._spectra}
 
     @classmethod
-    def of(cls, network: nn.Module, factors: Factors, groups: Groups, *, temperature: float = 1.0) -> "Evidence":
+    def of(cls, network: nn.Module, factors: Factors, groups: PriorGroups, *, temperature: float = 1.0) -> "Evidence":
         """Return the evidence at the present weights of a network; see the class.
 
         Args:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_sym._checks import check_numbers
 from lightning_sym.curvature.blocks import Factors, Likelihood
 from lightning_sym.curvature.engines import factors
-from lightning_sym.curvature.groups import Groups, parameter_groups
+from lightning_sym.curvature.prior_groups import PriorGroups, parameter_groups
 
 if TYPE_CHECKING:
     from lightning_sym.curvature._laplace_torch import RelaxedLaplace
@@ -26,7 +26,7 @@ def to_laplace(
     *,
     log_precisions: Tensor | None = None,
     log_noise: float = 0.0,
-    groups: Groups | None = None,
+    groups: PriorGroups | None = None,
     temperature: float = 1.0,
     engine: str = "autograd",
     samples: int | None = None,

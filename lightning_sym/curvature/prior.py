@@ -14,7 +14,7 @@ from lightning_sym._checks import check_numbers
 from lightning_sym._distributed import gathered, ranks, together
 from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import LIKELIHOODS, EmptyLoaderError, Likelihood
-from lightning_sym.curvature.groups import parameter_groups
+from lightning_sym.curvature.prior_groups import parameter_groups
 
 PriorStep: TypeAlias = Literal["auto", "implicit", "gradient"]
 PRIOR_STEPS: tuple[PriorStep, ...] = ("auto", "implicit", "gradient")

@@ -1,5 +1,6 @@
 """How parameters enter a layer: one rule per class of layer, for every engine, and the registry for users' own."""
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -293,21 +294,6 @@ def curved_parameters(layers: Layers, *, left_out: bool = False) -> Iterator[tup
                 yield full_name(name, key), name, key
 
 
-def rules() -> Mapping[type[nn.Module], type[Rule]]:
-    """Return the rule of every registered class."""
-    return dict(_RULES)
-
-
-def places_last(x: Tensor) -> Tensor:
-    """Return ``[..., C, H, W]`` as ``[..., H * W, C]``, without a copy."""
-    return x.flatten(-2).mT
-
-
-def whole(x: Tensor, axes: int) -> Tensor:
-    """Return ``[*axes, ...]`` as vectors at a single place: ``[*axes, 1, P]``."""
-    return x.flatten(axes)[..., None, :] if x.ndim > axes else x[..., None, None]
-
-
 # ---- layers of torch
 
 
@@ -393,81 +379,41 @@ class ConvTransposeRule(ConvRule):
         return (module.groups, out, rows // module.groups, kernel), (0, 2, 1, 3)
 
 
-class _AffineRule(Rule):
-    """Scale and shift after a normalisation: exact dense blocks, ``P x P``, since each enters linearly and once."""
+@register_layer(
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+class NormRule(Rule):
+    """Scale and shift after a normalisation, in eval mode: exact dense blocks, ``P x P``.
 
-    def normalised(self, module: Any, x: Tensor) -> Tensor:
-        """Return what the scale multiplies. Shape of ``x``."""
-        raise NotImplementedError
+    Each of them enters linearly and once. They belong to channels.
+    """
 
     def gradients(self, module: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         """Return the gradients at scale and shift."""
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            raise ValueError(
+                f"{type(module).__name__} has no running statistics, so that samples depend on one another and "
+                "curvature is not defined; make it with track_running_stats=True."
+            )
+        plain = copy.copy(module)
+        plain._parameters = dict.fromkeys(module._parameters)  # without scale and shift
         axes = self.summed_axes(module, g)
-        normalised = self.normalised(module, x)
-        found = {}
-        for name, values in (("weight", g * normalised), ("bias", g)):
-            values = values.sum(axes) if axes else values
-            found[name] = whole(values, 2)
-        return found
+        found = {"weight": g * plain.forward(x), "bias": g}
+        return {name: (values.sum(axes) if axes else values).flatten(2)[:, :, None] for name, values in found.items()}
 
     def summed_axes(self, module: Any, g: Tensor) -> tuple[int, ...]:
         """Return the axes of ``g`` along which a parameter is shared: all but the channels."""
         return tuple(range(3, g.ndim))
 
 
-@register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-class BatchNormRule(_AffineRule):
-    """In eval mode: an affine map of each channel. Exact dense blocks."""
-
-    def normalised(self, module: nn.BatchNorm2d, x: Tensor) -> Tensor:
-        """Return the normalised input."""
-        if module.running_mean is None:
-            raise ValueError(
-                f"{type(module).__name__} has no running statistics, so that samples depend on one another and "
-                "curvature is not defined; make it with track_running_stats=True."
-            )
-        return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
-
-
-@register_layer(nn.LayerNorm)
-class LayerNormRule(_AffineRule):
-    """Exact dense blocks over the normalised axes."""
-
-    def normalised(self, module: nn.LayerNorm, x: Tensor) -> Tensor:
-        """Return the normalised input."""
-        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+@register_layer(nn.LayerNorm, nn.RMSNorm)
+class LayerNormRule(NormRule):
+    """The same over the normalised axes."""
 
     def summed_axes(self, module: nn.LayerNorm, g: Tensor) -> tuple[int, ...]:
         """Return the axes between the samples and those that are normalised."""
         return tuple(range(2, g.ndim - len(module.normalized_shape)))
-
-
-@register_layer(nn.RMSNorm)
-class RMSNormRule(LayerNormRule):
-    """Exact dense blocks over the normalised axes."""
-
-    def normalised(self, module: nn.RMSNorm, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the normalised input."""
-        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
-
-
-@register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-class InstanceNormRule(_AffineRule):
-    """In eval mode, with statistics of the sample or, if they are tracked, of the past. Exact dense blocks."""
-
-    def normalised(self, module: nn.InstanceNorm2d, x: Tensor) -> Tensor:
-        """Return the normalised input."""
-        of_sample = not module.track_running_stats
-        return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=of_sample, eps=module.eps)
-
-
-@register_layer(nn.GroupNorm)
-class GroupNormRule(_AffineRule):
-    """Exact dense blocks over the channels."""
-
-    def normalised(self, module: nn.GroupNorm, x: Tensor) -> Tensor:
-        """Return the normalised input."""
-        return F.group_norm(x, module.num_groups, eps=module.eps)
 
 
 @register_layer(nn.PReLU)

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Annotation
 from mpl_toolkits.mplot3d.axes3d import Axes3D
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Values = NDArray[np.float64]
+from lightning_sym.figures._panels import INK, Values, panels
 
-INK = "#1b1b1b"
 WARNING = "#c00000"
 NOWHERE = "#e6e6e6"  # where there is no value
 COLORS = ("#d62728", "#8e44c9", "#f0e442", "#8c510a", "#56b4e9", "#e69f00", "#cc79a7", "#009e73")
@@ -47,7 +47,6 @@ class FoundPoint:
         label: What the legend says; may be mathtext, as ``r"$\theta_0$"``.
         coefficients: Where it is, in coordinates of the plane (of the embedding, in :func:`embedding`). Shape ``[m]``.
         loss: Its own J, >= 0; NaN leaves it out of the legend.
-        color: Color of the marker; None for red, purple, yellow, brown and so on, in order.
         residual: Its distance from the plane, >= 0. A point off the plane is a projection: drawn hollow, and the
             legend says how far off it is.
     """
@@ -55,7 +54,6 @@ class FoundPoint:
     label: str
     coefficients: ArrayLike
     loss: float
-    color: str | None = None
     residual: float = 0.0
 
 
@@ -103,7 +101,7 @@ def roots(values: Values, level: float) -> Values:
 
 def marker(point: FoundPoint, place: int, colors: Sequence[str] = COLORS) -> dict[str, Any]:
     """Return the arguments of ``Axes.plot`` that draw a found point."""
-    color = point.color or colors[place % len(colors)]
+    color = colors[place % len(colors)]
     hollow = point.residual > 0
     return {
         "marker": _MARKERS[place % len(_MARKERS)],
@@ -180,18 +178,27 @@ def line_handle(label: str, **look: object) -> Line2D:
     return Line2D([], [], label=label, **look)  # type: ignore[arg-type]
 
 
-def mark_scale(
-    bar: Colorbar, marks: Sequence[tuple[str, float]], *, logarithmic: bool, label: str | None = None
-) -> None:
+def solids(width: float, height: float, count: int = 1) -> tuple[Figure, list[Axes3D]]:
+    """Return a figure and its three-dimensional panels, side by side."""
+    figure, axes = panels(width, height, count, subplot_kw={"projection": "3d", "computed_zorder": False})
+    return figure, [one for one in axes if isinstance(one, Axes3D)]
+
+
+def scale_bar(figure: Figure, colors: ScalarMappable, axes: Sequence[Axes], scale: Scale, **look: Any) -> None:
+    """Add the bar of colors that are linear in J, with J0 and V marked on it."""
+    bar = figure.colorbar(colors, ax=axes, **look)
+    mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
+
+
+def mark_scale(bar: Colorbar, marks: Sequence[tuple[str, float]], *, logarithmic: bool) -> None:
     """Label a colour bar and mark values of J on it: lines across, names on its left, arrows for those beyond its ends.
 
     Args:
         bar: Upright.
         marks: Names and values of J; those that are not finite, or 0 on a logarithmic bar, are left out.
         logarithmic: Whether the bar shows the natural logarithm.
-        label: Label of the bar; None for ``J`` or ``ln J``.
     """
-    bar.set_label(label or ("ln J" if logarithmic else "J"))
+    bar.set_label("ln J" if logarithmic else "J")
     low, high = bar.ax.get_ylim()
     shown = []
     for name, value in marks:

@@ -1,6 +1,7 @@
 """Figures of J on a plane of weight vectors: surface, contours, two planes side by side, stacks of classes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, product
 
 import numpy as np
@@ -19,7 +20,8 @@ from scipy.ndimage import minimum_filter
 
 from lightning_sym._checks import check_numbers
 from lightning_sym.figures import _equivalence as shared
-from lightning_sym.figures._equivalence import FoundPoint, Scale, Values
+from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures._panels import INK, Values, panels
 
 _FIRST, _SECOND = "$c_1$", "$c_2$"
 _MAP = colormaps["viridis"].with_extremes(bad=shared.NOWHERE)
@@ -65,44 +67,22 @@ def loss_surface(
         Lengyel et al. (2020), GENNI, figure 1 (left).
     """
     grid, places = shared.checked_grid(values, axis, 2)
-    losses = [point.loss for point in points if np.isfinite(point.loss)]
     finite = grid[np.isfinite(grid)]
-    if clip is None:
-        quartile = float(np.quantile(finite, 0.25)) if finite.size else 0.0
-        baselines = [level for level in (scale.zero, scale.constant) if np.isfinite(level)]
-        clip = max([2 * max(baselines, default=0), 1.2 * max(losses, default=0), quartile]) or 1.0
+    clip = _height(finite, points, scale) if clip is None else clip
     check_numbers("> 0", clip=clip)
     top = min(clip, float(finite.max(initial=0))) or clip
-    figure = Figure(figsize=(8.2, 6.2), layout="constrained", dpi=120)
-    axes = figure.add_subplot(projection="3d", computed_zorder=False)
-    assert isinstance(axes, Axes3D)
+    figure, (axes,) = shared.solids(8.2, 6.2)
     cells = np.linspace(places[0], places[-1], _FINE + 1)
     fine = _interpolated(grid, places, cells)
     # Cells that reach below the cut are whole, with corners beyond it put on it.
     cut = np.where(minimum_filter(fine, 3) <= clip, np.minimum(fine, clip), np.nan)
-    mesh = np.meshgrid(cells, cells, indexing="ij")
-    corners = np.stack([*mesh, cut], axis=-1)
-    quads = np.stack([corners[:-1, :-1], corners[1:, :-1], corners[1:, 1:], corners[:-1, 1:]], axis=2).reshape(-1, 4, 3)
-    quads = quads[np.isfinite(quads).all(axis=(1, 2))]
     colors = ScalarMappable(Normalize(0, top), _MAP)
-    if len(quads):
-        heights = quads[..., 2].mean(axis=1)
-        # Edges of the color of the faces leave no seams.
-        edges = colors.to_rgba(heights)
-        axes.add_collection3d(
-            Poly3DCollection(
-                quads, array=heights, cmap=_MAP, norm=colors.norm, edgecolors=edges, lw=0.2, rasterized=True
-            )
-        )
-    else:
+    if not _draw_surface(axes, cells, cut, colors):
         shared.say(axes, f"J is finite and below {shared.number(clip)} nowhere on the grid.")
     if finite.size and clip < finite.max() and (fine < clip).any() and (fine > clip).any():
         rim = np.where(np.isnan(fine), np.nan, np.minimum(fine, 2 * clip))
-        axes.contour(*mesh, rim, levels=[clip], offset=clip, colors=shared.INK, linewidths=0.9)
-    raised = [
-        FoundPoint(point.label, [*np.ravel(point.coefficients), point.loss], point.loss, point.color, point.residual)
-        for point in points
-    ]
+        axes.contour(cells, cells, rim.T, levels=[clip], offset=clip, colors=INK, linewidths=0.9)
+    raised = [replace(point, coefficients=[*np.ravel(point.coefficients), point.loss]) for point in points]
     handles = shared.draw_points(axes, raised, 3, [*_ends(places), (-np.inf, clip)])
     axes.set(xlabel=_FIRST, ylabel=_SECOND, xlim=places[[0, -1]], ylim=places[[0, -1]], zlim=(0, top))
     axes.zaxis.set_major_locator(MaxNLocator(4))
@@ -113,12 +93,31 @@ def loss_surface(
     elevation, azimuth = _view(cut / unit[2], [start for start in starts if np.isfinite(start).all()])
     axes.view_init(elev=elevation, azim=azimuth)
     axes.set_box_aspect((1, 1, _TALL), zoom=0.98)
-    bar = figure.colorbar(
-        ScalarMappable(Normalize(0, top), _MAP), ax=axes, shrink=0.72, pad=0.09, extend="max" if cut_off else "neither"
-    )
-    shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
+    shared.scale_bar(figure, colors, [axes], scale, shrink=0.72, pad=0.09, extend="max" if cut_off else "neither")
     shared.finish(figure, handles, title, warning)
     return figure
+
+
+def _height(finite: Values, points: Sequence[FoundPoint], scale: Scale) -> float:
+    """Return where the surface is cut off: above both baselines, the found points and a quarter of the plane."""
+    baselines = [2 * level for level in (scale.zero, scale.constant) if np.isfinite(level)]
+    losses = [1.2 * point.loss for point in points if np.isfinite(point.loss)]
+    quartile = float(np.quantile(finite, 0.25)) if finite.size else 0.0
+    return max([*baselines, *losses, quartile]) or 1.0
+
+
+def _draw_surface(axes: Axes3D, cells: Values, heights: Values, colors: ScalarMappable) -> bool:
+    """Draw the cells of which all corners have a height, and return whether there are any."""
+    corners = np.stack([*np.meshgrid(cells, cells, indexing="ij"), heights], axis=-1)
+    quads = np.stack([corners[:-1, :-1], corners[1:, :-1], corners[1:, 1:], corners[:-1, 1:]], axis=2).reshape(-1, 4, 3)
+    quads = quads[np.isfinite(quads).all(axis=(1, 2))]
+    if not len(quads):
+        return False
+    middles = quads[..., 2].mean(axis=1)
+    # Edges of the color of the faces leave no seams.
+    look = {"cmap": _MAP, "norm": colors.norm, "edgecolors": colors.to_rgba(middles), "lw": 0.2, "rasterized": True}
+    axes.add_collection3d(Poly3DCollection(quads, array=middles, **look))
+    return True
 
 
 def log_contour(
@@ -159,8 +158,7 @@ def log_contour(
         Lengyel et al. (2020), GENNI, figure 1 (right).
     """
     grid, places = shared.checked_grid(values, axis, 2)
-    figure = Figure(figsize=(7.4, 6.4), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(7.4, 6.4)
     lines = _draw_levels(figure, [axes], [(grid, places)], [scale], epsilon)
     handles = shared.draw_points(axes, points, 2, _ends(places)) + lines
     axes.set(xlabel=_FIRST, ylabel=_SECOND)
@@ -199,11 +197,10 @@ def planes_beside(
         ValueError: If shapes do not fit, an axis does not ascend, or epsilon is not positive.
     """
     grids = [shared.checked_grid(*pair, 2) for pair in zip(values, axes, strict=True)]
-    figure = Figure(figsize=(12.6, 6.4), layout="constrained", dpi=120)
-    panels = list(figure.subplots(1, 2))
-    lines = _draw_levels(figure, panels, grids, [scale], epsilon)
+    figure, both = panels(12.6, 6.4, 2)
+    lines = _draw_levels(figure, both, grids, [scale], epsilon)
     handles: list[Artist] = []
-    for panel, (_, places), found, name in zip(panels, grids, points, names, strict=True):
+    for panel, (_, places), found, name in zip(both, grids, points, names, strict=True):
         shown = shared.draw_points(panel, found, 2, _ends(places))
         panel.set(title=name, xlabel=_FIRST, ylabel=_SECOND)
         for handle in shown:  # the two planes may have points of the same name with another J
@@ -248,17 +245,14 @@ def class_stack_figure(
     grids = [shared.checked_grid(values, axis, 2) for values in stack]
     rows = -(-len(stack) // 4)
     columns = -(-len(stack) // rows)
-    figure = Figure(figsize=(2.6 + 2.7 * columns, 1.3 + 2.8 * rows), layout="constrained", dpi=120)
-    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    lines = _draw_levels(figure, panels, grids, scales, epsilon)
-    for panel, label in zip(panels, labels, strict=False):
+    size = 2.6 + 2.7 * columns, 1.3 + 2.8 * rows
+    figure, small = panels(*size, len(stack), columns, sharex=True, sharey=True)
+    lines = _draw_levels(figure, small, grids, scales, epsilon)
+    for panel, label in zip(small, labels, strict=True):
         panel.set_title(label, fontsize=10)
-    for panel in panels[len(stack) :]:
-        panel.set_axis_off()
-    for panel in panels[max(0, len(stack) - columns) : len(stack)]:
-        panel.tick_params(labelbottom=True)
+    for panel in small[max(0, len(small) - columns) :]:
         panel.set_xlabel(_FIRST)
-    for panel in panels[: len(stack) : columns]:
+    for panel in small[::columns]:
         panel.set_ylabel(_SECOND)
     shared.finish(figure, lines, title, warning)
     return figure
@@ -324,7 +318,7 @@ def _ends(places: Values) -> list[tuple[float, float]]:
 
 def _draw_levels(
     figure: Figure,
-    panels: list[Axes],
+    small: list[Axes],
     grids: Sequence[tuple[Values, Values]],
     scales: Sequence[Scale],
     epsilon: float | None,
@@ -335,11 +329,11 @@ def _draw_levels(
     baselines = [level for scale in scales for level in (scale.zero, scale.constant)]
     levels = _log_levels([grid for grid, _ in grids], [epsilon or np.nan, *baselines])
     there = False
-    for panel, (grid, places) in zip(panels, grids, strict=False):
+    for panel, (grid, places) in zip(small, grids, strict=True):
         filled = _fill(panel, grid, places, levels)
         if epsilon is not None:
             there |= _level(panel, shared.roots(grid, epsilon), places, 1, color="white", linewidth=1.5)
-    _bar(figure, filled, panels, scales, epsilon)
+    _bar(figure, filled, small, scales, epsilon)
     if epsilon is None:
         return []
     name = rf"J = $\epsilon$ = {shared.number(epsilon)}" + ("" if there else _ABSENT)

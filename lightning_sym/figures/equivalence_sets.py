@@ -1,6 +1,7 @@
 """Figures of sets of nearly equivalent weights: points, surfaces, embeddings, numbers, and the search for them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -18,18 +19,19 @@ from skimage.measure import marching_cubes
 
 from lightning_sym._checks import check_numbers
 from lightning_sym.figures import _equivalence as shared
-from lightning_sym.figures._equivalence import FoundPoint, Scale, Values
+from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures._panels import BLUE, GREEN, INK, PINK, SKY, VERMILION, Values, check_some, panels
 
 Faces = NDArray[np.int64]
 Mesh = tuple[ArrayLike, ArrayLike]  # vertices [v, 3] and the rows of its triangles [f, 3]
 
 _VIEWS = ((22.0, -60.0), (22.0, 30.0))  # elevation and azimuth
-_TUBE, _EXACT = "#56b4e9", "#d55e00"
+_TUBE, _EXACT = SKY, VERMILION
 _MOST_POINTS = 20_000
 _MOST_CURVES = 150  # of either kind
 _EMBEDDED = ("#0072b2", "#d62728", "#8e44c9", "#f0e442", "#8c510a")  # the paper's, for the first five points
 _LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
-_CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_CURVES = (BLUE, VERMILION, GREEN, PINK)
 
 
 def point_set(
@@ -40,8 +42,6 @@ def point_set(
     points: Sequence[FoundPoint],
     scale: Scale,
     *,
-    overlay: Mesh | None = None,
-    overlay_label: str = "exact class",
     most: int = _MOST_POINTS,
     title: str = "",
     warning: str | None = None,
@@ -55,8 +55,6 @@ def point_set(
         bound: Axes go from minus to plus this, or from the first to the second.
         points: Found points with three coefficients.
         scale: J0 and V, marked on the colour bar (with an arrow where they are beyond epsilon).
-        overlay: A surface to draw into it, as :func:`isosurface_mesh` returns.
-        overlay_label: What the legend says of that.
         most: Beyond this many, a fixed random choice is drawn; the title has both numbers.
         title: Above the figure.
         warning: Below the title in red.
@@ -77,26 +75,16 @@ def point_set(
     smallest = level[np.isfinite(level)].min(initial=np.inf)
     where, level = where[inside], level[inside]
     chosen = _thinned(len(where), most)
-    figure = Figure(figsize=(12, 6), layout="constrained", dpi=120)
     ends = bound if isinstance(bound, tuple) else (-bound, bound)
-    panels = _two_views(figure, ends)
+    figure, views = _two_views(6, ends)
     handles: list[Artist] = []
-    norm = Normalize(0, epsilon)
-    for axes in panels:
-        if overlay is not None:
-            _surfaces(axes, [(overlay, _EXACT, 0.35)])
-        axes.scatter(
-            *where[chosen].T, c=level[chosen], cmap="viridis", norm=norm, s=5, lw=0, alpha=0.7, depthshade=False,
-            rasterized=True, zorder=2,
-        )  # fmt: skip
+    for axes in views:
         handles = shared.draw_points(axes, points, 3, [ends] * 3)
         if not len(where):
             known = f"; the smallest is {shared.number(smallest)}" if np.isfinite(smallest) else ""
             shared.say(axes, f"No point of the grid has J < {shared.number(epsilon)}{known}.")
-    if overlay is not None:
-        handles.append(Patch(color=_EXACT, label=overlay_label))
-    bar = figure.colorbar(ScalarMappable(norm, "viridis"), ax=panels, shrink=0.75, pad=0.02, aspect=26)
-    shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
+    dots = {"s": 5, "alpha": 0.7, "depthshade": False, "zorder": 2}
+    _scatter(figure, views, where[chosen], level[chosen], epsilon, scale, dots, shrink=0.75, aspect=26)
     counted = f"J < {shared.number(epsilon)}: {len(where):,} grid points"
     counted += f", {len(chosen):,} of them drawn" if len(chosen) < len(where) else ""
     shared.finish(figure, handles, "\n".join(filter(None, [title, counted])), warning)
@@ -111,7 +99,6 @@ def isosurface(
     scale: Scale,
     *,
     overlay_field: ArrayLike | None = None,
-    overlay_label: str = "exact class",
     title: str = "",
     warning: str | None = None,
 ) -> Figure:
@@ -125,7 +112,6 @@ def isosurface(
         scale: J0 and V, which the legend states beside the level.
         overlay_field: A field whose zero level is drawn too, as the exact class; NaN outside its domain. Shape
             ``[n, n, n]``.
-        overlay_label: What the legend says of that.
         title: Above the figure.
         warning: Below the title in red.
 
@@ -144,19 +130,21 @@ def isosurface(
     if overlay_field is not None:
         exact = _marched(shared.checked("overlay_field", overlay_field, grid.shape), places, 0.0)
         layers.append((exact, _EXACT, 1.0))
-        handles.append(Patch(color=_EXACT, label=overlay_label + ("" if len(exact[1]) else " (not on this grid)")))
-    figure = Figure(figsize=(12, 6.4), layout="constrained", dpi=120)
+        handles.append(Patch(color=_EXACT, label="exact class" + ("" if len(exact[1]) else " (not on this grid)")))
     found: list[Artist] = []
     ends = float(places[0]), float(places[-1])
-    for axes in _two_views(figure, ends):
+    figure, views = _two_views(6.4, ends)
+    for axes in views:
         _surfaces(axes, layers)
         found = shared.draw_points(axes, points, 3, [ends] * 3)
         if not len(tube[1]):
             finite = grid[np.isfinite(grid)]
-            known = (
-                f": J goes from {shared.number(finite.min())} to {shared.number(finite.max())}" if finite.size else ""
+            span = (
+                ": J goes from {} to {}".format(*map(shared.number, (finite.min(), finite.max())))
+                if finite.size
+                else ""
             )
-            shared.say(axes, f"J = {shared.number(level)} nowhere on the grid{known}.")
+            shared.say(axes, f"J = {shared.number(level)} nowhere on the grid{span}.")
     shared.finish(figure, found + handles, title, warning)
     return figure
 
@@ -218,21 +206,14 @@ def embedding(
     where = shared.checked("coordinates", coordinates, [None, 2])
     level = shared.checked("values", values, [len(where)])
     check_numbers("> 0", epsilon=epsilon)
-    figure = Figure(figsize=(7.6, 6.2), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(7.6, 6.2)
     shown = np.isfinite(level) & np.isfinite(where).all(axis=1)
-    norm = Normalize(0, epsilon)
-    axes.scatter(
-        where[shown, 0], where[shown, 1], c=level[shown], cmap="viridis", norm=norm, s=9, lw=0, alpha=0.8,
-        rasterized=True,
-    )  # fmt: skip
+    _scatter(figure, [axes], where[shown], level[shown], epsilon, scale, {"s": 9, "alpha": 0.8}, aspect=28)
     handles = shared.draw_points(axes, points, 2, colors=_EMBEDDED + shared.COLORS[4:])
     if not shown.any():
         shared.say(axes, f"No point has J < {shared.number(epsilon)}.")
     axes.set(xlabel="first coordinate of the embedding", ylabel="second coordinate", xticks=[], yticks=[])
     axes.set_aspect("equal", adjustable="datalim")
-    bar = figure.colorbar(ScalarMappable(norm, "viridis"), ax=axes, pad=0.02, aspect=28)
-    shared.mark_scale(bar, [("$J_0$", scale.zero), ("V", scale.constant)], logarithmic=False)
     counted = f"{int(shown.sum()):,} weights with J < {shared.number(epsilon)}"
     shared.finish(figure, handles, "\n".join(filter(None, [title, counted])), warning)
     return figure
@@ -264,11 +245,9 @@ def betti_curve(
     places = shared.checked("epsilons", epsilons, [None])
     if not len(places) or not (places > 0).all():
         raise ValueError("epsilons must be positive, and at least one.")
-    if not numbers:
-        raise ValueError("numbers must have at least one entry, got none.")
+    check_some(numbers=numbers)
     order = np.argsort(places)
-    figure = Figure(figsize=(7.4, 4.8), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(7.4, 4.8)
     highest = 1.0
     for place, (name, counts) in enumerate(numbers.items()):
         count = shared.checked(f"numbers[{name!r}]", counts, [len(places)])[order]
@@ -296,27 +275,26 @@ def betti_curve(
 def search_curves(
     steps: ArrayLike,
     losses: ArrayLike,
-    thresholds: Sequence[float],
+    found: ArrayLike,
+    threshold: float,
     scale: Scale,
     *,
-    survived: ArrayLike | None = None,
-    levels: Mapping[str, float] | None = None,
+    levels: Mapping[str, float],
     title: str = "",
     warning: str | None = None,
 ) -> Figure:
     """Draw J of all candidates of a search over its steps, and where they ended.
 
-    Left, J on a logarithmic scale, which ends four decades below the smallest threshold; what is below that is drawn
+    Left, J on a logarithmic scale, which ends four decades below the threshold; what is below that is drawn
     at its end. Beyond 150 curves of a kind, a fixed random choice of them is drawn. Right, how many candidates ended
     at which multiple of J0, those beyond the right end in the last bar.
 
     Args:
         steps: Where J was measured, ascending. Shape ``[T]``.
         losses: J of every candidate; NaN where there is none, and at the end for one that failed so. Shape ``[T, R]``.
-        thresholds: Values of J that count, drawn as lines.
+        found: Which candidates were found, bool of shape ``[R]``.
+        threshold: Largest J of what is found, > 0; drawn as a line.
         scale: J0 and V, drawn as lines.
-        survived: Which candidates were kept, bool of shape ``[R]``; None for those that end below the largest of the
-            thresholds (with no threshold, below a hundredth of V).
         levels: Names and values of J of the bad minima, drawn as lines on the right.
         title: Above the figure.
         warning: Below the title in red.
@@ -332,18 +310,13 @@ def search_curves(
     if not curves.size:
         raise ValueError(f"losses must have at least one step and one candidate, got shape {list(curves.shape)}.")
     last = curves[-1]
-    if survived is None:
-        kept = last < max(thresholds, default=0.01 * scale.constant)
-    else:
-        kept = np.asarray(survived, dtype=bool)
-        shared.checked("survived", kept, [curves.shape[1]])
+    kept = np.asarray(found, dtype=bool)
+    shared.checked("found", kept, [curves.shape[1]])
     positive = curves[np.isfinite(curves) & (curves > 0)]
     highest = max(float(positive.max(initial=0)), scale.zero, scale.constant) or 1.0
-    counting = [tau for tau in thresholds if tau > 0]
-    lowest = max(min([float(positive.min(initial=highest)), *counting]), 1e-4 * min([*counting, 1e-8 * highest]))
-    figure = Figure(figsize=(12, 5), layout="constrained", dpi=120)
-    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    kinds = [("not found", ~kept, "#d55e00", (0, (4, 1.5))), ("found", kept, "#0072b2", "-")]
+    lowest = max(min(float(positive.min(initial=highest)), threshold), 1e-4 * min(threshold, 1e-8 * highest))
+    figure, (left, right) = panels(12, 5, 2, width_ratios=(1.5, 1))
+    kinds = [("not found", ~kept, VERMILION, (0, (4, 1.5))), ("found", kept, BLUE, "-")]
     handles: list[Artist] = []
     for name, which, color, dashes in kinds:
         of_kind = np.flatnonzero(which)
@@ -351,24 +324,20 @@ def search_curves(
         clipped = np.clip(curves[:, chosen], lowest / 2, None).T
         lines = [np.stack([times, curve], axis=-1) for curve in clipped]
         alpha = float(np.clip(12 / max(1, len(chosen)), 0.25, 0.9))
-        left.add_collection(
-            LineCollection(lines, colors=color, linestyles=[dashes], linewidths=1.1, alpha=alpha, rasterized=True)
-        )
+        look: dict[str, Any] = {"colors": color, "linestyles": [dashes], "alpha": alpha}
+        left.add_collection(LineCollection(lines, linewidths=1.1, rasterized=True, **look))
         some = f", {len(chosen)} drawn" if len(chosen) < len(of_kind) else ""
         handles.append(shared.line_handle(f"{name}: {len(of_kind)}{some}", color=color, linestyle=dashes, lw=1.8))
     for name, value, dashes in (("$J_0$", scale.zero, _LINES[1]), ("V", scale.constant, _LINES[2])):
         if np.isfinite(value) and value > 0:
-            handles.append(left.axhline(value, color=shared.INK, lw=1.5, linestyle=dashes, zorder=4))
+            handles.append(left.axhline(value, color=INK, lw=1.5, linestyle=dashes, zorder=4))
             handles[-1].set_label(f"{name} = {shared.number(value)}")
-    for place, value in enumerate(sorted(thresholds)):
-        line = left.axhline(value, color="#7a7a7a", lw=1.1, zorder=1)
-        if place == 0:
-            handles.append(line)
-            line.set_label("thresholds: " + ", ".join(map(shared.number, sorted(thresholds))))
+    handles.append(left.axhline(threshold, color="#7a7a7a", lw=1.1, zorder=1))
+    handles[-1].set_label(f"threshold: {shared.number(threshold)}")
     left.set(xlabel="step", ylabel="J", yscale="log", ylim=(lowest / 2, 2 * highest))
     left.set_xlim(times[0], times[-1] if times[-1] > times[0] else times[0] + 1)
     left.grid(alpha=0.25)
-    _outcomes(right, last, kept, scale, levels or {})
+    _outcomes(right, last, kept, scale, levels)
     shared.finish(figure, handles, title, warning)
     return figure
 
@@ -385,13 +354,8 @@ def _outcomes(axes: Axes, last: Values, kept: NDArray[np.bool_], scale: Scale, l
     end = 1.1 * max([1.0, *reference, float(np.quantile(ratios, 0.95)) if ratios.size else 0.0])
     edges = np.linspace(0, end, 61)
     inside = np.minimum(ratios, end * (1 - 1e-9))
-    axes.hist(
-        [inside[~kept[finite]], inside[kept[finite]]],
-        bins=list(edges),
-        stacked=True,
-        color=["#d55e00", "#0072b2"],
-        zorder=2,
-    )
+    kinds = [inside[~kept[finite]], inside[kept[finite]]]
+    axes.hist(kinds, bins=list(edges), stacked=True, color=[VERMILION, BLUE], zorder=2)
     _vertical_marks(axes, levels, unit)
     missing = int((~finite).sum())
     axes.set_title("Where the candidates ended" + (f" ({missing} not finite)" if missing else ""), fontsize=11)
@@ -406,7 +370,7 @@ def _vertical_marks(axes: Axes, marks: Mapping[str, float], unit: float = 1.0) -
     for place, (name, value) in enumerate(marks.items()):
         if np.isfinite(value):
             axes.axvline(
-                value / unit, color=shared.INK, lw=1.3, linestyle=_LINES[1:][place % 3], zorder=1.5,
+                value / unit, color=INK, lw=1.3, linestyle=_LINES[1:][place % 3], zorder=1.5,
                 label=f"{name} = {shared.number(value)}",
             )  # fmt: skip
 
@@ -418,18 +382,32 @@ def _thinned(count: int, most: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
 
 
-def _two_views(figure: Figure, ends: tuple[float, float]) -> list[Axes3D]:
-    panels = []
-    for place, (elevation, azimuth) in enumerate(_VIEWS):
-        axes = figure.add_subplot(1, 2, place + 1, projection="3d", computed_zorder=False)
-        assert isinstance(axes, Axes3D)
+def _scatter(
+    figure: Figure,
+    views: Sequence[Axes],
+    where: Values,
+    values: Values,
+    epsilon: float,
+    scale: Scale,
+    dots: Mapping[str, Any],
+    **bar: float,
+) -> None:
+    """Draw dots in the colors of J, from 0 to epsilon, and the bar of these colors."""
+    look: dict[str, Any] = {"c": values, "cmap": "viridis", "norm": Normalize(0, epsilon), "lw": 0, **dots}
+    for axes in views:
+        axes.scatter(*where.T, rasterized=True, **look)
+    shared.scale_bar(figure, ScalarMappable(look["norm"], "viridis"), views, scale, pad=0.02, **bar)
+
+
+def _two_views(height: float, ends: tuple[float, float]) -> tuple[Figure, list[Axes3D]]:
+    figure, views = shared.solids(12, height, 2)
+    for axes, (elevation, azimuth) in zip(views, _VIEWS, strict=True):
         axes.set(xlim=ends, ylim=ends, zlim=ends, xlabel="$c_1$", ylabel="$c_2$", zlabel="$c_3$")
         axes.view_init(elev=elevation, azim=azimuth)
         axes.set_box_aspect((1, 1, 1), zoom=0.98)
         for one in (axes.xaxis, axes.yaxis, axes.zaxis):
             one.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-        panels.append(axes)
-    return panels
+    return figure, views
 
 
 def _marched(field: Values, places: Values, level: float) -> tuple[Values, Faces]:

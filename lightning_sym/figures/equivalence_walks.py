@@ -6,6 +6,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from lightning_sym.figures import _equivalence as shared
+from lightning_sym.figures._panels import BLUE, GREEN, INK, SKY, VERMILION, panels
 
 
 def walk_curves(
@@ -43,23 +44,20 @@ def walk_curves(
     plain = shared.checked("distances", distances, [len(after)])
     places = shared.checked("orbit_steps", orbit_steps, [None])
     orbit = shared.checked("orbit_distances", orbit_distances, [len(places)])
-    figure = Figure(figsize=(13, 4.1), layout="constrained", dpi=120)
-    left, middle, right = figure.subplots(1, 3)
+    figure, (left, middle, right) = panels(13, 4.1, 3, title=title)
     steps = np.arange(len(after))
-    left.plot(steps, plain, color=shared.INK, lw=1.6, label="to the beginning")
+    left.plot(steps, plain, color=INK, lw=1.6, label="to the beginning")
     label = "to its orbit under the symmetry group" + (", at most" if bound else "")
-    left.plot(places, orbit, color="#d55e00", lw=1.6, ls="--", label=label)
+    left.plot(places, orbit, color=VERMILION, lw=1.6, ls="--", label=label)
     left.set(title="Where the walk goes", ylabel="distance of weights")
     left.set_ylim(bottom=0, top=1.2 * max(float(plain.max(initial=0)), float(orbit.max(initial=0)), 1e-12))
     left.legend(fontsize=8, loc="upper left")
-    lowest = 1e-34
-    middle.semilogy(
-        steps[1:], np.maximum(before, lowest), color="#56b4e9", lw=1, label="after a step along the tangent"
-    )
-    middle.semilogy(steps, np.maximum(after, lowest), color="#0072b2", lw=1.2, label="after the correction")
+    lowest, label = 1e-34, "after a step along the tangent"
+    middle.semilogy(steps[1:], np.maximum(before, lowest), color=SKY, lw=1, label=label)
+    middle.semilogy(steps, np.maximum(after, lowest), color=BLUE, lw=1.2, label="after the correction")
     middle.set(title="J on the way", ylabel="J")
     middle.legend(fontsize=8)
-    right.step(steps, degrees, where="mid", color="#009e73", lw=1.6)
+    right.step(steps, degrees, where="mid", color=GREEN, lw=1.6)
     right.set(title="Dimension of the class there", ylabel="weights less rank of the Jacobian")
     right.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     right.set_ylim(degrees.min() - 0.6, degrees.max() + 0.6)
@@ -67,6 +65,4 @@ def walk_curves(
         axes.set_xlabel("step")
         axes.margins(x=0.01)
         axes.grid(alpha=0.25)
-    if title:
-        figure.suptitle(title)
     return figure

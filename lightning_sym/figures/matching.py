@@ -4,26 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-# The same color for a method in all figures; from Okabe and Ito's palette, which color-blind readers can tell apart.
-_COLORS = {
-    "unmatched": "#7f7f7f",
-    "weights": "#0072b2",
-    "activations": "#d55e00",
-    "straight_through": "#cc79a7",
+from lightning_sym.figures import _panels as shared
+
+# Name, color and style of the line of a method, in all figures the same.
+_LOOKS = {
+    "unmatched": ("unmatched", "#7f7f7f", "-"),
+    "weights": ("weight matching", shared.BLUE, "-"),
+    "activations": ("activation matching", shared.VERMILION, "--"),
+    "straight_through": ("straight-through", shared.PINK, ":"),
 }
-_OTHERS = ("#009e73", "#56b4e9", "#e69f00", "#000000")
-_STYLES = {"unmatched": "-", "weights": "-", "activations": "--", "straight_through": ":"}
-_LABELS = {
-    "unmatched": "unmatched",
-    "weights": "weight matching",
-    "activations": "activation matching",
-    "straight_through": "straight-through",
-}
+_OTHERS = (shared.GREEN, shared.SKY, shared.ORANGE, shared.BLACK)
 
 
 @dataclass(frozen=True)
@@ -58,40 +52,29 @@ def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str =
     Raises:
         ValueError: If there are no columns.
     """
-    if not columns:
-        raise ValueError("columns must have at least one entry, got none.")
-    places = np.asarray(t, dtype=float)
-    figure = Figure(figsize=(1.2 + 3.3 * len(columns), 5.8), layout="constrained", dpi=120)
-    rows = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
-    for place, column in enumerate(columns):
-        for axes, named, factor in ((rows[0, place], column.loss, 1), (rows[1, place], column.accuracy, 100)):
-            for method, values in named.items():
-                _line(axes, places, factor * np.atleast_2d(np.asarray(values, dtype=float)), method)
+    shared.check_some(columns=columns)
+    places, count = np.asarray(t, dtype=float), len(columns)
+    figure, rows = shared.panels(1.2 + 3.3 * count, 5.8, 2 * count, count, title=title, sharex=True, sharey="row")
+    for above, below, column in zip(rows, rows[count:], columns, strict=False):
+        for axes, curves, factor in ((above, column.loss, 1), (below, column.accuracy, 100)):
+            for method, values in curves.items():
+                name, color, style = _look(method)
+                pairs = np.atleast_2d(np.asarray(values, dtype=float))
+                shared.band(axes, places, factor * pairs.T, color=color, ls=style, lw=2.2, label=name)
             axes.grid(alpha=0.25)
             axes.margins(x=0.01)
-        rows[0, place].set_title(column.title)
-        rows[1, place].set_xlabel("place $t$ on the line from A ($0$) to B ($1$)", fontsize=9)
-    rows[0, 0].set_ylim(bottom=0)
-    rows[0, 0].set_ylabel("loss, nats")
-    rows[1, 0].set_ylabel("accuracy, %")
-    handles, labels = rows[0, 0].get_legend_handles_labels()
+        above.set_title(column.title)
+        below.set_xlabel("place $t$ on the line from A ($0$) to B ($1$)", fontsize=9)
+    rows[0].set_ylim(bottom=0)
+    rows[0].set_ylabel("loss, nats")
+    rows[count].set_ylabel("accuracy, %")
+    handles, labels = rows[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    if title:
-        figure.suptitle(title)
     return figure
 
 
-def _line(axes: Axes, t: NDArray[np.float64], values: NDArray[np.float64], method: str) -> None:
-    color, style = _look(method)
-    axes.plot(t, values.mean(0), style, color=color, lw=2.2, label=_LABELS.get(method, method), zorder=3)
-    if len(values) > 1:
-        axes.fill_between(t, values.min(0), values.max(0), color=color, alpha=0.15, lw=0)
-
-
-def _look(method: str) -> tuple[str, str]:
-    if method in _COLORS:
-        return _COLORS[method], _STYLES[method]
-    return _OTHERS[sum(map(ord, method)) % len(_OTHERS)], "-."
+def _look(method: str) -> tuple[str, str, str]:
+    return _LOOKS.get(method, (method, _OTHERS[sum(map(ord, method)) % len(_OTHERS)], "-."))
 
 
 @dataclass(frozen=True)
@@ -122,31 +105,27 @@ def barrier_bars(panels: Sequence[Bars], *, title: str = "") -> Figure:
     Raises:
         ValueError: If there are no panels.
     """
-    if not panels:
-        raise ValueError("panels must have at least one entry, got none.")
-    figure = Figure(figsize=(1.6 + 2.9 * len(panels), 2.9), layout="constrained", dpi=120)
-    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    shared.check_some(panels=panels)
+    figure, row = shared.panels(1.6 + 2.9 * len(panels), 2.9, len(panels), title=title, sharey=True)
     for axes, panel in zip(row, panels, strict=True):
         for place, (method, values) in enumerate(panel.values.items()):
-            color, _ = _look(method)
+            _, color, _ = _look(method)
             mean = float(np.mean(values))
             axes.barh(place, mean, color=color, alpha=0.45, height=0.62)
             spread = np.linspace(-0.15, 0.15, len(values)) if len(values) > 1 else np.zeros(1)
             axes.plot(values, place + spread, "o", color=color, ms=3.5, zorder=3)
             low, high = panel.intervals[method]
             if np.isfinite(low):
-                axes.plot([low, high], [place, place], color="#1b1b1b", lw=1.4, zorder=4)
+                axes.plot([low, high], [place, place], color=shared.INK, lw=1.4, zorder=4)
             axes.annotate(
                 f"{mean:.3g}", (max(mean, *values), place), xytext=(6, 0), textcoords="offset points", va="center",
                 fontsize=8,
             )  # fmt: skip
-        axes.set_yticks(range(len(panel.values)), [_LABELS.get(method, method) for method in panel.values])
+        axes.set_yticks(range(len(panel.values)), [_look(method)[0] for method in panel.values])
         axes.margins(x=0.2)
         axes.set_xlim(left=min(0.0, *(min(values) for values in panel.values.values())))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_title(panel.title, fontsize=10)
         axes.grid(axis="x", alpha=0.25)
     row[0].invert_yaxis()
-    if title:
-        figure.suptitle(title)
     return figure

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -11,17 +12,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Values = NDArray[np.float64]
+from lightning_sym.figures import _panels as shared
+from lightning_sym.figures._panels import Values
 
-# Okabe and Ito's palette, which color-blind readers can tell apart; grey is for baselines.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c510a", "#5e3c99", "#b8a800")
+_COLORS = (
+    *(shared.BLUE, shared.VERMILION, shared.GREEN, shared.PINK, shared.SKY, shared.ORANGE, shared.BLACK),
+    *("#8c510a", "#5e3c99", "#b8a800"),
+)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", "h")
-_GREYS = ("#7a7a7a", "#a0a0a0", "#5a5a5a", "#b5b5b5")
+_GREYS = ("#7a7a7a", "#a0a0a0", "#5a5a5a", "#b5b5b5")  # for baselines
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (2, 1, 2, 3)))
 _HATCHES = ("////", "....", "xxxx")
-_INK = "#1b1b1b"
 # Beyond this many points the vertical axis of penalties is logarithmic, if there are larger ones.
 _LINEAR = 10.0
 
@@ -107,32 +110,33 @@ def penalty_curves(panels: Sequence[PenaltyPanel], title: str = "") -> Figure:
         Godfrey et al. (2022), "On the Symmetries of Deep Learning Models and their Internal Representations",
         arXiv:2205.14258, figures of section 4, whose error bars are the standard deviation over pairs.
     """
-    if not panels:
-        raise ValueError("panels must have at least one entry, got none.")
+    shared.check_some(panels=panels)
     for panel in panels:
         _check(panel.sites, panel.families, f"panel {panel.title!r}")
     looks = _looks([family for panel in panels for family in panel.families])
     most = max(len(panel.sites) for panel in panels)
     widths = [1.0 + _site_width(most) * len(panel.sites) for panel in panels]
-    figure = Figure(figsize=(2.4 + sum(widths), 4.2 if most <= 8 else 5.4), layout="constrained", dpi=120)
-    row = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    size = 2.4 + sum(widths), 4.2 if most <= 8 else 5.4
+    figure, row = shared.panels(*size, len(panels), title=title, sharey=True, width_ratios=widths)
+    ends = []
     for axes, panel in zip(row, panels, strict=True):
         trained = [family.name for family in panel.families if not family.baseline]
         for family in panel.families:
-            mean, below, above = _errors(family)
+            mean, lengths = _errors(family)
+            ends.append(mean + lengths * [[-1], [1]])
+            x, look = np.arange(len(panel.sites), dtype=np.float64), looks[family.name]
+            if family.baseline:
+                axes.plot(x, mean, marker=".", ms=3, zorder=2, **look)
+                continue
             # Error bars of one site side by side.
-            shift = 0.0 if family.baseline else 0.07 * (trained.index(family.name) - (len(trained) - 1) / 2)
-            shift *= min(1.0, 5 / max(1, len(trained)))
-            _curve(axes, np.arange(len(panel.sites), dtype=np.float64) + shift, mean, below, above, looks[family.name])
+            shift = 0.07 * (trained.index(family.name) - (len(trained) - 1) / 2) * min(1.0, 5 / len(trained))
+            bars: dict[str, Any] = {"elinewidth": 1.2, "capsize": 2, "mec": "white", "mew": 0.5}
+            axes.errorbar(x + shift, mean, lengths, zorder=3, **bars, **look)
         axes.set_title(panel.title, fontsize=10)
         _name_sites(axes, panel.sites)
-        axes.grid(axis="y", alpha=0.25)
-        axes.axhline(0, color=_INK, lw=0.9, zorder=1)
-    _penalty_axis(row[0], [_ends(family) for panel in panels for family in panel.families], row)
-    figure.legend(handles=[look.handle() for look in looks.values()], loc="outside right center", frameon=False,
-                  fontsize=9, handlelength=2.6)  # fmt: skip
-    if title:
-        figure.suptitle(title)
+    row[0].set_ylabel(_penalty_axis(row, ends))
+    handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
+    shared.legend_beside(figure, handles, handlelength=2.6)
     return figure
 
 
@@ -163,40 +167,24 @@ def penalty_heat_map(values: ArrayLike, sites_a: Sequence[str], sites_b: Sequenc
         )
     rows, columns = points.shape
     long = max(map(len, [*sites_a, *sites_b])) * 0.065
-    cell = 0.62 if max(rows, columns) <= 8 else 0.42
-    figure = Figure(
-        figsize=(max(4.2, 2.0 + long + cell * columns), max(3.2, 1.4 + long + cell * rows)), layout="constrained",
-        dpi=120,
-    )  # fmt: skip
-    axes = figure.add_subplot()
+    cell, fontsize = (0.62, 8) if max(rows, columns) <= 8 else (0.42, 6.5)
+    size = max(4.2, 2.0 + long + cell * columns), max(3.2, 1.4 + long + cell * rows)
+    figure, (axes,) = shared.panels(*size, title=title)
+    texts = [[_number(value) if abs(value) < 9.95 or cell > 0.5 else f"{value:.0f}" for value in row] for row in points]
+    for row, column in np.argwhere(~np.isfinite(points)):
+        texts[row][column] = ""
+        corner = column - 0.5, row - 0.5
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, hatch="////", edgecolor="#a0a0a0", lw=0))
     finite = points[np.isfinite(points)]
-    top = max(float(finite.max(initial=0.0)), 1.0)
-    bottom = min(float(finite.min(initial=0.0)), 0.0)
+    limits = float(finite.min(initial=0.0)), float(finite.max(initial=1.0))
     colors = colormaps["cividis_r"].with_extremes(bad="#e6e6e6")
-    image = axes.imshow(np.ma.masked_invalid(points), cmap=colors, vmin=bottom, vmax=top)
-    for row in range(rows):
-        for column in range(columns):
-            value = points[row, column]
-            if np.isfinite(value):
-                red, green, blue, _ = image.cmap(image.norm(value))
-                dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-                axes.text(
-                    column, row, _number(value) if abs(value) < 9.95 or cell > 0.5 else f"{value:.0f}",
-                    ha="center", va="center", fontsize=8 if cell > 0.5 else 6.5, color="white" if dark else _INK,
-                )  # fmt: skip
-            else:
-                axes.add_patch(
-                    Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#a0a0a0", lw=0)
-                )
+    image = shared.numbered_cells(axes, points, texts, colors, limits, fontsize)
     longest = max(map(len, sites_b))
     flat = longest <= 4 or (longest <= 7 and cell > 0.5)
     axes.set_xticks(range(columns), list(sites_b), rotation=0 if flat else 90, fontsize=8)
     axes.set_yticks(range(rows), list(sites_a), fontsize=8)
-    axes.set_xlabel("continued in B after")
-    axes.set_ylabel("A up to")
+    axes.set(xlabel="continued in B after", ylabel="A up to")
     figure.colorbar(image, ax=axes, label="stitching penalty, points of accuracy", shrink=0.9, pad=0.02)
-    if title:
-        figure.suptitle(title)
     return figure
 
 
@@ -220,41 +208,31 @@ def sparsity_against_penalty(families: Sequence[SparsityFamily], sites: Sequence
     _check(sites, families, "the figure")
     looks = _looks(families)
     columns = min(4, len(sites))
-    rows = -(-len(sites) // columns)
-    figure = Figure(figsize=(2.6 + 2.3 * columns, 0.9 + 2.5 * rows), layout="constrained", dpi=120)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    panels: list[Axes] = list(grid.flat)
+    size = 2.6 + 2.3 * columns, 0.9 + 2.5 * -(-len(sites) // columns)
+    figure, panels = shared.panels(*size, len(sites), columns, title=title, sharex=True, sharey=True)
+    ranks = {name: rank for rank, name in enumerate(looks)}
     ends = []
-    order = list(looks)
-    for place, (axes, site) in enumerate(zip(panels, sites, strict=False)):
-        for family in families:
-            x = float(np.asarray(family.sparsity, dtype=float)[place])
-            y = 100 * float(np.asarray(family.penalty, dtype=float)[place])
+    for family in families:
+        look, rank = looks[family.name], ranks[family.name]
+        stds = np.zeros(len(sites)) if family.std is None else family.std
+        sparsities, penalties, stds = (
+            np.asarray(part, dtype=float) for part in (family.sparsity, family.penalty, stds)
+        )
+        for axes, x, y, error in zip(panels, sparsities, 100 * penalties, 100 * np.nan_to_num(stds), strict=True):
             if not (np.isfinite(x) and np.isfinite(y)):
                 continue
-            look, rank = looks[family.name], order.index(family.name)
-            error = 0.0 if family.std is None else 100 * float(np.asarray(family.std, dtype=float)[place])
-            if np.isfinite(error) and error > 0:
-                axes.errorbar(x, y, yerr=error, color=look.color, lw=1.2, capsize=2, zorder=2)
-            axes.add_line(_marker(look, rank, [x], [y]))
-            ends.append(np.array([y - (error if np.isfinite(error) else 0), y + (error if np.isfinite(error) else 0)]))
-        axes.set_title(_wrapped(site), fontsize=9)
+            if error > 0:
+                axes.errorbar(x, y, yerr=error, color=look["color"], lw=1.2, capsize=2, zorder=2)
+            axes.add_line(_marker(family.name, look, rank, [x], [y]))
+            ends.append(y + error * np.array([-1, 1]))
+    for axes, site in zip(panels, sites, strict=True):
+        axes.set_title("\n".join(textwrap.wrap(site, 26)) or site, fontsize=9)
         axes.set_xlim(-0.04, 1.04)
         axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-        axes.grid(alpha=0.25)
-        axes.axhline(0, color=_INK, lw=0.9, zorder=1)
-    for axes in panels[len(sites) :]:
-        axes.set_axis_off()
-    for place in range(columns):  # the lowest panel of each column has the numbers
-        axes = panels[max(index for index in range(len(sites)) if index % columns == place)]
-        axes.tick_params(labelbottom=True)
-    _penalty_axis(grid[0, 0], ends, panels[: len(sites)], label=False)
+        axes.grid(axis="x", alpha=0.25)
     figure.supxlabel("sparsity: fraction of zeros in the map", fontsize=10)
-    figure.supylabel(_penalty_label(ends), fontsize=10)
-    handles = [_marker(look, rank) for rank, look in enumerate(looks.values())]
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
-    if title:
-        figure.suptitle(title)
+    figure.supylabel(_penalty_axis(panels, ends), fontsize=10)
+    shared.legend_beside(figure, (_marker(name, look, ranks[name]) for name, look in looks.items()))
     return figure
 
 
@@ -284,87 +262,53 @@ def rotation_penalty(sites: Sequence[str], kinds: Sequence[PenaltyFamily], title
     width = 0.82 / len(kinds)
     few = len(sites) * len(kinds) <= 24
     group = max(0.3 + 0.3 * len(kinds) if few else 0.18 * len(kinds), _site_width(len(sites)))
-    figure = Figure(figsize=(3.6 + len(sites) * group, 3.8), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
-    handles = []
-    ends = [_ends(kind) for kind in kinds]
+    figure, (axes,) = shared.panels(3.6 + len(sites) * group, 3.8, title=title)
+    handles, ends = [], []
     for place, kind in enumerate(kinds):
-        mean, below, above = _errors(kind)
+        mean, lengths = _errors(kind)
+        ends.append(mean + lengths * [[-1], [1]])
         x = np.arange(len(sites)) + (place - (len(kinds) - 1) / 2) * width
-        look = looks[kind.name]
-        hatch = _HATCHES[place % 3] if kind.baseline else None
-        filled = "white" if kind.baseline else look.color
-        axes.bar(x, np.nan_to_num(mean), 0.92 * width, facecolor=filled, edgecolor=look.color, hatch=hatch, zorder=2)
-        shown = np.isfinite(mean) & (below + above > 0)
-        axes.errorbar(x[shown], mean[shown], [below[shown], above[shown]], fmt="none", ecolor=_INK, elinewidth=1.1,
-                      capsize=2.5, zorder=4)  # fmt: skip
-        for at, value, up in zip(x, mean, above, strict=True):
+        color = looks[kind.name]["color"]
+        look: dict[str, Any] = {"facecolor": color, "edgecolor": color}
+        if kind.baseline:
+            look |= {"facecolor": "white", "hatch": _HATCHES[place % 3]}
+        axes.bar(x, np.nan_to_num(mean), 0.92 * width, zorder=2, **look)
+        shown = np.isfinite(mean) & (lengths.sum(axis=0) > 0)
+        bars: dict[str, Any] = {"fmt": "none", "ecolor": shared.INK, "elinewidth": 1.1, "capsize": 2.5}
+        axes.errorbar(x[shown], mean[shown], lengths[:, shown], zorder=4, **bars)
+        for at, value, up in zip(x, mean, lengths[1], strict=True):
             if np.isfinite(value) and few:
                 axes.annotate(
                     _number(value), (at, max(value + up, 0)), xytext=(0, 2), textcoords="offset points", ha="center",
                     fontsize=7, color="#444444",
                 )  # fmt: skip
-        handles.append(Rectangle((0, 0), 1, 1, label=kind.name, facecolor=filled, edgecolor=look.color, hatch=hatch))
-    axes.axhline(0, color=_INK, lw=0.9, zorder=3)
+        handles.append(Rectangle((0, 0), 1, 1, label=kind.name, **look))
     _name_sites(axes, sites)
-    _penalty_axis(axes, ends, [axes], label=False)
-    axes.set_ylabel(_penalty_label(ends, "rotation"))
-    axes.set_ylim(top=axes.get_ylim()[1] * (1.12 if _is_logarithmic(ends) else 1.03))  # for the numbers
-    axes.grid(axis="y", alpha=0.25)
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
-    if title:
-        figure.suptitle(title)
+    axes.set_ylabel(_penalty_axis([axes], ends, "rotation"))
+    axes.set_ylim(top=axes.get_ylim()[1] * (1.12 if axes.get_yscale() == "symlog" else 1.03))  # for the numbers
+    shared.legend_beside(figure, handles)
     return figure
 
 
 # ---- looks
 
 
-@dataclass(frozen=True)
-class _Look:
-    name: str
-    color: str
-    marker: str | None
-    dashes: tuple[int, tuple[float, ...]] | None
-
-    def handle(self) -> Line2D:
-        if self.marker is None:
-            return Line2D([], [], color=self.color, lw=1.2, ls=self.dashes or "-", label=self.name)
-        return Line2D([], [], color=self.color, lw=1.8, marker=self.marker, ms=5.5, label=self.name)
+def _looks(families: Sequence[PenaltyFamily | SparsityFamily]) -> dict[str, dict[str, Any]]:
+    """Return the line of every family by name, trained ones first; by order of appearance, the same in all panels."""
+    trained = dict.fromkeys(family.name for family in families if not family.baseline)
+    others = dict.fromkeys(family.name for family in families if family.baseline and family.name not in trained)
+    return {
+        name: {"color": _COLORS[place % 10], "marker": _MARKERS[place % 10], "lw": 1.8, "ms": 5.5}
+        for place, name in enumerate(trained)
+    } | {name: {"color": _GREYS[place % 4], "ls": _DASHES[place % 4], "lw": 1.2} for place, name in enumerate(others)}
 
 
-def _looks(families: Sequence[PenaltyFamily | SparsityFamily]) -> dict[str, _Look]:
-    """Return the look of every family by name, trained ones first; by order of appearance, the same in all panels."""
-    looks: dict[str, _Look] = {}
-    for baseline in (False, True):
-        names = dict.fromkeys(family.name for family in families if family.baseline == baseline)
-        for place, name in enumerate(name for name in names if name not in looks):
-            if baseline:
-                marker = None
-                looks[name] = _Look(name, _GREYS[place % 4], marker, _DASHES[place % 4])
-            else:
-                looks[name] = _Look(name, _COLORS[place % 10], _MARKERS[place % 10], None)
-    return looks
-
-
-def _marker(look: _Look, rank: int, x: Sequence[float] = (), y: Sequence[float] = ()) -> Line2D:
+def _marker(name: str, look: dict[str, Any], rank: int, x: Sequence[float] = (), y: Sequence[float] = ()) -> Line2D:
     """Return markers, for the legend if without places; hollow for baselines, smaller for later ones, so all show."""
-    hollow = look.marker is None
-    return Line2D(
-        x, y, ls="", marker=_MARKERS[rank % 10] if look.marker is None else look.marker, ms=max(5.0, 9.5 - 0.8 * rank),
-        color=look.color, mfc="none" if hollow else look.color, mec=look.color if hollow else "white",
-        mew=1.4 if hollow else 0.6, label=look.name, zorder=3, clip_on=False,
-    )  # fmt: skip
-
-
-def _curve(axes: Axes, x: Values, mean: Values, below: Values, above: Values, look: _Look) -> None:
-    if look.marker is None:
-        axes.plot(x, mean, color=look.color, lw=1.2, ls=look.dashes, marker=".", ms=3, zorder=2)
-        return
-    axes.errorbar(
-        x, mean, [below, above], color=look.color, lw=1.8, marker=look.marker, ms=5.5, mec="white", mew=0.5,
-        elinewidth=1.2, capsize=2, zorder=3,
-    )  # fmt: skip
+    color = look["color"]
+    face = {"mfc": color, "mec": "white", "mew": 0.6} if "marker" in look else {"mfc": "none", "mec": color, "mew": 1.4}
+    marker, size = look.get("marker", _MARKERS[rank % 10]), max(5.0, 9.5 - 0.8 * rank)
+    return Line2D(x, y, ls="", marker=marker, ms=size, color=color, label=name, zorder=3, clip_on=False, **face)
 
 
 # ---- numbers
@@ -377,13 +321,9 @@ def _check(sites: Sequence[str], families: Sequence[PenaltyFamily] | Sequence[Sp
             "was measured, or leave it out."
         )
     for family in families:
-        named = (
-            {"mean": family.mean, "low": family.low, "high": family.high, "std": family.std}
-            if isinstance(family, PenaltyFamily)
-            else {"sparsity": family.sparsity, "penalty": family.penalty}
-            | ({} if family.std is None else {"std": family.std})
-        )
-        for name, values in named.items():
+        for name, values in vars(family).items():
+            if name in ("name", "baseline") or values is None:
+                continue
             if np.shape(values) != (len(sites),):
                 raise ValueError(
                     f"{name} of the family {family.name!r} must have one value per site ({len(sites)} in {where}), "
@@ -391,16 +331,15 @@ def _check(sites: Sequence[str], families: Sequence[PenaltyFamily] | Sequence[Sp
                 )
 
 
-def _errors(family: PenaltyFamily) -> tuple[Values, Values, Values]:
-    """Return the mean and the lengths of the error bars below and above it, in points; lengths are finite."""
+def _errors(family: PenaltyFamily) -> tuple[Values, Values]:
+    """Return the mean ``[S]`` and the lengths of the error bars below and above it ``[2, S]``, finite, in points."""
     mean, low, high, std = (
         100 * np.asarray(values, dtype=float) for values in (family.mean, family.low, family.high, family.std)
     )
     whole = np.isfinite(low) & np.isfinite(high)
-    below, above = np.where(whole, mean - low, std), np.where(whole, high - mean, std)
+    lengths = np.where(whole, [mean - low, high - mean], std)
     # A bootstrap interval may leave its mean out; a bar has no negative length.
-    lengths = np.nan_to_num(np.stack([below, above]), nan=0, posinf=0, neginf=0).clip(min=0)
-    return mean, lengths[0], lengths[1]
+    return mean, np.nan_to_num(lengths, nan=0, posinf=0, neginf=0).clip(min=0)
 
 
 def _number(value: float) -> str:
@@ -408,45 +347,42 @@ def _number(value: float) -> str:
     return f"{round(value, 1) + 0.0:.1f}"
 
 
-def _ends(family: PenaltyFamily) -> Values:
-    mean, below, above = _errors(family)
-    return np.concatenate([mean - below, mean + above])
-
-
 # ---- axes
 
 
-def _is_logarithmic(ends: Sequence[Values]) -> bool:
-    largest = max((float(np.nanmax(part)) for part in ends if np.isfinite(part).any()), default=0.0)
-    return largest > 2.5 * _LINEAR
+def _penalty_axis(panels: Sequence[Axes], ends: Sequence[Values], kind: str = "stitching") -> str:
+    """Scale the shared vertical axis to what is drawn; if penalties are very large, so that small ones are seen.
 
+    Args:
+        panels: All panels.
+        ends: Where bars end, or other things that are drawn.
+        kind: What the penalty is of.
 
-def _penalty_label(ends: Sequence[Values], kind: str = "stitching") -> str:
-    label = f"{kind} penalty, points of accuracy"
-    return f"{label}\n(linear to {_LINEAR:.0f}, logarithmic above)" if _is_logarithmic(ends) else label
-
-
-def _penalty_axis(first: Axes, ends: Sequence[Values], row: Sequence[Axes], *, label: bool = True) -> None:
-    """Scale the shared vertical axis to what is drawn; if penalties are very large, so that small ones are seen."""
-    if label:
-        first.set_ylabel(_penalty_label(ends))
-    finite = np.concatenate([part[np.isfinite(part)] for part in ends] or [np.zeros(0)])
-    lowest, highest = min(0.0, float(finite.min(initial=0))), max(1.0, float(finite.max(initial=0)))
-    if not _is_logarithmic(ends):
+    Returns:
+        The label of the axis.
+    """
+    drawn = np.concatenate([np.ravel(part) for part in ends] or [np.zeros(0)])
+    finite = drawn[np.isfinite(drawn)]
+    lowest, highest = float(finite.min(initial=0.0)), float(finite.max(initial=1.0))
+    for axes in panels:
+        axes.grid(axis="y", alpha=0.25)
+        axes.axhline(0, color=shared.INK, lw=0.9, zorder=3 if kind == "rotation" else 1)
+    label, first = f"{kind} penalty, points of accuracy", panels[0]
+    if highest <= 2.5 * _LINEAR:
         margin = 0.05 * (highest - lowest)
         first.set_ylim(lowest - margin, highest + margin)
-        return
+        return label
     # The linear part takes as much room as the decade above it.
-    for axes in row:
+    for axes in panels:
         axes.set_yscale("symlog", linthresh=_LINEAR, linscale=1.0, subs=[])
         axes.axhspan(_LINEAR, 1e4, color="#f2f2f2", lw=0, zorder=0)
     ticks = [-40, -20, -10, -5, 0, 2, 4, 6, 8, 10, 20, 40, 60, 100]
-    bottom = lowest * 1.1 if lowest < 0 else 0.0
-    bottom = min(bottom, -0.5)
+    bottom = min(lowest * 1.1, -0.5)
     first.set_ylim(bottom, highest * 1.15)
     first.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if bottom <= tick <= highest * 1.15]))
     first.yaxis.set_minor_locator(NullLocator())
     first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    return f"{label}\n(linear to {_LINEAR:.0f}, logarithmic above)"
 
 
 def _site_width(sites: int) -> float:
@@ -462,7 +398,3 @@ def _name_sites(axes: Axes, sites: Sequence[str]) -> None:
         rotation_mode="anchor" if upright else "default",
     )  # fmt: skip
     axes.set_xlim(-0.6, len(sites) - 0.4)
-
-
-def _wrapped(name: str) -> str:
-    return "\n".join(textwrap.wrap(name, 26)) or name

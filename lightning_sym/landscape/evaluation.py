@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
@@ -73,6 +74,14 @@ class LossSurface:
             zero function's J, and for topology; float32 for pictures. Sums over inputs are taken in float64 always.
         chunk: Points evaluated together, >= 1; None for what fits the cache (CPU) or 256 MiB.
 
+    Attributes:
+        method: The method used; ``"auto"`` until the first evaluation if it has to be timed. Set it to that of another
+            surface of the same network to get the same bits.
+        inputs: As they are evaluated.
+        targets: Likewise.
+        size: The number P of trainable parameters.
+        seconds_per_point: How long each point of the last evaluation took; None before.
+
     Raises:
         ValueError: If an argument is out of range, shapes do not fit, or the method is not possible for the network.
 
@@ -112,53 +121,44 @@ class LossSurface:
         self.loss = loss
         self._squared = loss == "squared_distance"
         self.seconds_per_point: float | None = None
-        self.inputs, self.targets = (
-            self._data(tensor, name) for tensor, name in ((inputs, "inputs"), (targets, "targets"))
-        )
+        self.inputs, self.targets = self._data(inputs, "inputs"), self._data(targets, "targets")
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"There are {len(self.inputs)} inputs and {len(self.targets)} targets; pass one for each.")
 
         self._spaces: dict[str, Tensor] = {}
         self._line = self._closed_form(network, inputs, targets)
         self._network, self._flat = self._private(network)
-        width = self._check_outputs()
-        self._blocks = self._input_blocks(width)
+        self._frozen = {name: value for name, value in self._network.named_parameters() if name not in self._shapes}
+        self._width = self._check_outputs()
+        self._blocks = self._input_blocks()
         self._first: FirstLayer | None = None
-        self._why_not_affine = ""
         try:
             self._first = find_first_layer(self._network)
         except ValueError as error:
-            self._why_not_affine = str(error)
+            if method == "affine":
+                raise ValueError(f"method='affine' is not possible here: {error} Use 'auto'.") from error
         self._plane: tuple[WeightPlane, Tensor, list[Tensor]] | None = None
         self._shape: tuple[int, ...] = ()  # of the first layer's output for one input
-        self._width, self._chunk = width, chunk
-        self._method: Method = method
+        self._chunk = chunk
         if method == "closed_form" and self._line is None:
             raise ValueError(
                 "method='closed_form' needs a MultiLayerPerceptron with one input, one hidden layer of ReLUs, one "
                 "output and no biases, and the squared distance; use 'auto'."
             )
-        if method == "affine" and self._first is None:
-            raise ValueError(f"method='affine' is not possible here: {self._why_not_affine} Use 'auto'.")
-        if method == "auto":
-            self._method = self._rule()
-
-    @property
-    def method(self) -> Method:
-        """The method used; ``"auto"`` until the first evaluation if it has to be timed."""
-        return self._method
+        self.method: Method = self._rule() if method == "auto" else method
 
     @property
     def chunk(self) -> int:
         """Points evaluated together."""
         if self._chunk is not None:
             return self._chunk
-        if self._method == "closed_form":
+        if self.method == "closed_form":
             return _CLOSED_FORM_POINTS
-        if self._method == "loop" or (self._method == "affine" and self._dense is None):
+        if self.method in ("loop", "affine") and not self._batched:
             return _LOOP_POINTS
-        largest, width = max(stop - start for start, stop in self._blocks), self._width
-        if self._method == "affine" and self._first is not None:  # what enters the first layer is there once
+        largest: int = max(block.stop - block.start for block in self._blocks)
+        width = self._width
+        if self.method == "affine" and self._first is not None:  # what enters the first layer is there once
             parts = [self._first.layer, *(self._network.get_submodule(name) for name in self._dense or ())]
             width = max(part.out_features for part in parts if isinstance(part, nn.Linear))
         return max(1, min(4096, self._bytes // (largest * width * self.dtype.itemsize)))
@@ -211,41 +211,32 @@ class LossSurface:
         Returns:
             The method that :meth:`at` and :meth:`on` will use.
         """
-        if self._method == "auto":
+        if self.method == "auto":
             seconds: dict[Method, float] = {}
             for method in self._possible(plane):
-                self._method = method
+                self.method = method
                 few = rows[: min(self.chunk, _LOOP_POINTS)]
                 try:
                     self._evaluate(plane, few, None)
                 except (RuntimeError, NotImplementedError):  # no batched version, or too little memory
                     if method == "loop":
-                        self._method = "auto"
+                        self.method = "auto"
                         raise
                     continue
                 start = time.perf_counter()
                 self._evaluate(plane, few, None)
                 seconds[method] = time.perf_counter() - start
-            self._method = min(seconds, key=seconds.__getitem__)
-        return self._method
-
-    def use(self, method: Method) -> None:
-        """Set the method, for example to that of another process.
-
-        Args:
-            method: One that another surface of the same network chose.
-        """
-        self._method = method
+            self.method = min(seconds, key=seconds.__getitem__)
+        return self.method
 
     def description(self) -> tuple[str, ...]:
         """Return words for network, loss, method, precision, device and chunk: what losses depend on beside tensors."""
         loss = self.loss if isinstance(self.loss, str) else f"{self.loss.__module__}.{_name(self.loss)}"
-        return repr(self._network), loss, self._method, str(self.dtype), self.device.type, str(self.chunk)
+        return repr(self._network), loss, self.method, str(self.dtype), self.device.type, str(self.chunk)
 
     def constants(self) -> list[Tensor]:
         """Return the tensors that losses depend on beside the weights: inputs, targets, frozen weights, buffers."""
-        frozen = [value for name, value in self._network.named_parameters() if name not in self._shapes]
-        return [self.inputs, self.targets, *frozen, *self._network.buffers()]
+        return [self.inputs, self.targets, *self._frozen.values(), *self._network.buffers()]
 
     # ---- what a surface is made of
 
@@ -307,15 +298,15 @@ class LossSurface:
     def _bytes(self) -> int:
         return _CPU_BYTES if self.device.type == "cpu" else _DEVICE_BYTES
 
-    def _input_blocks(self, width: int) -> list[tuple[int, int]]:
-        """Return the ends of the blocks of inputs: a first one for early rejection, then equal ones that fit."""
+    def _input_blocks(self) -> list[slice]:
+        """Return the blocks of inputs: a first one for early rejection, then equal ones that fit."""
         count = len(self.inputs)
-        most = max(2 * _FIRST_INPUTS, self._bytes // (width * self.dtype.itemsize))
+        most = max(2 * _FIRST_INPUTS, self._bytes // (self._width * self.dtype.itemsize))
         if count < 2 * _FIRST_INPUTS:
-            return [(0, count)]
+            return [slice(0, count)]
         others = -(-(count - _FIRST_INPUTS) // most)
         ends = [_FIRST_INPUTS + (count - _FIRST_INPUTS) * index // others for index in range(others + 1)]
-        return [(0, _FIRST_INPUTS), *itertools.pairwise(ends)]
+        return [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
 
     @property
     def _dense(self) -> tuple[str, ...] | None:
@@ -354,80 +345,65 @@ class LossSurface:
         result = torch.empty(len(rows), dtype=torch.float64)
         if not len(rows):
             return result
-        if self._method == "auto":
+        if self.method == "auto":
             self.choose(plane, rows)
+        losses = self._closed_losses if self.method == "closed_form" else self._network_losses
         start_time = time.perf_counter()
         with self._quietly():
-            run = self._runner(plane)
             for start in range(0, len(rows), self.chunk):
                 stop = start + self.chunk
-                result[start:stop] = run(rows[start:stop], below).to("cpu", torch.float64)
+                result[start:stop] = losses(plane, rows[start:stop], below).to("cpu", torch.float64)
         result.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         if below is not None:
             result.masked_fill_(result >= below, torch.inf)
         self.seconds_per_point = (time.perf_counter() - start_time) / len(rows)
         return result
 
-    def _runner(self, plane: WeightPlane | None) -> Callable[[Tensor, float | None], Tensor]:
-        """Return the function from a chunk of coefficients or vectors to losses."""
-        matrix, outputs = self._prepared(plane) if plane is not None else (None, None)
+    def _closed_losses(self, plane: WeightPlane | None, rows: Tensor, below: float | None) -> Tensor:
+        """Return the losses at a chunk of coefficients or vectors from their slopes."""
+        assert self._line is not None
+        rows = rows.to("cpu", torch.float64)
+        columns = rows.T.contiguous() if plane is None else torch.addmm(plane.centre[:, None], plane.basis, rows.T)
+        return self._line.loss(columns)
 
-        def weights(rows: Tensor) -> Tensor:
-            rows = rows.to(self.device, self.dtype)
-            return rows if matrix is None else _with_one(rows) @ matrix
+    def _network_losses(self, plane: WeightPlane | None, rows: Tensor, below: float | None) -> Tensor:
+        """Return the losses at a chunk of coefficients or vectors, from one block of inputs after another."""
+        rows = rows.to(self.device, self.dtype)
+        matrix, firsts = self._prepared(plane) if plane is not None else (None, None)
+        coefficients = rows if matrix is None else _with_one(rows)
+        vectors = rows if matrix is None else coefficients @ matrix
+        total = torch.zeros(len(rows), dtype=wide(self.device), device=self.device)
+        # Points that are computed together are given up together.
+        points = [slice(0, len(rows))] if self._batched else [slice(k, k + 1) for k in range(len(rows))]
+        for index, block in enumerate(self._blocks):
+            for some in points:
+                hidden = None if firsts is None else self._affine(coefficients[some], firsts[index])
+                outputs = self._outputs(vectors[some], hidden, self.inputs[block])
+                total[some] += self._sums(outputs, self.targets[block], below)
+            if below is not None:
+                over = total / len(self.inputs) >= below
+                points = [some for some in points if not bool(over[some].all())]
+        return total / len(self.inputs)
 
-        def closed(rows: Tensor, below: float | None) -> Tensor:
-            assert self._line is not None
-            rows = rows.to("cpu", torch.float64)
-            if plane is None:
-                return self._line.loss(rows.T.contiguous())
-            return self._line.loss(torch.addmm(plane.centre[:, None], plane.basis, rows.T))
+    @property
+    def _batched(self) -> bool:
+        """Whether all points of a chunk are computed together."""
+        return self.method == "vmap" or (self.method == "affine" and self._dense is not None)
 
-        def batched(rows: Tensor, below: float | None) -> Tensor:
-            values = weights(rows)
-            tensors = as_tensors(values, self._shapes)
-            first = None if outputs is None else _with_one(rows.to(self.device, self.dtype))
-            total = torch.zeros(len(rows), dtype=wide(self.device), device=self.device)
-            for index, (start, stop) in enumerate(self._blocks):
-                targets = self.targets[start:stop]
-                if self._method == "vmap":
-                    found = vmap(self._call, in_dims=(0, None))(tensors, self.inputs[start:stop])
-                    total += self._sums(found, targets, below)
-                else:
-                    hidden = None if first is None or outputs is None else self._affine(first, outputs[index])
-                    found = self._dense_outputs(tensors, hidden, slice(start, stop))
-                    total += self._sums(found, targets, below)
-                if below is not None and bool((total / len(self.inputs) >= below).all()):
-                    break
-            return total / len(self.inputs)
-
-        def looped(rows: Tensor, below: float | None) -> Tensor:
-            values = weights(rows)
-            first = None if outputs is None else _with_one(rows.to(self.device, self.dtype))
-            total = torch.zeros(len(rows), dtype=wide(self.device), device=self.device)
-            alive = list(range(len(rows)))
-            for index, (start, stop) in enumerate(self._blocks):
-                sums = []
-                for point in alive:
-                    self._flat.copy_(values[point])
-                    if first is None or outputs is None:
-                        found = self._network(self.inputs[start:stop])
-                    else:
-                        assert self._first is not None
-                        hidden = self._affine(first[point : point + 1], outputs[index])
-                        found = self._first.rest(hidden.view(stop - start, *self._shape))
-                    sums.append(self._sums(found[None], self.targets[start:stop], below))
-                total[alive] += torch.cat(sums)
-                if below is not None:
-                    over = (total / len(self.inputs) >= below).tolist()
-                    alive = [point for point in alive if not over[point]]
-                    if not alive:
-                        break
-            return total / len(self.inputs)
-
-        if self._method == "closed_form":
-            return closed
-        return batched if self._method == "vmap" or (self._method == "affine" and self._dense is not None) else looped
+    def _outputs(self, vectors: Tensor, hidden: Tensor | None, inputs: Tensor) -> Tensor:
+        """Return the outputs [G, N, ...] at weight vectors, from the first layer's outputs if they are given."""
+        if self.method == "vmap":
+            call = vmap(partial(functional_call, self._network), in_dims=(0, None))
+            outputs: Tensor = call(as_tensors(vectors, self._shapes), (inputs,))
+            return outputs
+        if self._batched:
+            return self._dense_outputs(as_tensors(vectors, self._shapes), hidden, inputs)
+        self._flat.copy_(vectors[0])
+        if hidden is None:
+            outputs = self._network(inputs)
+        else:
+            outputs = cast(FirstLayer, self._first).rest(hidden.view(len(inputs), *self._shape))
+        return outputs[None]
 
     def _prepared(self, plane: WeightPlane) -> tuple[Tensor, list[Tensor] | None]:
         """Return [centre; basis] and, for the affine method, the first layer's outputs at each of them by block.
@@ -435,7 +411,7 @@ class LossSurface:
         Both are kept for the next call. The outputs of a block have the shape [m + 1, entries]; the entries of
         perceptrons are features times inputs, those of others inputs times the output's shape.
         """
-        affine = self._method == "affine" and (self._dense is not None or self._fits(plane))
+        affine = self.method == "affine" and (self._dense is not None or self._fits(plane))
         if self._plane is None or self._plane[0] is not plane or affine != bool(self._plane[2]):
             matrix = torch.cat([plane.centre[None], plane.basis.T]).to(self.device, self.dtype)
             outputs = self._first_outputs(matrix) if affine else []
@@ -444,56 +420,38 @@ class LossSurface:
 
     def _first_outputs(self, matrix: Tensor) -> list[Tensor]:
         first = cast(FirstLayer, self._first)
-        own = dict(first.layer.named_parameters())
+        names = {name: f"{first.name}.{name}" for name, _ in first.layer.named_parameters()}
         tensors = as_tensors(matrix, self._shapes)
+        for name in self._frozen.keys() & names.values():  # which is there once, at the centre
+            value = self._frozen[name]
+            tensors[name] = torch.cat([value[None], value.new_zeros(len(matrix) - 1, *value.shape)])
         blocks = []
-        for start, stop in self._blocks:
-            entering = first.entering(self.inputs[start:stop])
+        for block in self._blocks:
+            entering = first.entering(self.inputs[block])
             found = []
             for row in range(len(matrix)):
-                # A frozen parameter is there once, at the centre.
-                values = {
-                    name: tensors[f"{first.name}.{name}"][row]
-                    if f"{first.name}.{name}" in tensors
-                    else (parameter if row == 0 else torch.zeros_like(parameter))
-                    for name, parameter in own.items()
-                }
+                values = {name: tensors[whole][row] for name, whole in names.items()}
                 output = functional_call(first.layer, values, (entering,))
                 self._shape = output.shape[1:]
                 found.append((output.T if self._dense is not None else output).flatten())
             blocks.append(torch.stack(found))
         return blocks
 
-    def _call(self, tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        output: Tensor = functional_call(self._network, tensors, (inputs,))
-        return output
-
-    def _dense_outputs(self, tensors: dict[str, Tensor], hidden: Tensor | None, inputs: slice) -> Tensor:
+    def _dense_outputs(self, tensors: dict[str, Tensor], hidden: Tensor | None, inputs: Tensor) -> Tensor:
         """Return the outputs [G, N, K] of a perceptron at many weights, from its first layer's outputs if given."""
         first = cast(FirstLayer, self._first)
         points = len(next(iter(tensors.values())))
-        modules = {name: self._network.get_submodule(name) for name in (first.name, *(first.dense or ()))}
-
-        def parameters(name: str) -> tuple[Tensor | None, Tensor | None]:
-            found = []
-            for kind in ("weight", "bias"):
-                value = tensors.get(f"{name}.{kind}")
-                if value is None and (frozen := getattr(modules[name], kind, None)) is not None:
-                    value = frozen.expand(points, *frozen.shape)
-                found.append(value)
-            return found[0], found[1]
-
+        tensors = tensors | {name: value.expand(points, *value.shape) for name, value in self._frozen.items()}
         if hidden is None:
-            weight, bias = parameters(first.name)
-            assert weight is not None
-            hidden = torch.matmul(weight, first.entering(self.inputs[inputs]).T)
+            hidden = torch.matmul(tensors[f"{first.name}.weight"], first.entering(inputs).T)
+            bias = tensors.get(f"{first.name}.bias")
             hidden = hidden if bias is None else hidden.add_(bias[..., None])
         else:
-            hidden = hidden.view(points, -1, inputs.stop - inputs.start)
+            hidden = hidden.view(points, -1, len(inputs))
         for name in first.dense or ():
-            weight, bias = parameters(name)
+            weight, bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
             if weight is None:
-                hidden = apply_elementwise(modules[name], hidden)
+                hidden = apply_elementwise(self._network.get_submodule(name), hidden)
                 continue
             space = self._space(name, (points, weight.shape[1], hidden.shape[2]), self.dtype)
             if bias is None:

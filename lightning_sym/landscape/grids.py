@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym._checks import check_integers
@@ -180,7 +181,7 @@ def evaluate_grid(
         )
     middle = grid.size // 2
     together(lambda: surface.choose(plane, grid.coefficients(middle, min(middle + surface.chunk, grid.size))))
-    surface.use(gathered(surface.method)[0])
+    surface.method = gathered(surface.method)[0]
     work = _Work(surface, plane, grid, below, None if partial is None else Path(partial))
     together(work.load)
     work.share()
@@ -192,7 +193,8 @@ def evaluate_grid(
                 f"({limit_seconds:g} s); take fewer points or inputs, or pass limit_seconds=None to go on."
             )
     together(lambda: work.run(progress))
-    values = summed(work.values.to(surface.device) if surface.device.type == "cuda" else work.values).cpu()
+    own = torch.from_numpy(work.values)
+    values = summed(own.to(surface.device) if surface.device.type == "cuda" else own).cpu()
     work.remove()
     return values.view(grid.shape)
 
@@ -209,9 +211,8 @@ class _Work:
     ) -> None:
         self.surface, self.plane, self.grid, self.below, self.path = surface, plane, grid, below, path
         self.chunk = surface.chunk
-        self.blocks = -(-grid.size // self.chunk)
-        self.values = torch.zeros(grid.size, dtype=torch.float64)
-        self.done = np.zeros(self.blocks, dtype=bool)
+        self.values = np.zeros(grid.size)
+        self.done = np.zeros(-(-grid.size // self.chunk), dtype=bool)
         self.todo: list[int] = []
         self.rank = torch.distributed.get_rank() if ranks() > 1 else 0
         self.own_path = path.with_name(f"{path.name}.{self.rank}") if path is not None and self.rank else path
@@ -221,8 +222,13 @@ class _Work:
     def points(self, block: int) -> slice:
         return slice(block * self.chunk, min((block + 1) * self.chunk, self.grid.size))
 
-    def evaluate(self, points: slice) -> Tensor:
-        return self.surface.on(self.plane, self.grid.coefficients(points.start, points.stop), below=self.below)
+    def points_of(self, blocks: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which points belong to some blocks."""
+        return np.repeat(blocks, self.chunk)[: self.grid.size]
+
+    def evaluate(self, points: slice) -> NDArray[np.float64]:
+        coefficients = self.grid.coefficients(points.start, points.stop)
+        return self.surface.on(self.plane, coefficients, below=self.below).numpy()
 
     def load(self) -> None:
         """Read what this rank finds in partial files, its own and others'."""
@@ -240,29 +246,23 @@ class _Work:
                 readable = False
             if not readable:
                 raise ValueError(f"The partial file {path} is damaged; remove it to begin anew.")
-            own = [self.points(block) for block in np.flatnonzero(done).tolist() if block < self.blocks]
-            fits = len(done) == self.blocks and sum(part.stop - part.start for part in own) == len(values)
-            if found != self.fingerprint or not fits:
+            fits = found == self.fingerprint and len(done) == len(self.done)
+            if not fits or (points := self.points_of(done)).sum() != len(values):
                 raise ValueError(
                     f"The partial file {path} belongs to another grid, network, data, method, precision or chunk; "
                     "remove it or name another file."
                 )
-            offset = 0
-            for part in own:
-                size = part.stop - part.start
-                self.values[part] = torch.from_numpy(values[offset : offset + size])
-                offset += size
+            self.values[points] = values
             self.done |= done
             self.loaded.append(path)
 
     def share(self) -> None:
         """Give each block that is done to the first rank that has it, and divide the others."""
-        everywhere = gathered(self.done)
-        earlier = np.logical_or.reduce(everywhere[: self.rank], axis=0) if self.rank else np.zeros_like(self.done)
-        for block in np.flatnonzero(self.done & earlier).tolist():
-            self.values[self.points(block)] = 0.0
+        everywhere = np.stack(gathered(self.done))
+        earlier = np.logical_or.reduce(everywhere[: self.rank])
+        self.values[self.points_of(earlier)] = 0.0
         self.done &= ~earlier
-        self.todo = np.flatnonzero(~np.logical_or.reduce(everywhere, axis=0)).tolist()[self.rank :: ranks()]
+        self.todo = np.flatnonzero(~np.logical_or.reduce(everywhere)).tolist()[self.rank :: ranks()]
 
     @property
     def count(self) -> int:
@@ -305,8 +305,7 @@ class _Work:
     def save(self) -> None:
         """Write the blocks that are this rank's, those read before included."""
         assert self.own_path is not None
-        parts = [self.values[self.points(block)] for block in np.flatnonzero(self.done).tolist()]
-        name, values = np.array(self.fingerprint), torch.cat(parts).numpy()
+        name, values = np.array(self.fingerprint), self.values[self.points_of(self.done)]
         write_atomically(self.own_path, lambda file: np.savez(file, fingerprint=name, done=self.done, values=values))
 
     def remove(self) -> None:

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import best_scales
 from lightning_sym.landscape.outputs import NetworkOutputs
-from lightning_sym.landscape.planes import weight_tensors, weight_vector
+from lightning_sym.landscape.planes import trainable, weight_tensors, weight_vector
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
-from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.proof import double, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -231,10 +231,7 @@ def _checked(vectors: Tensor, size: int) -> Tensor:
 def _loaded(network: nn.Module, vector: Tensor) -> nn.Module:
     """Return a copy of a network with other trainable parameters."""
     result = copy.deepcopy(network)
-    parameters = dict(result.named_parameters())
-    with torch.no_grad():
-        for name, tensor in weight_tensors(result, vector).items():
-            parameters[name].copy_(tensor)
+    nn.utils.vector_to_parameters(vector.clone(), trainable(result).values())
     return result
 
 
@@ -259,9 +256,9 @@ class _Layer:
     def distances(self, vectors: Tensor, target: Tensor) -> Tensor:
         """Return the least squared distances [n] over permutations, signs and scales of the target's units."""
         chunk = max(1, _PAIRS // len(self.entries) ** 2)
-        starts = range(0, len(vectors), chunk)
-        parts = [self._chunk(vectors[k : k + chunk][:, self.entries], target[self.entries]) for k in starts]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        return torch.cat(
+            [self._chunk(part[:, self.entries], target[self.entries]) for part in torch.split(vectors, chunk)]
+        )
 
     def _chunk(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """Return the least squared distances of units [n, H, E] to those of the target [H, E]."""
@@ -279,8 +276,8 @@ class _Layer:
             factor = torch.where(flips[one, two][:, None], self.flips * factor, factor)
             # An infinite factor meets zeros only. Differences are taken here anew: near 0 the costs cancel.
             moved = torch.where(theirs[two] == 0, 0.0, factor * theirs[two])
-            squares.append((mine[one] - moved).square().sum())
-        return torch.stack(squares)
+            squares.append(float((mine[one] - moved).square().sum()))
+        return torch.tensor(squares, dtype=torch.float64)
 
     def _pairs(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
         """Return for all pairs of units the least squared distance and the scale that gives it, both [n, H, H]."""
@@ -300,47 +297,33 @@ def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None
     structure = symmetry.structure
     if structure.dense or structure.shifts or structure.blocks or structure.absorbed:
         return None
-    if any(len(site.axes) != 1 for site in structure.slots):
+    if any(len(slot.axes) != 1 for slot in structure.slots):
         return None
+    # Each scale and each sign must be that of one unit, and nothing be moved by two of them.
     if any(sum(g.size * getattr(g, kind) for g in symmetry.groups) != getattr(symmetry, kind) for kind in _FREE):
+        return None
+    if any((np.diff(free.indptr) > 1).any() for free in (structure.magnitudes, structure.signs)):
         return None
     own = weight_vector(network)
     numbers = weight_tensors(network, torch.arange(len(own)))
-    ones = weight_tensors(network, torch.ones_like(own))
+    mirror = symmetry.identity()
+    mirror.sign.fill_(-1.0)
+    mirrored = symmetry.act_on(mirror, weight_tensors(network, torch.ones_like(own)))
+    flips = torch.cat([tensor.flatten() for tensor in mirrored.values()])
     layers: list[_Layer] = []
-    for position, group in enumerate(symmetry.groups):
-        entries = _entries(group, numbers)
-        if entries is None or max(group.scales, group.signs) > 1:
+    for group in symmetry.groups:
+        alike = group.size == 1 or (group.movable and int(group.cells.max()) == 0)
+        if not alike or any(o.tensor not in numbers for o in group.occurrences):
             return None
-        # What a scale e and a sign -1 of all units do, seen from what becomes of ones.
-        element = symmetry.identity()
-        element.log_scale[torch.from_numpy(structure.scale_table[position].ravel())] = 1.0
-        element.sign[torch.from_numpy(structure.sign_table[position].ravel())] = -1.0
-        moved = torch.cat([tensor.flatten() for tensor in symmetry.act_on(element, ones).values()])
-        exponents, flips = moved.abs().log().round(decimals=9), moved.sign()
-        elsewhere = torch.ones_like(own, dtype=torch.bool)
-        elsewhere[entries.flatten()] = False
-        rows = torch.stack([exponents[entries], flips[entries]])
-        expected = {-1.0, 1.0} if group.scales else {0.0}
-        if (
-            not bool((moved[elsewhere] == 1).all())
-            or not bool((rows == rows[:, :1]).all())
-            or not set(rows[0].flatten().tolist()) <= expected
-        ):
+        places = [numbers[o.tensor].movedim(o.axis, 0)[o.positions].flatten(1) for o in group.occurrences]
+        counts = torch.tensor([place.shape[1] for place in places])
+        exponents = torch.tensor([o.exponent for o in group.occurrences]).repeat_interleave(counts)
+        entries = torch.cat(places, 1)
+        if not bool((exponents.abs() == group.scales).all()) or not bool((flips[entries] == flips[entries[0]]).all()):
             return None
-        incoming = rows[0, 0] >= 0
-        layers.append(_Layer(entries, incoming, rows[1, 0], scaled=group.scales == 1, signed=group.signs == 1))
+        layers.append(_Layer(entries, exponents >= 0, flips[entries[0]], group.scales == 1, group.signs == 1))
     every = [entry for layer in layers for entry in layer.entries.flatten().tolist()]
     return layers if len(set(every)) == len(every) else None
-
-
-def _entries(group: AxisGroup, numbers: dict[str, Tensor]) -> Tensor | None:
-    """Return which entries of the weight vector each unit of a group has, shape [H, E]; None if not all may swap."""
-    free = group.size == 1 or (group.movable and int(group.cells.max()) == 0)
-    if not free or any(o.tensor not in numbers for o in group.occurrences):
-        return None
-    parts = [numbers[o.tensor].movedim(o.axis, 0)[o.positions].flatten(1) for o in group.occurrences]
-    return torch.cat(parts, 1)
 
 
 def _merged(vector: Tensor, layers: list[_Layer], network: nn.Module, arguments: tuple[Any, ...]) -> Tensor:

@@ -135,14 +135,7 @@ def sample_sgld(
     check_integers(0, burn_in=burn_in)
     if kept > steps:
         raise ValueError(f"kept must be in 1 .. steps={steps}, got {kept}.")
-    if (inverse_temperature is None) == (dimension is None) or (dimension is None) != (target_loss is None):
-        raise ValueError("give either inverse_temperature, or dimension and target_loss together.")
-    if dimension is not None and target_loss is not None:
-        check_integers(dimension=dimension)
-        check_numbers("> 0", target_loss=target_loss)
-        inverse_temperature = dimension / (2 * target_loss)
-    assert inverse_temperature is not None
-    check_numbers("> 0", inverse_temperature=inverse_temperature)
+    inverse_temperature = _temperature(inverse_temperature, dimension, target_loss)
     function = NetworkOutputs(network, inputs, dtype)
     beginning = function.start(start)
     with torch.no_grad():
@@ -198,6 +191,19 @@ def sample_sgld(
         localisation=localisation,
         curvature=curvature,
     )
+
+
+def _temperature(inverse: float | None, dimension: int | None, target_loss: float | None) -> float:
+    """Return the inverse temperature as given, or that at which J is about a target in so many directions."""
+    if (inverse is None) == (dimension is None) or (dimension is None) != (target_loss is None):
+        raise ValueError("give either inverse_temperature, or dimension and target_loss together.")
+    if dimension is not None and target_loss is not None:
+        check_integers(dimension=dimension)
+        check_numbers("> 0", target_loss=target_loss)
+        inverse = dimension / (2 * target_loss)
+    assert inverse is not None
+    check_numbers("> 0", inverse_temperature=inverse)
+    return inverse
 
 
 def _largest_curvature(loss: Callable[[Tensor], Tensor], vector: Tensor, source: torch.Generator) -> float:
@@ -281,57 +287,55 @@ def sample_set(
     """
     check_integers(dimension=dimension, samples=samples)
     check_numbers("> 0", bound=bound, epsilon=epsilon)
+
+    def look(points: Tensor) -> tuple[Tensor, Tensor]:
+        """Return J at points, and which of them are in the set."""
+        values = evaluate(points).cpu().double()
+        return values, (values < epsilon) & (points.abs() <= bound).all(1)
+
     if method == "walk":
         begin = torch.zeros(1, dimension, dtype=torch.float64) if start is None else start.detach().cpu().double()
-        return _walks(evaluate, begin, dimension, bound, epsilon, samples, bound / 20 if step is None else step, seed)
+        if begin.ndim != 2 or begin.shape[1] != dimension or not len(begin):
+            raise ValueError(f"start must have shape [s, {dimension}] with s >= 1, got {list(begin.shape)}.")
+        step = bound / 20 if step is None else step
+        check_numbers("> 0", step=step)
+        values, inside = look(begin)
+        if not bool(inside.all()):
+            raise ValueError(
+                f"{int((~inside).sum())} of {len(begin)} starts are outside of the set (J up to "
+                f"{float(values.max()):.2e}, epsilon={epsilon}, bound={bound}); start at points inside, or raise "
+                "epsilon or bound."
+            )
+        return _walks(look, begin, values, step, max(1, samples // len(begin)), seed)
     if method != "sobol":
         raise ValueError(unknown("method", method, ["sobol", "walk"]))
     if dimension > torch.quasirandom.SobolEngine.MAXDIM:
         raise ValueError(f"dimension must be at most {torch.quasirandom.SobolEngine.MAXDIM}, got {dimension}.")
     engine = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=seed)  # type: ignore[no-untyped-call]
-    inside, values = [], []
+    found = []
     for first in range(0, samples, _BLOCK):
-        unit = engine.draw(min(_BLOCK, samples - first), dtype=torch.float64)
-        coefficients = bound * (2 * unit - 1)
-        found = evaluate(coefficients).cpu()
-        inside.append(coefficients[found < epsilon])
-        values.append(found[found < epsilon].double())
-    kept = torch.cat(values)
-    return SetSample(torch.cat(inside), kept, samples, len(kept) / samples)
+        coefficients = bound * (2 * engine.draw(min(_BLOCK, samples - first), dtype=torch.float64) - 1)
+        values, inside = look(coefficients)
+        found.append((coefficients[inside], values[inside]))
+    places, values = map(torch.cat, zip(*found, strict=True))
+    return SetSample(places, values, samples, len(values) / samples)
 
 
 def _walks(
-    evaluate: Evaluate,
-    begin: Tensor,
-    dimension: int,
-    bound: float,
-    epsilon: float,
-    samples: int,
-    step: float,
-    seed: int,
+    look: Callable[[Tensor], tuple[Tensor, Tensor]], places: Tensor, values: Tensor, step: float, rounds: int, seed: int
 ) -> SetSample:
-    if begin.ndim != 2 or begin.shape[1] != dimension or not len(begin):
-        raise ValueError(f"start must have shape [s, {dimension}] with s >= 1, got {list(begin.shape)}.")
-    check_numbers("> 0", step=step)
-    values = evaluate(begin).cpu().double()
-    out = ~((values < epsilon) & (begin.abs() <= bound).all(1))
-    if bool(out.any()):
-        raise ValueError(
-            f"{int(out.sum())} of {len(begin)} starts are outside of the set (J up to {float(values.max()):.2e}, "
-            f"epsilon={epsilon}, bound={bound}); start at points inside, or raise epsilon or bound."
-        )
+    """Move all points ``rounds`` times."""
     source = torch.Generator().manual_seed(seed)
-    places, kept, taken = [], [], 0
-    current, rounds = begin, max(1, samples // len(begin))
+    visited, taken = [], 0
     for _ in range(rounds):
-        trial = current + step * torch.randn(current.shape, generator=source, dtype=torch.float64)
-        found = evaluate(trial).cpu().double()
-        go = (found < epsilon) & (trial.abs() <= bound).all(1)
-        current, values = torch.where(go[:, None], trial, current), torch.where(go, found, values)
-        places.append(current)
-        kept.append(values)
+        trial = places + step * torch.randn(places.shape, generator=source, dtype=torch.float64)
+        found, go = look(trial)
+        places, values = torch.where(go[:, None], trial, places), torch.where(go, found, values)
+        visited.append((places, values))
         taken += int(go.sum())
-    return SetSample(torch.cat(places), torch.cat(kept), rounds * len(begin), taken / (rounds * len(begin)))
+    drawn = rounds * len(places)
+    everywhere, losses = map(torch.cat, zip(*visited, strict=True))
+    return SetSample(everywhere, losses, drawn, taken / drawn)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
 
-Loss = TypeVar("Loss", float, Tensor)
 # J / V up to which a function counts as the same, and from where on as another one: at a tenth of V or J0 the warning
 # about epsilon starts (docs/theory/equivalence.md, 1.2).
 _SAME, _BOUND = 0.01, 0.1
@@ -73,10 +71,8 @@ class FunctionScale:
         rounding = 8 * torch.finfo(outputs.dtype).eps
         return cls(zero, constant if constant > rounding**2 * zero else 0.0)
 
-    def relative(self, loss: Loss) -> Loss:
-        """Return R = J / V, of one J or a tensor of them; 0 for J = 0, also if V = 0."""
-        if isinstance(loss, Tensor):
-            return torch.where(loss == 0, torch.zeros_like(loss), loss / self.constant)
+    def relative(self, loss: float) -> float:
+        """Return R = J / V; 0 for J = 0, also if V = 0."""
         return _ratio(loss, self.constant)
 
     def tolerance(self, epsilon: float) -> float:

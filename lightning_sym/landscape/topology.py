@@ -129,10 +129,10 @@ def joining_levels(values: NDArray[np.floating], cells: Sequence[tuple[int, ...]
             return
         middle = (low + high) // 2
         labels = components(values <= levels[middle])[1][places]
-        # Cells that are above the level are apart from all others, and from themselves if given twice.
+        # Cells above the level, with the label 0, are apart from all others, and from themselves if given twice.
         groups: dict[int, list[int]] = {}
         for i in members:
-            groups.setdefault(int(labels[i]) or -1 - i, []).append(i)
+            groups.setdefault(int(labels[i]) or ~i, []).append(i)
         for group in groups.values():
             resolve(group, low, middle)
         first = [group[0] for group in groups.values()]

@@ -53,11 +53,40 @@ class _Point(NamedTuple):
     loss: float
     correction: Tensor  # F^+ r, [P]
     normal: Tensor  # orthonormal columns that span the row space of F, [P, rank]
-    corrections: int  # how many it took to get here
 
     @property
     def rank(self) -> int:
         return self.normal.shape[1]
+
+
+@dataclass(frozen=True)
+class _LevelSet:
+    """The weights at which a function has given outputs, and the way back to them from near."""
+
+    function: NetworkOutputs
+    targets: Tensor
+    tolerance: float
+    max_corrections: int
+    rcond: float
+
+    def look(self, vector: Tensor) -> _Point:
+        with torch.no_grad():
+            residual = (self.function(vector) - self.targets).flatten()
+        loss = float(residual.square().sum()) / len(self.targets)
+        if not math.isfinite(loss):
+            return _Point(vector, loss, vector, vector[:, None])
+        left, values, right = _decomposed(self.function.jacobian(vector))
+        rank = int((values > self.rcond * values[0]).sum())
+        correction = right[:, :rank] @ ((left[:, :rank].T @ residual) / values[:rank])
+        return _Point(vector, loss, correction, right[:, :rank])
+
+    def corrected(self, vector: Tensor) -> tuple[_Point, float, int]:
+        """Return where Gauss-Newton steps lead, J before them, and how many they were."""
+        point = self.look(vector)
+        before, corrections = point.loss, 0
+        while self.tolerance <= point.loss < math.inf and corrections < self.max_corrections:
+            point, corrections = self.look(point.vector - point.correction), corrections + 1
+        return point, before, corrections
 
 
 def walk_level_set(
@@ -130,55 +159,28 @@ def walk_level_set(
     function = NetworkOutputs(network, inputs)
     with torch.no_grad():
         targets = function(function.own)
-        samples = len(targets)
-        scale = float(targets.square().sum()) / samples
     if tolerance is None:
-        tolerance = 1e-24 * (scale or 1.0)
+        tolerance = 1e-24 * (float(targets.square().sum()) / len(targets) or 1.0)
     check_numbers("> 0", tolerance=tolerance)
+    level_set = _LevelSet(function, targets, tolerance, max_corrections, rcond)
     source = torch.Generator().manual_seed(seed)
-
-    def look(vector: Tensor, corrections: int) -> _Point:
-        with torch.no_grad():
-            residual = (function(vector) - targets).flatten()
-        loss = float(residual.square().sum()) / samples
-        if not math.isfinite(loss):
-            return _Point(vector, loss, vector, vector[:, None], corrections)
-        left, values, right = _decomposed(function.jacobian(vector))
-        rank = int((values > rcond * values[0]).sum())
-        correction = right[:, :rank] @ ((left[:, :rank].T @ residual) / values[:rank])
-        return _Point(vector, loss, correction, right[:, :rank], corrections)
-
-    def corrected(vector: Tensor) -> tuple[_Point, float]:
-        """Return where Gauss-Newton steps lead, and J before them."""
-        point = look(vector, 0)
-        first = point.loss
-        while tolerance <= point.loss < math.inf and point.corrections < max_corrections:
-            point = look(point.vector - point.correction, point.corrections + 1)
-        return point, first
 
     def draw() -> Tensor:
         return torch.randn(function.own.shape, generator=source, dtype=torch.float64).to(function.own)
 
-    def tangent(wanted: Tensor, normal: Tensor) -> Tensor | None:
-        """Return the unit vector along the part of a direction in the kernel of F; None if there is none."""
-        part = wanted - normal @ (normal.T @ wanted)
-        part = part - normal @ (normal.T @ part)
-        return part / part.norm() if float(part.norm()) > _SHORTEST * float(wanted.norm()) else None
-
-    point, loss = corrected(function.start(start))
+    point, before, corrections = level_set.corrected(function.start(start))
     if not point.loss < tolerance:
         raise ValueError(
-            f"the walk cannot begin: J is {loss:.1e} at the start, and {point.loss:.1e} after {point.corrections} "
+            f"the walk cannot begin: J is {before:.1e} at the start, and {point.loss:.1e} after {corrections} "
             f"corrections, not below tolerance={tolerance:.1e}; start nearer to the class or raise the tolerance."
         )
-    redraw = isinstance(direction, str)
     carried = direction.detach().to(function.own) if isinstance(direction, Tensor) else draw()
     if carried.shape != function.own.shape:
         raise ValueError(f"direction must have shape {list(function.own.shape)}, got {list(carried.shape)}.")
-    if isinstance(direction, Tensor) and tangent(carried, point.normal) is None:
+    if isinstance(direction, Tensor) and _tangent(carried, point.normal) is None:
         raise ValueError("direction has no part along the class at the start; give another, or None for a random one.")
-    vectors, losses, ranks, before, corrections, lengths = [point.vector], [point.loss], [point.rank], [], [], []
     length = float(step_size)
+    visited = [(point.vector, point.loss, point.rank, before, corrections, length)]
     for step in range(steps):
         if point.rank == len(point.vector):
             raise RuntimeError(
@@ -186,11 +188,11 @@ def walk_level_set(
                 "point here; take a network with more weights or fewer inputs."
             )
         for _ in range(_HALVINGS + 1):
-            if redraw:
+            if isinstance(direction, str):
                 carried = draw()
-            while (ahead := tangent(carried, point.normal)) is None:
+            while (ahead := _tangent(carried, point.normal)) is None:
                 carried = draw()  # what was carried has become normal to the class
-            trial, loss = corrected(point.vector + length * ahead)
+            trial, before, corrections = level_set.corrected(point.vector + length * ahead)
             if trial.loss < tolerance and float((trial.vector - point.vector).norm()) <= 2 * length:
                 break
             length /= 2
@@ -200,24 +202,27 @@ def walk_level_set(
                 f"{tolerance:.1e} (reached {trial.loss:.1e}); raise tolerance or max_corrections, or start elsewhere."
             )
         point, carried = trial, ahead
-        vectors.append(point.vector)
-        losses.append(point.loss)
-        ranks.append(point.rank)
-        before.append(loss)
-        corrections.append(point.corrections)
-        lengths.append(length)
+        visited.append((point.vector, point.loss, point.rank, before, corrections, length))
         length = min(2 * length, float(step_size))
         if progress is not None:
             progress(step + 1, steps)
+    vectors, losses, ranks, predicted, counts, lengths = zip(*visited, strict=True)
     return LevelSetWalk(
         vectors=torch.stack(vectors),
         losses=torch.tensor(losses, dtype=torch.float64),
         ranks=torch.tensor(ranks),
-        predictor_losses=torch.tensor(before, dtype=torch.float64),
-        corrector_steps=torch.tensor(corrections),
-        step_sizes=torch.tensor(lengths, dtype=torch.float64),
+        predictor_losses=torch.tensor(predicted[1:], dtype=torch.float64),
+        corrector_steps=torch.tensor(counts[1:]),
+        step_sizes=torch.tensor(lengths[1:], dtype=torch.float64),
         tolerance=tolerance,
     )
+
+
+def _tangent(direction: Tensor, normal: Tensor) -> Tensor | None:
+    """Return the unit vector along the part of a direction in the kernel of F; None if there is none."""
+    part = direction - normal @ (normal.T @ direction)
+    part = part - normal @ (normal.T @ part)
+    return part / part.norm() if float(part.norm()) > _SHORTEST * float(direction.norm()) else None
 
 
 def _decomposed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

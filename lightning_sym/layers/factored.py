@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import Grid, check_features, check_integers, height_width
+from lightning_sym._checks import Grid, check_features
+from lightning_sym.layers.fully_connected import GridLayer
 
 
 def factored_hidden(x: Tensor, theta1: Tensor, b1: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def factored_map(x: Tensor, theta1: Tensor, theta2: Tensor, b1: Tensor, b2: Tens
     return y.transpose(0, 1).contiguous()
 
 
-class FactoredFullyConnected(nn.Module):
+class FactoredFullyConnected(GridLayer):
     r"""A fully connected layer whose weight is of rank one in space for each pair of channels (F-FC).
 
     .. math::
@@ -80,11 +81,7 @@ class FactoredFullyConnected(nn.Module):
     """
 
     def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None = None) -> None:
-        super().__init__()
-        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.grid = height_width(grid, of=self)
-        self.out_grid = self.grid if out_grid is None else height_width(out_grid, "out_grid", of=self)
+        super().__init__(in_channels, out_channels, grid, out_grid)
         positions, out_positions = math.prod(self.grid), math.prod(self.out_grid)
         bound1, bound2 = math.sqrt(3 / positions), math.sqrt(3 / in_channels)
         theta1 = torch.empty(out_channels, in_channels, positions)
@@ -99,7 +96,3 @@ class FactoredFullyConnected(nn.Module):
         check_features(self, x, self.in_channels, self.grid)
         y = factored_map(x.flatten(2), self.theta1, self.theta2, self.b1, self.b2)
         return y.view(len(x), self.out_channels, *self.out_grid)
-
-    def extra_repr(self) -> str:
-        """Return channels and grids, for ``repr``."""
-        return f"{self.in_channels}, {self.out_channels}, grid={self.grid}, out_grid={self.out_grid}"

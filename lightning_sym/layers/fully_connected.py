@@ -9,7 +9,32 @@ from torch.nn import functional as F
 from lightning_sym._checks import Grid, check_features, check_integers, height_width
 
 
-class FullyConnected(nn.Module):
+class GridLayer(nn.Module):
+    """A layer from features on one grid to features on another.
+
+    Args:
+        in_channels: ``C``, >= 1.
+        out_channels: ``C'``, >= 1.
+        grid: Height and width of the inputs, or the side of a square.
+        out_grid: The same of the outputs; default ``grid``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None) -> None:
+        super().__init__()
+        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.grid = height_width(grid, of=self)
+        self.out_grid = self.grid if out_grid is None else height_width(out_grid, "out_grid", of=self)
+
+    def extra_repr(self) -> str:
+        """Return channels and grids, for ``repr``."""
+        return f"{self.in_channels}, {self.out_channels}, grid={self.grid}, out_grid={self.out_grid}"
+
+
+class FullyConnected(GridLayer):
     r"""Any affine map from features on one grid to features on another: the freest layer, which contains all others.
 
     .. math:: y[n, c', y] = b[c', y] + \sum_{c, x} W[c', y, c, x]\, x[n, c, x]
@@ -39,11 +64,7 @@ class FullyConnected(nn.Module):
     """
 
     def __init__(self, in_channels: int, out_channels: int, grid: Grid, out_grid: Grid | None = None) -> None:
-        super().__init__()
-        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.grid = height_width(grid, of=self)
-        self.out_grid = self.grid if out_grid is None else height_width(out_grid, "out_grid", of=self)
+        super().__init__(in_channels, out_channels, grid, out_grid)
         positions, out_positions = math.prod(self.grid), math.prod(self.out_grid)
         bound = (in_channels * positions) ** -0.5
         weight = torch.empty(out_channels, out_positions, in_channels, positions)
@@ -55,7 +76,3 @@ class FullyConnected(nn.Module):
         check_features(self, x, self.in_channels, self.grid)
         y = F.linear(x.flatten(1), self.weight.flatten(2).flatten(0, 1), self.bias.flatten())
         return y.view(len(x), self.out_channels, *self.out_grid)
-
-    def extra_repr(self) -> str:
-        """Return channels and grids, for ``repr``."""
-        return f"{self.in_channels}, {self.out_channels}, grid={self.grid}, out_grid={self.out_grid}"

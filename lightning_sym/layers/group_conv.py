@@ -105,10 +105,8 @@ class GroupConv(nn.Module):
         check_kernel(self, kernel_size)
         self.in_channels, self.out_channels, self.kind, self.kernel_size = in_channels, out_channels, kind, kernel_size
         area = kernel_size**2
-        self.register_parameter("spatial_weight", None)
-        self.register_parameter("spatial_bias", None)
-        self.register_parameter("rotation_weight", None)
-        self.register_parameter("rotation_bias", None)
+        for name in ("spatial_weight", "spatial_bias", "rotation_weight", "rotation_bias"):
+            self.register_parameter(name, None)
         if kind in ("lifting", "pointwise", "full"):
             inputs = in_channels * (ROTATIONS if kind == "full" else 1)
             weight = he_uniform(torch.empty(out_channels, inputs, kernel_size, kernel_size), inputs * area)

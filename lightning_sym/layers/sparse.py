@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import Grid, check_features, check_integers, check_kernel, height_width
+from lightning_sym._checks import Grid, check_features, check_integers, check_kernel
 from lightning_sym.layers.circular_conv import circular_conv2d, he_uniform
 from lightning_sym.layers.factored import factored_map
+from lightning_sym.layers.fully_connected import GridLayer
 
 _NOISE = 1e-4  # sigma_z^2, the variance of the anchors' values
 _VARIANCE = 1 + 1e-6  # of the Gaussian process: s^2 with its floor
@@ -194,7 +195,7 @@ class SparseConv(_Anchored):
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, anchors={self.anchors}"
 
 
-class SparseFactoredFullyConnected(_Anchored):
+class SparseFactoredFullyConnected(GridLayer, _Anchored):
     r"""A factored fully connected layer whose factors are interpolated between anchors on the grids (S-FC).
 
     .. math::
@@ -250,11 +251,7 @@ class SparseFactoredFullyConnected(_Anchored):
         learn_positions: bool = False,
         learn_lengthscale: bool = False,
     ) -> None:
-        super().__init__()
-        check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.grid = height_width(grid, of=self)
-        self.out_grid = self.grid if out_grid is None else height_width(out_grid, "out_grid", of=self)
+        super().__init__(in_channels, out_channels, grid, out_grid)
         positions, out_positions = math.prod(self.grid), math.prod(self.out_grid)
         self.anchors = _count_anchors(self, anchors, positions, "anchors")
         self.out_anchors = _count_anchors(self, out_anchors, out_positions, "out_anchors")
@@ -303,7 +300,4 @@ class SparseFactoredFullyConnected(_Anchored):
 
     def extra_repr(self) -> str:
         """Return channels, grids and anchors, for ``repr``."""
-        return (
-            f"{self.in_channels}, {self.out_channels}, grid={self.grid}, out_grid={self.out_grid}, "
-            f"anchors={self.anchors}, out_anchors={self.out_anchors}"
-        )
+        return f"{super().extra_repr()}, anchors={self.anchors}, out_anchors={self.out_anchors}"

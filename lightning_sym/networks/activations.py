@@ -6,6 +6,7 @@ import re
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 
 
@@ -38,8 +39,7 @@ class Polynomial(nn.Module):
 
     def __init__(self, degree: int) -> None:
         super().__init__()
-        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-            raise ValueError(f"The degree of a polynomial activation must be an integer >= 1, got {degree!r}.")
+        check_integers(of="a polynomial activation", degree=degree)
         self.degree = degree
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,34 +70,13 @@ _PLAIN: dict[str, type[nn.Module]] = {
 }
 _ACCEPTED = ("relu", "leaky_relu", "leaky_relu(0.1)", *list(_PLAIN)[1:-1], "polynomial(2)", "identity")
 
-# Elementwise only: softmax and attention mix channels, GLU halves them.
-_ELEMENTWISE: tuple[type[nn.Module], ...] = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardshrink,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,  # ReLU6 is a subclass
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.PReLU,
-    nn.ReLU,
-    nn.RReLU,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softshrink,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-    nn.Threshold,
-    Gaussian,
-    IdentityActivation,
-    Polynomial,
-)
+# Softmax and attention mix channels, GLU halves them.
+_MIXING = ("GLU", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin", "LogSoftmax")
+_OF_TORCH = [name for name in torch.nn.modules.activation.__all__ if name not in _MIXING]
+_ELEMENTWISE = (*(getattr(nn, name) for name in _OF_TORCH), Gaussian, IdentityActivation, Polynomial)
+
+# The names in torch and in torch.nn.functional of those that are functions, too.
+FUNCTIONAL_ACTIVATIONS = ["leaky_relu" if name == "LeakyReLU" else name.lower() for name in _OF_TORCH]
 
 
 def make_activation(name: str) -> nn.Module:

@@ -321,6 +321,16 @@ class Network(nn.Module, ABC):
         return snapshot(args), snapshot(kwargs)
 
 
+class _SequentialNetwork(Network):
+    """A network that calls its children one after the other, in the order in which they were added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``[N, C]`` for images ``[N, in_channels, height, width]``."""
+        for module in self.children():
+            x = module(x)
+        return x
+
+
 class _ModuleHolder(Network):
     """A network that passes its input to one module, ``self.module``, with the lenient rules of wrapping.
 

@@ -6,7 +6,7 @@ old ones back afterwards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sym._distributed import Batches, device_of, gathered, moved, ranks, summed, together, wide
 from lightning_sym._text import unknown
+from lightning_sym.networks.modes import evaluating
 
 
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
@@ -128,30 +129,29 @@ def recalibrate_batch_norm(
     selected = _select(batch_norms(network), modules)
     if not selected:
         return []
-    kept = {module: _statistics(module) for module in selected.values()}
-    momenta = {module: module.momentum for module in selected.values()}
-    modes = [(module, module.training) for module in network.modules()]
+    if exact and isinstance(batches, Iterator):
+        raise ValueError(
+            "exact=True reads the batches once for each batch norm, and this iterator can be read only once; "
+            "pass a list, a loader or a function that returns the batches."
+        )
+    source = batches if callable(batches) else lambda: batches
+    kept = {module: (module.momentum, _statistics(module)) for module in selected.values()}
+    measured: list[str] = []
     try:
-        network.eval()
-        with torch.no_grad():
-            measure = _measure_exactly if exact else _measure_in_one_pass
-            measured = measure(network, selected, batches)
-        if not measured:
+        with evaluating(network), torch.no_grad():
+            found = (_measure_exactly if exact else _measure_in_one_pass)(network, selected, source)
+        if not found:
             raise ValueError(f"No batch reached any of the batch norms {list(selected)}.")
-        _check_finite(measured)
-    except BaseException:
-        for module, statistics in kept.items():
-            _write(module, *statistics)
-        raise
+        for name in found:
+            _check_finite(name, selected[name])
+        measured = found
     finally:
-        for part, training in modes:
-            part.training = training
-        for module, momentum in momenta.items():
+        for name, module in selected.items():
+            momentum, statistics = kept[module]
             module.momentum = momentum
-    for name, module in selected.items():
-        if name not in measured:
-            _write(module, *kept[module])
-    return list(measured)
+            if name not in measured:
+                _write(module, *statistics)
+    return measured
 
 
 def _select(found: dict[str, _BatchNorm], names: Iterable[str] | None) -> dict[str, _BatchNorm]:
@@ -166,33 +166,27 @@ def _select(found: dict[str, _BatchNorm], names: Iterable[str] | None) -> dict[s
     return {name: module for name, module in found.items() if name in wanted}
 
 
-def _statistics(module: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _statistics(module: _BatchNorm) -> list[Tensor]:
     """Return copies of mean, variance and number of batches."""
-    assert module.running_mean is not None
-    assert module.running_var is not None
-    assert module.num_batches_tracked is not None
-    return module.running_mean.clone(), module.running_var.clone(), module.num_batches_tracked.clone()
+    return [getattr(module, name).clone() for name in _STATISTICS]
 
 
+@torch.no_grad()
 def _write(module: _BatchNorm, mean: Tensor, variance: Tensor, batches: Tensor) -> None:
-    with torch.no_grad():
-        for target, value in zip(
-            (module.running_mean, module.running_var, module.num_batches_tracked),
-            (mean, variance, batches),
-            strict=True,
-        ):
-            assert target is not None
-            target.copy_(value)
+    for name, value in zip(_STATISTICS, (mean, variance, batches), strict=True):
+        getattr(module, name).copy_(value)
 
 
-def _check_finite(measured: dict[str, _BatchNorm]) -> None:
-    for name, module in measured.items():
-        mean, variance, _ = _statistics(module)
-        if not (mean.isfinite().all() and variance.isfinite().all()):
-            raise ValueError(
-                f"The recalibrated statistics of the batch norm {name!r} are not finite; "
-                "look for weights or inputs that are not finite or very large."
-            )
+def _check_finite(name: str, module: _BatchNorm) -> None:
+    mean, variance, _ = _statistics(module)
+    if not (mean.isfinite().all() and variance.isfinite().all()):
+        raise ValueError(
+            f"The recalibrated statistics of the batch norm {name!r} are not finite; "
+            "look for weights or inputs that are not finite or very large."
+        )
 
 
 def float_average(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
@@ -223,10 +217,10 @@ def float_average(averaged: Tensor, current: Tensor, count: Tensor | int) -> Ten
 
 
 def _measure_in_one_pass(
-    network: nn.Module, selected: dict[str, _BatchNorm], batches: Batches | Callable[[], Batches]
-) -> dict[str, _BatchNorm]:
-    source = batches() if callable(batches) else batches
-    _check_equal_lengths(selected, source)
+    network: nn.Module, selected: dict[str, _BatchNorm], source: Callable[[], Batches]
+) -> list[str]:
+    batches = source()
+    _check_equal_lengths(selected, batches)
     for module in selected.values():
         module.reset_running_stats()
         module.momentum = None  # the cumulative mean
@@ -235,29 +229,27 @@ def _measure_in_one_pass(
 
     def run() -> None:
         nonlocal seen
-        for images in _inputs(network, source):
+        for images in _inputs(network, batches):
             network(images)
             seen += 1
 
     together(run)
     device = device_of(network)
     # Of each batch norm its own count: a rank without batches, or a layer called twice, has another one.
-    parts = []
+    parts = [torch.tensor([seen], dtype=wide(device), device=device)]
     for module in selected.values():
         mean, variance, count = (tensor.to(device, wide(device)) for tensor in _statistics(module))
         parts += [count[None], mean * count, variance * count]
-    sums = summed(torch.cat([torch.tensor([seen], dtype=wide(device), device=device), *parts]))
-    _check_some(sums[0].item())
-    measured, offset = {}, 1
-    for name, module in selected.items():
-        size = module.num_features
-        count = sums[offset]
+    batches_seen, *sums = torch.split(summed(torch.cat(parts)), [len(part) for part in parts])
+    _check_some(batches_seen.item())
+    measured = []
+    for (name, module), count, means, variances in zip(
+        selected.items(), sums[::3], sums[1::3], sums[2::3], strict=True
+    ):
         if count > 0:
-            measured[name] = module
+            measured.append(name)
             if ranks() > 1:
-                mean, variance = sums[offset + 1 : offset + 1 + 2 * size].view(2, size) / count
-                _write(module, mean, variance, count)
-        offset += 1 + 2 * size
+                _write(module, means / count, variances / count, count[0])
     return measured
 
 
@@ -281,44 +273,27 @@ class _ReachedError(Exception):
     """Ends a forward pass at the batch norm whose input is wanted."""
 
 
-def _measure_exactly(
-    network: nn.Module, selected: dict[str, _BatchNorm], batches: Batches | Callable[[], Batches]
-) -> dict[str, _BatchNorm]:
-    if isinstance(batches, Iterator):
-        raise ValueError(
-            "exact=True reads the batches once for each batch norm, and this iterator can be read only once; "
-            "pass a list, a loader or a function that returns the batches."
-        )
-    measured = {}
-    for name in _call_order(network, selected, batches):
-        module = selected[name]
-        mean, variance, seen = _moments(network, module, batches)
-        _write(module, mean, variance, seen)
-        measured[name] = module
-    return measured
+def _measure_exactly(network: nn.Module, selected: dict[str, _BatchNorm], source: Callable[[], Batches]) -> list[str]:
+    order = _call_order(network, selected, source)
+    for name in order:
+        _write(selected[name], *_moments(network, selected[name], source))
+    return order
 
 
-def _call_order(
-    network: nn.Module, selected: dict[str, _BatchNorm], batches: Batches | Callable[[], Batches]
-) -> list[str]:
+def _call_order(network: nn.Module, selected: dict[str, _BatchNorm], source: Callable[[], Batches]) -> list[str]:
     """Return the names of the batch norms in the order in which the first batch reaches them."""
     order: list[str] = []
     seen = False
 
     def run() -> None:
         nonlocal seen
-        handles = [
-            module.register_forward_pre_hook(lambda module, args, name=name: order.append(name))
-            for name, module in selected.items()
-        ]
-        try:
-            for images in _inputs(network, batches() if callable(batches) else batches):
+        with ExitStack() as hooks:
+            for name, module in selected.items():
+                hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: order.append(name)))
+            for images in _inputs(network, source()):
                 network(images)
                 seen = True
                 break
-        finally:
-            for handle in handles:
-                handle.remove()
 
     together(run)
     orders = [theirs for theirs, theirs_seen in gathered((order, seen)) if theirs_seen]
@@ -335,9 +310,7 @@ def _call_order(
     return order
 
 
-def _moments(
-    network: nn.Module, module: _BatchNorm, batches: Batches | Callable[[], Batches]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(network: nn.Module, module: _BatchNorm, source: Callable[[], Batches]) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and population variance of a batch norm's inputs over all batches and ranks.
 
     Two parts with counts n and m, means a and b and sums of squared deviations S and T together have the count n + m,
@@ -368,15 +341,10 @@ def _moments(
         raise _ReachedError
 
     def run() -> None:
-        handle = module.register_forward_pre_hook(add)
-        try:
-            for images in _inputs(network, batches() if callable(batches) else batches):
-                try:
+        with module.register_forward_pre_hook(add):
+            for images in _inputs(network, source()):
+                with suppress(_ReachedError):
                     network(images)
-                except _ReachedError:
-                    continue
-        finally:
-            handle.remove()
 
     together(run)
     sums = summed(torch.cat([torch.stack([count, count.new_tensor(seen)]), mean * count]))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
-from lightning_sym.networks.base import Network
+from lightning_sym.networks.base import _SequentialNetwork
 
 
 class SubsampleAndPad(nn.Module):
@@ -73,7 +73,7 @@ class ResidualBlock(nn.Module):
         return output
 
 
-class _ResidualNetwork(Network):
+class _ResidualNetwork(_SequentialNetwork):
     """One convolution, stages of residual blocks, average over all positions, one linear layer.
 
     Each stage but the first halves height and width.
@@ -114,12 +114,6 @@ class _ResidualNetwork(Network):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.classifier = nn.Linear(channels, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[N, C]`` for images ``[N, in_channels, height, width]``."""
-        for module in self.children():
-            x = module(x)
-        return x
 
 
 class CIFARResNet(_ResidualNetwork):

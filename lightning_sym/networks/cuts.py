@@ -12,40 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from lightning_sym.networks.activations import IdentityActivation, is_activation
-
-_FUNCTIONAL_NAMES = [
-    "celu",
-    "elu",
-    "gelu",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "leaky_relu",
-    "logsigmoid",
-    "mish",
-    "prelu",
-    "relu",
-    "relu6",
-    "rrelu",
-    "selu",
-    "sigmoid",
-    "silu",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "tanh",
-    "tanhshrink",
-    "threshold",
-]
+from lightning_sym.networks.activations import FUNCTIONAL_ACTIVATIONS, IdentityActivation, is_activation
 
 
 @functools.cache
 def _functional_activations() -> dict[Callable[..., Any], str]:
     """Return the functions of torch that are elementwise activations, with their names."""
     table = {}
-    for name in _FUNCTIONAL_NAMES:
+    for name in FUNCTIONAL_ACTIVATIONS:
         for owner in (torch, F):
             for attribute in (name, name + "_"):
                 if hasattr(owner, attribute):
@@ -213,10 +187,8 @@ def crossing_nodes(graph: fx.Graph, site: fx.Node) -> list[fx.Node]:
 
     Parameters and buffers (get_attr) are not among them: each half reads its own.
     """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    last = position[site]
-    before = [node for node in graph.nodes if position[node] < last and node.op != "get_attr"]
-    return [site, *(node for node in before if any(position[user] > last for user in node.users))]
+    before = [node for node in graph.nodes if node < site and node.op != "get_attr"]
+    return [site, *(node for node in before if any(user > site for user in node.users))]
 
 
 def lower_half(network: nn.Module, graph: fx.Graph, sites: Sequence[fx.Node]) -> fx.GraphModule:
@@ -230,10 +202,8 @@ def lower_half(network: nn.Module, graph: fx.Graph, sites: Sequence[fx.Node]) ->
     Returns:
         A module that returns for each site a tuple: the values of :func:`crossing_nodes`.
     """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    lower, values = _copy_until(graph, max(sites, key=position.__getitem__))
-    lower.output(tuple(tuple(values[node] for node in crossing_nodes(graph, site)) for site in sites))
-    return _half(network, lower, "Lower")
+    result = tuple(tuple(crossing_nodes(graph, site)) for site in sites)
+    return _part(network, "Lower", _until(graph, max(sites)), result)
 
 
 def upper_half(network: nn.Module, graph: fx.Graph, site: fx.Node, *, unpacked: bool = False) -> fx.GraphModule:
@@ -248,32 +218,19 @@ def upper_half(network: nn.Module, graph: fx.Graph, site: fx.Node, *, unpacked: 
     Returns:
         A module that takes the tuple of the values of :func:`crossing_nodes`.
     """
-    nodes = list(graph.nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    last = position[site]
     upper, values = fx.Graph(), dict[fx.Node, fx.Node]()
     entry = upper.placeholder("activation" if unpacked else "values")
     for index, node in enumerate(crossing_nodes(graph, site)):
         values[node] = entry if unpacked else upper.call_function(operator.getitem, (entry, index))
-    read = [node for node in nodes[:last] if node.op == "get_attr" and any(position[u] > last for u in node.users)]
-    for node in read + nodes[last + 1 :]:
-        if node.op == "output":
-            upper.output(fx.map_arg(node.args[0], values.__getitem__))
-        else:
-            values[node] = upper.node_copy(node, values.__getitem__)
-    return _half(network, upper, "Upper")
+    *nodes, output = graph.nodes
+    read = [node for node in nodes if node < site and node.op == "get_attr" and any(user > site for user in node.users)]
+    return _part(network, "Upper", read + [node for node in nodes if node > site], output.args[0], upper, values)
 
 
 def with_values(network: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.GraphModule:
     """Return a whole traced network that returns a tuple: its output, and the values of some nodes."""
-    whole, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        if node.op == "output":
-            output = fx.map_arg(node.args[0], values.__getitem__)
-            whole.output((output, *(values[wanted] for wanted in nodes)))
-        else:
-            values[node] = whole.node_copy(node, values.__getitem__)
-    return _half(network, whole, "Whole")
+    *before, output = graph.nodes
+    return _part(network, "Whole", before, (output.args[0], *nodes))
 
 
 def cut(network: nn.Module, graph: fx.Graph, site: fx.Node) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -288,28 +245,41 @@ def cut(network: nn.Module, graph: fx.Graph, site: fx.Node) -> tuple[fx.GraphMod
         The two halves. The first returns the value of ``site``, or if later nodes need further values a tuple
         that begins with it; the second takes what the first returns.
     """
-    crossing = crossing_nodes(graph, site)
+    crossing = tuple(crossing_nodes(graph, site))
     only = len(crossing) == 1
-    lower, values = _copy_until(graph, site)
-    lower.output(values[site] if only else tuple(values[node] for node in crossing))
-    return _half(network, lower, "Lower"), upper_half(network, graph, site, unpacked=only)
+    lower = _part(network, "Lower", _until(graph, site), site if only else crossing)
+    return lower, upper_half(network, graph, site, unpacked=only)
 
 
-def _copy_until(graph: fx.Graph, last: fx.Node) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Return a graph of the nodes up to ``last``, without output, and the new node of each."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    copied, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        used = any(position[user] <= position[last] for user in node.users)
-        # A parameter is read here if it is used here.
-        if position[node] <= position[last] and (node.op != "get_attr" or used):
-            values[node] = copied.node_copy(node, values.__getitem__)
-    return copied, values
+def _until(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
+    """Return the nodes up to ``last``; a parameter is read here if it is used here."""
+    until = [node for node in graph.nodes if node <= last]
+    return [node for node in until if node.op != "get_attr" or any(user <= last for user in node.users)]
 
 
-def _half(network: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """Return a module that runs a graph with the network's own submodules, in the network's mode."""
-    half = fx.GraphModule(network, graph, class_name=name)
+def _part(
+    network: nn.Module,
+    name: str,
+    nodes: Sequence[fx.Node],
+    result: Any,
+    part: fx.Graph | None = None,
+    values: dict[fx.Node, fx.Node] | None = None,
+) -> fx.GraphModule:
+    """Return a module that runs copies of some nodes with the network's own submodules, in the network's mode.
+
+    Args:
+        network: The traced network.
+        name: Name of the module's class.
+        nodes: Nodes of the network's graph, in order.
+        result: What the module returns: one of these nodes, or tuples of them.
+        part: The graph that is continued; default a new one.
+        values: The nodes of ``part`` by what they stand for.
+    """
+    part, values = part or fx.Graph(), values or {}
+    for node in nodes:
+        values[node] = part.node_copy(node, values.__getitem__)
+    part.output(fx.map_arg(result, values.__getitem__))
+    half = fx.GraphModule(network, part, class_name=name)
     shared = set(network.modules())
     for path, module in half.named_modules():
         if module not in shared:  # the containers on the way to a shared module are new
@@ -386,7 +356,6 @@ def _avoid_in_place(network: nn.Module, graph: fx.Graph) -> None:
     It does if no later node reads the overwritten tensor, or if later ones read it under its own name and not
     through a view: they then read the new tensor instead.
     """
-    position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         replacement = _out_of_place(node)
         if replacement is None or not node.args or not isinstance(node.args[0], fx.Node):
@@ -395,7 +364,7 @@ def _avoid_in_place(network: nn.Module, graph: fx.Graph) -> None:
         aliases = _possible_aliases(network, target, node)
         if any(alias.op == "get_attr" for alias in aliases):
             continue  # a parameter or buffer is updated
-        readers = {alias: [user for user in alias.users if position[user] > position[node]] for alias in aliases}
+        readers = {alias: [user for user in alias.users if user > node] for alias in aliases}
         if any(users for alias, users in readers.items() if alias is not target):
             continue
         if readers[target] and not _is_new_tensor(network, target):

@@ -1,13 +1,13 @@
 """LeNet-5."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
-from lightning_sym.networks.base import Network
+from lightning_sym.networks.base import _SequentialNetwork
 
 
-class LeNet5(Network):
+class LeNet5(_SequentialNetwork):
     """LeNet-5 as it is used today: two 5x5 convolutions with max pooling, three linear layers.
 
     Widths 6, 16, 120, 84. For 32x32 images the first convolution has no padding, for 28x28 images padding 2,
@@ -60,9 +60,3 @@ class LeNet5(Network):
         self.linear2 = nn.Linear(120, 84)
         self.activation4 = make_activation(activation)
         self.classifier = nn.Linear(84, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[N, C]`` for images ``[N, in_channels, image_size, image_size]``."""
-        for module in self.children():
-            x = module(x)
-        return x

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
-from lightning_sym.networks.base import Network
+from lightning_sym.networks.base import _SequentialNetwork
 
 
-class MultiLayerPerceptron(Network):
+class MultiLayerPerceptron(_SequentialNetwork):
     """Flatten, then linear layers with an activation after each but the last.
 
     The modules are called ``flatten``, ``linear1``, ``activation1``, ``linear2``, ..., ``classifier``. PyTorch's
@@ -55,9 +55,3 @@ class MultiLayerPerceptron(Network):
         if not widths:
             make_activation(activation)  # a wrong name is an error all the same
         self.classifier = nn.Linear(sizes[-1], num_classes, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[N, C]`` for images ``[N, in_channels, height, width]``, also if flattened."""
-        for module in self.children():
-            x = module(x)
-        return x

@@ -1,13 +1,13 @@
 """The Myrtle CNN."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sym._checks import check_integers, height_width
 from lightning_sym.networks.activations import make_activation
-from lightning_sym.networks.base import Network
+from lightning_sym.networks.base import _SequentialNetwork
 
 
-class MyrtleCNN(Network):
+class MyrtleCNN(_SequentialNetwork):
     """Four 3x3 convolutions of widths c, 2c, 4c, 8c, max pooling after all but the first, one linear layer.
 
     The modules are ``conv1``, ``norm1``, ``activation1``, ``conv2``, ..., ``pool4``, ``final_pool``,
@@ -60,9 +60,3 @@ class MyrtleCNN(Network):
         self.final_pool = nn.MaxPool2d((height // 8, wide // 8))
         self.flatten = nn.Flatten()
         self.classifier = nn.Linear(channels[-1], num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[N, C]`` for images ``[N, in_channels, height, width]``."""
-        for module in self.children():
-            x = module(x)
-        return x

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sym._checks import check_integers, height_width
 from lightning_sym._text import unknown
@@ -21,7 +21,7 @@ from lightning_sym.layers import (
     SparseFactoredFullyConnected,
 )
 from lightning_sym.networks.activations import make_activation
-from lightning_sym.networks.base import Network
+from lightning_sym.networks.base import _SequentialNetwork
 
 # The family of each kind of path: its name within a block, and in reports.
 _FAMILIES = {
@@ -37,7 +37,7 @@ _FAMILIES = {
 }
 
 
-class RelaxedNetwork(Network):
+class RelaxedNetwork(_SequentialNetwork):
     """Blocks of parallel paths that learn how equivariant each layer is, then two linear layers; no batch norm.
 
     Block ``l`` is the module ``block{l}``, a :class:`~lightning_sym.layers.ResidualPathways`, followed by
@@ -168,12 +168,6 @@ class RelaxedNetwork(Network):
         self.classifier = nn.Linear(4 * channels, num_classes)
         for linear in (self.hidden, self.classifier):
             nn.init.zeros_(linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[N, K]`` for images ``[N, in_channels, height, width]``."""
-        for module in self.children():
-            x = module(x)
-        return x
 
 
 def _shrink(paths: Iterable[nn.Module], gain: float) -> None:

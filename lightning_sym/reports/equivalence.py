@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_sym.figures import planes_beside, search_curves
 from lightning_sym.landscape import FunctionScale, OrbitDistances, SetNumbers, TwoUnitClass
+from lightning_sym.reports.cells import Row, finite, picked, text_table
 from lightning_sym.reports.equivalence_grids import EvaluatedGrid, PlanePoint, grid_figures
-from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, picked, text_table
+from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
     "J": "mean over inputs of the squared distance to the teacher's outputs, summed over outputs",
@@ -215,27 +216,26 @@ def set_rows(grids: Sequence[EvaluatedGrid]) -> list[dict[str, Any]]:
 
 
 def _set_row(one: EvaluatedGrid, numbers: SetNumbers, refined: bool) -> dict[str, Any]:
-    facts = numbers.as_dict()
-    exponent = facts["exponent"] or {}
+    exponent = numbers.exponent
     return {
         "grid": one.name,
         "points": numbers.shape[0],
         "refined": refined,
         "bound": one.grid.bound,
         "epsilon": numbers.epsilon,
-        "epsilon_over_J0": facts["tolerance"],
-        "epsilon_over_V": facts["relative"],
-        "fraction": facts["fraction"],
-        "smallest_J": facts["smallest"],
-        "betti": json.dumps(facts["betti"]),
-        "pieces_full": facts["components_full"],
-        "pieces_face": facts["components_face"],
-        "touches_border": facts["border"],
-        "spacing": facts["resolution"]["spacing"],
-        "width": facts["resolution"]["width"],
-        "exponent": exponent.get("exponent"),
-        "exponent_error": exponent.get("error"),
-        "joining": json.dumps(facts["joining"]),
+        "epsilon_over_J0": finite(numbers.tolerance),
+        "epsilon_over_V": finite(numbers.relative),
+        "fraction": numbers.fraction,
+        "smallest_J": finite(numbers.smallest),
+        "betti": json.dumps(numbers.betti),
+        "pieces_full": numbers.components_full,
+        "pieces_face": numbers.components_face,
+        "touches_border": numbers.border,
+        "spacing": numbers.resolution.spacing,
+        "width": finite(numbers.resolution.width),
+        "exponent": None if exponent is None else exponent.exponent,
+        "exponent_error": None if exponent is None else exponent.error,
+        "joining": json.dumps([[finite(level) for level in row] for row in numbers.joining.tolist()]),
         "warnings": " ".join(numbers.warnings),
     }
 
@@ -243,15 +243,9 @@ def _set_row(one: EvaluatedGrid, numbers: SetNumbers, refined: bool) -> dict[str
 def _figures(
     search: SearchData, grids: Sequence[EvaluatedGrid], scale: FunctionScale, exact: TwoUnitClass | None
 ) -> Iterator[tuple[str, Figure]]:
-    steps, losses, survived = search.curves
     levels = {} if search.exact is None else search.exact.local_minima
-    threshold = [search.tolerance * search.scale.zero]
-    yield (
-        "search",
-        search_curves(
-            steps, losses, threshold, search.scale, survived=survived, levels=levels, title=f"Search: {search.title}"
-        ),
-    )
+    threshold, title = search.tolerance * search.scale.zero, f"Search: {search.title}"
+    yield "search", search_curves(*search.curves, threshold, search.scale, levels=levels, title=title)
     for one in grids:
         if one.grid.dimension in (2, 3) or one.settings.umap:
             yield from grid_figures(one, scale, exact, search.title)

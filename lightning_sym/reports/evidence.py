@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lightning_sym.figures import evidence_curves, relative_effective_parameters
-from lightning_sym.reports.table import ResultTable, Row, RunResults
+from lightning_sym.reports.cells import Row, text_table
+from lightning_sym.reports.table import ResultTable, RunResults
 
 Number = int | None  # of a member; None for the only network of a task
 
@@ -167,23 +167,22 @@ def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float
 def _shown(last: Mapping[Number, Row], *, several: bool) -> Table:
     """Return precision, mean squared weight, normalised and relative numbers of the layers with several paths."""
     names = next((_names(record) for record in last.values()), [])
-    table = Table(title="Layers by their effective parameters", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("member", "layer") if several else ("layer",):
-        table.add_column(column, no_wrap=True)
-    headings = [f"{_SHORT[name]} {path}" for name in _SHORT for path in names]
-    for column in headings or ("precision", "mean square", "normalised"):  # the latter for ordinary networks
-        table.add_column(column, justify="right")
+    first = ["member", "layer"] if several else ["layer"]
     if names:
-        table.add_column("type")
-    rows = [
+        columns = [*first, *(f"{short} {path}" for short in _SHORT.values() for path in names), "type"]
+    else:  # of an ordinary network
+        columns = [*first, "precision", "mean square", "normalised"]
+    lines = [
         ([str(number)] if several else []) + cells
         for number, record in last.items()
         for cells in (_relaxed_cells(record, names) if names else _ordinary_cells(record))
     ]
-    for cells in rows[:_MOST_ROWS] if several else rows:
-        table.add_row(*cells)
-    if several and len(rows) > _MOST_ROWS:
-        table.caption = f"and {len(rows) - _MOST_ROWS} more in layers.csv"
+    shown = lines[:_MOST_ROWS] if several else lines
+    table = text_table(
+        "Layers by their effective parameters", columns, shown, whole=first, names=len(first), compact=True
+    )
+    if len(shown) < len(lines):
+        table.caption = f"and {len(lines) - len(shown)} more in layers.csv"
     return table
 
 
@@ -215,10 +214,8 @@ def _relaxed_cells(record: Row, names: Sequence[str]) -> Iterator[list[str]]:
 def _ordinary_cells(record: Row) -> Iterator[list[str]]:
     """Yield the printed row of each layer."""
     for values in record["paths"].values():
-        yield [
-            values["layer"] or "network",
-            *(short(values[name]) for name in ("precision", "mean_square", "normalised")),
-        ]
+        numbers = (short(values[name]) for name in ("precision", "mean_square", "normalised"))
+        yield [values["layer"] or "network", *numbers]
 
 
 def _within(path: str, layer: str) -> str:

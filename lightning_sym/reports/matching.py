@@ -11,8 +11,9 @@ from rich.table import Table
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym.connectivity import Barrier
 from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
+from lightning_sym.reports.cells import Row, finite, numeric, picked, spread_cell, text_table, unique
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
-from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, numeric, spread_cell, text_table, unique
+from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.symmetry import Symmetry
 
 Pair = tuple[int, int]
@@ -85,9 +86,7 @@ def matching_results(
         if row["batch_norm"] == last
     }
     facts = {
-        "dimension": symmetry.dimension,
-        "log10_permutations": symmetry.log10_permutations,
-        "signs": symmetry.signs,
+        **picked(symmetry, "dimension", "log10_permutations", "signs"),
         "worst_error": finite(symmetry.worst_error),
         "notes": list(symmetry.notes),
         "rows": symmetry.table(),

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_sym.figures import PenaltyFamily, rotation_penalty
-from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, numeric, spread_cell, text_table, unique
+from lightning_sym.reports.cells import Row, finite, in_points, numeric, spread_cell, stopped_notes, text_table, unique
+from lightning_sym.reports.table import ResultTable, RunResults
 
 _SAMPLES = 2000
 UNITS = {
@@ -66,11 +67,7 @@ def rotation_results(
         numbers=numbers,
         headline=headline,
         shown=_shown(summary, title),
-        notes=[
-            _legend(summary),
-            *_differences(summary),
-            *(f"{networks[index]['name']} was stopped: {reason}" for index, reason in stopped.items()),
-        ],
+        notes=[_legend(summary), *_differences(summary), *stopped_notes(networks, stopped, "penalties.csv")],
         places={"picture": "rotation_penalty.png", "table": "summary.csv", "runs": "penalties.csv"},
     )
 
@@ -172,12 +169,8 @@ def _differences(summary: Sequence[Row]) -> list[str]:
     parts = []
     for row in rows:
         mean, low, high = (row[name] for name in names)
-        parts.append(f"{row['site']} {spread_cell(_points, mean, None, low, high)}".replace("\n", " "))
+        parts.append(f"{row['site']} {spread_cell(in_points, mean, None, low, high)}".replace("\n", " "))
     return [f"orthogonal less group, member by member: {', '.join(parts)}"] if parts else []
-
-
-def _points(value: float) -> str:
-    return f"{round(100 * value, 1) + 0.0:.1f}"  # no "-0.0"
 
 
 def _figures(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
@@ -199,4 +192,4 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
 def _cell(row: Row) -> str:
     if row["penalty"] is None:
         return "stopped"
-    return spread_cell(_points, *(row[name] for name in ("penalty", "std", "low", "high")))
+    return spread_cell(in_points, *(row[name] for name in ("penalty", "std", "low", "high")))

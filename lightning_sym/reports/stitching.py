@@ -17,7 +17,8 @@ from lightning_sym.figures import (
     penalty_heat_map,
     sparsity_against_penalty,
 )
-from lightning_sym.reports.table import ResultTable, Row, RunResults, finite, numeric, spread_cell, text_table, unique
+from lightning_sym.reports.cells import Row, finite, in_points, numeric, spread_cell, stopped_notes, text_table, unique
+from lightning_sym.reports.table import ResultTable, RunResults
 
 AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
 UNITS = {
@@ -32,7 +33,6 @@ UNITS = {
     "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
     "std": "standard deviation over pairs, sample form",
 }
-_MOST_NOTES = 4
 
 
 def stitching_results(
@@ -62,9 +62,6 @@ def stitching_results(
     kind = _best_kind(summary)
     final = [row for row in summary if row["batch_norm"] in (kind, NO_NORM) and row["penalty"] is not None]
     trained = [row["penalty"] for row in final if row["trained"]]
-    notes = [f"{networks[index]['name']} was stopped: {reason}" for index, reason in stopped.items()]
-    if len(notes) > _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more were stopped; see penalties.csv"]
     what = "stitching penalties on the test split: "
     sites_differ = any(row["site"] != row["target_site"] for row in summary)
     picture = _map_name(summary, summary[0]["family"]) if sites_differ else "penalties"
@@ -77,7 +74,7 @@ def stitching_results(
         numbers={f"test_penalty/{row['place']}/{row['family']}": row["penalty"] for row in final},
         headline=float(np.mean(trained)) if trained else math.nan,
         shown=_shown(summary, title),
-        notes=[_legend(summary), *notes],
+        notes=[_legend(summary), *stopped_notes(networks, stopped, "penalties.csv")],
         places={"picture": f"{picture}.png", "table": "summary.csv", "pairs": "penalties.csv"},
     )
 
@@ -234,7 +231,7 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
             elif known := {place: value for place, value in found.items() if math.isfinite(value)}:
                 worst = max(known, key=known.__getitem__)
                 values = [float(np.mean(list(known.values()))), min(known.values()), known[worst]]
-                lines.append([name, *(f"{100 * value:.1f}" for value in values), worst])
+                lines.append([name, *map(in_points, values), worst])
         lines.append(None)
     columns = ["map", *(places if few else ("mean over sites", "least", "most", "at"))]
     return text_table(f"Stitching penalties on test images: {title}", columns, lines, whole=["map"])
@@ -243,4 +240,4 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
 def _cell(penalty: float, std: float) -> str:
     if math.isnan(penalty):
         return "-"
-    return spread_cell(lambda value: f"{100 * value:.1f}", penalty, None if math.isnan(std) else std)
+    return spread_cell(in_points, penalty, finite(std))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_sym._random import seeded
 from lightning_sym.figures import symmetry_curves
-from lightning_sym.reports.table import ResultTable, RunResults, finite
+from lightning_sym.reports.cells import finite
+from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
 
 Numbers: TypeAlias = dict[str, float]

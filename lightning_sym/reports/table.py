@@ -3,8 +3,7 @@
 import csv
 import io
 import json
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_sym._files import write_atomically
-
-Row = Mapping[str, Any]
+from lightning_sym.reports.cells import Row, text_table
 
 
 @dataclass(frozen=True)
@@ -115,73 +113,6 @@ class RunResults:
         places = {what: folder / place if isinstance(place, str) else place for what, place in self.places.items()}
         for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
             console.print(f"  {what:8}{place}", highlight=False, soft_wrap=True)
-
-
-def text_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str] | None], whole: Collection[str] = ()
-) -> Table:
-    """Return a table for the terminal, the first column aligned left and the others right.
-
-    Args:
-        title: Above it.
-        columns: Their headings.
-        rows: The cells of each row, which may be fewer than the columns; None for a line between two rows.
-        whole: Headings of the columns whose cells are not broken into lines.
-    """
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=column in whole)
-    for cells in rows:
-        if cells is None:
-            table.add_section()
-        else:
-            table.add_row(*cells)
-    return table
-
-
-def spread_cell(
-    text: Callable[[float], str],
-    mean: float,
-    std: float | None = None,
-    low: float | None = None,
-    high: float | None = None,
-) -> str:
-    """Return a cell such as ``1.2 ± 0.3``, with an interval in brackets on a second line.
-
-    Args:
-        text: Returns a number as it is printed.
-        mean: The number.
-        std: Its standard deviation; None if there is none.
-        low: Lower end of an interval for the mean; None if there is none.
-        high: Upper end.
-    """
-    cell = text(mean) + ("" if std is None else f" ± {text(std)}")
-    return cell if low is None or high is None else f"{cell}\n\\[{text(low)}, {text(high)}]"
-
-
-def finite(value: float) -> float | None:
-    """Return a number for CSV and JSON, which know no NaN: None if it is not finite."""
-    return value if math.isfinite(value) else None
-
-
-def numeric(value: float | None) -> float:
-    """Return a number for figures: NaN for None."""
-    return math.nan if value is None else float(value)
-
-
-def unique(rows: Iterable[Row], column: str) -> list[Any]:
-    """Return the different values of a column, in the order of the rows."""
-    return list(dict.fromkeys(row[column] for row in rows))
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 pair`` or ``3 pairs``."""
-    return f"{number} {noun}{'s' * (number > 1)}"
-
-
-def picked(holder: object, *names: str) -> dict[str, Any]:
-    """Return attributes by name, for what is said about a table."""
-    return {name: getattr(holder, name) for name in names}
 
 
 def _text(value: object) -> str:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_sym.figures import walk_curves
 from lightning_sym.landscape import LevelSetWalk, OrbitDistances, SGLDSamples
-from lightning_sym.reports.table import ResultTable, RunResults, text_table
+from lightning_sym.reports.cells import text_table
+from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
     "J": "mean over inputs of the squared distance to the teacher's outputs, summed over outputs",

@@ -7,7 +7,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_sym.figures import confusion_matrix, validation_curves, zoo_overview
-from lightning_sym.reports.table import ResultTable, Row, RunResults, text_table
+from lightning_sym.reports.cells import Row, text_table
+from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.zoo import statistics
 
 UNITS = {

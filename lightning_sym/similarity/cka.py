@@ -10,12 +10,11 @@ from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
-from lightning_sym.similarity.features import SimilarityMetric, channel_rows, check_pair, undefined
+from lightning_sym.similarity.features import Axes, Features, SimilarityMetric, check_pair, undefined
 from lightning_sym.similarity.kernels import Kernel, centred, gram, inner, linear_hsic, standardized
 
 Estimator: TypeAlias = Literal["unbiased", "biased", "minibatch"]
 Normalize: TypeAlias = Literal["none", "channel"]
-Axes: TypeAlias = int | Sequence[int]
 
 _EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
@@ -92,7 +91,7 @@ class CKAMatrix(SimilarityMetric):
         """Return the names of the states that hold the features of each network's layers."""
         return [f"x{i}" for i in range(self._layers[0])], [f"y{j}" for j in range(self._layers[1])]
 
-    def update(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> None:
+    def update(self, x: Sequence[Tensor | Features], y: Sequence[Tensor | Features]) -> None:
         """Add a batch of features of both networks, of the same inputs in the same order.
 
         Args:
@@ -103,26 +102,28 @@ class CKAMatrix(SimilarityMetric):
             TypeError: If a dtype is not floating.
             ValueError: If shapes do not fit, or a value is not finite.
         """
-        for name, features, layers in zip("xy", (x, y), self._layers, strict=True):
-            if len(features) != layers:
-                raise ValueError(f"{name} has {len(features)} layers; expected {layers}.")
-        samples = len(x[0])
-        rows = []
-        for name, features, axes in zip("xy", (x, y), self._axes, strict=True):
-            for layer, axis in zip(features, axes, strict=True):
-                check_pair(x[0], layer)
-                rows.append(_rows(name, layer, (axis,) if isinstance(axis, int) else tuple(axis)))
-        ours, theirs = rows[: len(x)], rows[len(x) :]
+        for name, features, expected in zip("xy", (x, y), self._layers, strict=True):
+            if len(features) != expected:
+                raise ValueError(f"{name} has {len(features)} layers; expected {expected}.")
+        ours, theirs = (
+            [f if isinstance(f, Features) else Features(f, axis, name) for f, axis in zip(features, axes, strict=True)]
+            for name, features, axes in zip("xy", (x, y), self._axes, strict=True)
+        )
+        samples, layers = len(ours[0]), [*ours, *theirs]
+        for layer in layers:
+            check_pair(ours[0], layer)
         if self.estimator != "minibatch":
-            for name, layer in zip(chain(*self._kept()), rows, strict=True):
-                getattr(self, name).append(layer)
+            for name, layer in zip(chain(*self._kept()), layers, strict=True):
+                getattr(self, name).append(layer.channels.clone())
             return
         self._first_size = self._first_size or samples
         used = samples >= max(_FEWEST["minibatch"], self._first_size)
         self.batches += torch.tensor([used, not used], device=self.batches.device)
         if used:
             (statistics,) = self._statistics
-            between, within_x, within_y = self._criteria(ours, theirs, statistics)
+            between, within_x, within_y = self._criteria(
+                [layer.channels for layer in ours], [layer.channels for layer in theirs], statistics
+            )
             self.between += between
             self.within_x += within_x
             self.within_y += within_y
@@ -144,7 +145,8 @@ class CKAMatrix(SimilarityMetric):
                 for layer, own in zip(layers, given, strict=True)
             )
             if small:
-                made.append([layer.flatten(1).double() for layer in features])
+                flat = (layer.flatten(1).double() for layer in features)
+                made.append([each - each.mean(0) for each in flat])
             else:
                 made.append(
                     [centred(gram(layer, self.kernel, self.bandwidth), unbiased=unbiased) for layer in features]
@@ -181,7 +183,7 @@ class CKAMatrix(SimilarityMetric):
         return torch.where(norms > 0, between / norms.sqrt(), math.nan)
 
     def _whole(self, name: str) -> Tensor:
-        """Return the features of a layer, of all batches. Shape ``[N, positions, C]``."""
+        """Return the features of a layer, of all batches. Shape ``[N, C, positions]``."""
         state = getattr(self, name)  # a tensor once processes were brought together
         return state if isinstance(state, Tensor) else torch.cat(state) if state else _EMPTY
 
@@ -277,7 +279,7 @@ class CKA(CKAMatrix):
             axes=([x] * first, [y] * second),
         )
 
-    def update(self, x: Tensor, y: Tensor) -> None:  # type: ignore[override]
+    def update(self, x: Tensor | Features, y: Tensor | Features) -> None:  # type: ignore[override]
         """Add a batch of features of both networks, of the same inputs in the same order.
 
         Args:
@@ -314,26 +316,21 @@ class ChannelStatistics(SimilarityMetric):
 
     def __init__(self, axes: Axes = 1) -> None:
         super().__init__()
-        self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        self.axes = axes
         self.add_state("count", torch.zeros(1, dtype=torch.float64), dist_reduce_fx="sum")
         for name in ("sums", "squares"):
             self.add_state(name, torch.zeros(0, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, x: Tensor) -> None:
         """Add a batch of features: samples first; floating, finite."""
-        rows = channel_rows("x", x, self.axes).flatten(0, 1).double()
+        features = Features(x, self.axes, "x")
         if not self.sums.numel():
-            self.sums, self.squares = torch.zeros_like(rows[0]), torch.zeros_like(rows[0])
-        self.count += len(rows)
-        self.sums += rows.sum(0)
-        self.squares += rows.square().sum(0)
+            self.sums, self.squares = torch.zeros_like(features.sums()), torch.zeros_like(features.sums())
+        self.count += len(features) * features.positions
+        self.sums += features.sums()
+        self.squares += features.squares()
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """Return means, and the norms of what is left without them. Each of shape ``[C]``, float64."""
         mean = self.sums / self.count
         return mean, (self.squares - self.sums * mean).clamp_min(0.0).sqrt()
-
-
-def _rows(name: str, features: Tensor, axes: tuple[int, ...]) -> Tensor:
-    rows = channel_rows(name, features, axes)
-    return (rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows).clone()

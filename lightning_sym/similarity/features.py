@@ -4,16 +4,20 @@ import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sym._distributed import gathered, on_device_of, ranks
 from lightning_sym._text import unknown
 from lightning_sym.symmetry import Tap
+
+Axes: TypeAlias = int | Sequence[int]
 
 
 class SimilarityMetric(Metric):
@@ -44,50 +48,117 @@ class SimilarityMetric(Metric):
                 setattr(self, name, [empty] if listed else empty)
 
 
-def channel_rows(name: str, features: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return features with samples first and channels last.
+class Features:
+    """What one layer puts out for a batch, in the form that all measures share; what they need of it is kept.
 
     Args:
-        name: Of the argument, for messages.
-        features: Real, with samples on the first axis.
+        values: Real, samples on the first axis; not changed, and not copied if that can be avoided.
         axes: Where the channels are, not the first axis; of several they are read in row-major order.
+        name: For messages.
 
-    Returns:
-        Shape ``[N, positions, C]``: pixels or tokens lie in between, in order. A view where that is possible.
+    Attributes:
+        channels: Pixels or tokens come last, in order. Shape ``[N, C, positions]``; half precision becomes float32.
+        grid: Height and width of an image; None for other features.
 
     Raises:
         TypeError: If the dtype is not floating.
         ValueError: If there is no such axis, or a value is not finite.
     """
-    if not features.dtype.is_floating_point:
-        raise TypeError(f"{name} must be a floating tensor, got {features.dtype}.")
-    if features.ndim < 2 or not all(-features.ndim < axis < features.ndim and axis for axis in axes):
-        raise ValueError(
-            f"{name} must have samples on its first axis and channels on {list(axes)}, got {list(features.shape)}."
-        )
-    finite = features.isfinite()
-    if not bool(finite.all()):
-        raise ValueError(
-            f"{name} has {int((~finite).sum())} values that are not finite, the first at "
-            f"{(~finite).nonzero()[0].tolist()}; look for overflow or diverged members, above all in half precision."
-        )
-    moved = features.detach().movedim(axes, tuple(range(-len(axes), 0)))
-    return moved.reshape(len(features), -1, math.prod(features.shape[axis] for axis in axes))
+
+    def __init__(self, values: Tensor, axes: Axes = 1, name: str = "features") -> None:
+        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        if not values.dtype.is_floating_point:
+            raise TypeError(f"{name} must be a floating tensor, got {values.dtype}.")
+        if not all(-values.ndim < axis < values.ndim and axis % values.ndim for axis in axes):
+            raise ValueError(
+                f"{name} must have samples on its first axis and channels on {list(axes)}, got {list(values.shape)}."
+            )
+        values = values.detach()
+        _check_finite(values, name)
+        self.grid = (values.shape[2], values.shape[3]) if values.ndim == 4 and axes == (1,) else None
+        size = math.prod(values.shape[axis] for axis in axes)
+        moved = values.movedim(axes, tuple(range(1, 1 + len(axes)))).reshape(len(values), size, -1)
+        self.channels = moved.float() if moved.dtype in (torch.float16, torch.bfloat16) else moved
+        self._kept: dict[Any, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.channels)
+
+    @property
+    def size(self) -> int:
+        """The number of channels."""
+        return self.channels.shape[1]
+
+    @property
+    def positions(self) -> int:
+        """The number of pixels or tokens."""
+        return self.channels.shape[2]
+
+    def sums(self) -> Tensor:
+        """Return each channel's sum. Shape ``[C]``, float64."""
+        return self._once("sums", lambda: self.channels.sum(2).double().sum(0))
+
+    def squares(self) -> Tensor:
+        """Return each channel's sum of squares. Shape ``[C]``, float64."""
+        return self._once("squares", lambda: self.channels.square().sum(2).double().sum(0))
+
+    def products(self) -> Tensor:
+        """Return the sums of products of all pairs of channels. Shape ``[C, C]``, float64."""
+        return self._once("products", lambda: summed_products(self.channels, self.channels))
+
+    def pooled(self, sides: tuple[int, int]) -> Tensor:
+        """Return the sums of the pixels in rectangles. Shape ``[N, C, positions / area]``."""
+        if sides == (1, 1) or self.grid is None:
+            return self.channels
+        images = self.channels.unflatten(2, self.grid)
+        return self._once(sides, lambda: avg_pool2d(images, sides, divisor_override=1).flatten(2))
+
+    def _once(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
-def repeats(x: Tensor, y: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return how often the pixels of x and of y are repeated, down and across, to come to one grid.
+def _check_finite(values: Tensor, name: str) -> None:
+    if not bool(values.sum().isfinite()):  # much faster than to look at all, which is done only then
+        wrong = (~values.isfinite()).nonzero()
+        if len(wrong):
+            raise ValueError(
+                f"{name} has {len(wrong)} values that are not finite, the first at {wrong[0].tolist()}; look for "
+                "overflow or diverged members, above all in half precision."
+            )
+
+
+def summed_products(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sums over samples and positions of the products of channels.
 
     Args:
-        x: Shape ``[N, C1, H1, W1]``; features of any other shape are not images, and are left as they are.
-        y: Shape ``[N, C2, H2, W2]``; the sides of one grid are multiples of the other's.
+        x: Shape ``[N, C1, positions]``.
+        y: Shape ``[N, C2, positions]``.
+
+    Returns:
+        Shape ``[C1, C2]``, float64. A sample's products are summed in the dtype of the features.
+    """
+    if x.shape[2] == 1:
+        return x[..., 0].double().T @ y[..., 0].double()
+    return torch.bmm(x, y.mT).double().sum(0)
+
+
+def repeats(x: Features, y: Features) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return how often the pixels of x and of y are repeated, down and across, to come to one grid.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If the sides of one grid are no multiples of the other's, or other features have not as many
+            positions.
     """
-    if x.ndim != 4 or y.ndim != 4:
+    if x.grid is None or y.grid is None:
+        if x.positions != y.positions:
+            raise ValueError(
+                f"x has {x.positions} pixels or tokens per sample and y {y.positions}; expected as many, or use CKA, "
+                "which needs no common grid."
+            )
         return (1, 1), (1, 1)
-    (h1, w1), (h2, w2) = x.shape[2:], y.shape[2:]
+    (h1, w1), (h2, w2) = x.grid, y.grid
     high, wide = max(h1, h2), max(w1, w2)
     if high % h1 or high % h2 or wide % w1 or wide % w2:
         raise ValueError(
@@ -97,15 +168,7 @@ def repeats(x: Tensor, y: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
     return (high // h1, wide // w1), (high // h2, wide // w2)
 
 
-def summed_pixels(x: Tensor, sides: tuple[int, int]) -> Tensor:
-    """Return the sums of the pixels in rectangles with these sides. Shape ``[N, C, H / sides[0], W / sides[1]]``."""
-    if sides == (1, 1):
-        return x
-    n, c, h, w = x.shape
-    return x.reshape(n, c, h // sides[0], sides[0], w // sides[1], sides[1]).sum((3, 5))
-
-
-def check_pair(x: Tensor, y: Tensor) -> None:
+def check_pair(x: Features, y: Features) -> None:
     """Check that two batches belong together.
 
     Raises:
@@ -132,10 +195,10 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
         inputs: What it is called with, moved to its device.
 
     Returns:
-        By name, copies: what is changed in place later does not show.
+        By name, copies: what is changed in place later does not show. Of several tensors the first.
 
     Raises:
-        ValueError: If there is no such module, it was not called as often, or its output is no tensor.
+        ValueError: If there is no such module, it was not called as often, or it puts out no tensor.
     """
     modules = dict(network.named_modules())
     wanted: defaultdict[str, dict[int, str]] = defaultdict(dict)
@@ -155,9 +218,10 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
         def keep(module: nn.Module, args: Any, output: Any, calls: Any = calls, names: Any = names) -> None:
             name = names.get(next(calls))
             if name is not None:
-                if not isinstance(output, Tensor):
-                    raise ValueError(f"{name} puts out a {type(output).__name__}; expected a module with one tensor.")
-                found[name] = output.detach().clone()
+                tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+                if tensor is None:
+                    raise ValueError(f"{name} puts out no tensor but {type(output).__name__}; expected another module.")
+                found[name] = tensor.detach().clone()
 
         handles.append(modules[name].register_forward_hook(keep))
     training = {name: module.training for name, module in modules.items()}

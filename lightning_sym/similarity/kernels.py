@@ -9,26 +9,27 @@ from torch import Tensor
 Kernel = Literal["linear", "max", "laplace"]
 
 _ROWS = 512  # samples whose distances are taken at a time
+_BLOCKS, _LEAST_BLOCK = 8, 64  # of rows, of a product with itself
 
 
 def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Return features with each channel's mean subtracted and, if asked for, divided by its norm.
 
     Args:
-        x: Shape ``[N, positions, C]``; mean and norm are over samples and positions.
+        x: Shape ``[N, C, positions]``; mean and norm are over samples and positions.
         scale: Whether to divide by the norm.
         given: Mean and norm to be used, in place of those of ``x``. Each of shape ``[C]``.
 
     Returns:
         Shape and dtype of ``x``; a channel that is constant, but for rounding, is 0.
     """
-    mean = x.mean((0, 1)) if given is None else given[0].to(x)
-    rest = x - mean
-    norms = torch.linalg.vector_norm(rest, dim=(0, 1)) if given is None else given[1].to(x)
-    rounding = torch.finfo(x.dtype).eps * (16 * mean.abs() * math.sqrt(rest[:, :, 0].numel()))
+    mean = x.mean((0, 2)) if given is None else given[0].to(x)
+    rest = x - mean[:, None]
+    norms = torch.linalg.vector_norm(rest, dim=(0, 2)) if given is None else given[1].to(x)
+    rounding = torch.finfo(x.dtype).eps * (16 * mean.abs() * math.sqrt(rest[:, 0].numel()))
     alive = norms > rounding
-    factors = torch.where(alive, norms, 1.0).reciprocal() if scale else torch.ones_like(norms)
-    return rest * torch.where(alive, factors, 0.0)
+    factors = torch.where(alive, torch.where(alive, norms, 1.0).reciprocal() if scale else 1.0, 0.0)
+    return rest.mul_(factors[:, None]) if scale or not bool(alive.all()) else rest
 
 
 def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
@@ -41,7 +42,7 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
       definite, with the same symmetries.
 
     Args:
-        x: Shape ``[N, positions, C]``.
+        x: Shape ``[N, C, positions]``.
         kernel: Which one.
         bandwidth: ``h`` > 0, in units of the distance; by default the median of the distances of different samples.
 
@@ -52,20 +53,18 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
         One product of matrices per channel; memory for a few kernels.
     """
     if kernel == "linear":
-        flat = x.flatten(1)
-        return flat @ flat.T
-    channels = x.movedim(2, 0).contiguous()  # each [N, positions]
+        return _symmetric(x.flatten(1))
+    channels = x.transpose(0, 1).contiguous()  # each [N, positions]
     if kernel == "max":
-        best = channels[0] @ channels[0].T
-        product = torch.empty_like(best)
+        best = _symmetric(channels[0])
         for channel in channels[1:]:
-            torch.maximum(best, torch.matmul(channel, channel.T, out=product), out=best)
+            torch.maximum(best, _symmetric(channel), out=best)
         return best
     distances = x.new_zeros(len(x), len(x))
     for start in range(0, len(x), _ROWS):
         rows = slice(start, start + _ROWS)
         if channels.shape[2] == 1:
-            distances[rows] = torch.cdist(x[rows, 0], x[:, 0], p=1.0)
+            distances[rows] = torch.cdist(x[rows, :, 0], x[..., 0], p=1.0)
             continue
         for channel in channels:
             # Not by a product of matrices, which would lose half of the digits where samples are close.
@@ -97,6 +96,18 @@ def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
         0-dimensional, float64.
     """
     return inner(centred(k, unbiased=unbiased), centred(other, unbiased=unbiased), unbiased=unbiased)
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    """Return ``x @ x.T``, of which only blocks on and above the diagonal are computed: little more than half."""
+    n = len(x)
+    size = max(_LEAST_BLOCK, -(-n // _BLOCKS))
+    product = x.new_empty(n, n)
+    for start in range(0, n, size):
+        rows = slice(start, start + size)
+        product[rows, start:] = x[rows] @ x[start:].T
+        product[start:, rows] = product[rows, start:].T
+    return product
 
 
 def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:

@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_sym.similarity.cka import CKA, CKAMatrix
+from lightning_sym.similarity.features import Axes, Features
+from lightning_sym.similarity.procrustes import GroupProcrustes
 
 
 class SimilarityMatrix(Metric):
@@ -75,9 +78,23 @@ class SimilarityMatrix(Metric):
             if missing:
                 raise ValueError(f"the features of {', '.join(missing)} are missing; got {', '.join(features)}.")
         ours, theirs = [first[name] for name in self.first], [second[name] for name in self.second]
-        pairs = [(ours, theirs)] if self._joint else itertools.product(ours, theirs)
-        for metric, (x, y) in zip(self._each(), pairs, strict=True):
-            metric.update(x, y)
+        if self._joint:
+            self._each()[0].update(ours, theirs)
+            return
+        kept: dict[Any, Features] = {}  # what metrics need of one layer alone is computed once
+
+        def shared(place: tuple[str, int], layer: Tensor, axes: Axes) -> Features:
+            if (place, axes) not in kept:
+                kept[place, axes] = Features(layer, axes, f"{place[0]} at layer {place[1]}")
+            return kept[place, axes]
+
+        for metric, ((i, x), (j, y)) in zip(
+            self._each(), itertools.product(enumerate(ours), enumerate(theirs)), strict=True
+        ):
+            if isinstance(metric, GroupProcrustes):
+                metric.update(shared(("x", i), x, metric.axes[0]), shared(("y", j), y, metric.axes[1]))
+            else:
+                metric.update(x, y)
 
     def compute(self) -> Tensor:
         """Return the similarities. Shape ``[layers of the first network, of the second]``, float64."""

@@ -10,11 +10,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_sym.similarity.features import (
+    Features,
     SimilarityMetric,
-    channel_rows,
     check_pair,
     repeats,
-    summed_pixels,
+    summed_products,
     undefined,
 )
 from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup, Symmetry, Tap, intertwiner_group
@@ -109,6 +109,14 @@ class GroupProcrustes(SimilarityMetric):
         """
         return cls(symmetry.channels(tap), **settings)
 
+    @property
+    def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the channels of x and of y."""
+        if isinstance(self._group, IntertwinerGroup):
+            return (self._axis,), (self._axis,)
+        one, two = self._groups()
+        return one.axes, two.axes
+
     def _shapes(self, c1: int, c2: int) -> dict[str, tuple[int, ...]]:
         one, two = ((c1, c1), (c2, c2)) if self._whitened else ((c1,), (c2,))
         return {"x_sum": (c1,), "y_sum": (c2,), "xx": one, "yy": two, "xy": (c1, c2)}
@@ -120,7 +128,7 @@ class GroupProcrustes(SimilarityMetric):
         one, two = (ChannelGroup.of_activation(self._group, size, self._axis) for size in self.xy.shape)
         return one, two
 
-    def update(self, x: Tensor, y: Tensor) -> None:
+    def update(self, x: Tensor | Features, y: Tensor | Features) -> None:
         """Add a batch of features of both networks, of the same inputs in the same order.
 
         Args:
@@ -131,35 +139,24 @@ class GroupProcrustes(SimilarityMetric):
             TypeError: If a dtype is not floating.
             ValueError: If shapes do not fit, or a value is not finite.
         """
+        x, y = (
+            features if isinstance(features, Features) else Features(features, axes, name)
+            for features, axes, name in zip((x, y), self.axes, "xy", strict=True)
+        )
         check_pair(x, y)
-        given = isinstance(self._group, ChannelGroup)
-        axes = [group.axes for group in self._groups()] if given else [(self._axis,), (self._axis,)]
-        times = repeats(x, y) if axes == [(1,), (1,)] else ((1, 1), (1, 1))
-        rows = [channel_rows(name, each, on) for name, each, on in zip("xy", (x, y), axes, strict=True)]
+        if self.xy.numel() and self.xy.shape != (x.size, y.size):
+            raise ValueError(f"x and y must have {list(self.xy.shape)} channels, as before, got {[x.size, y.size]}.")
+        times = repeats(x, y)
         if not self.xy.numel():
-            for name, shape in self._shapes(rows[0].shape[2], rows[1].shape[2]).items():
-                setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=x.device))
-        if self.xy.shape != (rows[0].shape[2], rows[1].shape[2]):
-            found = [each.shape[2] for each in rows]
-            raise ValueError(f"x and y must have {list(self.xy.shape)} channels, as before, got {found}.")
-        positions = [each.shape[1] * math.prod(often) for each, often in zip(rows, times, strict=True)]
-        if positions[0] != positions[1]:
-            raise ValueError(
-                f"x has {positions[0]} pixels or tokens per sample and y {positions[1]}; expected as many, or use CKA, "
-                "which needs no common grid."
-            )
-        for name, each, often in zip("xy", rows, times, strict=True):
-            flat = each.reshape(-1, each.shape[2]).to(self.xy)
-            getattr(self, f"{name}_sum").add_(flat.sum(0), alpha=math.prod(often))
-            squares = flat.T @ flat if self._whitened else flat.square().sum(0)
+            for name, shape in self._shapes(x.size, y.size).items():
+                setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=x.channels.device))
+        for name, features, often in zip("xy", (x, y), times, strict=True):
+            getattr(self, f"{name}_sum").add_(features.sums(), alpha=math.prod(often))
+            squares = features.products() if self._whitened else features.squares()
             getattr(self, name * 2).add_(squares, alpha=math.prod(often))
-        self.n += len(x) * positions[0]
-        if times != ((1, 1), (1, 1)):
-            # A pixel that is repeated meets the sum of those that it is repeated for.
-            x, y = summed_pixels(x.to(self.xy), times[1]), summed_pixels(y.to(self.xy), times[0])
-            rows = [channel_rows(name, each, on) for name, each, on in zip("xy", (x, y), axes, strict=True)]
-        one, two = (each.reshape(-1, each.shape[2]).to(self.xy) for each in rows)
-        self.xy += one.T @ two
+        self.n += len(x) * x.positions * math.prod(times[0])
+        # A pixel that is repeated meets the sum of those that it is repeated for.
+        self.xy += summed_products(x.pooled(times[1]), y.pooled(times[0]))
 
     def compute(self) -> Tensor:
         """Return the similarity, in [0, 1]: a 0-dimensional tensor, float64.

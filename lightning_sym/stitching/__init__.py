@@ -1,23 +1,18 @@
 """Stitching: networks cut at a site, joined to others by trainable maps, and the families of those maps."""
 
+from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
 from lightning_sym.stitching.maps.birkhoff import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
-from lightning_sym.stitching.maps.families import (
-    STITCHING_MAPS,
-    AssignmentMap,
-    FittedMap,
+from lightning_sym.stitching.maps.families import STITCHING_MAPS, stitching_map
+from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, SoftSortMap
+from lightning_sym.stitching.maps.linear_maps import (
     FixedMap,
     FullMap,
-    GroupMap,
     IdentityMap,
     LassoMap,
     LeastSquaresMap,
     LowRankMap,
     OrthogonalMap,
-    Port,
     ProcrustesMap,
-    SoftSortMap,
-    StitchingMap,
-    stitching_map,
 )
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.stitching.networks import (

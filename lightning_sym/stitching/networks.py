@@ -6,7 +6,7 @@ can be stitched to it without any loss, wherever it is cut (:class:`PlantedStitc
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym._random import seeded
 from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import batch_norms
-from lightning_sym.stitching.maps.families import Port, StitchingMap, stitching_map
+from lightning_sym.stitching.maps.base import Port, StitchingMap
+from lightning_sym.stitching.maps.families import stitching_map
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.symmetry import Element, IntertwinerGroup, Symmetry, trace_symmetry
 
@@ -57,7 +58,7 @@ class Crossing:
     @property
     def positions(self) -> tuple[int, ...]:
         """Shape without batch and channel axes: height and width, or nothing."""
-        return self.shape[: self.axis - 1] + self.shape[self.axis :]
+        return _positions(self.shape, self.axis)
 
 
 class CutNetwork:
@@ -287,23 +288,22 @@ class StitchedNetwork(nn.Module):
         if batch_norm not in ("batch", "frozen"):
             raise ValueError(f'batch_norm must be "batch" or "frozen", got {batch_norm!r}.')
         target_site = site if target_site is None else target_site
-        found = stitch_ports(source, target, site, target_site, ports=ports, resize=resize)
+        self._ports = stitch_ports(source, target, site, target_site, ports=ports, resize=resize)
         make = stitching_map(family) if isinstance(family, str) else family
         self.site, self.target_site, self.batch_norm = site, target_site, batch_norm
         self._lower = (source.lower, source.sites.index(site))  # in a tuple: no part of what is trained and saved
         self.upper = target.upper(target_site, own_parameters=train_upper)
         self.train_upper = train_upper
-        self.maps = nn.ModuleList(make(port) for port in found if port is not None)
+        self.maps = nn.ModuleList(make(port) for port in self._ports if port is not None)
         for module in self.maps:
             if not isinstance(module, StitchingMap):
                 raise TypeError(f"A family must make a StitchingMap from a Port, got {type(module).__name__}.")
-        self._mapped = [port is not None for port in found]
-        shapes = [crossing.positions for crossing in target.crossings(target_site)]
-        given = [shape for _, shape in source.shapes(site)]
-        self._axes = [port.axis if port is not None else 0 for port in found]
+        # The positions that values are averaged to; None where they are as the upper part has them.
         self._sizes = [
-            size if port is not None and _positions(shape, port.axis) != size else None
-            for port, size, shape in zip(found, shapes, given, strict=False)
+            crossing.positions if port and _positions(shape, port.axis) != crossing.positions else None
+            for port, crossing, (_, shape) in zip(
+                self._ports, target.crossings(target_site), source.shapes(site), strict=False
+            )
         ]
         self.train()
 
@@ -334,14 +334,14 @@ class StitchedNetwork(nn.Module):
     def mapped(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return what the upper part takes, for all that crosses the cut of the lower network."""
         maps = iter(self.maps)
-        sized = self._sized(values)
-        return tuple(next(maps)(v) if is_mapped else v for v, is_mapped in zip(sized, self._mapped, strict=True))
+        sized = zip(self._sized(values), self._ports, strict=True)
+        return tuple(value if port is None else next(maps)(value) for value, port in sized)
 
     def _sized(self, values: Sequence[Any]) -> list[Any]:
         """Return the values that are taken from the lower network, with as many positions as the upper one has."""
         return [
-            value if size is None else _pooled(value, axis, size)
-            for value, axis, size in zip(values, self._axes, self._sizes, strict=False)
+            _pooled(value, port.axis, size) if port and size else value
+            for value, port, size in zip(values, self._ports, self._sizes, strict=False)
         ]
 
     def add_moments(self, values: Sequence[Any], wanted: Sequence[Any], moments: Sequence[FeatureMoments]) -> None:
@@ -352,13 +352,10 @@ class StitchedNetwork(nn.Module):
             wanted: What crosses the cut of the upper network, for the same images.
             moments: One for each map; changed in place.
         """
-        mapped = [
-            (x, y, axis)
-            for x, y, axis, is_mapped in zip(self._sized(values), wanted, self._axes, self._mapped, strict=True)
-            if is_mapped
-        ]
-        for (x, y, axis), own in zip(mapped, moments, strict=True):
-            own.update(x, y, axis)
+        sums = iter(moments)
+        for x, y, port in zip(self._sized(values), wanted, self._ports, strict=True):
+            if port is not None:
+                next(sums).update(x, y, port.axis)
 
     def stitched(self, values: Sequence[Any]) -> Tensor:
         """Return logits ``[N, C]`` for what crosses the cut of the lower network."""
@@ -406,48 +403,48 @@ def stitch_ports(
         if name not in cut.sites:
             raise ValueError(f"The network is not cut at {name!r}, only at {', '.join(cut.sites)}.")
     wanted, given = target.crossings(target_site), source.shapes(site)
-    where = f"{site!r} of the lower network and {target_site!r} of the upper one"
+    where = f"{site!r} of the lower network and {target_site!r} of the upper one cannot be stitched"
     if len(given) < len(wanted):
         raise ValueError(
-            f"{where} cannot be stitched: {len(wanted)} values cross the upper network's cut "
+            f"{where}: {len(wanted)} values cross the upper network's cut "
             f"({', '.join(crossing.name for crossing in wanted)}), and only {len(given)} the lower network's; choose a "
             "site at the end of a block."
         )
     found: list[Port | None] = []
-    for index, crossing in enumerate(wanted):
-        name, shape = given[index]
-        if not crossing.mapped or (ports == "branch" and index > 0):
-            if shape != crossing.shape:
-                raise ValueError(
-                    f"{where} cannot be stitched: {crossing.name} would pass without a map, but has shape "
-                    f"{list(shape)} below and {list(crossing.shape)} above; "
-                    + ('use ports="all".' if crossing.mapped else "choose other sites.")
-                )
-            found.append(None)
-            continue
-        if len(shape) != len(crossing.shape):
-            raise ValueError(
-                f"{where} cannot be stitched: a value of shape {list(shape)} (without batch) cannot become one of "
-                f"shape {list(crossing.shape)}; choose sites of the same kind."
-            )
-        positions = _positions(shape, crossing.axis)
-        if positions != crossing.positions:
-            fits = all(a % b == 0 for a, b in zip(positions, crossing.positions, strict=True))
-            if not (resize and fits):
-                advice = "set resize=True to average positions" if fits else "choose sites with whole multiples of them"
-                raise ValueError(
-                    f"{where} cannot be stitched: {name} has {_times(positions)} positions and {crossing.name} has "
-                    f"{_times(crossing.positions)}; {advice}."
-                )
-        found.append(
-            Port(
-                shape[crossing.axis - 1],
-                crossing.channels,
-                axis=crossing.axis,
-                group=crossing.group,
-            )
-        )
+    for index, (crossing, (name, shape)) in enumerate(zip(wanted, given, strict=False)):
+        passes = not crossing.mapped or (ports == "branch" and index > 0)
+        if trouble := _passing_trouble(shape, crossing) if passes else _mapping_trouble(name, shape, crossing, resize):
+            raise ValueError(f"{where}: {trouble}.")
+        axis = crossing.axis
+        found.append(None if passes else Port(shape[axis - 1], crossing.channels, axis, crossing.group))
     return found
+
+
+def _passing_trouble(shape: tuple[int, ...], crossing: Crossing) -> str:
+    """Say why a value of this shape cannot pass without a map; empty if it can."""
+    if shape == crossing.shape:
+        return ""
+    advice = 'use ports="all"' if crossing.mapped else "choose other sites"
+    return (
+        f"{crossing.name} would pass without a map, but has shape {list(shape)} below and {list(crossing.shape)} "
+        f"above; {advice}"
+    )
+
+
+def _mapping_trouble(name: str, shape: tuple[int, ...], crossing: Crossing, resize: bool) -> str:
+    """Say why a value of this name and shape cannot be mapped; empty if it can."""
+    if len(shape) != len(crossing.shape):
+        return (
+            f"a value of shape {list(shape)} (without batch) cannot become one of shape {list(crossing.shape)}; choose "
+            "sites of the same kind"
+        )
+    positions = _positions(shape, crossing.axis)
+    multiples = all(a % b == 0 for a, b in zip(positions, crossing.positions, strict=True))
+    if positions == crossing.positions or (multiples and resize):
+        return ""
+    below, above = ("x".join(map(str, sides)) or "single" for sides in (positions, crossing.positions))
+    advice = "set resize=True to average positions" if multiples else "choose sites with whole multiples of them"
+    return f"{name} has {below} positions and {crossing.name} has {above}; {advice}"
 
 
 def _shape(value: object) -> tuple[int, ...]:
@@ -458,10 +455,6 @@ def _shape(value: object) -> tuple[int, ...]:
 
 def _positions(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return shape[: axis - 1] + shape[axis:]
-
-
-def _times(positions: Mapping[int, int] | Sequence[int]) -> str:
-    return "x".join(map(str, positions)) or "single"
 
 
 def _pooled(value: Tensor, axis: int, size: tuple[int, ...]) -> Tensor:

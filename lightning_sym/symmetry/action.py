@@ -15,6 +15,7 @@ from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 # By which power of a weight's scale an optimiser's state moves.
 _POWERS = {
@@ -118,7 +119,7 @@ class Action:
         """For each position of all slots by what it is multiplied, before it moves."""
         scale: Floats = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
         flips = self.structure.signs @ (self.element.sign.numpy() < 0).astype(np.float64)
-        return np.where(np.mod(np.rint(flips), 2) == 1, -scale, scale)
+        return np.where(odd(flips), -scale, scale)
 
     @cached_property
     def source(self) -> Ints:
@@ -285,7 +286,21 @@ class Action:
 
 
 def _on_axis(vector: Floats, slot: Slot, tensor: Tensor) -> Tensor:
-    shape = [1] * tensor.ndim
-    for axis, size in zip(slot.axes, slot.shape, strict=True):
-        shape[axis] = size
-    return torch.from_numpy(vector).reshape(shape).to(tensor)
+    return torch.from_numpy(on_axes(vector, slot.shape, slot.axes, tensor.ndim)).to(tensor)
+
+
+def on_axes(vector: Floats, shape: tuple[int, ...], axes: tuple[int, ...], ndim: int) -> Floats:
+    """Return numbers in the given shape on some axes, and with size 1 on all others.
+
+    Args:
+        vector: The numbers. Shape (size,).
+        shape: Sizes of the axes.
+        axes: The axes, rising.
+        ndim: The number of axes of the result.
+    """
+    return np.expand_dims(vector.reshape(shape), tuple(axis for axis in range(ndim) if axis not in axes))
+
+
+def odd(numbers: Floats) -> Bools:
+    """Return whether numbers are odd, up to rounding: as many flips change a sign."""
+    return np.asarray(np.mod(np.rint(numbers), 2) == 1)

@@ -105,14 +105,8 @@ class Symmetry:
     @cached_property
     def log10_permutations(self) -> float:
         """Decimal logarithm of the number of permutations (inside dense cells they are matrices, and not counted)."""
-        total = 0.0
-        for units, cells, movable in zip(
-            self.structure.orbits, self.structure.cells, self.structure.movable, strict=True
-        ):
-            if movable and self.structure.cell_of[units[0]] < 0:
-                total += sum(math.lgamma(count + 1) for count in np.bincount(cells))
-        total += sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
-        return total / math.log(10)
+        total: float = sum(row["log10_permutations"] for row in self.table())
+        return total + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks) / math.log(10)
 
     @property
     def log_order(self) -> float:
@@ -145,21 +139,13 @@ class Symmetry:
         for row in self.table():
             axes = row["parameters"]
             shown = ", ".join(axes[:3]) + (f" and {len(axes) - 3} more" if len(axes) > 3 else "")
-            size = (
-                f"{row['size']}"
-                if row["cells"] in (1, row["size"])
-                else f"{row['cells']} x {row['size'] // row['cells']}"
-            )
-            rows.append(
-                (row["group"], size, row["type"], f"{row['dimension']}", f"{row['log10_permutations']:.1f}", shown)
-            )
-        width = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(cell.ljust(width[i]) if i in (0, 2) else cell.rjust(width[i]) for i, cell in enumerate(row[:5]))
-            + "  "
-            + row[5]
-            for row in rows
-        ]
+            size, cells = row["size"], row["cells"]
+            sizes = f"{size}" if cells in (1, size) else f"{cells} x {size // cells}"
+            numbers = f"{row['dimension']}", f"{row['log10_permutations']:.1f}"
+            rows.append((row["group"], sizes, row["type"], *numbers, shown))
+        width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        layout = "  ".join(f"{{:{side}{size}}}" for side, size in zip("<><>>", width[:5], strict=True)) + "  {}"
+        lines = [layout.format(*row) for row in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
         summary = (
             f"{len(self.groups)} axis groups, {self.units} units: 10^{self.log10_permutations:.1f} permutations, "
@@ -168,14 +154,11 @@ class Symmetry:
         blocks = [f"blocks that change places as wholes: {len(b)} of {b.shape[1]} units" for b in self.structure.blocks]
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
-            []
-            if math.isnan(self.worst_error)
-            else [
-                f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
-                f"{self.tolerance:.1e}{lower})"
-            ]
+            f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
+            f"{self.tolerance:.1e}{lower})"
         )
-        return "\n".join([*lines, summary, *blocks, *checked, *(f"note: {note}" for note in self.notes)])
+        checks = [] if math.isnan(self.worst_error) else [checked]
+        return "\n".join([*lines, summary, *blocks, *checks, *(f"note: {note}" for note in self.notes)])
 
     def __repr__(self) -> str:
         return f"<Symmetry: {len(self.groups)} axis groups, {self.units} units, dimension {self.dimension}>"
@@ -258,19 +241,14 @@ class Symmetry:
             # Sorting by (cell, random) permutes within cells.
             shuffled = units[np.lexsort((draw, cells))]
             if cycles:
-                after = np.r_[1 : len(units), 0]
-                begins = np.flatnonzero(np.r_[True, np.diff(np.sort(cells)) != 0])
-                after[np.r_[begins[1:] - 1, len(units) - 1]] = begins
-                permutation[shuffled] = shuffled[after]
+                begins = np.flatnonzero(np.diff(np.sort(cells))) + 1
+                permutation[shuffled] = np.concatenate([np.roll(own, -1) for own in np.split(shuffled, begins)])
             else:
-                permutation[units[np.lexsort((np.arange(len(units)), cells))]] = shuffled
+                permutation[units[np.argsort(cells, kind="stable")]] = shuffled
         for blocks in structure.blocks:
             order = torch.randperm(len(blocks), generator=generator).numpy()
-            within = permutation.copy()
-            if cycles:
-                permutation[blocks[order]] = within[blocks[np.roll(order, 1)]]
-            else:
-                permutation[blocks] = within[blocks[order]]
+            new, old = (order, np.roll(order, 1)) if cycles else (np.arange(len(blocks)), order)
+            permutation[blocks[new]] = permutation[blocks[old]]
         return permutation
 
     def _own(self, *elements: Element) -> None:
@@ -384,33 +362,27 @@ class Symmetry:
         """
         self._own(element)
         self.require(network)
-        return self._act(element, network, inplace=inplace, optimizer=optimizer)
-
-    def _act(
-        self,
-        element: Element,
-        network: nn.Module,
-        *,
-        inplace: bool = False,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> nn.Module:
-        """Change a network's weights and buffers, whatever its function."""
         if optimizer is not None and not inplace:
             raise ValueError("an optimiser's state can be carried along only with inplace=True")
-        action = Action(self.structure, element)
+        if not inplace:
+            return self._moved(element, network)
+        action, tensors = Action(self.structure, element), state_tensors(network)
+        with torch.no_grad():
+            if optimizer is not None:
+                action.carry(optimizer, tensors)
+            for name, tensor in action.on_weights(tensors):
+                tensors[name].copy_(tensor)
+        return network
+
+    def _moved(self, element: Element, network: nn.Module) -> nn.Module:
+        """Return a changed copy of a network, whatever its function."""
         old = state_tensors(network)
         made: dict[int, Any] = {}  # the copy gets its new tensors at once, instead of copies of the old ones
         with torch.no_grad():
-            if optimizer is not None:
-                action.carry(optimizer, old)
-            for name, tensor in action.on_weights(old):
-                if inplace:
-                    old[name].copy_(tensor)
-                elif type(old[name]) is nn.Parameter:
-                    made[id(old[name])] = nn.Parameter(tensor, requires_grad=old[name].requires_grad)
-                else:
-                    made[id(old[name])] = tensor
-        return network if inplace else copied(network, made)
+            for name, tensor in Action(self.structure, element).on_weights(old):
+                keeps = type(old[name]) is nn.Parameter
+                made[id(old[name])] = nn.Parameter(tensor, old[name].requires_grad) if keeps else tensor
+        return copied(network, made)
 
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
         """Return what becomes of some parameters or buffers, by name; nothing is checked and nothing is changed.
@@ -554,17 +526,11 @@ class Symmetry:
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
         self.architecture.require_tensors(network)
         exact = double_copy(network)
-        if inputs is not None:
-            given = inputs if isinstance(inputs, tuple) else (inputs,)
-            examples: tuple[tuple[Any, ...], ...] = (given,)
-        else:
-            examples = self.examples
-        examples = on_device_of(exact, double(examples))
+        given = self.examples if inputs is None else (inputs if isinstance(inputs, tuple) else (inputs,),)
+        batches: list[tuple[Any, ...]] = list(on_device_of(exact, double(given)))
         with torch.no_grad(), evaluating(exact):
-            batches = list(examples)
             if inputs is None:
-                batches = [batch for example in examples for batch in batches_of(exact, example, generator)]
-            found, _ = largest_change(
+                batches = [batch for example in batches for batch in batches_of(exact, example, generator)]
+            return largest_change(
                 self, exact, [batches], samples=samples, scale=scale, generator=generator, noise=(perturb,)
-            )
-            return found
+            )[0]

@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import on_device_of
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.proof import double
 from lightning_sym.symmetry.tracing.capture import plain, state_tensors
+from lightning_sym.symmetry.watching import watched
 
 # Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).
 DUPLICATE = 1 - 1e-6
@@ -29,6 +31,8 @@ _ACTIVATIONS = tuple(
         *("Softplus", "Mish", "Hardtanh", "Hardswish", "Hardsigmoid", "Softsign", "Softshrink", "Hardshrink"),
     )
 )
+# What is counted of the units.
+_KINDS = ("dead", "always_on", "constant", "duplicated")
 # Bytes of Jacobian that are held beside the result.
 _CHUNK = 64 * 2**20
 
@@ -185,9 +189,6 @@ def local_dimension(
             f"no clear gap: singular values {above:.1e} and {below:.1e} of the largest on either side of the tolerance"
         )
     groups = _count_units(symmetry, exact, arguments, notes)
-    totals = {
-        kind: sum(found[kind] for found in groups.values()) for kind in ("dead", "always_on", "constant", "duplicated")
-    }
     return LocalDimension(
         parameters=count,
         equations=equations,
@@ -200,7 +201,7 @@ def local_dimension(
         below=below,
         groups={name: found for name, found in groups.items() if any(found.values())},
         notes=tuple(notes),
-        **totals,
+        **{kind: sum(found[kind] for found in groups.values()) for kind in _KINDS},
     )
 
 
@@ -266,61 +267,29 @@ def _count_units(
 ) -> dict[str, dict[str, int]]:
     """Count by axis group the units that explain an excess, watching the activations on the inputs."""
     modules = dict(network.named_modules())
-    watched: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    names = {
-        tap.module for group in symmetry.groups for tap in group.taps if isinstance(modules[tap.module], _ACTIVATIONS)
-    }
-    handles = []
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            # Activations in place change their input, so its sign is noted before.
-            watched[name].append((before.pop(), output.detach().clone()))
-
-        before: list[Tensor] = []
-
-        def early(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            before.append(inputs[0].detach().clone())
-
-        watched[name] = []
-        handles.append(modules[name].register_forward_pre_hook(early))
-        return hook
-
-    try:
-        for name in sorted(names):
-            handles.append(modules[name].register_forward_hook(watch(name)))
-        with torch.no_grad():
-            network(*arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-    result = {}
-    blind = []
+    taps = {tap.name: tap for group in symmetry.groups for tap in group.taps}
+    taps = {name: tap for name, tap in taps.items() if isinstance(modules[tap.module], _ACTIVATIONS)}
+    with torch.no_grad():
+        # Activations in place change their input, so it is watched by itself.
+        entered, left = (
+            watched(network, taps, lambda: network(*arguments), lambda _, value: value.clone(), inputs=inputs)
+            for inputs in (True, False)
+        )
+    result, blind = {}, []
     for group in symmetry.groups:
-        counts = dict.fromkeys(("dead", "always_on", "constant", "duplicated"), 0)
+        counts = dict.fromkeys(_KINDS, 0)
         seen = False
         for tap in group.taps:
             where = tap.positions(group.units)
-            for entered, left in watched.get(tap.module, [])[tap.call : tap.call + 1]:
-                if where is None or entered.shape != left.shape:
-                    continue
-                seen, (axis, positions) = True, where
-                x, y = (t.movedim(axis, 0)[positions].reshape(group.size, -1) for t in (entered, left))
-                if isinstance(modules[tap.module], _PIECEWISE):
-                    rectifies = isinstance(modules[tap.module], (nn.ReLU, nn.ReLU6))
-                    dead = (x <= 0).all(1) if rectifies else (y == 0).all(1)
-                    linear = (x > 0).all(1) if rectifies else (x > 0).all(1) | (x < 0).all(1)
-                    counts["always_on"] += int(linear.sum())
-                else:
-                    dead = (y == 0).all(1)
-                spread = y.amax(1) - y.amin(1)
-                constant = (spread <= 1e-12 * y.abs().amax(1)) & ~dead
-                counts["dead"] += int(dead.sum())
-                counts["constant"] += int(constant.sum())
+            if where is None or tap.name not in left or entered[tap.name].shape != left[tap.name].shape:
+                continue
+            seen, (axis, positions) = True, where
+            x, y = (t[tap.name].movedim(axis, 0)[positions].reshape(group.size, -1) for t in (entered, left))
+            for kind, units in _kinds(modules[tap.module], x, y).items():
+                counts[kind] += int(units.sum())
         if not seen:
             blind.append(group.name)
-        counts["duplicated"] = _duplicates(symmetry, network, group.name)
+        counts["duplicated"] = _duplicates(group, network)
         result[group.name] = counts
     if blind:
         shown = ", ".join(blind[:3]) + (f" and {len(blind) - 3} more" if len(blind) > 3 else "")
@@ -328,21 +297,32 @@ def _count_units(
     return result
 
 
-def _duplicates(symmetry: Symmetry, network: nn.Module, name: str) -> int:
+def _kinds(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Return which units are dead, always on or constant, from what enters and leaves their activation."""
+    dead, always_on = (y == 0).all(1), torch.zeros(len(y), dtype=torch.bool)
+    if isinstance(module, _PIECEWISE):
+        always_on = (x > 0).all(1)
+        if not isinstance(module, (nn.ReLU, nn.ReLU6)):
+            always_on |= (x < 0).all(1)
+    spread = y.amax(1) - y.amin(1)
+    return {"dead": dead, "always_on": always_on, "constant": (spread <= 1e-12 * y.abs().amax(1)) & ~dead}
+
+
+def _duplicates(group: AxisGroup, network: nn.Module) -> int:
     """Count units whose incoming weights and bias are a positive multiple of those of an earlier unit."""
-    group = next(group for group in symmetry.groups if group.name == name)
     tensors = state_tensors(network)
     own = [place for place in group.occurrences if place.is_parameter]
     if not own:
         return 0
     module = own[0].tensor.rpartition(".")[0]
-    parts = []
-    for place in own:
-        if place.tensor.rpartition(".")[0] == module and place.axis == own[0].axis and place.positions.shape[1] == 1:
-            parts.append(
-                tensors[place.tensor].detach().movedim(place.axis, 0)[place.positions[:, 0]].reshape(group.size, -1)
-            )
-    rows = torch.cat(parts, 1)
+    rows = torch.cat(
+        [
+            tensors[place.tensor].detach().movedim(place.axis, 0)[place.positions[:, 0]].reshape(group.size, -1)
+            for place in own
+            if place.tensor.rpartition(".")[0] == module and place.axis == own[0].axis and place.positions.shape[1] == 1
+        ],
+        1,
+    )
     norms = torch.linalg.vector_norm(rows, dim=1)
     # Zero rows are dead units, not duplicates.
     rows = rows[norms > 0] / norms[norms > 0, None]

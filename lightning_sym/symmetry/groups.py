@@ -504,21 +504,13 @@ _TYPES: dict[type[nn.Module], str] = {
     **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), "max_pool"),
     **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), "dropout"),
     **dict.fromkeys((nn.AlphaDropout, nn.FeatureAlphaDropout), "alpha_dropout"),
-    nn.ReLU: "relu",
-    nn.PReLU: "prelu",
-    nn.ReLU6: "relu6",
-    nn.Tanh: "tanh",
-    nn.Softsign: "softsign",
-    nn.Tanhshrink: "tanhshrink",
-    nn.Sigmoid: "sigmoid",
-    nn.LogSigmoid: "logsigmoid",
-    nn.Hardsigmoid: "hardsigmoid",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.Mish: "mish",
-    nn.SELU: "selu",
-    nn.Hardswish: "hardswish",
-    Gaussian: "gaussian",
+    **{
+        kind: kind.__name__.lower()
+        for kind in (
+            *(nn.ReLU, nn.PReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.SELU, nn.Mish, nn.Hardswish, Gaussian),
+            *(nn.Tanh, nn.Tanhshrink, nn.Softsign, nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid),
+        )
+    },
 }
 
 _ALIASES = {
@@ -614,12 +606,9 @@ def _look_up_module(module: nn.Module) -> IntertwinerGroup | None:
         if degree == 1:
             return INTERTWINER_GROUPS["identity"]
         return IntertwinerGroup(f"polynomial({degree})", True, True, exponent=float(degree), even=degree % 2 == 0)
-    for base in type(module).__mro__:
-        if base in _TYPES:
-            return INTERTWINER_GROUPS[_TYPES[base]]
-        if base is kind:  # what is further up computes something else (ReLU6 inherits from Hardtanh, but has a row)
-            return None
-    return None
+    # What is further up than that computes something else (ReLU6 inherits from Hardtanh, but has a row).
+    inherited = type(module).__mro__[: type(module).__mro__.index(kind) + 1]
+    return next((INTERTWINER_GROUPS[_TYPES[base]] for base in inherited if base in _TYPES), None)
 
 
 def _look_up_function(function: Callable[..., Any]) -> IntertwinerGroup | None:

@@ -30,7 +30,7 @@ class Group(Protocol):
 
     def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
 
-    def _act(self, element: Element, network: nn.Module) -> nn.Module: ...
+    def _moved(self, element: Element, network: nn.Module) -> nn.Module: ...
 
 
 def tolerance_of(precision: torch.dtype) -> float:
@@ -256,7 +256,7 @@ def largest_change(
         seen = seen or any(_informative(outputs) for outputs in before)
         element = moving_element(symmetry, generator, scale, signs)
         signs = element.sign
-        network.load_state_dict(symmetry._act(element, network).state_dict())
+        network.load_state_dict(symmetry._moved(element, network).state_dict())
         after = _all_outputs(network, own)
         found = max(change(old, new) for old, new in zip(before, after, strict=True))
         if found > (tolerance if tolerance is not None else tolerance_of(precision)):

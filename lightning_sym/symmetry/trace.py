@@ -13,13 +13,7 @@ from torch.nn.utils import parametrize
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.proof import (
-    batches_of,
-    double,
-    double_copy,
-    largest_change,
-    tolerance_of,
-)
+from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.capture import capture, constant_names, evaluating, state_tensors
 from lightning_sym.symmetry.tracing.rules import leaf_types
 from lightning_sym.symmetry.tracing.structure import build_structure
@@ -91,7 +85,9 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
-    structure, seen = build_structure(trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed)
+    structure, seen = build_structure(
+        trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, trace.shifts.free()
+    )
     notes = list(trace.constraints.notes)
     if unused:
         shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")

@@ -13,10 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_sym.networks import Network
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
-from lightning_sym.tasks._members import check_data
+from lightning_sym.tasks._members import ZooUserTask
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
-from lightning_sym.tasks.population import PopulationTask
-from lightning_sym.zoo import ModelZoo
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -88,7 +86,7 @@ def _frozen(branch: StitchedNetwork) -> set[str]:
     return {name for name, parameter in branch.named_parameters() if not parameter.requires_grad}
 
 
-class BranchTask(PopulationTask):
+class BranchTask(ZooUserTask):
     """Train many :class:`lightning_sym.stitching.StitchedNetwork` s, the branches, on lower parts that are run once.
 
     For each batch every lower part is run once, whatever the number of branches on it; then each branch is run upwards
@@ -113,8 +111,6 @@ class BranchTask(PopulationTask):
     """
 
     population: BranchPopulation
-    own_batches = False
-    places_members = False
 
     def __init__(
         self,
@@ -141,17 +137,21 @@ class BranchTask(PopulationTask):
         """Open zoos and set ``names``, ``branches``, ``lowers``, ``lower_of`` and ``members``."""
 
     @property
-    @abstractmethod
-    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
-        """The zoos that members come from, each with the number of one of them; data are checked against these."""
+    def built(self) -> bool:
+        """Whether there are branches."""
+        return bool(self.branches)
 
     def held(self) -> list[nn.Parameter]:
         """Return the parameters that stay as they are in this epoch."""
         return []
 
-    def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
-        """Return what else is to be logged, by name, given accuracies and losses of branches, then members."""
-        return {}
+    @abstractmethod
+    def label(self, index: int) -> tuple[str, str]:
+        """Return where a branch is, and what is done there: over these penalties are averaged."""
+
+    def references(self, index: int) -> list[str]:
+        """Return the keys of the members that a branch is compared with: that of its lower part."""
+        return [self.lower_of[index]]
 
     @property
     def cuts(self) -> list[CutNetwork]:
@@ -164,28 +164,6 @@ class BranchTask(PopulationTask):
     def numbers(self) -> list[int]:
         """The branches' places."""
         return list(range(len(self.branches)))
-
-    def setup(self, stage: str) -> None:
-        """Build the branches, on every process.
-
-        Raises:
-            FileNotFoundError: If there is no zoo.
-            ValueError: If members, sites or data do not fit, or the trainer would tie branches together.
-        """
-        super().setup(stage)
-        self._prepare()
-        data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
-        for zoo, number in self.zoos.values():
-            check_data(zoo, number, data, trial=trial)
-
-    def _prepare(self) -> None:
-        if not self.branches:
-            self.build()
-
-    def configure_model(self) -> None:
-        """Make the population, of the branches that ``setup`` has built."""
-        self._prepare()
-        super().configure_model()
 
     def make_population(self, numbers: list[int]) -> Population:
         """Return the branches as a population."""
@@ -221,7 +199,40 @@ class BranchTask(PopulationTask):
         if split == "train":
             losses = running["loss"].values()
             return {"train/loss": math.fsum(losses) / len(losses)} if losses else {}
-        return {name: value for name, value in self.quantities(values, split).items() if math.isfinite(value)}
+        return self.quantities(values, split)
+
+    def each(
+        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Return the values of branches, and of the members."""
+        members = {name: zip(self.members, row[len(self.branches) :], strict=False) for name, row in values.items()}
+        return super().each(split, running, values) | {
+            f"member-{key}/{split}_{name}": value for name, pairs in members.items() for key, value in pairs
+        }
+
+    def penalties(self, accuracies: Sequence[float]) -> list[float]:
+        """Return the penalty of each branch, a fraction: the mean accuracy of what it is compared with, less its own.
+
+        Args:
+            accuracies: Accuracies of branches, then of members, as :meth:`evaluate` gives them.
+
+        References:
+            Godfrey et al. (2022), arXiv:2205.14258, section 3.3 for rotations and eq. 4.3 for stitches.
+        """
+        clean = dict(zip(self.members, accuracies[len(self.branches) :], strict=True))
+        references = ([clean[key] for key in self.references(index)] for index in self.numbers)
+        return [sum(ones) / len(ones) - own for ones, own in zip(references, accuracies, strict=False)]
+
+    def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
+        """Return the mean penalties by place and kind, and by kind, of branches that go on."""
+        found: dict[str, list[float]] = {}
+        for index, penalty in enumerate(self.penalties(metrics["accuracy"])):
+            if math.isfinite(penalty):
+                place, kind = self.label(index)
+                found.setdefault(f"{place}/{kind}", []).append(penalty)
+                found.setdefault(kind, []).append(penalty)
+        prefix = "penalty" if split == "val" else f"{split}_penalty"
+        return {f"{prefix}/{name}": math.fsum(values) / len(values) for name, values in found.items()}
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have no weight decay; maps say which of theirs do not."""
@@ -347,12 +358,6 @@ class BranchTask(PopulationTask):
             images = LoopPopulation.prepared(self.population, inputs)
             rows = torch.arange(len(self.branches), len(self.branches) + len(self.members), device=inputs.device)
             metric.update(rows, torch.stack([network(images) for network in self.members.values()]), targets)
-
-    def _log_epoch(self, split: str, metric: PopulationLoss) -> dict[str, list[float]]:
-        values = super()._log_epoch(split, metric)
-        rest = {name: zip(self.members, row[len(self.branches) :], strict=False) for name, row in values.items()}
-        self.log_each({f"member-{key}/{split}_{name}": value for name, pairs in rest.items() for key, value in pairs})
-        return values
 
     # ---- what is kept
 

@@ -1,6 +1,7 @@
 """What tasks that take the members of a zoo have in common: pairs, example inputs, and whether the data fit."""
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,56 @@ import torch
 from torch import Tensor
 
 from lightning_sym.networks import Network
+from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
 
 Pair = tuple[int, int]
+
+
+class ZooUserTask(PopulationTask):
+    """A task whose networks come from zoos, and which are known once these are open.
+
+    All networks see the same batches, and several processes share out the data.
+    """
+
+    own_batches = False
+    places_members = False
+
+    @abstractmethod
+    def build(self) -> None:
+        """Open zoos and make what :meth:`make_population` and :attr:`numbers` need; not called twice."""
+
+    @property
+    @abstractmethod
+    def built(self) -> bool:
+        """Whether :meth:`build` has been called."""
+
+    @property
+    @abstractmethod
+    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
+        """The zoos that networks come from, each with the number of one member; data are checked against these."""
+
+    def setup(self, stage: str) -> None:
+        """Build the networks, on every process.
+
+        Raises:
+            FileNotFoundError: If there is no zoo.
+            ValueError: If members, sites or data do not fit, or the trainer would tie networks together.
+        """
+        super().setup(stage)
+        self._prepare()
+        data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        for zoo, number in self.zoos.values():
+            check_data(zoo, number, data, trial=trial)
+
+    def _prepare(self) -> None:
+        if not self.built:
+            self.build()
+
+    def configure_model(self) -> None:
+        """Make the population, of the networks that ``setup`` has built."""
+        self._prepare()
+        super().configure_model()
 
 
 def check_pairs(pairs: object, *, same: bool = False) -> list[Pair]:

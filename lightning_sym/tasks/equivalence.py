@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from lightning_sym._distributed import gathered
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._random import derive_seed, generator
 from lightning_sym.landscape import (
     FunctionScale,
@@ -150,22 +150,13 @@ class EquivalenceTask(PopulationTask):
     ) -> None:
         if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
             network = build(network)
-        for name, number, least in (
-            ("members", members, 1),
-            ("points", points, 1),
-            ("seed", seed, 0),
-            ("round_steps", round_steps, 1),
-            ("max_rounds", max_rounds, 1),
-        ):
-            if number is not None and (type(number) is not int or number < least):
-                raise ValueError(f"{name} must be an integer >= {least}, got {number!r}.")
-        for name, value in (("tolerance", tolerance), ("held_out", held_out), ("orbit_scale", orbit_scale)):
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a finite number > 0, got {value}.")
-        if not all(math.isfinite(value) and value > 0 for value in milestones):
-            raise ValueError(f"milestones must be finite numbers > 0, got {list(milestones)}.")
-        if not 0 < independence < 1:
-            raise ValueError(f"independence must be in (0, 1), got {independence}.")
+        given = {"members": members, "points": points, "round_steps": round_steps, "max_rounds": max_rounds}
+        check_integers(**{name: number for name, number in given.items() if number is not None})
+        check_integers(0, seed=seed)
+        check_numbers("> 0", tolerance=tolerance, held_out=held_out, orbit_scale=orbit_scale)
+        for milestone in milestones:
+            check_numbers("> 0", **{"each of milestones": milestone})
+        check_numbers("in (0, 1)", independence=independence)
         check_words(("execution", execution, ("auto", "loop", "vmap")))
         if max_rounds > 1 and round_steps is None:
             raise ValueError(f"max_rounds {max_rounds} needs round_steps: after how many steps candidates start anew.")
@@ -446,7 +437,7 @@ class EquivalenceTask(PopulationTask):
                 state = self.population.member_state(slot)
                 entry["weights"] = torch.cat([state[name].flatten() for name in names]).cpu()
             mine[number] = entry
-        self.latest = dict(sorted((number, entry) for part in gathered(mine) for number, entry in part.items()))
+        self.latest = self.gathered_by_member(mine)
         for number, entry in self.latest.items():
             if self._improved(number, entry):
                 first = self.found.get(number, entry)["steps"]
@@ -512,16 +503,8 @@ class EquivalenceTask(PopulationTask):
 
     def found_points(self) -> list[FoundWeights]:
         """Return the independent points, that with the lowest J first, at most ``points`` of them."""
-        return [
-            FoundWeights(
-                f"candidate {number}",
-                self.found[number]["weights"],
-                self.found[number]["loss"],
-                self.found[number]["held_out"],
-                self.found[number]["steps"],
-            )
-            for number in self.independent_numbers()[: self.points]
-        ]
+        numbers = self.independent_numbers()[: self.points]
+        return [FoundWeights(f"candidate {number}", **self.found[number]) for number in numbers]
 
     def all_outcomes(self) -> dict[int, dict[str, Any]]:
         """Return what became of every candidate, by number.

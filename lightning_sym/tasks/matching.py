@@ -2,22 +2,22 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal, TypeVar
 
 import torch
-from pytorch_lightning import LightningModule
 from rich.progress import track
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers
+from lightning_sym._distributed import gathered, together
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
+from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.symmetry import (
     ActivationMoments,
     Element,
@@ -26,8 +26,8 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
-from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, pair_name, require_two
-from lightning_sym.tasks.metrics import PopulationClassification
+from lightning_sym.tasks._members import Pair, ZooUserTask, check_pairs, example_input, pair_name, require_two
+from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.zoo import ModelZoo
 
 T = TypeVar("T")
@@ -37,7 +37,71 @@ UNMATCHED = "unmatched"
 METHODS: tuple[Method, ...] = ("weights", "activations", "straight_through")
 
 
-class MatchingTask(LightningModule):
+class MidpointPopulation(LoopPopulation):
+    """Pairs of networks as the members of a population: a member runs the midpoint of its pair.
+
+    What is registered, and trained, is the latent network of each pair; see :class:`MatchingTask`.
+
+    Args:
+        symmetry: That of all networks.
+        pairs: The networks of each pair; a member's number is the place of its pair.
+        trained: Whether there are latent networks.
+
+    Attributes:
+        started: By number, the second network as the start has moved it.
+        steps: By number, the element that has moved it on from there by now.
+    """
+
+    def __init__(self, symmetry: Symmetry, pairs: Sequence[tuple[Network, Network]], *, trained: bool) -> None:
+        def latent(number: int) -> nn.Module:
+            return copy.deepcopy(pairs[number][0]).requires_grad_() if trained else nn.Identity()
+
+        super().__init__(latent, range(len(pairs)))
+        self.symmetry = symmetry
+        self.started: dict[int, nn.Module] = {}
+        self.steps = dict.fromkeys(self.numbers, symmetry.identity())
+        self._frozen = tuple(pairs), _batch_statistics(copy.deepcopy(pairs[0][0]))  # in a tuple: not registered
+
+    def latent(self, number: int) -> nn.Module:
+        """Return the latent network of a pair."""
+        return self._member(number)
+
+    def move_frozen(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the networks that are not registered."""
+        pairs, runner = self._frozen
+        for network in (runner, *(network for pair in pairs for network in pair)):
+            network.to(device=device, dtype=dtype)
+
+    def run_member(self, number: int, prepared: Any) -> Tensor:
+        """Return the logits of a pair's midpoint: its value is of the matched network, its gradient of the latent."""
+        moved = self.symmetry.act(self.steps[number], self.started[number]).named_parameters()
+        latent = dict(self.latent(number).named_parameters())
+        ends = {name: value + latent[name] - latent[name].detach() for name, value in moved}
+        return self.run_midpoint(self.midpoint(number, ends), prepared)
+
+    def midpoint(self, number: int, ends: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights halfway between the first network of a pair and other weights."""
+        return {name: 0.5 * (a + ends[name]) for name, a in self._frozen[0][number][0].named_parameters()}
+
+    def run_midpoint(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """Return the logits of given weights; batch norms use the batch."""
+        runner = self._frozen[1]
+        # Copies, as batch norms write their statistics.
+        buffers = {name: buffer.clone() for name, buffer in runner.named_buffers()}
+        logits: Tensor = functional_call(runner, {**buffers, **weights}, (images,))
+        return logits
+
+    def member_state(self, number: int) -> dict[str, Tensor]:
+        """Return a copy of a pair's latent network, and the tensors of its element."""
+        return super().member_state(number) | _tensors(self.steps[number])
+
+    def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:
+        """Give a pair another latent network and another element."""
+        self.steps[number] = _element(self.symmetry, state)
+        super().set_member_state(number, {name: value for name, value in state.items() if not name.startswith(_PREFIX)})
+
+
+class MatchingTask(ZooUserTask):
     r"""Match pairs of members of a zoo, by one or more methods, all pairs in one fit.
 
     For a pair ``(i, j)`` every method looks for an element :math:`\pi` of the networks' symmetry group (permutations
@@ -59,7 +123,9 @@ class MatchingTask(LightningModule):
       that of ``weights`` included.
 
     Batch norms use the statistics of the batch at midpoints, in training and validation. Without
-    ``straight_through`` the fit ends after one epoch.
+    ``straight_through`` the fit ends after one epoch. Pairs are the members of a population: what holds for all is said
+    at :class:`lightning_sym.tasks.PopulationTask`; of a pair whose latent network diverges the best element by then is
+    kept.
 
     Args:
         zoo: The zoo's folder, with two members or more.
@@ -95,8 +161,8 @@ class MatchingTask(LightningModule):
         neither scales nor signs. Matching activations by correlation is from Li et al. (2016), arXiv:1511.07543.
     """
 
+    population: MidpointPopulation
     symmetry: Symmetry
-    latents: nn.ModuleDict
 
     def __init__(
         self,
@@ -110,7 +176,7 @@ class MatchingTask(LightningModule):
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         allow: Sequence[str] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer=optimizer)
         methods = METHODS if methods is None else methods
         for method in [methods] if isinstance(methods, str) else methods:
             if method not in METHODS:
@@ -126,25 +192,16 @@ class MatchingTask(LightningModule):
         self.matching_seed = matching_seed
         self.scales = scales
         self.signs = signs
-        self.optimizer = optimizer
         self.allow = tuple(allow or ())
         self.save_hyperparameters(ignore=["optimizer"])
-        kind = type(self)
-        self.save_hyperparameters({"_class_path": f"{kind.__module__}.{kind.__qualname__}"})
-        self._make_optimizer([nn.Parameter(torch.zeros(2, 2))])  # refuses bad settings now
+        self.save_hyperparameters({"_class_path": self.describe()["_class_path"]})
 
         self.elements: dict[Pair, dict[str, Element]] = {}
-        # Of straight-through: where it began, and what it has composed with that by now.
-        self._start: dict[Pair, Element] = {}
-        self._step: dict[Pair, Element] = {}
-        self._started: dict[Pair, nn.Module] = {}  # the second networks, moved by the start
-        self._best: dict[Pair, dict[str, float]] = {}
+        self._start: dict[Pair, Element] = {}  # where straight-through begins
         self._moments: dict[Pair, ActivationMoments] | None = None
+        self._midpoints: dict[tuple[int, str], dict[str, Tensor]] = {}
         self._members: dict[int, Network] = {}
         self._opened: ModelZoo | None = None
-        # Sums over the epoch's steps: of the midpoints' losses, weighted by images, and of images.
-        self._train_loss = torch.zeros(0, dtype=torch.float64)
-        self._train_count = 0.0
 
     # ---- the zoo
 
@@ -169,33 +226,29 @@ class MatchingTask(LightningModule):
         Raises:
             ValueError: If the method was not run (or not yet).
         """
-        second = self.member(pair[1])
-        if method == UNMATCHED:
-            return copy.deepcopy(second)
         found = self.elements.get(pair, {})
-        if method not in found:
+        if method != UNMATCHED and method not in found:
             raise ValueError(f"Pair {pair} has no element for {unknown('method', method, [UNMATCHED, *found])}")
-        return self._acted(found[method], pair)
+        return self._moved(pair, found.get(method))
 
-    def _acted(self, element: Element, pair: Pair) -> Network:
-        moved = self.symmetry.act(element, self.member(pair[1]))
+    def _moved(self, pair: Pair, element: Element | None) -> Network:
+        second = self.member(pair[1])
+        moved = copy.deepcopy(second) if element is None else self.symmetry.act(element, second)
         assert isinstance(moved, Network)
         return moved
 
-    def setup(self, stage: str) -> None:
-        """Open the zoo, load the members and find their symmetry; on every process.
+    @property
+    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
+        """The zoo, with the number of one member; after ``setup``."""
+        return {"zoo": (self.model_zoo, self.pairs[0][0])}
 
-        Raises:
-            FileNotFoundError: If there is no zoo.
-            ValueError: If it has fewer than two members, or not those of the pairs, or the data do not fit.
-        """
-        self._open()
-        data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
-        check_data(self.model_zoo, self.pairs[0][0], data, trial=trial)
+    @property
+    def built(self) -> bool:
+        """Whether the zoo is open."""
+        return self._opened is not None
 
-    def _open(self) -> None:
-        if self._members:
-            return
+    def build(self) -> None:
+        """Open the zoo, load the members and find their symmetry."""
         zoo = ModelZoo.open(self.zoo, allow=self.allow)
         require_two(zoo, "Matching")
         self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
@@ -207,155 +260,107 @@ class MatchingTask(LightningModule):
             first, example_input(zoo, self.pairs[0][0], first, getattr(self._trainer, "datamodule", None))
         )
         self._opened, self._members = zoo, members
-        self._scratch = (_batch_statistics(copy.deepcopy(first)),)  # in a tuple: no part of what is trained
-        if self.straight_through:
-            self.latents = nn.ModuleDict({pair_name(pair): copy.deepcopy(members[pair[0]]) for pair in self.pairs})
-            for latent in self.latents.values():
-                for parameter in latent.parameters():
-                    parameter.requires_grad_(True)
-        else:
-            self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
-        self._train_loss = torch.zeros(len(self.pairs), dtype=torch.float64)
-        self.val_metrics = PopulationClassification(len(self.pairs) * len(self._variants))
 
-    # ---- processes
+    # ---- pairs as members
 
-    def _shared_out(self, work: Callable[[Pair], T], title: str | None = None) -> dict[Pair, T]:
-        """Do something for every pair, each on one process, and return all results on every process.
+    @property
+    def numbers(self) -> list[int]:
+        """The places of the pairs."""
+        return list(range(len(self.pairs)))
 
-        Args:
-            work: What it returns must not depend on the process.
-            title: Title of the progress bar; None for none.
-        """
-        rank, size = self.trainer.global_rank, self.trainer.world_size
-        mine: dict[Pair, T] = {}
-        error: Exception | None = None
-        own: Iterable[Pair] = self.pairs[rank::size]
-        if title and self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None:
-            own = track(self.pairs[rank::size], description=title, transient=True)
-        try:
-            for pair in own:
-                mine[pair] = work(pair)
-        except Exception as caught:
-            error = caught
-        parts: list[Any] = [(mine, error)]
-        if size > 1:
-            parts = [None] * size
-            torch.distributed.all_gather_object(parts, (mine, error))
-        for _, failed in parts:
-            if failed is not None:
-                raise failed
-        found = {pair: result for part, _ in parts for pair, result in part.items()}
-        return {pair: found[pair] for pair in self.pairs}
+    def make_population(self, numbers: list[int]) -> Population:
+        """Return the pairs as a population."""
+        networks = [(self.member(first), self.member(second)) for first, second in self.pairs]
+        return MidpointPopulation(self.symmetry, networks, trained=self.straight_through)
 
-    # ---- fitting
+    def make_metric(self, split: str) -> PopulationLoss:
+        """Return what adds up: in training the losses of pairs; else accuracies too, of all that is evaluated."""
+        if split == "train":
+            return PopulationLoss(len(self.pairs))
+        return PopulationClassification(len(self.pairs) * len(self._variants))
 
-    def configure_optimizers(self) -> Optimizer:
-        """Make the optimizer of the latent networks."""
-        if not self.straight_through:
-            return torch.optim.SGD([self.nothing], lr=0.0)
-        return self._make_optimizer(self.latents.parameters())
-
-    def _make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        if self.optimizer is not None:
-            return self.optimizer(parameters)
+    def default_optimizer(self, parameters: Any) -> Optimizer:
+        """Make the optimizer of the latent networks: SGD."""
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    def _to_device(self) -> None:
-        for network in (*self._members.values(), *self._scratch):
-            network.to(self.device)
-        self._train_loss = self._train_loss.to(self.device)
+    def identity(self) -> dict[str, Any]:
+        """Return the pairs, the methods, and what tells architectures apart."""
+        pairs = [list(pair) for pair in self.pairs]
+        return {"pairs": pairs, "methods": list(self.methods), "symmetry": self.symmetry.fingerprint}
+
+    def member_title(self, number: int) -> str:
+        """Return how messages call a pair."""
+        return f"Pair {pair_name(self.pairs[number])}"
+
+    def score(self, metrics: Mapping[str, float]) -> tuple[float, ...]:
+        """Return what says how good an element is: the loss of the midpoint."""
+        return (-metrics["loss"],)
+
+    def to_device(self, device: torch.device) -> None:
+        """Move all networks."""
+        super().to_device(device)
+        assert isinstance(self.dtype, torch.dtype)
+        self.population.move_frozen(device, self.dtype)
+
+    # ---- matching
+
+    def _shared_out(self, work: Callable[[int], T], numbers: Sequence[int], title: str | None = None) -> dict[int, T]:
+        """Do something for pairs, each on one process, and return all results on every process.
+
+        Args:
+            work: What it returns for a pair's number must not depend on the process.
+            numbers: The pairs' numbers.
+            title: Title of the progress bar; None for none.
+        """
+        own: Iterable[int] = numbers[self.trainer.global_rank :: self.trainer.world_size]
+        if title and self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None:
+            own = track(own, description=title, transient=True)
+        mine: dict[int, T] = {}
+        together(lambda: mine.update((number, work(number)) for number in own))
+        return dict(sorted((number, result) for part in gathered(mine) for number, result in part.items()))
 
     def on_fit_start(self) -> None:
         """Match weights; a run that goes on has what it found in its checkpoint."""
-        self._to_device()
+        super().on_fit_start()
+        self.to_device(self.device)
         if not self.elements:
             self.elements = {pair: {} for pair in self.pairs}
             if set(self.methods) & {"weights", "straight_through"}:
-                starts = self._shared_out(self._match_weights, "matching weights")
-                for pair, element in starts.items():
-                    if "weights" in self.methods:
-                        self.elements[pair]["weights"] = element
+                for number, element in self._shared_out(self._match_weights, self.numbers, "matching weights").items():
+                    pair = self.pairs[number]
+                    self.elements[pair] = {method: element for method in self.methods if method != "activations"}
                     if self.straight_through:
-                        self.elements[pair]["straight_through"] = self._start[pair] = element
-                        self._step[pair] = self.symmetry.identity()
+                        self._start[pair] = element
             if "activations" in self.methods:
                 self._moments = {pair: self._new_moments(pair) for pair in self.pairs}
-        self._started = {pair: self._acted(element, pair) for pair, element in self._start.items()}
+        self.population.started = {
+            number: self._moved(pair, self._start[pair]) for number, pair in enumerate(self.pairs) if self._start
+        }
 
-    def _match_weights(self, pair: Pair) -> Element:
-        a, b = map(self.member, pair)
-        return weight_matching(
-            self.symmetry,
-            a,
-            b,
-            scales=self.scales,
-            signs=self.signs,
-            restarts=self.restarts,
-            seed=self.matching_seed,
-        ).element
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"signs": self.signs, "seed": self.matching_seed}
 
-    def _match_latent(self, pair: Pair) -> Element:
+    def _match_weights(self, number: int) -> Element:
+        a, b = map(self.member, self.pairs[number])
+        return weight_matching(self.symmetry, a, b, restarts=self.restarts, scales=self.scales, **self._options).element
+
+    def _match_latent(self, number: int) -> Element:
         """Match the second network to the latent one, from where the step before left off."""
+        latent, step = self.population.latent(number), self.population.steps[number]
+        if not all(bool(parameter.isfinite().all()) for parameter in latent.parameters()):
+            return step  # its loss is not finite either, and stops it
         return weight_matching(
-            self.symmetry,
-            self._latent(pair),
-            self._started[pair],
-            scales=False,
-            signs=self.signs,
-            seed=self.matching_seed,
-            initial=self._step[pair],
+            self.symmetry, latent, self.population.started[number], initial=step, scales=False, **self._options
         ).element
 
-    def _current(self, pair: Pair) -> Element:
+    def _element_now(self, number: int) -> Element:
         """Return straight-through's element as it is by now."""
-        return self.symmetry.compose(self._step[pair], self._start[pair])
-
-    def _latent(self, pair: Pair) -> nn.Module:
-        return self.latents[pair_name(pair)]
+        return self.symmetry.compose(self.population.steps[number], self._start[self.pairs[number]])
 
     def _new_moments(self, pair: Pair) -> ActivationMoments:
         a, b = map(self.member, pair)
         return ActivationMoments(self.symmetry, a, b)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Add up activations in the first epoch; take the latent networks' gradients."""
-        images, labels = batch
-        if self._moments is not None:
-            with torch.no_grad():
-                for moments in self._moments.values():
-                    moments.update(images)
-        if not self.straight_through:
-            return (0.0 * self.nothing).sum()
-        with torch.no_grad():
-            self._step = self._shared_out(self._match_latent)
-        losses = []
-        for pair in self.pairs:
-            latent = dict(self._latent(pair).named_parameters())
-            moved = dict(self.symmetry.act(self._step[pair], self._started[pair]).named_parameters())
-            a = dict(self.member(pair[0]).named_parameters())
-            # The value is that of the matched network, the gradient goes to the latent one.
-            weights = {
-                name: 0.5 * a[name] + 0.5 * (moved[name] + latent[name] - latent[name].detach()) for name in latent
-            }
-            losses.append(F.cross_entropy(self._run(weights, images), labels))
-        each = torch.stack(losses)
-        self._train_loss += each.detach().double() * len(labels)
-        self._train_count += len(labels)
-        return each.sum()
-
-    def _run(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """Return the logits of given weights; batch norms use the batch."""
-        (network,) = self._scratch
-        # Copies, as batch norms write their statistics.
-        buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-        logits: Tensor = functional_call(network, {**buffers, **weights}, (images,))
-        return logits
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Match activations when the first epoch's batches have been seen, before its validation."""
-        if self.trainer.is_last_batch:
-            self._match_activations()
 
     def _match_activations(self) -> None:
         if self._moments is None:
@@ -364,192 +369,149 @@ class MatchingTask(LightningModule):
         for found in moments.values():
             found.reduce()
 
-        def match(pair: Pair) -> Element:
+        def match(number: int) -> Element:
+            pair = self.pairs[number]
             a, b = map(self.member, pair)
-            return activation_matching(
-                self.symmetry,
-                a,
-                b,
-                moments[pair],
-                scales=self.scales,
-                signs=self.signs,
-                seed=self.matching_seed,
-            ).element
+            return activation_matching(self.symmetry, a, b, moments[pair], scales=self.scales, **self._options).element
 
-        for pair, element in self._shared_out(match).items():
-            self.elements[pair]["activations"] = element
+        for number, element in self._shared_out(match, self.numbers).items():
+            self.elements[self.pairs[number]]["activations"] = element
+
+    # ---- training
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Add up activations in the first epoch; take the latent networks' gradients."""
+        with torch.no_grad():
+            for moments in (self._moments or {}).values():
+                moments.update(batch[0])
+            if self.straight_through:
+                running = [number for number in self.numbers if number not in self.skipped]
+                with torch.autocast(self.device.type, enabled=False):
+                    self.population.steps |= self._shared_out(self._match_latent, running)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Match activations when the first epoch's batches have been seen, before its validation."""
+        if self.trainer.is_last_batch:
+            self._match_activations()
 
     def on_train_epoch_end(self) -> None:
         """Log training losses; end the fit where nothing is trained."""
         self._match_activations()  # if max_steps ended the epoch
+        super().on_train_epoch_end()
         if not self.straight_through:
             self.trainer.should_stop = True
+
+    def _keep(self, values: Mapping[str, list[float]]) -> None:
+        """Keep the elements whose midpoint is the best so far; without validation by the training loss."""
+        if not self.straight_through:
             return
-        losses, count = self._train_sums()
-        self._train_loss.zero_()
-        self._train_count = 0.0
-        if count == 0:
-            return
-        values = (losses / count).tolist()
-        self._log("train_midpoint_loss", {(pair, "straight_through"): v for pair, v in self._zip(values)})
-        if not self._validated():
-            self._keep({pair: (self._current(pair), value) for pair, value in self._zip(values)})
-
-    def _zip(self, values: Sequence[float]) -> Iterator[tuple[Pair, float]]:
-        return zip(self.pairs, values, strict=True)
-
-    def _train_sums(self) -> tuple[Tensor, float]:
-        """Return the sums over all ranks."""
-        both = torch.cat([self._train_loss, self._train_loss.new_tensor([self._train_count])])
-        if self.trainer.world_size > 1:
-            # On the device of the process group: after a fit Lightning has moved the module to the CPU.
-            both = self.trainer.strategy.reduce(both.to(self.trainer.strategy.root_device), reduce_op="sum")  # type: ignore[assignment]
-        return both[:-1], float(both[-1])
-
-    def _validated(self) -> bool:
-        batches = torch.tensor(sum(self.trainer.num_val_batches), device=self.trainer.strategy.root_device)
-        return int(self.trainer.strategy.reduce(batches, reduce_op="max")) > 0
-
-    def _keep(self, candidates: Mapping[Pair, tuple[Element, float]]) -> None:
-        """Keep straight-through's elements whose midpoint is the best so far."""
-        for pair, (element, loss) in candidates.items():
-            if math.isfinite(loss) and loss < self._best.get(pair, {"loss": math.inf})["loss"]:
-                self.elements[pair]["straight_through"] = element
-                self._best[pair] = {"loss": loss, "epoch": float(self.current_epoch)}
+        before = set(self.kept)
+        super()._keep(values or {"loss": self.history["train/loss"][-1]})
+        for number, record in self.kept.items():
+            start = {name: row[self._row("weights", number)] for name, row in values.items()}
+            if start and number not in before and self.score(start) >= self.score(record["metrics"]):  # it counts, too
+                record |= {"metrics": start, "state": record["state"] | _tensors(self.symmetry.identity())}
+            pair = self.pairs[number]
+            step = _element(self.symmetry, record["state"])
+            self.elements[pair]["straight_through"] = self.symmetry.compose(step, self._start[pair])
 
     # ---- midpoints
 
     @property
     def _variants(self) -> list[str]:
-        """What is evaluated; weight matching also where it is only the start of straight-through."""
-        return [UNMATCHED, *(method for method in METHODS if method in self.methods or self._is_start(method))]
+        """What is evaluated: first what is trained; weight matching also where it is only the start of that."""
+        known = {UNMATCHED, *self.methods, *(["weights"] if self.straight_through else [])}
+        return [variant for variant in ("straight_through", UNMATCHED, "weights", "activations") if variant in known]
 
-    def _is_start(self, method: str) -> bool:
-        return method == "weights" and self.straight_through
+    def _row(self, variant: str, number: int) -> int:
+        """Return the place of a variant of a pair in the metric."""
+        return self._variants.index(variant) * len(self.pairs) + number
 
-    def _evaluated(self) -> dict[tuple[Pair, str], Element | None]:
-        """Return the elements to evaluate now, by pair and method; None moves nothing."""
-        found: dict[tuple[Pair, str], Element | None] = {}
-        fitting = self.trainer.state.fn == "fit"
-        for pair in self.pairs:
-            known: dict[str, Element] = dict(self.elements.get(pair, {}))
-            if fitting and pair in self._start:
-                known["weights"] = self._start[pair]
-                known["straight_through"] = self._current(pair)
-            found[pair, UNMATCHED] = None
-            found.update({(pair, method): known[method] for method in self._variants if method in known})
+    def _evaluated(self, number: int) -> dict[str, Element | None]:
+        """Return the elements to evaluate now, by variant; None moves nothing."""
+        pair = self.pairs[number]
+        found: dict[str, Element | None] = {UNMATCHED: None, **self.elements.get(pair, {})}
+        if pair in self._start:
+            found |= {"weights": self._start[pair], "straight_through": self._element_now(number)}
+        if number in self.stopped:
+            del found["straight_through"]
         return found
 
-    def _begin_evaluation(self) -> None:
-        self._to_device()
-        self.val_metrics.to(self.device)
-        self._midpoints = {key: self._midpoint(key[0], element) for key, element in self._evaluated().items()}
+    @torch.no_grad()
+    def begin_evaluation(self) -> None:
+        """Make the midpoints."""
+        super().begin_evaluation()
+        self.to_device(self.trainer.strategy.root_device)
+        for number, pair in enumerate(self.pairs):
+            for variant, element in self._evaluated(number).items():
+                ends = dict(self._moved(pair, element).named_parameters())
+                self._midpoints[number, variant] = self.population.midpoint(number, ends)
 
-    def _midpoint(self, pair: Pair, element: Element | None) -> dict[str, Tensor]:
-        b = self.member(pair[1]) if element is None else self._acted(element, pair)
-        ends = dict(b.named_parameters())
-        with torch.no_grad():
-            return {name: 0.5 * (a + ends[name]) for name, a in self.member(pair[0]).named_parameters()}
-
-    def _evaluate(self, batch: tuple[Tensor, Tensor]) -> None:
-        images, labels = batch
-        for (pair, method), weights in self._midpoints.items():
-            row = self.pairs.index(pair) * len(self._variants) + self._variants.index(method)
-            rows = torch.tensor([row], device=images.device)
-            self.val_metrics.update(rows, self._run(weights, images)[None], labels)
-
-    def _end_evaluation(self, split: str) -> dict[tuple[Pair, str], float]:
-        """Log what was found and return the losses."""
-        computed = self.val_metrics.values()
-        self.val_metrics.reset()
-        losses: dict[tuple[Pair, str], float] = {}
-        for name in ("loss", "accuracy"):
-            values = computed[name].view(len(self.pairs), -1).tolist()
-            named = {
-                (pair, method): values[self.pairs.index(pair)][self._variants.index(method)]
-                for pair, method in self._midpoints
-            }
-            shown = {key: value for key, value in named.items() if key[1] in (UNMATCHED, *self.methods)}
-            self._log(f"{split}midpoint_{name}", shown)
-            losses = losses or named
+    def end_evaluation(self) -> None:
+        """Drop the midpoints."""
         self._midpoints = {}
-        return losses
 
-    def _log(self, name: str, values: Mapping[tuple[Pair, str], float]) -> None:
-        """Log values, the same on all ranks, and their means over pairs."""
-        means: dict[str, list[float]] = {}
-        for (pair, method), value in values.items():
-            if math.isfinite(value):
-                means.setdefault(method, []).append(value)
-                self.log(f"pair-{pair_name(pair)}/{method}/{name}", value)
-        for method, found in means.items():
-            shown = (name, method) == ("midpoint_loss", "straight_through")
-            self.log(f"{name}/{method}", math.fsum(found) / len(found), prog_bar=shown)
+    def add_evaluation(self, metric: PopulationLoss, inputs: Tensor, targets: Any) -> None:
+        """Add one batch to a metric, of all midpoints."""
+        for (number, variant), weights in self._midpoints.items():
+            rows = torch.tensor([self._row(variant, number)], device=inputs.device)
+            metric.update(rows, self.population.run_midpoint(weights, inputs)[None], targets)
 
-    def on_validation_epoch_start(self) -> None:
-        """Make the midpoints."""
-        self._begin_evaluation()
+    @property
+    def shown(self) -> str:
+        """The mean over pairs of what is trained."""
+        return "midpoint_loss/straight_through"
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Evaluate all midpoints; images ``[B, C, H, W]``, labels ``[B]``."""
-        self._evaluate(batch)
+    def each(
+        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Return nothing: single pairs are in the summary."""
+        return {}
 
-    def on_validation_epoch_end(self) -> None:
-        """Log, and keep straight-through's best elements."""
-        if self.trainer.sanity_checking:
-            self.val_metrics.reset()
-            return
-        candidates = {key: element for key, element in self._evaluated().items() if element is not None}
-        losses = self._end_evaluation("")
-        if self.trainer.state.fn != "fit" or not self.straight_through:
-            return
-        for method in ("weights", "straight_through"):
-            self._keep(
-                {
-                    pair: (element, losses[pair, which])
-                    for (pair, which), element in candidates.items()
-                    if which == method and (which != "weights" or pair not in self._best)
+    def summary(
+        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Return the values of all pairs by method, and their means over pairs."""
+        found: dict[str, float] = {}
+        for quantity, row in values.items():
+            name = f"midpoint_{quantity}" if split == "val" else f"{split}_midpoint_{quantity}"
+            for first in range(0, len(row), len(self.pairs)):
+                variant = self._variants[first // len(self.pairs)]
+                pairs = {
+                    pair: value for pair, value in zip(self.pairs, row[first:], strict=False) if math.isfinite(value)
                 }
-            )
-
-    def on_test_epoch_start(self) -> None:
-        """Make the midpoints."""
-        self._begin_evaluation()
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Evaluate all midpoints; images ``[B, C, H, W]``, labels ``[B]``."""
-        self._evaluate(batch)
-
-    def on_test_epoch_end(self) -> None:
-        """Log under the same names as in validation, with ``test_`` before the quantity."""
-        self._end_evaluation("test_")
+                if pairs and variant in (UNMATCHED, *self.methods):
+                    found |= {f"pair-{pair_name(pair)}/{variant}/{name}": value for pair, value in pairs.items()}
+                    found[f"{name}/{variant}"] = math.fsum(pairs.values()) / len(pairs)
+        return found
 
     # ---- checkpoints
 
+    def member_records(self) -> dict[int, Any]:
+        """Return where straight-through is, by the pair's number."""
+        return {number: vars(step) for number, step in self.population.steps.items()}
+
+    def load_member_records(self, records: Mapping[int, Any]) -> None:
+        """Take it back."""
+        self.population.steps = {number: Element(**step) for number, step in records.items()}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what has been found, of all ranks; to be called on every rank, as Lightning does."""
-        losses, count = self._train_sums()
-        moments: dict[str, Any] | None = None
-        if self._moments is not None:
-            moments = {}
-            for pair, found in self._moments.items():
-                total = self._new_moments(pair)
-                total.load_state_dict(found.state_dict())
-                total.reduce()
-                moments[pair_name(pair)] = total.state_dict()
-        checkpoint["matching"] = {
-            "pairs": [list(pair) for pair in self.pairs],
-            "methods": list(self.methods),
+        super().on_save_checkpoint(checkpoint)
+        moments: dict[Pair, Any] = {}
+        for pair, found in (self._moments or {}).items():
+            total = self._new_moments(pair)
+            total.load_state_dict(found.state_dict())
+            total.reduce()
+            moments[pair] = total.state_dict()
+        checkpoint["population"] |= {
             "elements": {
-                pair_name(pair): {method: _packed(element) for method, element in found.items()}
+                pair: {method: vars(element) for method, element in found.items()}
                 for pair, found in self.elements.items()
             },
-            "start": {pair_name(pair): _packed(element) for pair, element in self._start.items()},
-            "step": {pair_name(pair): _packed(element) for pair, element in self._step.items()},
-            "best": {pair_name(pair): dict(best) for pair, best in self._best.items()},
+            "start": {pair: vars(element) for pair, element in self._start.items()},
             "moments": moments,
-            "train_loss": losses.cpu(),
-            "train_count": count,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -558,41 +520,17 @@ class MatchingTask(LightningModule):
         Raises:
             ValueError: If the checkpoint is of another task, of other pairs or methods, or of other networks.
         """
-        saved = checkpoint.get("matching")
-        if saved is None:
-            raise ValueError("The checkpoint holds no matching: it was not written by a MatchingTask.")
-        self._open()
-        for name, theirs, mine in (
-            ("pairs", saved["pairs"], [list(pair) for pair in self.pairs]),
-            ("methods", saved["methods"], list(self.methods)),
-        ):
-            if theirs != mine:
-                raise ValueError(
-                    f"The checkpoint has {name} {theirs} and this run has {mine}; use the settings and the zoo that it "
-                    "was made with, which the config.yaml of its run holds."
-                )
-        by_name = {pair_name(pair): pair for pair in self.pairs}
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint["population"]
         self.elements = {
-            by_name[name]: {method: _unpacked(element) for method, element in found.items()}
-            for name, found in saved["elements"].items()
+            pair: {method: Element(**element) for method, element in found.items()}
+            for pair, found in saved["elements"].items()
         }
-        self._start, self._step = (
-            {by_name[name]: _unpacked(element) for name, element in saved[key].items()} for key in ("start", "step")
-        )
-        self._best = {by_name[name]: dict(best) for name, best in saved["best"].items()}
-        for found in self.elements.values():
-            if any(element.group != self.symmetry.fingerprint for element in found.values()):
-                raise ValueError("The checkpoint was made with networks of another architecture; use the same zoo.")
-        first = self._trainer is None or self.trainer.is_global_zero  # what was added up over ranks is one rank's now
-        self._moments = None
-        if saved["moments"] is not None:
-            self._moments = {pair: self._new_moments(pair) for pair in self.pairs}
-            if first:
-                for name, state in saved["moments"].items():
-                    self._moments[by_name[name]].load_state_dict(state)
-        if first:
-            self._train_loss = saved["train_loss"].to(self._train_loss)
-            self._train_count = saved["train_count"]
+        self._start = {pair: Element(**element) for pair, element in saved["start"].items()}
+        self._moments = {pair: self._new_moments(pair) for pair in saved["moments"]} or None
+        if self._trainer is None or self.trainer.is_global_zero:  # what was added up over ranks is one rank's now
+            for pair, moments in (self._moments or {}).items():
+                moments.load_state_dict(saved["moments"][pair])
 
 
 def _batch_statistics(network: Network) -> Network:
@@ -604,17 +542,22 @@ def _batch_statistics(network: Network) -> Network:
     return network
 
 
-def _packed(element: Element) -> dict[str, Any]:
-    """Return an element as plain values, which a checkpoint may hold."""
-    return {
-        "group": element.group,
-        "permutation": element.permutation,
-        "log_scale": element.log_scale,
-        "sign": element.sign,
-        "dense": list(element.dense),
-        "shift": list(element.shift),
+_PREFIX = "element."
+
+
+def _tensors(element: Element) -> dict[str, Tensor]:
+    """Return the tensors of an element by name, for the state of a member."""
+    several = {
+        f"{name}.{place}": one for name in ("dense", "shift") for place, one in enumerate(getattr(element, name))
     }
+    single = {name: getattr(element, name) for name in ("permutation", "log_scale", "sign")}
+    return {f"{_PREFIX}{name}": tensor.clone() for name, tensor in {**single, **several}.items()}
 
 
-def _unpacked(saved: Mapping[str, Any]) -> Element:
-    return Element(**{**saved, "dense": tuple(saved["dense"]), "shift": tuple(saved["shift"])})
+def _element(symmetry: Symmetry, state: Mapping[str, Tensor]) -> Element:
+    """Return the element whose tensors are in the state of a member."""
+    found = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
+    dense, shift = (
+        tuple(found.pop(name) for name in list(found) if name.startswith(kind)) for kind in ("dense.", "shift.")
+    )
+    return Element(symmetry.fingerprint, **found, dense=dense, shift=shift)

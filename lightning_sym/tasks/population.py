@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pytorch_lightning import LightningModule
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
@@ -24,6 +25,8 @@ from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, sc
 from lightning_sym.tasks.losses import CrossEntropy, name_of_loss
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
+
+T = TypeVar("T")
 
 
 class PopulationTask(LightningModule):
@@ -230,6 +233,12 @@ class PopulationTask(LightningModule):
                 found[f"{split}/{name}"] = math.fsum(own) / len(own)
                 found |= {f"{split}/{name}/min": min(own), f"{split}/{name}/max": max(own)}
         return found
+
+    def each(
+        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
+    ) -> dict[str, float]:
+        """Return what is logged of single members; the arguments are those of :meth:`summary`."""
+        return {self.tag(split, name, n): value for name, numbers in running.items() for n, value in numbers.items()}
 
     @property
     def shown(self) -> str:
@@ -546,7 +555,7 @@ class PopulationTask(LightningModule):
         # The values are the same on every rank already.
         for name, value in self.summary(split, running, values).items():
             self.log(name, value, prog_bar=name == self.shown)
-        self.log_each({self.tag(split, name, n): v for name, row in running.items() for n, v in row.items()})
+        self.log_each(self.each(split, running, values))
         return values
 
     def log_each(self, values: Mapping[str, float]) -> None:
@@ -586,6 +595,21 @@ class PopulationTask(LightningModule):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return self.current_epoch + min(1.0, progress / max(1, int(self.trainer.num_training_batches)))
 
+    def gathered_by_member(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Bring together what every rank has of its own members; to be called on every rank, so not in a report alone.
+
+        Args:
+            values: Something that can be pickled for each of this rank's members, or for some of them, by number.
+
+        Returns:
+            The same for the members of all ranks, in order of their numbers, on every rank; tensors are on the CPU.
+        """
+        parts: list[Mapping[int, T]] = [values]
+        if self.member_parallel:
+            # On the CPU: tensors of an accelerator would come back on the sender's device.
+            parts = gathered({n: tree_map_only(Tensor, Tensor.cpu, value) for n, value in values.items()})
+        return dict(sorted((number, value) for part in parts for number, value in part.items()))
+
     def gathered(self) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
         """Return what became of the members of all ranks; to be called on every rank.
 
@@ -593,10 +617,8 @@ class PopulationTask(LightningModule):
             Why and when members were stopped, and after how many epochs of training the kept weights were taken; by
             number, the same on every rank.
         """
-        mine = self.stopped, {number: record["epochs"] for number, record in self.kept.items()}
-        parts = gathered(mine) if self.member_parallel else [mine]
-        stopped = {number: record for part, _ in parts for number, record in part.items()}
-        return stopped, {number: epochs for _, part in parts for number, epochs in part.items()}
+        epochs = {number: record["epochs"] for number, record in self.kept.items()}
+        return self.gathered_by_member(self.stopped), self.gathered_by_member(epochs)
 
     # ---- evaluation
 
@@ -655,28 +677,13 @@ class PopulationTask(LightningModule):
         self.end_evaluation()
         self._swap_out()
 
-    def on_test_model_eval(self) -> None:
-        """Prepare the members with the weights that were kept."""
-        super().on_test_model_eval()
-        self._swap_in()
-        self.begin_evaluation()
-
-    def on_test_model_train(self) -> None:
-        """Put the current weights back."""
-        super().on_test_model_train()
-        self.end_evaluation()
-        self._swap_out()
-
-    def on_predict_model_eval(self) -> None:
-        """Prepare the members with the weights that were kept."""
-        super().on_predict_model_eval()
-        self._swap_in()
-        self.begin_evaluation()
-
     def on_predict_end(self) -> None:
         """Put the current weights back."""
         self.end_evaluation()
         self._swap_out()
+
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_validation_model_train
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate all members on the same batch: inputs and targets, ``[B, ...]``."""

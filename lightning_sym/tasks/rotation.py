@@ -1,7 +1,7 @@
 """Rotating the units in front of one activation, and training the layers behind it again."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -249,27 +249,9 @@ class RotationTask(BranchTask):
 
     # ---- penalties
 
-    def penalties(self, accuracies: Sequence[float]) -> list[float]:
-        """Return the rotation penalty of each branch, a fraction, positive where it is worse than its member.
-
-        Args:
-            accuracies: Accuracies of branches, then of members, as :meth:`evaluate` gives them.
-
-        References:
-            Godfrey et al. (2022), section 3.3.
-        """
-        clean = dict(zip(self.members, accuracies[len(self.branches) :], strict=True))
-        return [clean[key] - accuracies[index] for index, key in enumerate(self.lower_of)]
-
-    def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
-        """Return mean penalties by site and kind, and by kind."""
-        found: dict[str, list[float]] = {}
-        for rotation, penalty in zip(self.rotations, self.penalties(metrics["accuracy"]), strict=True):
-            if math.isfinite(penalty):
-                found.setdefault(f"{rotation.site}/{rotation.kind}", []).append(penalty)
-                found.setdefault(rotation.kind, []).append(penalty)
-        prefix = "penalty" if split == "val" else f"{split}_penalty"
-        return {f"{prefix}/{name}": math.fsum(values) / len(values) for name, values in found.items()}
+    def label(self, index: int) -> tuple[str, str]:
+        """Return the site, and the kind of rotation."""
+        return self.rotations[index].site, self.rotations[index].kind
 
 
 def _check_list(name: str, value: object, of: str, kind: type) -> None:

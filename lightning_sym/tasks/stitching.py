@@ -2,8 +2,7 @@
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from lightning_sym.stitching import (
 )
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_two
+from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
 
 Family = str | Callable[[Port], StitchingMap]
@@ -148,13 +148,11 @@ class StitchingTask(BranchTask):
         allow: Sequence[str] | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, channels_last, allow)
-        for name, value, accepted in (
+        check_words(
             ("ports", ports, ("all", "branch")),
             ("batch_norm", batch_norm, ("batch", "frozen")),
             ("init", init, ("random", "features")),
-        ):
-            if value not in accepted:
-                raise ValueError(f'{name} must be "{accepted[0]}" or "{accepted[1]}", got {value!r}.')
+        )
         if not 0.0 <= head_start <= 1.0:
             raise ValueError(f"head_start is a fraction of the epochs and must be in [0, 1], got {head_start}.")
         check_integers(0, seed=seed)
@@ -387,30 +385,13 @@ class StitchingTask(BranchTask):
 
     # ---- penalties
 
-    def penalties(self, accuracies: Sequence[float]) -> list[float]:
-        """Return the stitching penalty of each branch, a fraction, positive where it is worse than the members.
+    def references(self, index: int) -> list[str]:
+        """Return both members; Godfrey et al. (2022), eq. 4.3, in the sign of their figures."""
+        return [self.lower_of[index], self._target_of[index]]
 
-        Args:
-            accuracies: Accuracies of branches, then of members, as :meth:`evaluate` gives them.
-
-        References:
-            Godfrey et al. (2022), eq. 4.3, in the sign of their figures.
-        """
-        clean = dict(zip(self.members, accuracies[len(self.branches) :], strict=True))
-        return [
-            0.5 * (clean[self.lower_of[index]] + clean[self._target_of[index]]) - accuracies[index]
-            for index in range(len(self.branches))
-        ]
-
-    def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
-        """Return mean penalties by place and family, and by family."""
-        found: dict[str, list[float]] = {}
-        for stitch, penalty in zip(self.stitches, self.penalties(metrics["accuracy"]), strict=True):
-            if math.isfinite(penalty):
-                found.setdefault(f"{stitch.place}/{stitch.family}", []).append(penalty)
-                found.setdefault(stitch.family, []).append(penalty)
-        prefix = "penalty" if split == "val" else f"{split}_penalty"
-        return {f"{prefix}/{name}": math.fsum(values) / len(values) for name, values in found.items()}
+    def label(self, index: int) -> tuple[str, str]:
+        """Return the place, and the family of maps."""
+        return self.stitches[index].place, self.stitches[index].family
 
     # ---- checkpoints
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from experiments import CurveTask, HalfBlindTask
 from fits import Interrupt, digits, fit, quiet_trainer, saving
-from helpers import assert_same, randomize_statistics, write_zoo
+from helpers import assert_same, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
-from lightning_sym.callbacks import BatchNormRecalibration
+from lightning_sym.callbacks import BatchNormRecalibration, RotationReport
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.tasks import EquivalenceTask, PopulationTask, RotationTask, StitchingTask, ZooTask
+from lightning_sym.tasks import EquivalenceTask, MatchingTask, PopulationTask, RotationTask, StitchingTask, ZooTask
 from lightning_sym.tasks._divergence import Divergence
 
 pytestmark = [
@@ -80,6 +80,10 @@ def rotation(zoo: Path, **settings: Any) -> RotationTask:
     return RotationTask(str(zoo), **{**own, **settings})
 
 
+def matching(zoo: Path, **settings: Any) -> MatchingTask:
+    return MatchingTask(str(zoo.parent / "perceptrons"), **{"optimizer": SGD, **settings})
+
+
 def search(**settings: Any) -> EquivalenceTask:
     own = {"members": 3, "teacher": 5, "optimizer": SGD, "stop_when_found": False, "execution": "loop"}
     return EquivalenceTask(perceptron(), **{**own, **settings})
@@ -134,6 +138,7 @@ CASES = {
         smooth={"batch_norm": "frozen"},
         processes={"ddp_fork": 3},
     ),
+    "matching": Case(matching, {"pairs": [[0, 2]]}, 0, 1, vmap=False, processes={"ddp_fork": 3}),
     "rotation": Case(rotation, {"kinds": ["orthogonal"], "members": [0]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
 }
 RESUMED = {**CASES, "zoo, vectorised": Case(functools.partial(restless, execution="vmap", keep="best"), MEMBER, 1, 1)}
@@ -145,9 +150,11 @@ vectorised = pytest.mark.parametrize(
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory) -> Path:
-    """Two small CNNs with batch norms, and one that is their like without."""
+    """Return a zoo of two small CNNs with batch norms; beside it are ``perceptrons``, three without."""
+    folder = tmp_path_factory.mktemp("population")
+    write_zoo(folder / "perceptrons", [perceptron().fresh(n) for n in range(3)], digits())
     networks = [randomize_statistics(MyrtleCNN(2, in_channels=1, image_size=8).fresh(n), n) for n in range(2)]
-    return write_zoo(tmp_path_factory.mktemp("population") / "zoo", networks, digits())
+    return write_zoo(folder / "zoo", networks, digits())
 
 
 def state(task: PopulationTask, number: int) -> dict[str, Tensor]:
@@ -249,8 +256,7 @@ def test_a_member_that_diverges_stops_and_the_others_go_on(case, zoo, execution,
     fit(well, max_epochs=3)
     if interval != "now":
         monkeypatch.setattr(Divergence, "due", property(lambda self: len(self._notes) == interval))
-    title = hurt.member_title(1) if not hasattr(hurt, "names") else "was stopped"
-    with pytest.warns(UserWarning, match=title) as caught:
+    with pytest.warns(UserWarning, match=f"{well.member_title(1)} was stopped") as caught:
         fit(hurt, None, Poison(1), max_epochs=3)
     assert [str(w.message).partition(" was ")[2] for w in caught if "was stopped" in str(w.message)] == [
         "stopped in epoch 1, step 7: its training loss is not finite. The others go on."
@@ -298,7 +304,7 @@ def resumable(task: PopulationTask, folder: Path, val_fraction: float, *callback
 @pytest.mark.parametrize("place", ["0 3", "1 0", "2 3", "end"])
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumed_is_uninterrupted(name, place, whole, zoo, tmp_path):
-    val_fraction = 0.0 if place == "1 0" and name in ("half-blind", "stitching", "rotation") else 0.1
+    val_fraction = 0.0 if place == "1 0" and name in ("half-blind", "stitching", "matching", "rotation") else 0.1
     folder, expected = whole(name, val_fraction)
     with pytest.raises(RuntimeError, match="interrupted"):
         resumable(RESUMED[name].make(zoo), tmp_path / "first", val_fraction, Interrupt(place))
@@ -352,8 +358,7 @@ def test_bf16_trains_weights_in_float32(case, zoo):
     fit(task, precision="bf16-mixed", max_epochs=2)
     fit(exact, max_epochs=2)
     found, expected = state(task, case.together), state(exact, case.together)
-    kinds = {value.dtype for value in found.values() if value.is_floating_point()}
-    assert kinds == {torch.float32}
+    assert {parameter.dtype for parameter in task.population.parameters()} == {torch.float32}
     assert all(value.isfinite().all() for value in found.values())
     assert any(not torch.equal(value, expected[name]) for name, value in found.items())
     assert not task.stopped
@@ -386,7 +391,9 @@ def scenarios(run, population_zoo):
         task = frozen(CASES[name].make(population_zoo, **settings), strategy)
         # 1 x 24 images see what 2 x 12 and 3 x 8 see.
         data = digits(batch_size=24 // processes if strategy == "ddp_fork" else 24, max_samples=81)
-        run.fit(f"{name} {strategy} {processes}", task, data, processes=processes, strategy=strategy, max_epochs=2)
+        report = [RotationReport()] if name == "rotation" else []
+        settings = {"processes": processes, "strategy": strategy, "max_epochs": 2}
+        run.fit(f"{name} {strategy} {processes}", task, data, *report, **settings)
 
 
 def frozen(task: PopulationTask, strategy: str) -> PopulationTask:
@@ -419,6 +426,15 @@ def test_several_processes_are_one(name, strategy, runs):
             assert_same_unordered(a, b)
         else:
             torch.testing.assert_close(as_tensors(a), as_tensors(b), equal_nan=True, **ROUNDING)
+
+
+@pytest.mark.ddp
+def test_every_image_counts_once_in_a_report_of_several_processes(runs):
+    one, two = (read_csv(runs / f"rotation ddp_fork {n}" / "results" / "penalties.csv") for n in (1, 2))
+    assert len(one) == 2 * 3
+    for a, b in zip(one, two, strict=True):
+        for name in ("val_loss", "test_loss", "member_val_accuracy", "member_test_accuracy"):
+            assert float(b[name]) == pytest.approx(float(a[name]), rel=1e-4), name
 
 
 def assert_same_unordered(a: Any, b: Any) -> None:

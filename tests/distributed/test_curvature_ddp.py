@@ -5,7 +5,7 @@ import torch
 from scenarios import load, outcome
 from torch import nn
 
-from lightning_sym.curvature import Evidence, PrecisionOptimizer, autograd_factors, factors, parameter_groups
+from lightning_sym.curvature import Evidence, PrecisionOptimizer, factors, parameter_groups
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
 
 pytestmark = pytest.mark.ddp
@@ -89,8 +89,7 @@ def work(rank, world, folder):
         results[f"mixed samples of the last rank, {engine}"] = outcome(factors, mixing, last, engine=engine)
     settings = {"columns": 20, "generator": torch.Generator().manual_seed(rank)}
     exact, drawn = (
-        autograd_factors(network(), mine, "classification", samples=samples, **settings).blocks
-        for samples in (None, 100)
+        factors(network(), mine, "classification", samples=samples, **settings).blocks for samples in (None, 100)
     )
     results["monte carlo"] = {
         name: (drawn[name].out_factor - block.out_factor).norm() / block.out_factor.norm()

@@ -1,14 +1,14 @@
 """Small runs of the shipped recipes, for guides that take what a recipe has left."""
 
-import os
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from guides import QUIET, Command
+from commands import QUIET, succeed
+from guides import Command
 
-from lightning_sym.cli import main
 from lightning_sym.recipes import recipe_path
 
 
@@ -31,15 +31,11 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Command], P
     def run(command: Command) -> Path:
         if command not in done:
             done[command] = tmp_path_factory.mktemp("small")
-            back = Path.cwd()
-            os.chdir(done[command])
             shorter = ["--trainer.max_epochs=1", f"--trainer.limit_train_batches={2 if command.options else 40}"]
             if "T_max" in recipe_path(command.recipe).read_text():  # over as many epochs as there are
                 shorter.append("--model.lr_scheduler.T_max=1")
-            try:
-                assert main([*command.arguments(), *shorter, *QUIET]) == 0, command
-            finally:
-                os.chdir(back)
+            with contextlib.chdir(done[command]):
+                succeed(*command.arguments(), *shorter, *QUIET)
         return done[command]
 
     return run

@@ -19,7 +19,6 @@ from lightning_sym.recipes import recipe_names, recipe_path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
-QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
 _WRITTEN = ("run_dir", "zoo_dir")  # options that say where a run leaves something
 
 

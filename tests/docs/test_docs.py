@@ -7,26 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import QUIET, succeed
 from guides import (
     HOMES,
     NAMES,
     PAGES,
-    QUIET,
     ROOT,
     Command,
     blocks,
     commands,
     docstring_folders,
     faults,
-    first_recipe,
-    option_cells,
     providers,
     python_folders,
     source_files,
     table_commands,
 )
 
-from lightning_sym.cli import main
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.recipes import recipe_names
 from lightning_sym.tasks._members import check_data
@@ -147,13 +144,16 @@ def own_runs() -> list[object]:
 
 
 @pytest.mark.parametrize(("page", "command"), own_runs())
-def test_commands_take_what_the_page_has_made(
-    page: Path, command: Command, have: Have, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_what_the_page_has_made(page: Path, command: Command, have: Have) -> None:
     made = providers(page.read_text())
     have(made, command.needed() | {folder for folder in command.made() if folder in made and folder.endswith("/zoo")})
     trial = ["--trainer.fast_dev_run=true"] if command.name == "fit" else []
-    assert main([*command.arguments(), *trial, *QUIET]) == 0, capsys.readouterr().err
+    succeed(*command.arguments(), *trial, *QUIET)
+
+
+def in_tables() -> list[Command]:
+    """Return the recipe of each guide with each of the options in its tables."""
+    return [command for page in PAGES for command in table_commands(page.read_text())]
 
 
 def lines() -> list[str]:
@@ -161,26 +161,11 @@ def lines() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in found if line.startswith("lightning-sym")})
 
 
-@pytest.mark.parametrize("command", lines())
-def test_commands_are_understood(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = shlex.split(command)[1:]
-    if args[0] in ("fit", "test"):
-        args.append("--print_config")
-    assert main(args) == 0
-    assert capsys.readouterr().out
-
-
-def options() -> list[tuple[str, str]]:
-    """Return the recipe of each guide with each of the options in its tables."""
-    texts = [page.read_text() for page in PAGES]
-    return [(recipe, one) for text in texts if (recipe := first_recipe(text)) for one in option_cells(text)]
-
-
-@pytest.mark.parametrize(("recipe", "given"), options())
-def test_options_in_tables_are_understood(
-    recipe: str, given: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", "--config", recipe, *shlex.split(given), "--print_config"]) == 0, capsys.readouterr().err
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("command", [*lines(), *sorted({shlex.join(["", *one.arguments()]) for one in in_tables()})])
+def test_commands_and_options_in_tables_are_understood(command: str) -> None:
+    _, name, *args = shlex.split(command)
+    assert succeed(name, *args, *(["--print_config"] if name in ("fit", "test") else [])).out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

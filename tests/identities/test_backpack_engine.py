@@ -112,16 +112,3 @@ def test_addresses(name, likelihood):
     size = nn.Sequential(*parts).eval()(torch.zeros(1, 2, *GRID)).numel()
     network = perturbed(nn.Sequential(*parts, nn.Linear(size, 3)))
     assert compare(network, *data(5, (2, *GRID), 3, likelihood), likelihood) < TOLERANCE
-
-
-def test_columns_together_or_one_by_one():
-    from lightning_sym.curvature import backpack_factors
-
-    x, y = data(5, (2, *GRID), 3, "classification")
-    one, three, many = (
-        backpack_factors(relaxed_network(), [(x, y)], "classification", columns=columns).blocks
-        for columns in (1, 2, 10)
-    )
-    for name, block in one.items():
-        assert relative_error(three[name].out_factor, block.out_factor) < TOLERANCE
-        assert relative_error(many[name].out_factor, block.out_factor) < TOLERANCE

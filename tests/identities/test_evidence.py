@@ -191,25 +191,3 @@ def test_the_noise_is_learned():
     optimizer.update(found, 400)
     assert found.log_marginal_likelihood(optimizer.log_precisions, float(optimizer.log_noise)) > before
     assert optimizer.log_noise.exp().item() == pytest.approx(0.05, rel=0.05)
-
-
-# ---- laplace-torch as the independent judge
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_laplace_torch_agrees(likelihood):
-    laplace = pytest.importorskip("laplace")
-    from laplace.curvature import BackPackGGN
-
-    network = perturbed(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
-    x, y = data(11, (4,), 3, likelihood)
-    found = evidence_of(network, x, y, likelihood)
-    point = torch.linspace(-1.5, 1.5, 6, dtype=torch.float64)
-    sigma = 0.6 if likelihood == "regression" else 1.0
-    mine = found.log_marginal_likelihood(point, math.log(sigma))
-    settings = {"sigma_noise": torch.tensor(sigma, dtype=torch.float64)} if likelihood == "regression" else {}
-    judge = laplace.KronLaplace(network, likelihood, prior_precision=point.exp(), backend=BackPackGGN, **settings)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
-    judge.fit(loader)
-    assert mine == pytest.approx(judge.log_marginal_likelihood().item(), rel=1e-8)

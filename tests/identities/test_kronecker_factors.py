@@ -1,5 +1,6 @@
 """Kronecker factors against dense matrices by automatic differentiation (docs/theory/curvature.md, 1)."""
 
+import copy
 import itertools
 
 import pytest
@@ -20,9 +21,9 @@ from curvature_references import (
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sym.curvature import autograd_factors, factors, find_rule
-from lightning_sym.curvature.autograd import loss_and_columns
+from lightning_sym.curvature import factors, find_rule
 from lightning_sym.curvature.blocks import in_parameter_order
+from lightning_sym.curvature.passes import loss_and_columns
 from lightning_sym.curvature.rules import gram
 from lightning_sym.layers import (
     CircularConv,
@@ -41,22 +42,30 @@ def found_blocks(network, x, y, likelihood, **settings):
     return found.blocks
 
 
+ONE_PLACE = {  # Of a single sample, A and B are of rank one each.
+    "linear": [nn.Linear(2 * 24, 5), nn.Tanh(), nn.Linear(5, 3), nn.GELU()],
+    "conv": [nn.Unflatten(1, (2, *GRID)), nn.Conv2d(2, 3, GRID), nn.Flatten(), nn.Tanh()],
+    "circular": [nn.Unflatten(1, (2, *GRID)), nn.AdaptiveAvgPool2d(1), CircularConv(2, 3), nn.Flatten(), nn.Tanh()],
+    "sparse": [nn.Unflatten(1, (2, *GRID)), nn.AdaptiveAvgPool2d(1), SparseConv(2, 3), nn.Flatten(), nn.Tanh()],
+}
+
+
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_a_linear_map_of_one_sample_is_exact(likelihood):
-    network = perturbed(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.GELU(), nn.Linear(3, 3)))
-    x, y = data(1, (4,), 3, likelihood)
-    expected = dense_blocks(network, x, likelihood)
-    found = found_blocks(network, x, y, likelihood)
-    assert list(found) == list(expected)
-    for name, block in found.items():
-        assert relative_error(block.dense(), expected[name]) < 1e-10
+@pytest.mark.parametrize("name", ONE_PLACE)
+def test_one_sample_at_one_place_is_exact(name, likelihood):
+    network = perturbed(nn.Sequential(*copy.deepcopy(ONE_PLACE[name]), nn.Linear(3, 3)))
+    assert_exact(network, *data(1, (2 * 24,), 3, likelihood), likelihood)
 
 
 def test_a_deep_linear_network_with_gaussian_noise_is_exact():
     network = perturbed(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2, bias=False), nn.Linear(2, 3)))
-    x, y = data(7, (4,), 3, "regression")
-    expected = dense_blocks(network, x, "regression")
-    for name, block in found_blocks(network, x, y, "regression").items():
+    assert_exact(network, *data(7, (4,), 3, "regression"), "regression")
+
+
+def assert_exact(network, x, y, likelihood):
+    expected, found = dense_blocks(network, x, likelihood), found_blocks(network, x, y, likelihood)
+    assert list(found) == list(expected)
+    for name, block in found.items():
         assert relative_error(block.dense(), expected[name]) < 1e-10
 
 
@@ -105,38 +114,28 @@ def circular_patch(x, i, j, kernel):
 
 
 def convolution_loops(layer, x, g):
-    """Return B, A and the bias block of a circular convolution by their definition."""
+    """Return B, A and the bias block of a convolution on the torus, or on p4, by their definition."""
     places = list(itertools.product(range(x.shape[2]), range(x.shape[3])))
-    b = sum(
-        torch.outer(g[v, n, :, i, j], g[v, n, :, i, j]) for v in range(len(g)) for n in range(len(x)) for i, j in places
-    )
-    patches = [circular_patch(x[n], i, j, layer.weight.shape[-1]).flatten() for n in range(len(x)) for i, j in places]
-    bias = sum(torch.outer(total, total) for column in g for total in column.sum((2, 3)))
-    return {"weight": (b / len(places), sum(torch.outer(a, a) for a in patches) / len(x)), "bias": (bias, None)}
-
-
-def group_convolution_loops(layer, x, g):
-    places = list(itertools.product(range(x.shape[2]), range(x.shape[3])))
-    channels = layer.in_channels
+    kind = getattr(layer, "kind", "on the torus")
+    rotations = 1 if kind == "on the torus" else 4
     a_sum = b_sum = bias = 0
     for n in range(len(x)):
-        for v in range(len(g)):
-            total = 0
-            for turns, (i, j) in itertools.product(range(4), places):
-                vector = g[v, n].unflatten(0, (4, -1))[turns, :, i, j]
-                b_sum = b_sum + torch.outer(vector, vector)
-                total = total + vector
+        for column in g[:, n]:
+            column = column.unflatten(0, (rotations, -1))
+            for turns, (i, j) in itertools.product(range(rotations), places):
+                b_sum = b_sum + torch.outer(column[turns, :, i, j], column[turns, :, i, j])
+            total = column.sum((0, 2, 3))
             bias = bias + torch.outer(total, total)
-        for turns, (i, j) in itertools.product(range(4), places):
-            if layer.kind == "lifting":
-                seen = x[n]
-            else:
-                groups = x[n].unflatten(0, (4, channels))
-                order = [(turns + shift) % 4 for shift in range(4)] if layer.kind == "full" else [turns]
+        for turns, (i, j) in itertools.product(range(rotations), places):
+            seen = x[n]
+            if kind in ("full", "pointwise"):
+                groups = x[n].unflatten(0, (4, -1))
+                order = [(turns + shift) % 4 for shift in range(4)] if kind == "full" else [turns]
                 seen = torch.cat([groups[h] for h in order])
-            vector = torch.rot90(circular_patch(seen, i, j, 3), -turns, (1, 2)).flatten()
+            patch = circular_patch(seen, i, j, layer.weight.shape[-1])
+            vector = torch.rot90(patch, -turns, (1, 2)).flatten()
             a_sum = a_sum + torch.outer(vector, vector)
-    return {"weight": (b_sum / (4 * len(places)), a_sum / len(x)), "bias": (bias, None)}
+    return {"weight": (b_sum / (rotations * len(places)), a_sum / len(x)), "bias": (bias, None)}
 
 
 def factored_loops(layer, x, g):
@@ -156,12 +155,8 @@ def factored_loops(layer, x, g):
     return {"theta1": (out1, in1), "theta2": (out2, in2), "b1": (b1, None), "b2": (b2, None)}
 
 
-LOOPS = {
-    "circular": convolution_loops,
-    "circular 5 on a small grid": convolution_loops,
-    "factored": factored_loops,
-    **{f"p4 {kind}": group_convolution_loops for kind in ("lifting", "full", "pointwise")},
-}  # fmt: skip
+CONVOLUTIONS = ["circular", "circular 5 on a small grid", *(f"p4 {kind}" for kind in ("lifting", "full", "pointwise"))]
+LOOPS = {**dict.fromkeys(CONVOLUTIONS, convolution_loops), "factored": factored_loops}
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
@@ -180,17 +175,25 @@ def test_factors_are_those_of_loops(layer, likelihood):
 
 
 def test_torchs_circular_convolution_is_ours():
-    network, shape = with_head("circular")
-    layer = network[0]
+    network, x, y = with_data("circular", 3)
     other = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular").double()
-    other.load_state_dict(layer.state_dict())
-    x, y = data(3, shape, 3, "classification")
-    ours = found_blocks(network, x, y, "classification")
-    theirs = found_blocks(nn.Sequential(other, *network[1:]), x, y, "classification")
-    for name, block in ours.items():
-        assert relative_error(theirs[name].out_factor, block.out_factor) < 1e-12
-        if block.in_factor is not None:
-            assert relative_error(theirs[name].in_factor, block.in_factor) < 1e-12
+    other.load_state_dict(network[0].state_dict())
+    assert_same_factors(nn.Sequential(other, *network[1:]), network, x, y)
+
+
+def test_tokens_that_are_folded_into_the_batch_are_places():
+    network, x, y = with_data("linear on tokens", 3)
+    folded = nn.Sequential(nn.Flatten(0, 2), network[0], nn.Unflatten(0, (-1, 2, 4)), *network[1:])
+    assert_same_factors(folded, network, x, y)
+
+
+def assert_same_factors(network, other, x, y):
+    found, expected = (list(found_blocks(n, x, y, "classification").values()) for n in (network, other))
+    for block, same in zip(found, expected, strict=True):
+        assert relative_error(block.out_factor, same.out_factor) < 1e-12
+        assert (block.in_factor is None) == (same.in_factor is None)
+        if same.in_factor is not None:
+            assert relative_error(block.in_factor, same.in_factor) < 1e-12
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -373,13 +376,14 @@ def test_the_cut_into_batches_does_not_matter(ffc):
             assert relative_error(other.blocks[name].dense(), block.dense()) < 1e-10
 
 
+@pytest.mark.parametrize("engine", ["autograd", "backpack"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_columns_together_are_columns_one_by_one(likelihood):
+def test_columns_together_are_columns_one_by_one(likelihood, engine):
     network = relaxed_network()
     x, y = data(5, (2, *GRID), 3, likelihood)
-    one, two, three = (autograd_factors(network, [(x, y)], likelihood, columns=c).blocks for c in (1, 2, 3))
+    one, *others = (found_blocks(network, x, y, likelihood, engine=engine, columns=c) for c in (1, 2, 3, 10))
     for name, block in one.items():
-        for other in (two, three):
+        for other in others:
             assert relative_error(other[name].out_factor, block.out_factor) < 1e-12
 
 
@@ -406,7 +410,7 @@ def test_monte_carlo_is_unbiased(likelihood):
     exact = found_blocks(network, x, y, likelihood)
     generator = torch.Generator().manual_seed(0)
     settings = {"samples": 4000, "generator": generator, "columns": 500}
-    drawn = autograd_factors(network, [(x, y)], likelihood, **settings).blocks
+    drawn = factors(network, [(x, y)], likelihood, **settings).blocks
     once = found_blocks(network, x, y, likelihood, samples=1, generator=generator)
     for name, block in exact.items():
         assert relative_error(drawn[name].out_factor, block.out_factor) < 0.05
@@ -434,7 +438,7 @@ def test_the_square_root_is_that_of_the_hessian():
     expected = torch.einsum("nkp,nkl,nlq->pq", found["0.bias"], hessians(outputs, "classification"), found["0.bias"])
     assert relative_error(torch.einsum("vnp,vnq->pq", g, g), expected) < 1e-12
     loss = F.cross_entropy(network(x), y, reduction="sum").item()
-    assert factors(network, [(x, y)]).log_likelihood_sum == pytest.approx(-loss, rel=1e-12)
+    assert factors(network, [(x, y)]).loss_sum == pytest.approx(loss, rel=1e-12)
 
 
 def test_group_convolutions_keep_one_block_per_channel():

@@ -10,7 +10,7 @@ from backpack import backpack, extend
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.scale_module import ScaleModule
 from curvature_references import GRID, LAYERS, data, jacobians, perturbed, relaxed_network, with_head
-from helpers import assert_refused
+from helpers import refused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,8 +50,7 @@ class Backend(BackPackGGN):
 
     def kron(self, x, y, N, **kwargs):  # noqa: N803
         loss = self.lossfunc(self.model(x), y)
-        with warnings.catch_warnings(), backpack(RelaxedKFLR()):
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
+        with backpack(RelaxedKFLR()):
             loss.backward(retain_graph=True)
         found = []
         for parameter in self.model.parameters():
@@ -64,22 +63,27 @@ class Backend(BackPackGGN):
         return self.factor * loss.detach(), self.factor * Kron(found)
 
 
+def perceptron():
+    return perturbed(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @BATCHES
 @pytest.mark.parametrize(("likelihood", "log_noise"), CASES)
-def test_evidence_of_laplace_torchs_own_fit(likelihood, log_noise, size):
-    network = relaxed_network()
-    x, y = data(7, (2, *GRID), 3, likelihood)
+@pytest.mark.parametrize(
+    ("make", "shape", "backend"), [(perceptron, (4,), BackPackGGN), (relaxed_network, (2, *GRID), Backend)]
+)
+def test_evidence_of_laplace_torchs_own_fit(make, shape, backend, likelihood, log_noise, size):
+    network = make()
+    x, y = data(7, shape, 3, likelihood)
     groups = parameter_groups(network)
     log_precisions = precisions(groups)
-    twin = extend(for_backpack(copy.deepcopy(network)))
-    laplace = KronLaplace(twin, likelihood, backend=Backend)
+    laplace = KronLaplace(extend(for_backpack(copy.deepcopy(network))), likelihood, backend=backend)
     laplace.fit(DataLoader(TensorDataset(x, y), batch_size=size))
     values = dict(zip(groups.names, log_precisions.exp(), strict=True))
     each = torch.stack([values[groups.precisions[name]] for name, _ in network.named_parameters()])
-    noise = (
-        {} if likelihood == "classification" else {"sigma_noise": torch.tensor(log_noise, dtype=torch.float64).exp()}
-    )
-    expected = laplace.log_marginal_likelihood(each, **noise).item()
+    sigma = torch.tensor(log_noise, dtype=torch.float64).exp()
+    expected = laplace.log_marginal_likelihood(each, *([sigma] if likelihood == "regression" else [])).item()
     for engine in ("autograd", "backpack"):
         found = factors(network, loader(x, y, size), likelihood, engine=engine)
         evidence = Evidence.of(network, found, groups).log_marginal_likelihood(log_precisions, log_noise)
@@ -223,13 +227,6 @@ def test_laplace_torchs_own_classes_are_found_as_before():
     theirs.fit(DataLoader(TensorDataset(x, y), batch_size=5))
 
 
-def test_factors_cannot_become_stale():
-    network = nn.Sequential(nn.Linear(4, 3))
-    batches = [data(5, (4,), 3, "classification")]
-    laplace = to_laplace(network.double(), batches)
-    assert_refused(laplace.fit, batches, says="call to_laplace again", error=RuntimeError)
-
-
 def test_a_state_can_be_saved_and_loaded():
     network = relaxed_network()
     batches = [data(5, (2, *GRID), 3, "classification")]
@@ -252,23 +249,27 @@ def test_single_and_half_precision(dtype):
     assert laplace(torch.randn(2, 1, 8, 8)).sum(1) == pytest.approx(1, abs=1e-5)
 
 
+def to_laplace_of_a_line(**settings):
+    return to_laplace(nn.Linear(4, 3).double(), [data(5, (4,), 3, "classification")], **settings)
+
+
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "refusal",
     [
-        ({"log_precisions": torch.zeros(2)}, "1 groups of precisions.*one finite number for each"),
-        ({"log_precisions": torch.tensor([float("nan")])}, "one finite number for each"),
-        ({"log_noise": 0.1}, "A classification has no noise"),
-        ({"temperature": 0.0}, "temperature must be a number > 0"),
-        ({"engine": "backpak"}, "Did you mean 'backpack'"),
+        refused(
+            to_laplace_of_a_line, log_precisions=torch.zeros(2), says=("1 groups of", "one finite number for each")
+        ),
+        refused(to_laplace_of_a_line, log_precisions=torch.tensor([math.nan]), says="one finite number for each"),
+        refused(to_laplace_of_a_line, log_noise=0.1, says="A classification has no noise"),
+        refused(to_laplace_of_a_line, temperature=0.0),
+        refused(to_laplace_of_a_line, engine="backpak", says="Did you mean 'backpack'"),
+        refused(
+            to_laplace_of_a_line,
+            groups=parameter_groups(nn.Sequential(nn.Linear(2, 2))),
+            says="'weight' has a curvature block but no precision group",
+        ),
+        refused(lambda: to_laplace_of_a_line().fit([]), says="call to_laplace again", error=RuntimeError),
     ],
 )
-def test_arguments_that_do_not_fit(settings, words):
-    network = nn.Linear(4, 3).double()
-    with pytest.raises(ValueError, match=words):
-        to_laplace(network, [data(5, (4,), 3, "classification")], **settings)
-
-
-def test_groups_of_another_network():
-    groups = parameter_groups(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="'weight' has a curvature block but no precision group"):
-        to_laplace(nn.Linear(4, 3).double(), [data(5, (4,), 3, "classification")], groups=groups)
+def test_what_does_not_fit_is_named(refusal):
+    refusal()

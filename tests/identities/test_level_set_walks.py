@@ -91,6 +91,16 @@ def test_a_step_that_fails_is_halved_and_grows_again() -> None:
     assert float(walk.losses.max()) < walk.tolerance
 
 
+def test_a_loss_that_is_the_tolerance_is_not_below_it() -> None:
+    options = {"steps": 1, "step_size": 0.4, "max_corrections": 1}
+    # Below this tolerance after the one correction that is allowed, and not before.
+    reached = walk_level_set(two_unit(MIXED), line(8), tolerance=1e-3, **options)
+    assert reached.corrector_steps.tolist() == [1]
+    walk = walk_level_set(two_unit(MIXED), line(8), tolerance=float(reached.losses[1]), **options)
+    assert float(walk.losses[1]) < walk.tolerance
+    assert float(walk.step_sizes[0]) < 0.4
+
+
 def test_a_tanh_network_that_fits_few_digits_walks_freely() -> None:
     data = DigitsDataModule(max_samples=100)
     images, _ = data.split_tensors("train")

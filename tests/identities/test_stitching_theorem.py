@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torchvision
+from helpers import randomize_statistics
 from torch import Tensor, nn
 
 from lightning_sym.networks import (
@@ -16,21 +17,10 @@ from lightning_sym.networks import (
     Network,
     TorchvisionNetwork,
 )
-from lightning_sym.stitching import CutNetwork, FeatureMoments, PlantedStitches, Port, StitchedNetwork, StitchingMap
+from lightning_sym.stitching import CutNetwork, FeatureMoments, FixedMap, PlantedStitches, StitchedNetwork
 
 torch.set_num_threads(1)
 EXACT = 1e-10  # of float64, relative to the largest logit; measured values are below 1e-13
-
-
-class Fixed(StitchingMap):
-    """A given matrix."""
-
-    def __init__(self, port: Port, given: Tensor) -> None:
-        super().__init__(port)
-        self.register_buffer("given", given)
-
-    def matrix(self) -> Tensor:
-        return self.given
 
 
 class WithBuffer(Network):
@@ -106,37 +96,24 @@ def small_vit(seed: int) -> nn.Module:
     return network
 
 
-def randomized(network: Network, seed: int = 0) -> Network:
-    """Give batch norms generic statistics and weights, and go to float64."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.3, generator=generator)
-            module.running_var.uniform_(0.5, 2, generator=generator)
-            if module.affine:
-                module.weight.data.uniform_(0.5, 2, generator=generator)
-                module.bias.data.normal_(0, 0.3, generator=generator)
-    return network.double().eval()
-
-
 def made(case, count: int = 10**6, **settings):
     make, shape = case[:2]
     torch.manual_seed(0)
-    network = randomized(make())
+    network = randomize_statistics(make()).double().eval()
     sites = network.sites()[:: max(1, len(network.sites()) // count)]
     images = torch.randn(3, *shape, dtype=torch.float64)
     return CutNetwork(network, sites, example=images, **settings), images
 
 
-def planted_in(source: CutNetwork, images: Tensor, seed: int = 1):
-    planted = PlantedStitches(source, generator=torch.Generator().manual_seed(seed))
-    return planted, CutNetwork(planted.network, source.sites, example=images, like=source)
+def planted_in(source: CutNetwork, images: Tensor, **settings):
+    planted = PlantedStitches(source, generator=torch.Generator().manual_seed(1))
+    return planted, CutNetwork(planted.network, source.sites, example=images, like=source, **settings)
 
 
 def exact_stitch(source, target, planted, site, **settings) -> StitchedNetwork:
     given = iter([matrix for matrix in planted.matrices(site) if matrix is not None])
     stitched = StitchedNetwork(
-        source, target, site, family=lambda port: Fixed(port, next(given)), batch_norm="frozen", **settings
+        source, target, site, family=lambda port: FixedMap(port, next(given)), batch_norm="frozen", **settings
     )
     return stitched.double()
 
@@ -146,10 +123,10 @@ def error(stitched: nn.Module, images: Tensor, expected: Tensor) -> float:
     return float((stitched(images) - expected).abs().max() / expected.abs().max())
 
 
-def check_theorem(source: CutNetwork, images: Tensor) -> None:
+def check_theorem(source: CutNetwork, images: Tensor, **settings) -> None:
     with torch.no_grad():
         expected = source.network(images)
-    planted, target = planted_in(source, images)
+    planted, target = planted_in(source, images, **settings)
     assert error(planted.network, images, expected) < EXACT
     for site in source.sites:
         assert error(exact_stitch(source, target, planted, site), images, expected) < EXACT, site
@@ -199,13 +176,7 @@ def test_the_identity_is_no_stitch_of_networks_that_differ(case):
 
 @pytest.mark.parametrize("case", ["perceptron", "myrtle", "resnet20"])
 def test_cuts_before_the_activation_are_exact_too(case):
-    source, images = made(OURS[case], before=True)
-    planted = PlantedStitches(source, generator=torch.Generator().manual_seed(1))
-    target = CutNetwork(planted.network, source.sites, example=images, before=True, like=source)
-    with torch.no_grad():
-        expected = source.network(images)
-    for site in source.sites:
-        assert error(exact_stitch(source, target, planted, site), images, expected) < EXACT, site
+    check_theorem(*made(OURS[case], before=True), before=True)
 
 
 def test_even_activations_take_signs_before_and_none_after():
@@ -322,7 +293,7 @@ def wide(activation: str, architecture: str):
 def test_fitted_maps_find_what_was_planted(architecture, activation, family, tolerance):
     make, shape = wide(activation, architecture)
     torch.manual_seed(0)
-    network = randomized(make())
+    network = randomize_statistics(make()).double().eval()
     images = torch.randn(100, *shape, dtype=torch.float64)
     sites = network.sites()[:4]
     source = CutNetwork(network, sites, example=images)

@@ -41,49 +41,24 @@ def drawn_where_it_stays(seed, make):
 
 BUGS = {
     "metrics that go to numpy from the device": Bug(
-        owner=PopulationClassification,
-        attribute="values",
-        instead=lambda self: {name: value.numpy() for name, value in self.compute().items()},
-        scenario="zoo_vmap",
-        message="can't convert cuda:0 device type tensor to numpy",
+        *(PopulationClassification, "values", lambda self: {k: v.numpy() for k, v in self.compute().items()}),
+        *("zoo_vmap", "can't convert cuda:0 device type tensor to numpy"),
     ),
     "inputs that stay on the CPU": Bug(
-        owner=_distributed,
-        attribute="device_of",
-        instead=lambda network: torch.device("cpu"),
-        scenario="stitching",
-        message="same device",
+        _distributed, "device_of", lambda network: torch.device("cpu"), "stitching", "same device"
     ),
     "frozen networks that are not moved": Bug(
-        owner=BranchTask,
-        attribute="to_device",
-        instead=lambda self, device: None,
-        scenario="rotation",
-        message="same device",
+        BranchTask, "to_device", lambda self, device: None, "rotation", "same device"
     ),
     "rows of members that come back in every step": Bug(
-        owner=ZooTask,
-        attribute="rows",
-        instead=lambda self, device: self._rows.to(device).cpu(),
-        scenario="zoo_vmap",
-        message="steps wait for the device",
+        *(ZooTask, "rows", lambda self, device: self._rows.to(device).cpu()),
+        *("zoo_vmap", "steps wait for the device"),
     ),
-    "losses that are looked at in every step": Bug(
-        owner=Divergence, attribute="due", instead=True, scenario="zoo_loop", message="steps wait for the device"
-    ),
-    "an average of integer buffers": Bug(
-        owner=networks,
-        attribute="float_average",
-        instead=None,  # the default
-        scenario="averaged_weights",
-        message="Integer division",
-    ),
+    "losses that are looked at in every step": Bug(Divergence, "due", True, "zoo_loop", "steps wait for the device"),
+    # None is the default average.
+    "an average of integer buffers": Bug(networks, "float_average", None, "averaged_weights", "Integer division"),
     "initial weights that are drawn on the device": Bug(
-        owner=networks.base,
-        attribute="_drawn",
-        instead=drawn_where_it_stays,
-        scenario="zoo_diverging",
-        message="not close",
+        networks.base, "_drawn", drawn_where_it_stays, "zoo_diverging", "not close"
     ),
 }
 

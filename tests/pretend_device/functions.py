@@ -9,6 +9,7 @@ import functools
 import itertools
 import sys
 import tempfile
+from pathlib import Path
 
 import device
 import installation
@@ -17,7 +18,7 @@ if __name__ == "__main__":
     installation.install()
 
 import torch
-from scenarios import explain, prepare
+from scenarios import explain, prepare, write_zoo
 from torch import nn
 
 from lightning_sym import connectivity, curvature, landscape, networks, symmetry
@@ -27,7 +28,7 @@ from lightning_sym.population import LoopPopulation, VmapPopulation
 from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
-from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+from lightning_sym.zoo import ModelZoo
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Of float32 results that are compared; what is computed on either side is the same up to the order of sums.
@@ -135,12 +136,23 @@ def checking(side):
     return [side.traced(network).check(network, side.x) < 1e-10]
 
 
+def traced_networks(side):
+    """Yield two kinds of networks with their symmetry."""
+    for make in (Normed, dense):
+        network = side.net(make)
+        yield network, side.traced(network)
+
+
+def pair(side):
+    """Return the symmetry of two networks, and the two."""
+    a, b = side.net(Normed), side.net(Normed, 1)
+    return side.traced(a), a, b
+
+
 @case
 def acting(side):
     found = []
-    for make in (Normed, dense):
-        network = side.net(make)
-        group = side.traced(network)
+    for network, group in traced_networks(side):
         element = group.sample(torch.Generator().manual_seed(0), scale=0.3)
         group.act_on(element, dict(network.state_dict()))
         nothing = group.compose(group.inverse(element), element)
@@ -152,9 +164,7 @@ def acting(side):
 @case
 def canonical_forms(side):
     found = []
-    for make in (Normed, dense):
-        network = side.net(make)
-        group = side.traced(network)
+    for network, group in traced_networks(side):
         symmetry.balance(group, network)
         found += list(symmetry.canonicalize(group, network).network.parameters())
     return found
@@ -162,8 +172,7 @@ def canonical_forms(side):
 
 @case
 def matching_by_weights(side):
-    a, b = side.net(Normed), side.net(Normed, 1)
-    group = side.traced(a)
+    group, a, b = pair(side)
     found = [
         symmetry.weight_matching(group, a, b, restarts=2, refine=True),
         symmetry.weight_matching(group, a, b, device=GPU),
@@ -175,19 +184,19 @@ def matching_by_weights(side):
 
 @case
 def matching_by_activations(side):
-    a, b = side.net(Normed), side.net(Normed, 1)
-    moments = symmetry.ActivationMoments(side.traced(a), a, b)
+    group, a, b = pair(side)
+    moments = symmetry.ActivationMoments(group, a, b)
     moments.update(side.x)
-    found = [symmetry.activation_matching(side.traced(a), a, b, data) for data in (moments, [side.x, (side.x, side.y)])]
+    found = [symmetry.activation_matching(group, a, b, data) for data in (moments, [side.x, (side.x, side.y)])]
     return [match.distance_after for match in found]
 
 
 @case
 def merging(side):
-    group, pair = side.traced(side.net(Normed)), [side.net(Normed), side.net(Normed, 1)]
+    group, *networks = pair(side)
     merged = [
-        connectivity.merge(group, pair),
-        connectivity.merge(group, pair, method="activations", batches=[(side.x, side.y)]),
+        connectivity.merge(group, networks),
+        connectivity.merge(group, networks, method="activations", batches=[(side.x, side.y)]),
     ]
     return [side.outputs(one.network) for one in merged]
 
@@ -280,9 +289,7 @@ def dropout(side):
 @case
 def zoos(side):
     with tempfile.TemporaryDirectory() as folder:
-        network = side.net(perceptron)
-        write_member(folder, 0, network.state_dict(), architecture=network.architecture)
-        rebuild_manifest(folder)
+        write_zoo(Path(folder), [side.net(perceptron)], DigitsDataModule())
         return [side.outputs(ModelZoo.open(folder).load(0).to(side.network))]
 
 
@@ -326,8 +333,8 @@ def curvature_of_convolutions(side):
         return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(108, 3))
 
     found = []
-    for engine in (curvature.autograd_factors, curvature.backpack_factors):
-        factors = engine(side.net(convolutional), [(side.x, side.y)], "classification")
+    for engine in ("autograd", "backpack"):
+        factors = curvature.factors(side.net(convolutional), [(side.x, side.y)], engine=engine)
         found += [block.out_factor for block in factors.blocks.values()]
     return found
 
@@ -432,7 +439,7 @@ def functions_of_two_units(side):
     weights = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(side.network)
     known = landscape.TwoUnitClass(target, moments)
     measured = landscape.two_unit.distance(weights, target, moments)
-    return [measured, known.contains(weights), known.stratum_of(weights), known.barrier, known.optimal_path()]
+    return [measured, known.contains(weights), known.barrier, known.optimal_path()]
 
 
 @case

@@ -23,9 +23,11 @@ import installation
 
 if __name__ == "__main__":
     installation.install()
+sys.path.append(str(Path(__file__).parents[1]))  # after this folder, which has a scenarios.py too
 
 import matplotlib as mpl
 import torch
+from helpers import write_zoo
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 
@@ -49,7 +51,6 @@ from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwork
 from lightning_sym.stitching import STITCHING_MAPS
 from lightning_sym.tasks import EquivalenceTask, EquivarianceTask, MatchingTask, RotationTask, StitchingTask, ZooTask
-from lightning_sym.zoo import rebuild_manifest, write_member
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (lightning_sym, lightning_sym.callbacks, lightning_sym.datamodules)
@@ -136,10 +137,7 @@ def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=Fa
             raise AssertionError("the fit was not interrupted")
         once("second", resumed=folder / "first" / "last.ckpt")
         whole, second = (torch.load(folder / name / "last.ckpt", weights_only=True) for name in ("whole", "second"))
-        for key in whole.keys() - {
-            "loops",
-            "callbacks",
-        }:  # which hold what depends on the folder, and counts of restarts
+        for key in whole.keys() - {"loops", "callbacks"}:  # which hold folders, and counts of restarts
             check_same(whole[key], second[key], key)
     return task
 
@@ -175,11 +173,7 @@ def myrtle():
 
 
 def zoo_at(folder, make=myrtle, members=2):
-    for number in range(members):
-        network = make().fresh(number)
-        write_member(folder, number, network.state_dict(), architecture=network.architecture, data=digits().identity())
-    rebuild_manifest(folder)
-    return str(folder)
+    return str(write_zoo(folder, [make().fresh(number) for number in range(members)], digits()))
 
 
 # ---- zoos
@@ -262,99 +256,78 @@ def zoo_diverging(folder):
 # ---- stitching, rotation, matching
 
 
-@scenario
-def stitching(folder):
-    path = zoo_at(folder / "zoo")
-    maps = ["full", "group", "assignment", "lasso"]
-    run(
-        folder,
-        lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=maps, head_start=0.5),
-        lambda path: [BatchNormRecalibration(images=16), StitchingReport()],
-        digits,
+def of_a_zoo(folder, task, callbacks, make=myrtle, members=2, **settings):
+    """Run a task on a zoo, which is its first argument; callbacks are functions."""
+    path = zoo_at(folder / "zoo", make, members)
+    run(folder, lambda: task(path), lambda _: [make_one() for make_one in callbacks], digits, **settings)
+
+
+stitch = functools.partial(StitchingTask, pairs=[[0, 1]])
+recalibration = functools.partial(BatchNormRecalibration, images=16)
+barriers = functools.partial(MatchingReport, points=3)
+ALL_MAPS = ["rank(1)" if name == "rank" else name for name in STITCHING_MAPS]
+ROTATIONS = ["group", "orthogonal", "none", "undo"]
+SCENARIOS |= {
+    "stitching": functools.partial(
+        of_a_zoo,
+        task=functools.partial(
+            stitch, sites=["activation2"], maps=["full", "group", "assignment", "lasso"], head_start=0.5
+        ),
+        callbacks=[recalibration, StitchingReport],
         waits=True,  # for the projection of doubly stochastic matrices
-    )
-
-
-@scenario
-def stitching_unprojected(folder):
-    path = zoo_at(folder / "zoo")
-    run(
-        folder,
-        lambda: StitchingTask(path, pairs=[[0, 1]], sites=["activation2"], maps=["full", "lasso"]),
-        lambda path: [StitchingReport()],
-        digits,
-    )
-
-
-@scenario
-def stitching_all_maps(folder):
-    path = zoo_at(folder / "zoo", perceptron)
-    maps = ["rank(1)" if name == "rank" else name for name in STITCHING_MAPS]
-    run(
-        folder,
-        lambda: StitchingTask(path, pairs=[[0, 1]], maps=maps, head_start=0.5),
-        lambda path: [StitchingReport()],
-        digits,
+    ),
+    "stitching_unprojected": functools.partial(
+        of_a_zoo,
+        task=functools.partial(stitch, sites=["activation2"], maps=["full", "lasso"]),
+        callbacks=[StitchingReport],
+    ),
+    "stitching_all_maps": functools.partial(
+        of_a_zoo,
+        task=functools.partial(stitch, maps=ALL_MAPS, head_start=0.5),
+        callbacks=[StitchingReport],
+        make=perceptron,
         waits=True,
-    )
-
-
-@scenario
-def rotation(folder):
-    path = zoo_at(folder / "zoo", members=1)
-    kinds = ["group", "orthogonal", "none", "undo"]
-    run(
-        folder,
-        lambda: RotationTask(path, sites=["activation2"], kinds=kinds, repeats=1),
-        lambda path: [RotationReport()],
-        digits,
-    )
-
-
-@scenario
-def matching(folder):
-    path = zoo_at(folder / "zoo")
-    run(
-        folder,
-        lambda: MatchingTask(path, methods=["weights", "activations"]),
-        lambda path: [MatchingReport(points=3)],
-        digits,
+    ),
+    "rotation": functools.partial(
+        of_a_zoo,
+        task=functools.partial(RotationTask, sites=["activation2"], kinds=ROTATIONS, repeats=1),
+        callbacks=[RotationReport],
+        members=1,
+    ),
+    "matching": functools.partial(
+        of_a_zoo,
+        task=functools.partial(MatchingTask, methods=["weights", "activations"]),
+        callbacks=[barriers],
         interrupt=(0, 1),
         waits=True,  # for the check of activations in the one epoch that there is
-    )
-
-
-@scenario
-def matching_straight_through(folder):
-    path = zoo_at(folder / "zoo", perceptron)
-    run(
-        folder,
-        lambda: MatchingTask(path),
-        lambda path: [MatchingReport(points=3)],
-        digits,
+    ),
+    "matching_straight_through": functools.partial(
+        of_a_zoo,
+        task=MatchingTask,
+        callbacks=[barriers],
+        make=perceptron,
         interrupt=(0, 1),
         waits=True,  # for the assignments, which are made on the CPU in every step
-    )
+    ),
+}
 
 
 # ---- equivalence
 
 
-def equivalence(folder, execution, callbacks, **data):
+search = functools.partial(EquivalenceTask, tolerance=1e6, held_out=1e6)
+
+
+def equivalence(folder, execution, *callbacks, **data):
+    task = functools.partial(
+        search,
+        **{"members": 4, "points": 3, "teacher": [0.8, -0.6, 0.7, 0.5], "execution": execution, "milestones": [1e-3]},
+        optimizer=functools.partial(torch.optim.Adam, lr=0.05),
+    )
     run(
         folder,
-        lambda: EquivalenceTask(
-            MultiLayerPerceptron(widths=[2], image_size=1, num_classes=1, bias=False),
-            members=4,
-            points=3,
-            teacher=[0.8, -0.6, 0.7, 0.5],
-            tolerance=1e6,
-            held_out=1e6,
-            execution=execution,
-            milestones=[1e-3],
-            optimizer=functools.partial(torch.optim.Adam, lr=0.05),
-        ),
-        lambda path: callbacks(),
+        lambda: task(MultiLayerPerceptron(widths=[2], image_size=1, num_classes=1, bias=False)),
+        lambda _: [make() for make in callbacks],
         lambda: GaussianInputsDataModule(samples=128, batch_size=32, val_samples=64, **data),
         precision="64-true",
         interrupt=(0, 1),
@@ -362,35 +335,22 @@ def equivalence(folder, execution, callbacks, **data):
 
 
 def plane(*grids):
-    return EquivalenceReport(list(grids), epsilon=0.5, limit_seconds=None)
+    return lambda: EquivalenceReport(list(grids), epsilon=0.5, limit_seconds=None)
 
 
-@scenario
-def equivalence_plane(folder):
-    equivalence(folder, "vmap", lambda: [plane(PlaneGrid(1, 9), PlaneGrid(2, 9))])
-
-
-@scenario
-def equivalence_plane_of_fresh_inputs(folder):
-    equivalence(folder, "loop", lambda: [plane(PlaneGrid(2, 5))], fresh=True)
-
-
-@scenario
-def equivalence_walk(folder):
-    equivalence(folder, "vmap", lambda: [WalkReport(steps=3, step_size=0.05)])
-
-
-@scenario
-def equivalence_of_a_member(folder):
-    path = zoo_at(folder / "zoo", perceptron, 1)
-    search = {"members": 3, "points": 2, "tolerance": 1e6, "held_out": 1e6, "optimizer": adam}
-    run(
-        folder,
-        lambda: EquivalenceTask(perceptron(), zoo=path, **search),
-        lambda path: [plane(PlaneGrid(1, 5))],
-        digits,
+SCENARIOS |= {
+    "equivalence_plane": lambda folder: equivalence(folder, "vmap", plane(PlaneGrid(1, 9), PlaneGrid(2, 9))),
+    "equivalence_plane_of_fresh_inputs": lambda folder: equivalence(folder, "loop", plane(PlaneGrid(2, 5)), fresh=True),
+    "equivalence_walk": lambda folder: equivalence(folder, "vmap", lambda: WalkReport(steps=3, step_size=0.05)),
+    "equivalence_of_a_member": functools.partial(
+        of_a_zoo,
+        task=lambda path: search(perceptron(), zoo=path, members=3, points=2, optimizer=adam),
+        callbacks=[plane(PlaneGrid(1, 5))],
+        make=perceptron,
+        members=1,
         interrupt=(0, 1),
-    )
+    ),
+}
 
 
 @scenario
@@ -405,7 +365,7 @@ def equivalence_of_a_network_with_buffers(folder):
         assert len(places) == 1, places
     run(
         folder,
-        lambda: EquivalenceTask(myrtle(), members=2, teacher=numbers, tolerance=1e6, held_out=1e6),
+        lambda: search(myrtle(), members=2, teacher=numbers),
         lambda path: [],
         digits,
         interrupt=(0, 1),

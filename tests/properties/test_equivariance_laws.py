@@ -16,7 +16,6 @@ from lightning_sym.layers import (
     SparseFactoredFullyConnected,
 )
 
-torch.set_num_threads(1)
 LAW = settings(max_examples=30, deadline=None, derandomize=True)
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

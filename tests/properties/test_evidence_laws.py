@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sym.curvature import Evidence, Factors, Groups, KroneckerBlock
+from lightning_sym.curvature import Evidence, Factors, KroneckerBlock, PriorGroups
 
 LIKELIHOODS = st.sampled_from(["classification", "regression"])
 LOGS = st.floats(-8, 8)
@@ -30,7 +30,7 @@ def made(seed, likelihood, temperature=1.0):
     }
     norms = {name: float(10 * torch.rand((), generator=generator)) for name in blocks}
     names = {"a.weight": "a", "b.theta1": "b", "b.b1": "b"}
-    groups = Groups(names, names, {"a": "layer", "b": "layer"})
+    groups = PriorGroups(names, names, {"a": "layer", "b": "layer"})
     return Evidence(Factors(blocks, 7, 3, likelihood, 5.0), norms, groups, temperature=temperature)
 
 

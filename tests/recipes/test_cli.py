@@ -1,8 +1,6 @@
 """The command line: what it says, what it refuses, and what it does to a run folder."""
 
-import csv
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import QUIET, SMALL, call, succeed
+from helpers import read_csv
 from pytorch_lightning.callbacks import LearningRateMonitor
 from safetensors.torch import load_file
 
@@ -22,16 +22,6 @@ from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
 from lightning_sym.zoo import ModelZoo
-
-# A small task on small data, given on the command line alone.
-SMALL = [
-    "--model=lightning_sym.tasks.ZooTask",
-    "--model.members=2",
-    "--model.network=MultiLayerPerceptron",
-    "--model.network.widths=[8]",
-    "--data=DigitsDataModule",
-    "--data.max_samples=64",
-]
 
 THEIR_MODULE = '''
 import torch
@@ -135,7 +125,7 @@ def test_what_needs_no_torch_does_not_load_it(args):
     assert python("-c", code).stdout.splitlines()[-1] == "False"
 
 
-def test_help_names_all_commands(call):
+def test_help_names_all_commands():
     for args in ([], ["--help"], ["-h"], ["help"]):
         result = call(*args)
         assert result.status == 0
@@ -144,7 +134,7 @@ def test_help_names_all_commands(call):
     assert call("--version").out == f"lightning-sym {__version__}\n"
 
 
-def test_recipes_are_listed_and_shown(call):
+def test_recipes_are_listed_and_shown():
     lines = call("recipes").out.splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
     assert all(recipe_summary(line.split()[0]) in line for line in lines)
@@ -174,100 +164,7 @@ def test_a_reader_that_goes_away_is_no_error(args):
     assert process.returncode == 0
 
 
-# ---- what is not understood: status 2, one line, the nearest valid name
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["fitt"], "Unknown command 'fitt'; .* Did you mean 'fit'\\?"),
-        (["fit", "--config", "zoo/mnist6k"], "Unknown recipe or file 'zoo/mnist6k'; .* Did you mean 'zoo/mnist5k'\\?"),
-        (["fit", "--config=zoo/mnist6k"], "Unknown recipe or file .* Did you mean 'zoo/mnist5k'\\?"),
-        (["fit", "--config"], ".*--config: expected one argument"),
-        (["fit"], "Missing: --(data|model).*; or name a recipe with --config .*"),
-        (["fit", *SMALL, "--trainr.max_epochs=3"], "Unknown option 'trainr.max_epochs'.* 'trainer.max_epochs'\\?"),
-        (["fit", *SMALL, "--trainer.maxepochs=3"], "Unknown option 'trainer.maxepochs'.* 'trainer.max_epochs'\\?"),
-        # A prefix is a misspelling too.
-        (["fit", *SMALL, "--trainer.max_epoch=3"], "Unknown option 'trainer.max_epoch'.* 'trainer.max_epochs'\\?"),
-        (["fit", *SMALL, "--over=true"], "Unknown option 'over'.*"),
-        (["fit", *SMALL, "--checkpoint.moniter=x"], "Unknown option 'checkpoint.moniter'.* 'checkpoint.monitor'\\?"),
-        (["fit", *SMALL, "--run_dri=x"], "Unknown option 'run_dri'. Did you mean 'run_dir'\\?"),
-        (["fit", *SMALL, "--model.membres=3"], "Unknown option 'membres'. Did you mean 'members' or 'member'\\?"),
-        (["fit", *SMALL, "--data.batchsize=3"], "Unknown option 'batchsize'. Did you mean 'batch_size'\\?"),
-        (["fit", *SMALL, "--model.network.widthz=[3]"], "Unknown option 'widthz'. .*'widths'\\?"),
-        (["fit", *SMALL, "--model.network.batch_norm=1"], "Option 'batch_norm' does not belong to the class .*"),
-        (["fit", *SMALL, "--model.optimizer=SGD", "--model.optimizer.momentun=0.9"], ".*Did you mean 'momentum'\\?"),
-        (["fit", *SMALL, "--model=ZooTsk"], "Unknown class 'ZooTsk'; .* Did you mean 'ZooTask'\\?"),
-        (["fit", *SMALL, "--model=lightning_sym.tasks.ZooTsk"], "There is no class .* Did you mean 'ZooTask'\\?"),
-        (["fit", *SMALL, "--model=lightning_sim.ZooTask"], "There is no module 'lightning_sim'.* 'lightning_sym'.*"),
-        (["fit", *SMALL, "--model.network=MyrtleCN"], "Unknown class 'MyrtleCN'; .* Did you mean 'MyrtleCNN'\\?"),
-        (["fit", *SMALL, "--model.network=torch.nn.Linear"], ".*torch.nn.Linear is not a subclass of Network."),
-        (["fit", *SMALL, "--data=DigitDataModule"], "Unknown class 'DigitDataModule'; .*'DigitsDataModule'\\?"),
-        (["fit", *SMALL, "--model.optimizer=Adm"], "Unknown class 'Adm'; .* Did you mean 'Adam'\\?"),
-        (["fit", *SMALL, "--model.optimizer=torch.optim.Adm"], "There is no class torch.optim.Adm. .*'Adam'\\?"),
-        (["fit", *SMALL, "--trainer.callbacks+=ZooExprt"], "Unknown class 'ZooExprt'; .* Did you mean 'ZooExport'\\?"),
-        (["fit", *SMALL, "--trainer.callbacks+=nowhere.Callback"], "There is no module 'nowhere'. .* PYTHONPATH."),
-        (["fit", *SMALL, "--model.members=many"], "members: expected int, got 'many'."),
-        (["fit", *SMALL, "--trainer.max_epochs=many"], "trainer.max_epochs: expected int or null, got 'many'."),
-        (["fit", *SMALL, "--model.execution=fast"], "execution: expected one of 'loop', 'vmap', got 'fast'."),
-        (["fit", *SMALL, "--model.network.widths=wide"], "widths: expected a list, got 'wide'."),
-        (["fit", *SMALL, "--model.optimizer=SGD", "--model.optimizer.lr=x"], "lr: expected float, got 'x'."),
-        (["fit", *SMALL, "--overwrite=perhaps"], "overwrite: expected bool, got 'perhaps'."),
-        (["fit", *SMALL, "--seed_everything=x"], "seed_everything: expected bool or int, got 'x'."),
-    ],
-)  # fmt: skip
-def test_what_is_not_understood_is_one_line(args, message, call, tmp_path):
-    result = call(*args)
-    assert result.status == 2
-    assert re.fullmatch(message, result.error), result.error
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: [", "config.yaml is not valid YAML: .*line 1.*"),
-        ("", "config.yaml holds no configuration; .*"),
-        ("just words", "config.yaml holds no configuration; .*"),
-        (b"\xff\xfe\x00", "config.yaml is not a text file; .*"),
-        ("modle: {class_path: ZooTask}", "Unknown option 'modle.class_path'. Did you mean 'model.class_path'\\?"),
-        ("trainer: {max_epoch: 3}", "Unknown option 'trainer.max_epoch'.* 'trainer.max_epochs'\\?"),
-    ],
-)
-def test_a_bad_file_is_one_line(text, message, call):
-    Path("config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    result = call("fit", "--config", "config.yaml")
-    assert result.status == 2
-    assert re.fullmatch(message, result.error), result.error
-
-
-# ---- what fails: status 1, one line
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--model.members=0"], "members must be an integer >= 1, got 0."),
-        (["--data.val_fraction=1"], "val_fraction must be a number in \\[0, 1\\), got 1.0."),
-        (["--data.batch_size=0"], "batch_size must be an integer >= 1, got 0."),
-        (["--model.network.activation=reluu"], "Unknown activation 'reluu'; .* Did you mean 'relu'\\?"),
-        (["--model.network=MyrtleCNN", "--data.transforms+=Resized", "--data.transforms.size=4"], ".*[48].*"),
-        (["--model.network.num_classes=7"], "model.network.num_classes is set to 7, but .*: 10 with Digits.*"),
-        (["--ckpt_path=last"], "Nothing to go on from: .*/run/checkpoints/last.ckpt does not exist .*"),
-        (["--ckpt_path=absent.ckpt"], "No checkpoint at .*/absent.ckpt; .*"),
-        (["--ckpt_path=words.txt"], "words.txt is damaged, or no checkpoint of lightning-sym."),
-        (["--run_dir=words.txt/run"], "The run folder .*/words.txt/run cannot be written to \\(Not a directory\\); .*"),
-        (["--trainer.accelerator=gpuu"], ".*invalid accelerator name.*"),
-    ],
-)  # fmt: skip
-def test_what_fails_is_one_line(args, message, call, quiet):
-    Path("words.txt").write_text("words")
-    result = call("fit", *SMALL, *quiet, "--run_dir=run", *args)
-    assert result.status == 1
-    assert re.fullmatch(message, result.error), result.error
-
-
-def test_the_traceback_is_shown_when_asked_for(call, monkeypatch):
+def test_the_traceback_is_shown_when_asked_for(monkeypatch):
     monkeypatch.setenv("LIGHTNING_SYM_TRACEBACK", "1")
     with pytest.raises(ValueError, match="members must be an integer >= 1"):
         call("fit", *SMALL, "--model.members=0")
@@ -278,8 +175,8 @@ def test_the_traceback_is_shown_when_asked_for(call, monkeypatch):
 
 
 @pytest.mark.usefixtures("theirs")
-def test_errors_and_interrupts_while_training(call, quiet):
-    args = ["fit", *SMALL, *quiet, "--trainer.max_epochs=1"]
+def test_errors_and_interrupts_while_training():
+    args = ["fit", *SMALL, *QUIET, "--trainer.max_epochs=1"]
     result = call(*args, "--run_dir=a", "--trainer.callbacks+=their_experiments.Break")
     assert (result.status, result.error) == (1, "RuntimeError: broken on purpose")
     result = call(*args, "--run_dir=b", "--trainer.callbacks+=their_experiments.Interrupt")
@@ -303,7 +200,7 @@ def _lightning(monkeypatch):
 
 
 @pytest.mark.usefixtures("_lightning")
-def test_callbacks_of_the_package_lightning_are_refused_with_a_reason(call):
+def test_callbacks_of_the_package_lightning_are_refused_with_a_reason():
     result = call("fit", *SMALL, "--trainer.callbacks+=lightning.pytorch.callbacks.Timer")
     assert result.status == 2
     assert result.error.startswith("lightning.pytorch.callbacks.Timer is of the package lightning")
@@ -316,7 +213,7 @@ def test_callbacks_of_the_package_lightning_are_refused_with_a_reason(call):
         assert "lightning.pytorch.callbacks.Callback is of the package lightning" in result.error
 
 
-def test_the_package_lightning_need_not_be_installed_to_say_so(call, monkeypatch):
+def test_the_package_lightning_need_not_be_installed_to_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning", None)  # importing it fails
     result = call("fit", *SMALL, "--trainer.callbacks+=lightning.pytorch.callbacks.Timer")
     assert "use pytorch_lightning.callbacks.Timer" in result.error
@@ -325,28 +222,27 @@ def test_the_package_lightning_need_not_be_installed_to_say_so(call, monkeypatch
 # ---- what a recipe and the command line say together
 
 
-def test_a_recipe_is_found_by_name_and_by_file(call):
+def test_a_recipe_is_found_by_name_and_by_file():
     by_name = call("fit", "--config", "zoo/digits_mlp", "--print_config").out
     Path("mine.yaml").write_text(recipe_path("zoo/digits_mlp").read_text())
     for config in (["--config=zoo/digits_mlp"], ["-c", "zoo/digits_mlp.yaml"], ["--config", "mine.yaml"]):
         assert call("fit", *config, "--print_config").out == by_name
 
 
-def test_a_file_of_ones_own_goes_before_a_recipe_of_that_name(call):
+def test_a_file_of_ones_own_goes_before_a_recipe_of_that_name():
     Path("zoo").mkdir()
     Path("zoo/mnist5k").write_text(recipe_path("zoo/digits_mlp").read_text())
     assert "DigitsDataModule" in call("fit", "--config", "zoo/mnist5k", "--print_config").out
 
 
-def test_another_optimizer_takes_nothing_from_the_one_of_the_recipe(call, built):
+def test_another_optimizer_takes_nothing_from_the_one_of_the_recipe(built):
     parameter = torch.nn.Parameter(torch.zeros(1))
     recipe = yaml.safe_load(recipe_path("zoo/mnist5k").read_text())["model"]["init_args"]["optimizer"]
     assert recipe["class_path"] == "torch.optim.Adam"
     assert recipe["init_args"]["weight_decay"] > 0
 
     def optimizer(*args):
-        result = call("fit", "--config", "zoo/mnist5k", *args)
-        assert result.status == 0, result.err
+        succeed("fit", "--config", "zoo/mnist5k", *args)
         return built.model.optimizer([parameter])
 
     given = optimizer("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1")
@@ -360,10 +256,9 @@ def test_another_optimizer_takes_nothing_from_the_one_of_the_recipe(call, built)
     assert (kept["lr"], kept["weight_decay"]) == (0.1, recipe["init_args"]["weight_decay"])
 
 
-def test_callbacks_are_added_or_replaced(call, built):
+def test_callbacks_are_added_or_replaced(built):
     def kinds(*args):
-        result = call("fit", "--config", "zoo/digits_mlp", *args)
-        assert result.status == 0, result.err
+        succeed("fit", "--config", "zoo/digits_mlp", *args)
         return {type(callback) for callback in built.trainer.callbacks}
 
     monitor = "pytorch_lightning.callbacks.LearningRateMonitor"
@@ -376,20 +271,18 @@ def test_callbacks_are_added_or_replaced(call, built):
     assert ZooExport not in only
 
 
-def test_checkpoints_and_loggers_can_be_switched_off(call, quiet):
+def test_checkpoints_and_loggers_can_be_switched_off():
     args = ["--trainer.enable_checkpointing=false", "--trainer.logger=false", "--trainer.max_epochs=1"]
-    result = call("fit", *SMALL, *quiet, "--run_dir=run", *args)
-    assert result.status == 0, result.err
+    succeed("fit", *SMALL, *QUIET, "--run_dir=run", *args)
     assert [path.name for path in Path("run").iterdir()] == ["config.yaml"]
 
 
 # ---- sizes follow from the data
 
 
-def test_sizes_of_the_network_follow_from_the_data(call, built):
+def test_sizes_of_the_network_follow_from_the_data(built):
     for args, size, classes in ([], 8, 10), (["--data.transforms+=Quadrant"], 16, 40):
-        result = call("fit", *SMALL, *args)
-        assert result.status == 0, result.err
+        succeed("fit", *SMALL, *args)
         assert built.data.num_classes == classes
         arguments = built.model.network.architecture["init_args"]
         assert arguments == {
@@ -399,7 +292,7 @@ def test_sizes_of_the_network_follow_from_the_data(call, built):
 
 
 @pytest.mark.usefixtures("theirs")
-def test_networks_and_tasks_of_ones_own(call, quiet):
+def test_networks_and_tasks_of_ones_own():
     Path("mine.yaml").write_text(
         """
         trainer: {max_epochs: 1}
@@ -411,22 +304,18 @@ def test_networks_and_tasks_of_ones_own(call, quiet):
         data: {class_path: DigitsDataModule, init_args: {max_samples: 64}}
         """
     )
-    result = call("fit", "--config=mine.yaml", "--run_dir=run", "--trainer.callbacks+=ZooExport", *quiet)
-    assert result.status == 0, result.err
+    succeed("fit", "--config=mine.yaml", "--run_dir=run", "--trainer.callbacks+=ZooExport", *QUIET)
     zoo = ModelZoo.open("run/zoo", allow=["their_experiments"])
     assert zoo.architecture == {
         "class_path": "their_experiments.SizelessNetwork",
         "init_args": {"hidden": 5, "num_classes": 10},
     }
     # Their task and network come back from the checkpoint as well.
-    result = call(
-        "test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *quiet
-    )
-    assert result.status == 0, result.err
+    succeed("test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *QUIET)
 
 
 @pytest.mark.usefixtures("theirs")
-def test_a_network_of_ones_own_is_told_that_sizes_are_pairs(call):
+def test_a_network_of_ones_own_is_told_that_sizes_are_pairs():
     network = "--model.network=their_experiments.SquareNetwork"
     result = call("fit", "--model=ZooTask", network, "--data=DigitsDataModule", "--run_dir=run")
     assert result.status == 1
@@ -434,10 +323,9 @@ def test_a_network_of_ones_own_is_told_that_sizes_are_pairs(call):
 
 
 @pytest.mark.usefixtures("theirs")
-def test_a_task_without_a_network_argument(call, quiet):
-    args = ["--data=DigitsDataModule", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", *quiet]
-    result = call("fit", "--model=their_experiments.NetworklessTask", "--run_dir=run", *args)
-    assert result.status == 0, result.err
+def test_a_task_without_a_network_argument():
+    args = ["--data=DigitsDataModule", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", *QUIET]
+    succeed("fit", "--model=their_experiments.NetworklessTask", "--run_dir=run", *args)
     saved = torch.load("run/checkpoints/last.ckpt", weights_only=True)["hyper_parameters"]
     assert "network" not in saved
     assert saved["width"] == 3
@@ -446,26 +334,24 @@ def test_a_task_without_a_network_argument(call, quiet):
 # ---- the run folder
 
 
-def test_a_run_is_not_written_over(run, call, quiet):
+def test_a_run_is_not_written_over(run):
     before = contents(run)
-    result = call("fit", "--config=zoo/digits_mlp", f"--run_dir={run}", *quiet)
+    result = call("fit", "--config=zoo/digits_mlp", f"--run_dir={run}", *QUIET)
     assert result.status == 1
     for way in ("--ckpt_path last", "--run_dir FOLDER", "--overwrite true"):
         assert way in result.error
     assert contents(run) == before
 
 
-def test_a_run_is_replaced_when_asked_for(run, call, quiet):
+def test_a_run_is_replaced_when_asked_for(run):
     before = contents(run)
     (run / "config_test.yaml").write_text("# of an earlier test")
-    args = ["--config=zoo/digits_mlp", f"--run_dir={run}", "--model.members=1", "--trainer.max_epochs=1", *quiet]
-    result = call("fit", *args, "--overwrite=true")
-    assert result.status == 0, result.err
+    args = ["--config=zoo/digits_mlp", f"--run_dir={run}", "--model.members=1", "--trainer.max_epochs=1", *QUIET]
+    succeed("fit", *args, "--overwrite=true")
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["trainer"]["max_epochs"] == 1
     assert config["overwrite"] is False  # to repeat the run is not to replace it once more
-    with (run / "metrics.csv").open() as file:
-        assert [row["epoch"] for row in csv.DictReader(file)] == ["0"]
+    assert [row["epoch"] for row in read_csv(run / "metrics.csv")] == ["0"]
     assert not (run / "config_test.yaml").exists()
     events = list(run.glob("events.*"))
     assert len(events) == 1
@@ -487,23 +373,23 @@ def test_a_run_is_replaced_when_asked_for(run, call, quiet):
         (["--config=zoo/digits_mlp", "--model.network.widths=[3]"], 1),  # the zoo holds another architecture
     ],
 )
-def test_a_mistake_does_not_cost_the_earlier_run(args, status, run, call, quiet):
+def test_a_mistake_does_not_cost_the_earlier_run(args, status, run):
     before = contents(run)
-    result = call("fit", *quiet, *args, f"--run_dir={run}", "--overwrite=true")
+    result = call("fit", *QUIET, *args, f"--run_dir={run}", "--overwrite=true")
     assert result.status == status, result.err
     assert before.items() <= contents(run).items()
 
 
-def test_a_folder_that_is_no_run_is_not_removed(call, quiet):
+def test_a_folder_that_is_no_run_is_not_removed():
     Path("thesis/results").mkdir(parents=True)
     Path("thesis/results/years_of_work.txt").write_text("42")
     for args in ([], ["--overwrite=true"]):
-        assert call("fit", *SMALL, *quiet, "--run_dir=thesis", *args).status == 1
+        assert call("fit", *SMALL, *QUIET, "--run_dir=thesis", *args).status == 1
     assert Path("thesis/results/years_of_work.txt").read_text() == "42"
 
 
-def test_an_attempt_that_failed_is_no_run(call, quiet):
-    args = ["fit", *SMALL, *quiet, "--run_dir=run", "--trainer.max_epochs=1"]
+def test_an_attempt_that_failed_is_no_run():
+    args = ["fit", *SMALL, *QUIET, "--run_dir=run", "--trainer.max_epochs=1"]
     assert call(*args, "--data.batch_size=1000").status == 1
     assert call(*args).status == 0
 
@@ -511,26 +397,23 @@ def test_an_attempt_that_failed_is_no_run(call, quiet):
 # ---- test, validate, predict
 
 
-def test_other_commands_leave_the_files_of_the_fit_alone(run, call, quiet):
+def test_other_commands_leave_the_files_of_the_fit_alone(run):
     before = contents(run)
     for command in ("test", "validate", "predict"):
-        result = call(command, "--config", run / "config.yaml", f"--run_dir={run}", "--ckpt_path=last", *quiet)
-        assert result.status == 0, result.err
+        succeed(command, "--config", run / "config.yaml", f"--run_dir={run}", "--ckpt_path=last", *QUIET)
         assert yaml.safe_load((run / f"config_{command}.yaml").read_text())["ckpt_path"] == str(
             run / "checkpoints/last.ckpt"
         )
     assert before.items() <= contents(run).items()
-    with (run / "metrics_test.csv").open() as file:
-        (tested,) = csv.DictReader(file)
+    (tested,) = read_csv(run / "metrics_test.csv")
     zoo = ModelZoo.open(run / "zoo")
     mean = sum(member.metrics["test"]["accuracy"] for member in zoo) / len(zoo)
     assert float(tested["test/accuracy"]) == pytest.approx(mean, abs=1e-6)  # float32 sums
     assert (run / "metrics_validate.csv").exists()
 
 
-def test_predict_writes_the_probabilities_of_the_runs_own_members(run, call, quiet):
-    result = call("predict", "--config", run / "config.yaml", f"--run_dir={run}", *quiet)
-    assert result.status == 0, result.err
+def test_predict_writes_the_probabilities_of_the_runs_own_members(run):
+    succeed("predict", "--config", run / "config.yaml", f"--run_dir={run}", *QUIET)
     written = load_file(run / "results/predictions.safetensors")["predictions"]
     zoo = ModelZoo.open(run / "zoo")
     data = next(iter(zoo)).data
@@ -543,34 +426,24 @@ def test_predict_writes_the_probabilities_of_the_runs_own_members(run, call, qui
         torch.testing.assert_close(probabilities, expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("command", ["test", "validate", "predict"])
-def test_a_run_that_was_never_made_is_not_evaluated(command, call, quiet):
-    result = call(command, *SMALL, *quiet, "--run_dir=absent")
-    assert result.status == 1
-    assert "Nothing to go on from" in result.err
-
-
-def test_a_resumed_run_is_repeated_from_its_start(run, call, quiet):
+def test_a_resumed_run_is_repeated_from_its_start(run):
     before = contents(run)
-    args = [f"--config={run}/config.yaml", f"--run_dir={run}", "--ckpt_path=last", "--trainer.max_epochs=3", *quiet]
-    result = call("fit", *args)
-    assert result.status == 0, result.err
+    args = [f"--config={run}/config.yaml", f"--run_dir={run}", "--ckpt_path=last", "--trainer.max_epochs=3", *QUIET]
+    succeed("fit", *args)
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["ckpt_path"] is None
     assert config["trainer"]["max_epochs"] == 3
     # Its members were in the zoo already.
     member = run / "zoo/member-0000.safetensors"
     assert member.read_bytes() != before[member]
-    with (run / "metrics.csv").open() as file:
-        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
+    assert [row["epoch"] for row in read_csv(run / "metrics.csv")] == ["0", "1", "2"]
 
 
-def test_settings_of_a_checkpoint_are_used_and_the_command_line_wins(digits_run, call, built):
+def test_settings_of_a_checkpoint_are_used_and_the_command_line_wins(digits_run, built):
     checkpoint = ["--ckpt_path", digits_run / "checkpoints/last.ckpt"]
 
     def task(*args):
-        result = call("test", *checkpoint, "--data=DigitsDataModule", *args)
-        assert result.status == 0, result.err
+        succeed("test", *checkpoint, "--data=DigitsDataModule", *args)
         return built.model
 
     own = task()
@@ -585,7 +458,7 @@ def test_settings_of_a_checkpoint_are_used_and_the_command_line_wins(digits_run,
     assert task("--model.keep=last").keep == "last"
 
 
-def test_data_that_do_not_fit_a_checkpoint_are_named(digits_run, call):
+def test_data_that_do_not_fit_a_checkpoint_are_named(digits_run):
     checkpoint = f"--ckpt_path={digits_run / 'checkpoints/last.ckpt'}"
     result = call("test", checkpoint, "--data=DigitsDataModule", "--data.transforms+=Quadrant")
     assert result.status == 1

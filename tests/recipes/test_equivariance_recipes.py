@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from commands import QUIET, call, succeed
 
 from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.datamodules import CIFAR10DataModule, MNISTDataModule
@@ -73,10 +74,9 @@ def parameters(network):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_schedule_and_data_fit_each_other_and_one_override_is_map(name, call, quiet, built):
+def test_sizes_schedule_and_data_fit_each_other_and_one_override_is_map(name, built):
     with torch.device("meta"):  # sizes without memory
-        result = call("fit", "--config", name, "--trainer.callbacks.burn_in=null", *quiet)
-        assert result.status == 0, result.err
+        succeed("fit", "--config", name, "--trainer.callbacks.burn_in=null", *QUIET)
         logits = built.model.network(torch.zeros(2, *built.data.input_shape))
         scheduler = built.model.lr_scheduler(built.model.optimizer([torch.nn.Parameter(torch.zeros(1))]))
     assert logits.shape == (2, built.data.num_classes)
@@ -104,10 +104,10 @@ def test_sizes_schedule_and_data_fit_each_other_and_one_override_is_map(name, ca
         ("equivariance/mnist_quadrant", "fc", 10, 112_683_400),
     ],
 )
-def test_other_rows_of_a_table_are_overrides(name, paths, width, count, call, quiet, built):
+def test_other_rows_of_a_table_are_overrides(name, paths, width, count, built):
     options = (f"--model.network.paths=[{paths}]", f"--model.network.width={width}")
     with torch.device("meta"):
-        assert call("fit", "--config", name, *options, *quiet).status == 0
+        assert call("fit", "--config", name, *options, *QUIET).status == 0
     assert parameters(built.model.network) == count
     assert paths in recipe_path(name).read_text()
 
@@ -115,7 +115,7 @@ def test_other_rows_of_a_table_are_overrides(name, paths, width, count, call, qu
 @pytest.mark.filterwarnings("ignore:Total length of .list. across ranks is zero")  # a trial looks for validation data
 @pytest.mark.filterwarnings("ignore:.*never occur in the training data")
 @pytest.mark.parametrize("name", PAPERS)
-def test_recipes_of_the_paper_run(name, call, quiet, files, monkeypatch):
+def test_recipes_of_the_paper_run(name, files, monkeypatch):
     learners = []
     update = MarginalLikelihood.on_train_epoch_end
 
@@ -124,12 +124,11 @@ def test_recipes_of_the_paper_run(name, call, quiet, files, monkeypatch):
         learners.append(self)
 
     monkeypatch.setattr(MarginalLikelihood, "on_train_epoch_end", updated)
-    result = call(
-        *("fit", "--config", name, *quiet, "--trainer.fast_dev_run=true", "--model.network.width=1"),
+    succeed(
+        *("fit", "--config", name, *QUIET, "--trainer.fast_dev_run=true", "--model.network.width=1"),
         *("--data.batch_size=10", "--data.transforms+=Resized", "--data.transforms.size=8"),
         *("--trainer.callbacks.burn_in=1", "--trainer.callbacks.every_n_epochs=1"),
     )
-    assert result.status == 0, result.err
     (learner,) = learners
     record = learner.records[0]  # of the one curvature pass
     assert record["epoch"] == 1
@@ -139,8 +138,8 @@ def test_recipes_of_the_paper_run(name, call, quiet, files, monkeypatch):
     assert all(0 <= path["normalised"] <= 1 for path in record["paths"].values())
 
 
-def test_augmentation_is_for_training_only(call, quiet, files, built):
-    assert call("fit", "--config", "equivariance/cifar10_conv", "--data.batch_size=50", *quiet).status == 0
+def test_augmentation_is_for_training_only(files, built):
+    assert call("fit", "--config", "equivariance/cifar10_conv", "--data.batch_size=50", *QUIET).status == 0
     data = built.data
     plain, labels = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
     raw = data.split_tensors("train")

@@ -1,33 +1,23 @@
 """The two examples on ReLU units: simulated searches are training, and three units have no barrier."""
 
-import importlib.util
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import assert_refused, example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sym.landscape import Moments, TwoUnitClass, weight_vector
-from lightning_sym.landscape.two_unit import distance, predicts_success, slopes
+from lightning_sym.landscape.two_unit import distance, slopes
 from lightning_sym.networks import MultiLayerPerceptron
 
 EXACT = 1e-12
 MIXED, SAME_SIGN, PAPER = (0.56, 0.30), (0.86, 0.0), (0.0, -0.016651893)
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-search, paths = load("two_unit_search"), load("path_without_barrier")
+search, paths = example("two_unit_search"), example("path_without_barrier")
 connecting_path = paths.connecting_path
 
 
@@ -118,7 +108,7 @@ class TestSearch:
         """Test 10: 2000 restarts, 3000 steps."""
         initial, outcome, mixed = mixed_run
         reached = outcome.distances < 1e-6
-        assert float((predicts_success(initial, mixed.target) == reached).double().mean()) >= 0.99
+        assert float((search.predicts_success(initial, mixed.target) == reached).double().mean()) >= 0.99
         # each unit alive with probability 1 - sqrt(2) / 8, signs opposite with 1 / 2
         assert 0.5 * (1 - math.sqrt(2) / 8) ** 2 == pytest.approx(0.339, abs=5e-4)
         assert float(reached.double().mean()) == pytest.approx(0.339, abs=0.04)
@@ -127,7 +117,7 @@ class TestSearch:
     def test_the_start_decides_for_slopes_of_any_sign(self, target):
         """With slopes of two signs more succeed, as units that cross 0 are of use there; none less."""
         initial, outcome, _ = run(target, 1000, 3000)
-        reached, predicted = outcome.distances < 1e-6, predicts_success(initial, target)
+        reached, predicted = outcome.distances < 1e-6, search.predicts_success(initial, target)
         assert float((predicted & ~reached).double().mean()) <= 0.002
         more = float((reached & ~predicted).double().mean())
         assert more == pytest.approx(0.1, abs=0.03) if target[0] * target[1] < 0 else more <= 0.01
@@ -174,7 +164,7 @@ class TestSearch:
         assert outcome.fraction(1e-6, within=1000) == pytest.approx(within, abs=error)
         assert outcome.quantiles(1e-6) == pytest.approx(steps, rel=0.15)
         assert outcome.quantiles(1e-10) == pytest.approx(more_steps, rel=0.15)
-        predicted = float(predicts_success(initial, target).double().mean())
+        predicted = float(search.predicts_success(initial, target).double().mean())
         assert predicted <= outcome.fraction(1e-6) + 0.01
         if found.kind == "same_sign":
             assert 1 - (1 - (1 - math.sqrt(2) / 8) / 2) ** 2 == pytest.approx(0.654, abs=5e-4)
@@ -202,6 +192,17 @@ class TestSearch:
 
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@given(seed=st.integers(0, 2**40))
+@LAW
+def test_predictions_do_not_depend_on_the_order_of_units_and_mirror_with_the_inputs(seed):
+    target = gaussian(seed, 2)
+    initial = gaussian(seed + 1, 200, 4)
+    expected = search.predicts_success(initial, target)
+    assert torch.equal(search.predicts_success(initial[:, [1, 0, 3, 2]], target), expected)
+    assert torch.equal(search.predicts_success(initial * torch.tensor([-1, -1, 1, 1]), target.flip(0)), expected)
+    assert bool((search.predicts_success(initial, [float(target[0]), 0.0]) >= expected).all())
 
 
 def another_member(weights, seed):

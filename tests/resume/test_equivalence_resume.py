@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from interruption import Interrupt, assert_same
-from pytorch_lightning import Trainer
+from fits import Interrupt
+from fits import fit as run
+from helpers import assert_same
 
 from lightning_sym.callbacks import EquivalenceReport, PlaneGrid
 from lightning_sym.cli.checkpoints import RunCheckpoint
@@ -30,16 +31,7 @@ def _no_figures(monkeypatch):
 def fit(folder: Path, place: str = "", ckpt_path: Path | None = None, execution: str = "vmap", fresh: bool = False):
     checkpoint = RunCheckpoint(folder, filename="last", enable_version_counter=False, every_n_train_steps=3)
     grids = [PlaneGrid(1, 9), PlaneGrid(2, 101), PlaneGrid(3, 25)]  # 1, 2 and 2 blocks
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=60,
-        precision="64-true",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        logger=False,
-        callbacks=[Interrupt(place), EquivalenceReport(grids, epsilon=0.5, limit_seconds=None), checkpoint],
-    )
+    report = EquivalenceReport(grids, epsilon=0.5, limit_seconds=None)
     task = EquivalenceTask(
         MultiLayerPerceptron(widths=[2], image_size=1, num_classes=1, bias=False),
         members=6,
@@ -53,8 +45,8 @@ def fit(folder: Path, place: str = "", ckpt_path: Path | None = None, execution:
         optimizer=functools.partial(torch.optim.Adam, lr=0.05),
     )
     data = GaussianInputsDataModule(samples=512, batch_size=128, val_samples=256, fresh=fresh)  # 4 steps
-    trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
-    return task, trainer
+    settings = {"folder": folder, "ckpt_path": ckpt_path, "max_epochs": 60, "precision": "64-true"}
+    return task, run(task, data, Interrupt(place), report, checkpoint, **settings)
 
 
 @pytest.fixture(scope="module")

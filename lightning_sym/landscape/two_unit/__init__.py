@@ -4,7 +4,6 @@ from lightning_sym.landscape.two_unit.equivalence_class import (
     Stratum,
     TwoUnitClass,
     class_dimension,
-    predicts_success,
     straight_legs,
 )
 from lightning_sym.landscape.two_unit.loss import (
@@ -28,7 +27,6 @@ __all__ = [
     "class_dimension",
     "distance",
     "is_relu_line",
-    "predicts_success",
     "slopes",
     "straight_legs",
     "target_slopes",

@@ -97,17 +97,6 @@ class TwoUnitClass:
         """Half the codimension: the volume of ``{J < eps}`` grows like eps to this power, up to logarithms."""
         return (4 - self.dimension) / 2
 
-    def dimension_in_plane(self, dimension: int) -> int:
-        """Return the dimension of the class inside a generic plane.
-
-        Args:
-            dimension: Dimension of the plane, 1 to 4.
-
-        Returns:
-            The dimension; < 0 where a generic plane misses the class, apart from the points it was put through.
-        """
-        return self.dimension + dimension - 4
-
     @property
     def local_minima(self) -> dict[str, float]:
         """Distances J at which a search from default initial weights gets stuck, by what died."""
@@ -173,21 +162,6 @@ class TwoUnitClass:
             Stratum("C2", (0, s), f"d{b} = {slope}, c free", 2),
         )
 
-    def stratum_of(self, weights: Tensor) -> Tensor:
-        """Return by the signs of a and b to which stratum weights belong, if they belong to the class.
-
-        Args:
-            weights: Shape ``[..., 4]``.
-
-        Returns:
-            Index into :attr:`strata`, -1 where no member has these signs. Shape ``[...]``, int64.
-        """
-        signs = split_weights(weights)[0].sign()
-        index = torch.full(signs.shape[:-1], -1, device=weights.device)
-        for number, stratum in enumerate(self.strata):
-            index[(signs == signs.new_tensor(stratum.signs)).all(-1)] = number
-        return index
-
     def contains(self, weights: Tensor, tolerance: float = 1e-9) -> Tensor:
         """Return whether weights compute the target's function, up to rounding.
 
@@ -248,22 +222,12 @@ class TwoUnitClass:
         if start.shape != (4,) or not self.contains(start):
             raise ValueError(f"start must be a member (a, b, c, d) of the class, got {start.tolist()}.")
         cheap = 1 if self.moments.negative * self._q**2 <= self.moments.positive * self._p**2 else -1
-        # the unit with the cheaper slope: with negative input for q, with positive input for p
+        # The cheaper slope's unit comes first: that with negative input for q, that with positive input for p.
         first = int(start[0] * cheap > 0)
-        second = 1 - first
-        corners = [start]
-        for changes in (
-            {2 + first: 0.0},
-            {first: float(start[second])},
-            {2 + first: float(start[2 + second]), 2 + second: 0.0},
-            {second: float(start[first])},
-            {2 + second: float(start[2 + first])},
-        ):
-            corner = corners[-1].clone()
-            for index, value in changes.items():
-                corner[index] = value
-            corners.append(corner)
-        return straight_legs(corners, points)
+        order = [first, 1 - first, 2 + first, 3 - first]
+        a, b, c, d = start[order].tolist()
+        corners = [[a, b, c, d], [a, b, 0, d], [b, b, 0, d], [b, b, d, 0], [b, a, d, 0], [b, a, d, c]]
+        return straight_legs([*start.new_tensor(corners)[:, order]], points)
 
     def quadric(self, plane: WeightPlane) -> PlaneQuadric:
         """Return the surface in which a 3-plane cuts the 3-dimensional stratum of a same-sign class.
@@ -323,28 +287,3 @@ def class_dimension(positive: int, negative: int) -> int:
     """
     check_integers(0, positive=positive, negative=negative)
     return 2 * (positive + negative) - (positive > 0) - (negative > 0)
-
-
-def predicts_success(initial: Tensor, target: Tensor | Sequence[float]) -> Tensor:
-    """Return from which weights gradient descent reaches the target's class.
-
-    Gradient flow conserves ``in^2 - out^2`` of every unit, so the input weight of a unit reaches 0 exactly if its
-    output weight has the wrong sign and is the larger one. There the unit dies. Every slope of the target that is not 0
-    needs a unit of its side that does not die.
-
-    Args:
-        initial: Input weights, then output weights. Shape ``[..., 4]``, floating.
-        target: Slopes, shape ``[2]``, or weights.
-
-    Returns:
-        Shape ``[...]``, bool. For p* q* > 0 right for 99.8% of runs with steps of 0.015. Otherwise a lower bound: a
-        unit that is carried over 0 by a step lives on the other side if its output weight is right there. That is
-        so for p* q* < 0, where 44% of runs succeed instead of 34%, and now and then for same-sign targets.
-    """
-    inputs, outputs = split_weights(initial)
-    success = torch.ones(initial.shape[:-1], dtype=torch.bool, device=initial.device)
-    for sign, slope in zip((1, -1), target_slopes(target).tolist(), strict=True):
-        if slope != 0:
-            lives = (outputs * slope > 0) | (inputs.abs() > outputs.abs())
-            success &= ((sign * inputs > 0) & lives).any(-1)
-    return success

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import Tensor
 
 from lightning_sym.landscape.planes import WeightPlane
 
@@ -41,14 +40,14 @@ class PlaneQuadric:
     """
 
     def __init__(self, plane: WeightPlane, level: float, moment: float, sign: int) -> None:
-        self._origin, self._basis = (t.detach().double().cpu() for t in (plane.centre, plane.basis))
-        if self._basis.shape != (4, 3):
-            raise ValueError(f"plane must be of dimension 3 in R^4, got a basis of shape {[*self._basis.shape]}.")
+        origin, basis = (t.detach().double().cpu() for t in (plane.centre, plane.basis))
+        if basis.shape != (4, 3):
+            raise ValueError(f"plane must be of dimension 3 in R^4, got a basis of shape {[*basis.shape]}.")
         self.level, self.moment, self.sign = level, moment, sign
-        swapped = self._basis.roll(2, 0)  # S Q for the form f = theta^T S theta / 2: (a, b) and (c, d) exchanged
-        self.eigenvalues, self.axes = torch.linalg.eigh(self._basis.T @ swapped)
-        slope = self.axes.T @ (swapped.T @ self._origin)
-        at_origin = float(self._origin[:2] @ self._origin[2:])
+        swapped = basis.roll(2, 0)  # S Q for the form f = theta^T S theta / 2: (a, b) and (c, d) exchanged
+        self.eigenvalues, self.axes = torch.linalg.eigh(basis.T @ swapped)
+        slope = self.axes.T @ (swapped.T @ origin)
+        at_origin = float(origin[:2] @ origin[2:])
         curved = self.eigenvalues.abs() > _FLAT
         offset = torch.where(curved, -slope / torch.where(curved, self.eigenvalues, 1.0), 0.0)
         if bool((curved | (slope.abs() <= _FLAT)).all()):
@@ -56,7 +55,7 @@ class PlaneQuadric:
         else:  # a saddle surface that runs on for ever along the second axis
             offset, self.throat = torch.full_like(offset, math.nan), math.nan
         self.centre = self.axes @ offset
-        a, b = (self._origin + self._basis @ self.centre)[:2].tolist()
+        a, b = (origin + basis @ self.centre)[:2].tolist()
         self.centre_inside = sign * a >= 0 and sign * b >= 0
         height = level - self.throat
         # s = 0 with a centre: two walls, unless they cross at it
@@ -72,17 +71,3 @@ class PlaneQuadric:
     def closing_epsilon(self) -> float:
         """The epsilon at which ``{J < eps}`` swallows the centre: the throat fills, or two sheets touch. May be NaN."""
         return self.moment * (self.throat - self.level) ** 2
-
-    def field(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f - level, whose zeros are the surface, and where it holds.
-
-        Args:
-            coefficients: Shape ``[..., 3]``.
-
-        Returns:
-            ``ca + db - level``, float64, and whether a and b have the right signs or are 0, bool: where not, the
-            surface is no part of the class. Shape ``[...]`` each, on the device of ``coefficients``.
-        """
-        origin, basis = self._origin.to(coefficients.device), self._basis.to(coefficients.device)
-        a, b, c, d = (origin + coefficients.double() @ basis.T).unbind(-1)
-        return c * a + d * b - self.level, (self.sign * a >= 0) & (self.sign * b >= 0)

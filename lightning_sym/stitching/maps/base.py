@@ -142,6 +142,19 @@ class StitchingMap(nn.Module, ABC):
             NotImplementedError: If the family has no such start.
             ValueError: If the widths are not the port's, or the moments are empty.
         """
+        port, widths = self.port, (moments.in_channels, moments.out_channels)
+        if widths != (port.in_channels, port.out_channels):
+            raise ValueError(
+                f"{type(self).__name__} maps {port.in_channels} to {port.out_channels} channels, got moments of "
+                f"{widths[0]} and {widths[1]}; gather them at the map's own port."
+            )
+        if not moments.count:
+            raise ValueError("The moments are empty; update them with features of at least one batch.")
+        with torch.no_grad():
+            self._fit(moments)
+
+    def _fit(self, moments: FeatureMoments) -> None:
+        """Set parameters and buffers to the best that there is for moments, which were checked; without gradients."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot start from moments of features; leave this start out, or override "
             "init_from_moments."
@@ -208,25 +221,6 @@ class StitchingMap(nn.Module, ABC):
             return F.conv2d(x, matrix[:, :, None, None])
         return F.linear(x.movedim(axis, -1), matrix).movedim(-1, axis)
 
-    def _apply_group(self, x: Tensor, assignment: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Return ``P diag(d) x`` along the port's axis, without a matrix; ``assignment`` is the index vector of P."""
-        axis = self.port.axis % x.ndim
-        if scale is not None:
-            scale = scale.to(x.dtype)  # else autocast's half precision features would come out single
-            x = x * scale.view([-1 if k == axis else 1 for k in range(x.ndim)])
-        return x if assignment is None else x.index_select(axis, assignment)
-
-    def _check_moments(self, moments: FeatureMoments) -> None:
-        """Raise unless moments have the port's widths and saw something."""
-        widths = (moments.in_channels, moments.out_channels)
-        if widths != (self.port.in_channels, self.port.out_channels):
-            raise ValueError(
-                f"{type(self).__name__} maps {self.port.in_channels} to {self.port.out_channels} channels, got moments "
-                f"of {widths[0]} and {widths[1]}; gather them at the map's own port."
-            )
-        if not moments.count:
-            raise ValueError("The moments are empty; update them with features of at least one batch.")
-
 
 class FittedMap(StitchingMap):
     """A map without trainable parameters, all of which comes from moments; it keeps what it was fitted to be.
@@ -246,15 +240,9 @@ class FittedMap(StitchingMap):
 
     def init_from_moments(self, moments: FeatureMoments) -> None:
         """Fit the map; see :meth:`StitchingMap.init_from_moments`."""
-        self._check_moments(moments)
-        with torch.no_grad():
-            self._fit(moments)
-            self._fit_done.fill_(1)
+        super().init_from_moments(moments)
+        self._fit_done.fill_(1)
         self._usable = True
-
-    @abstractmethod
-    def _fit(self, moments: FeatureMoments) -> None:
-        """Write the buffers."""
 
     def _check_fitted(self) -> None:
         if not self._usable:

@@ -5,13 +5,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, get_args
 
 from lightning_sym._text import unknown
-from lightning_sym.stitching.maps.base import FittedMap, Mode, Port, StitchingMap
+from lightning_sym.stitching.maps.base import Port, StitchingMap
 from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, Projection, SoftSortMap
 from lightning_sym.stitching.maps.linear_maps import (
-    FixedMap,
     FullMap,
     IdentityMap,
     LassoMap,
@@ -20,27 +19,6 @@ from lightning_sym.stitching.maps.linear_maps import (
     OrthogonalMap,
     ProcrustesMap,
 )
-
-__all__ = [
-    "STITCHING_MAPS",
-    "AssignmentMap",
-    "FittedMap",
-    "FixedMap",
-    "FullMap",
-    "GroupMap",
-    "IdentityMap",
-    "LassoMap",
-    "LeastSquaresMap",
-    "LowRankMap",
-    "Mode",
-    "OrthogonalMap",
-    "Port",
-    "ProcrustesMap",
-    "Projection",
-    "SoftSortMap",
-    "StitchingMap",
-    "stitching_map",
-]
 
 #: The families by the name in front of the brackets.
 STITCHING_MAPS: Mapping[str, type[StitchingMap]] = MappingProxyType(
@@ -87,22 +65,19 @@ def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
     """
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", name) if isinstance(name, str) else None
     kind, argument = (match[1], match[2]) if match else ("", None)
-    if kind == "rank":
-        return functools.partial(LowRankMap, rank=_rank(argument, name))
-    if kind == "lasso" and argument is not None:
-        return functools.partial(LassoMap, penalty=_penalty(argument, name))
-    if kind == "group" and argument is not None:
-        return functools.partial(GroupMap, projection=_projection(argument))
-    if kind in STITCHING_MAPS:
-        if argument is not None:
-            raise ValueError(f"The stitching map {kind!r} takes no argument, got {name!r}.")
+    if kind not in STITCHING_MAPS:
+        raise ValueError(unknown("stitching map", name, _ACCEPTED))
+    if argument is None and kind != "rank":
         return STITCHING_MAPS[kind]
-    raise ValueError(unknown("stitching map", name, _ACCEPTED))
+    if kind not in _ARGUMENTS:
+        raise ValueError(f"The stitching map {kind!r} takes no argument, got {name!r}.")
+    option, read = _ARGUMENTS[kind]
+    return functools.partial(STITCHING_MAPS[kind], **{option: read((argument or "").strip(), name)})
 
 
-def _rank(text: str | None, name: str) -> int:
+def _rank(text: str, name: str) -> int:
     """Return the rank, an integer >= 1."""
-    if text is None or not re.fullmatch(r"\s*[0-9]+\s*", text, re.ASCII) or int(text) < 1:
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ValueError(f"rank needs an integer >= 1, as in rank(1), got {name!r}.")
     return int(text)
 
@@ -118,10 +93,16 @@ def _penalty(text: str, name: str) -> float:
     return penalty
 
 
-def _projection(text: str) -> Projection:
+def _projection(text: str, name: str) -> str:
     """Return the projection of the group's relaxation."""
-    for projection in get_args(Projection):
-        if text.strip() == projection:
-            chosen: Projection = projection
-            return chosen
-    raise ValueError(unknown("projection of group", text.strip(), get_args(Projection)))
+    if text not in get_args(Projection):
+        raise ValueError(unknown("projection of group", text, get_args(Projection)))
+    return text
+
+
+# By family, the option that stands in brackets, and what reads it.
+_ARGUMENTS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "rank": ("rank", _rank),
+    "lasso": ("penalty", _penalty),
+    "group": ("projection", _projection),
+}

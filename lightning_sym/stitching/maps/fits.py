@@ -7,8 +7,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.stitching.maps.moments import FeatureMoments
+from lightning_sym.symmetry.groups import IntertwinerGroup
 
 
 def least_squares(moments: FeatureMoments) -> Tensor:
@@ -39,13 +39,8 @@ def reduced_rank(moments: FeatureMoments, rank: int) -> tuple[Tensor, Tensor]:
     return vectors, vectors.T @ full
 
 
-def procrustes(moments: FeatureMoments) -> Tensor:
-    """Return the best orthogonal matrix, the polar factor of ``yx``. Shape ``[C, C]``."""
-    return polar_factor(moments.yx)
-
-
-def assign(moments: FeatureMoments, *, permutations: bool, scales: bool, signs: bool) -> tuple[Tensor, Tensor]:
-    """Return permutation ``p`` and scale ``d`` of the best ``P D``: output ``i`` is ``d[p[i]]`` times input ``p[i]``.
+def assign(moments: FeatureMoments, group: IntertwinerGroup) -> tuple[Tensor, Tensor]:
+    """Return ``p`` and ``d`` of the group's best element ``P D``: output ``i`` is ``d[p[i]]`` times input ``p[i]``.
 
     With the scales free, the pair (i, j) is best at ``d = <y_i, x_j> / |x_j|^2`` and lowers the objective by
     ``<y_i, x_j>^2 / |x_j|^2``; with ``d >= 0`` by nothing if the product is negative. With unit scales it lowers it by
@@ -53,23 +48,23 @@ def assign(moments: FeatureMoments, *, permutations: bool, scales: bool, signs: 
 
     Returns:
         ``p`` (int64) and ``d`` (float64), both of shape ``[C]``. ``d`` is >= 0, of any sign, 1 or -1, or all 1, as
-        asked for; a dead input, for which every scale is as good, gets 1.
+        the group allows; a dead input, for which every scale is as good, gets 1.
     """
     products, norms = _double(moments.yx), _double(moments.xx).diagonal()
-    if scales:
-        allowed = products if signs else products.clamp_min(0)
+    if group.positive_scales:
+        allowed = products if group.signs else products.clamp_min(0)
         gains = torch.where(norms > 0, allowed.square() / norms, 0.0)
     else:
-        gains = allowed = products.abs() if signs else products
-    if permutations:
+        gains = allowed = products.abs() if group.signs else products
+    if group.permutations:
         p = torch.as_tensor(linear_sum_assignment(gains.numpy(), maximize=True)[1], dtype=torch.int64)
     else:
         p = torch.arange(len(norms))
     rows = torch.arange(len(p))
     scale = torch.ones_like(norms)
-    if scales:
+    if group.positive_scales:
         scale[p] = torch.where(norms[p] > 0, allowed[rows, p] / norms[p], 1.0)
-    elif signs:
+    elif group.signs:
         scale[p] = torch.where(products[rows, p] < 0, -1.0, 1.0).to(scale)
     return p, scale
 

@@ -1,5 +1,7 @@
 """Stitching maps that follow the intertwiner group: permutations with scales or signs, trained or fitted."""
 
+from abc import abstractmethod
+from dataclasses import replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -17,7 +19,56 @@ Projection = Literal["sinkhorn", "euclidean"]
 _SMALLEST_SCALE = 1e-3  # of the largest: where SoftSort's logarithm starts for units that a fit switches off
 
 
-class GroupMap(StitchingMap):
+class _ElementMap(StitchingMap):
+    """A product ``P diag(d)``, applied by indices instead of as a matrix once ``P`` is a permutation."""
+
+    needs_equal_widths: ClassVar[bool] = True
+    _for_dense_groups: ClassVar[str] = "FullMap"
+
+    def __init__(self, port: Port) -> None:
+        super().__init__(port)
+        if port.group.dense:
+            raise ValueError(
+                f"{type(self).__name__} relaxes permutations and scales, but the port's group is that of all "
+                f"invertible matrices; use {self._for_dense_groups}."
+            )
+
+    @abstractmethod
+    def _element(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``P`` and ``d`` in the current mode, each None if it is the identity.
+
+        ``P`` is a matrix while it is relaxed, and an index vector once it is rounded; ``d`` is by input channel.
+        """
+
+    def matrix(self) -> Tensor:
+        """Return ``P diag(d)`` in the current mode. Shape ``[C, C]``."""
+        p, d = self._element()
+        if p is not None and p.ndim == 2:
+            return p if d is None else p * d
+        d = self._zero.new_ones(self.port.in_channels) if d is None else d
+        p = torch.arange(len(d), device=d.device) if p is None else p
+        return d.new_zeros(len(d), len(d)).scatter(1, p[:, None], d[p][:, None])  # differentiable in the scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map, in hard mode by indices instead of a product; see :meth:`StitchingMap.forward`."""
+        self._check(x)
+        p, d = self._element()
+        if p is not None and p.ndim == 2:
+            return self._apply_matrix(p if d is None else p * d, x)
+        axis = self.port.axis % x.ndim
+        if d is not None:
+            d = d.to(x.dtype)  # else autocast's half precision features would come out single
+            x = x * d.view([-1 if k == axis else 1 for k in range(x.ndim)])
+        return x if p is None else x.index_select(axis, p)
+
+    def extra_repr(self) -> str:
+        """Return widths, axis and group, for ``repr``."""
+        names = {"permutations": "permutations", "positive_scales": "scales", "signs": "signs"}
+        acting = "+".join(name for flag, name in names.items() if getattr(self.port.group, flag)) or "trivial"
+        return f"{super().extra_repr()}, group={acting}"
+
+
+class GroupMap(_ElementMap):
     r"""The group of the port, relaxed: :math:`s = P\,\mathrm{diag}(d)` with ``P`` doubly stochastic.
 
     Soft mode is this matrix; :meth:`project` keeps ``P`` in the Birkhoff polytope, and the regularisation
@@ -63,8 +114,6 @@ class GroupMap(StitchingMap):
         Sinkhorn, the Euclidean projection, signs and ports without scales are ours.
     """
 
-    needs_equal_widths: ClassVar[bool] = True
-
     weights: nn.Parameter | None
     scale: nn.Parameter | None
     assignment: Tensor
@@ -78,7 +127,6 @@ class GroupMap(StitchingMap):
         initial_iterations: int = 100,
     ) -> None:
         super().__init__(port)
-        _check_not_dense(port, type(self).__name__, "FullMap")
         check_numbers(">= 0", of="GroupMap", alpha=alpha)
         if projection not in get_args(Projection):
             raise ValueError(unknown("projection of GroupMap", projection, get_args(Projection)))
@@ -95,23 +143,6 @@ class GroupMap(StitchingMap):
             self.scale = nn.Parameter(torch.ones(size))
         self.register_buffer("assignment", torch.arange(size))
         self._rounded: Tensor | None = None  # the weights that assignment belongs to
-
-    def matrix(self) -> Tensor:
-        """Return ``P diag(d)`` in the current mode. Shape ``[C, C]``."""
-        if self.mode == "soft" and self.weights is not None:
-            return self.weights if self.scale is None else self.weights * self.scale
-        self.refresh()
-        scale = self._scale()
-        scale = self._zero.new_ones(self.port.in_channels) if scale is None else scale
-        return _group_matrix(self.assignment, scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the map, in hard mode by indices instead of a product; see :meth:`StitchingMap.forward`."""
-        if self.mode == "soft" and self.weights is not None:
-            return super().forward(x)
-        self._check(x)
-        self.refresh()
-        return self._apply_group(x, None if self.weights is None else self.assignment, self._scale())
 
     @torch.no_grad()
     def project(self) -> None:
@@ -136,15 +167,12 @@ class GroupMap(StitchingMap):
         norm: Tensor = torch.linalg.vector_norm(self.weights)
         return -self.alpha * norm
 
-    def init_from_moments(self, moments: FeatureMoments) -> None:
-        """Start from the best group element, ``P`` a permutation; see :meth:`StitchingMap.init_from_moments`."""
-        self._check_moments(moments)
-        assignment, scale = _assign(moments, self.port)
-        with torch.no_grad():
-            if self.weights is not None:
-                self.weights.copy_(_group_matrix(assignment, torch.ones_like(scale)))
-            if self.scale is not None:
-                self.scale.copy_(scale)
+    def _fit(self, moments: FeatureMoments) -> None:
+        assignment, scale = fits.assign(moments, self.port.group)
+        if self.weights is not None:
+            self.weights.copy_(torch.eye(len(assignment))[assignment])
+        if self.scale is not None:
+            self.scale.copy_(scale)
         self.refresh()
 
     def held_parameters(self) -> list[nn.Parameter]:
@@ -173,13 +201,16 @@ class GroupMap(StitchingMap):
 
     def extra_repr(self) -> str:
         """Return widths, axis, group and options, for ``repr``."""
-        return f"{super().extra_repr()}, {_group_repr(self.port)}, alpha={self.alpha:g}, projection={self.projection!r}"
+        return f"{super().extra_repr()}, alpha={self.alpha:g}, projection={self.projection!r}"
 
-    def _scale(self) -> Tensor | None:
-        """Return ``d`` in the current mode."""
-        if self.scale is None or self.mode == "soft" or self.port.group.positive_scales:
-            return self.scale
-        return torch.where(self.scale < 0, -1.0, 1.0).to(self.scale.dtype)
+    def _element(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.mode == "soft":
+            return self.weights, self.scale
+        self.refresh()
+        scale: Tensor | None = self.scale
+        if scale is not None and not self.port.group.positive_scales:
+            scale = torch.where(scale < 0, -1.0, 1.0).to(scale.dtype)
+        return None if self.weights is None else self.assignment, scale
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[no-untyped-call,arg-type]
@@ -188,7 +219,7 @@ class GroupMap(StitchingMap):
             self.refresh()
 
 
-class SoftSortMap(StitchingMap):
+class SoftSortMap(_ElementMap):
     r"""A permutation relaxed by sorting scores: :math:`s = \mathrm{SoftSort}(q)\,\mathrm{diag}(e^{l})`.
 
     ``2 C`` degrees of freedom, or ``C`` if the port has no positive scales and there is no ``l``. Hard mode is the
@@ -212,13 +243,10 @@ class SoftSortMap(StitchingMap):
         appendix D.2.
     """
 
-    needs_equal_widths: ClassVar[bool] = True
-
     log_scale: nn.Parameter | None
 
     def __init__(self, port: Port, tau: float | None = None) -> None:
         super().__init__(port)
-        _check_not_dense(port, type(self).__name__, "FullMap")
         if not port.group.permutations:
             raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which does without.")
         if tau is not None:
@@ -230,44 +258,28 @@ class SoftSortMap(StitchingMap):
         if port.group.positive_scales:
             self.log_scale = nn.Parameter(torch.zeros(size))
 
-    def matrix(self) -> Tensor:
-        """Return the matrix in the current mode. Shape ``[C, C]``."""
-        scale = torch.ones_like(self.scores) if self.log_scale is None else self.log_scale.exp()
-        if self.mode == "hard":
-            return _group_matrix(self._order(), scale)
-        return soft_sort(self.scores, self.tau) * scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the map, in hard mode by indices instead of a product; see :meth:`StitchingMap.forward`."""
-        if self.mode == "soft":
-            return super().forward(x)
-        self._check(x)
-        return self._apply_group(x, self._order(), None if self.log_scale is None else self.log_scale.exp())
-
-    def init_from_moments(self, moments: FeatureMoments) -> None:
-        """Start from evenly spaced scores that sort into the best permutation.
-
-        See :meth:`StitchingMap.init_from_moments`. Scales that would be 0 start at 1e-3 of the largest.
-        """
-        self._check_moments(moments)
-        assignment, scale = fits.assign(moments, permutations=True, scales=self.port.group.positive_scales, signs=False)
-        with torch.no_grad():
-            # The range of the random start; row i of the sort picks the i-th largest score.
-            self.scores[assignment.to(self.scores.device)] = torch.linspace(1, -1, len(scale)).to(self.scores)
-            if self.log_scale is not None:
-                largest = scale.max() if scale.max() > 0 else scale.new_ones(())
-                self.log_scale.copy_(scale.clamp_min(_SMALLEST_SCALE * largest).log())
-
     def extra_repr(self) -> str:
-        """Return widths, axis and temperature, for ``repr``."""
+        """Return widths, axis, group and temperature, for ``repr``."""
         return f"{super().extra_repr()}, tau={self.tau:g}"
 
-    def _order(self) -> Tensor:
+    def _element(self) -> tuple[Tensor | None, Tensor | None]:
+        scale = None if self.log_scale is None else self.log_scale.exp()
+        if self.mode == "soft":
+            return soft_sort(self.scores, self.tau), scale
         # Not argmax of the rows, which ties would turn into a map that is no permutation.
-        return self.scores.detach().argsort(descending=True, stable=True)
+        return self.scores.detach().argsort(descending=True, stable=True), scale
+
+    def _fit(self, moments: FeatureMoments) -> None:
+        """Start from evenly spaced scores that sort into the best permutation, and from scales that are not 0."""
+        assignment, scale = fits.assign(moments, replace(self.port.group, signs=False))
+        # The range of the random start; row i of the sort picks the i-th largest score.
+        self.scores[assignment.to(self.scores.device)] = torch.linspace(1, -1, len(scale)).to(self.scores)
+        if self.log_scale is not None:
+            largest = scale.max() if scale.max() > 0 else scale.new_ones(())
+            self.log_scale.copy_(scale.clamp_min(_SMALLEST_SCALE * largest).log())
 
 
-class AssignmentMap(FittedMap):
+class AssignmentMap(_ElementMap, FittedMap):
     r"""The untrained group element ``P D`` that minimises :math:`\sum_m \|y_m - s x_m\|^2`, by linear assignment.
 
     It follows the port: with positive scales ``d >= 0`` (0 for a pair whose features have a negative product, which
@@ -289,71 +301,27 @@ class AssignmentMap(FittedMap):
         (2023), arXiv:2209.04836, section 3.1.
     """
 
-    needs_equal_widths: ClassVar[bool] = True
+    _for_dense_groups: ClassVar[str] = "LeastSquaresMap"
 
     assignment: Tensor
     scale: Tensor
 
     def __init__(self, port: Port) -> None:
         super().__init__(port)
-        _check_not_dense(port, type(self).__name__, "LeastSquaresMap")
         self.register_buffer("assignment", torch.arange(port.in_channels))
         self.register_buffer("scale", torch.ones(port.in_channels))
-
-    def matrix(self) -> Tensor:
-        """Return the element as a matrix. Shape ``[C, C]``.
-
-        Raises:
-            RuntimeError: If it is not fitted yet.
-        """
-        self._check_fitted()
-        return _group_matrix(self.assignment, self.scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the element by indices; see :meth:`StitchingMap.forward`.
-
-        Raises:
-            RuntimeError: If it is not fitted yet.
-        """
-        self._check_fitted()
-        self._check(x)
-        group = self.port.group
-        scale = self.scale if group.positive_scales or group.signs else None
-        return self._apply_group(x, self.assignment if group.permutations else None, scale)
 
     def dimension(self) -> int:
         """Return the number of free scales, ``C`` or 0, all of them fitted."""
         return self.port.in_channels if self.port.group.positive_scales else 0
 
-    def extra_repr(self) -> str:
-        """Return widths, axis and group, for ``repr``."""
-        return f"{super().extra_repr()}, {_group_repr(self.port)}"
+    def _element(self) -> tuple[Tensor | None, Tensor | None]:
+        self._check_fitted()
+        group = self.port.group
+        scale = self.scale if group.positive_scales or group.signs else None
+        return self.assignment if group.permutations else None, scale
 
     def _fit(self, moments: FeatureMoments) -> None:
-        assignment, scale = _assign(moments, self.port)
+        assignment, scale = fits.assign(moments, self.port.group)
         self.assignment.copy_(assignment)
         self.scale.copy_(scale)
-
-
-def _assign(moments: FeatureMoments, port: Port) -> tuple[Tensor, Tensor]:
-    group = port.group
-    return fits.assign(moments, permutations=group.permutations, scales=group.positive_scales, signs=group.signs)
-
-
-def _group_matrix(assignment: Tensor, scale: Tensor) -> Tensor:
-    """Return the matrix whose row ``i`` has ``scale[p[i]]`` in column ``p[i]``, differentiable in the scale."""
-    empty = scale.new_zeros(len(scale), len(scale))
-    return empty.scatter(1, assignment[:, None], scale[assignment][:, None])
-
-
-def _check_not_dense(port: Port, family: str, instead: str) -> None:
-    if port.group.dense:
-        raise ValueError(
-            f"{family} relaxes permutations and scales, but the port's group is that of all invertible matrices; use "
-            f"{instead}."
-        )
-
-
-def _group_repr(port: Port) -> str:
-    names = {"permutations": "permutations", "positive_scales": "scales", "signs": "signs"}
-    return f"group={'+'.join(name for flag, name in names.items() if getattr(port.group, flag)) or 'trivial'}"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_numbers
+from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.stitching.maps import fits
 from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
 from lightning_sym.stitching.maps.birkhoff import at_least_single, full_precision
@@ -33,11 +34,8 @@ class FullMap(StitchingMap):
         """Return the weight. Shape ``[C2, C1]``."""
         return self.weight
 
-    def init_from_moments(self, moments: FeatureMoments) -> None:
-        """Start from the least squares solution; see :meth:`StitchingMap.init_from_moments`."""
-        self._check_moments(moments)
-        with torch.no_grad():
-            self.weight.copy_(fits.least_squares(moments))
+    def _fit(self, moments: FeatureMoments) -> None:
+        self.weight.copy_(fits.least_squares(moments))
 
 
 class LassoMap(FullMap):
@@ -112,13 +110,10 @@ class LowRankMap(StitchingMap):
         self._check(x)
         return self._apply_matrix(self.left, self._apply_matrix(self.right, x))
 
-    def init_from_moments(self, moments: FeatureMoments) -> None:
-        """Start from the best matrix of this rank; see :meth:`StitchingMap.init_from_moments`."""
-        self._check_moments(moments)
+    def _fit(self, moments: FeatureMoments) -> None:
         left, right = fits.reduced_rank(moments, self.rank)
-        with torch.no_grad():
-            self.left.copy_(left)
-            self.right.copy_(right)
+        self.left.copy_(left)
+        self.right.copy_(right)
 
     def dimension(self) -> int:
         """Return ``r (C1 + C2 - r)``: of the ``r (C1 + C2)`` entries, ``r * r`` undo one another."""
@@ -170,12 +165,9 @@ class OrthogonalMap(StitchingMap):
             rotated: Tensor = torch.linalg.solve(identity + generator, (identity - generator) @ base)
         return rotated.to(self.skew.dtype)
 
-    def init_from_moments(self, moments: FeatureMoments) -> None:
-        """Start from the Procrustes solution, of either determinant; see :meth:`StitchingMap.init_from_moments`."""
-        self._check_moments(moments)
-        with torch.no_grad():
-            self.base.copy_(fits.procrustes(moments))
-            self.skew.zero_()
+    def _fit(self, moments: FeatureMoments) -> None:
+        self.base.copy_(polar_factor(moments.yx))  # of either determinant
+        self.skew.zero_()
 
 
 class IdentityMap(StitchingMap):
@@ -196,9 +188,8 @@ class IdentityMap(StitchingMap):
         self._check(x)
         return x
 
-    def init_from_moments(self, moments: FeatureMoments) -> None:
-        """Do nothing but check the moments: the family's only member is its best."""
-        self._check_moments(moments)
+    def _fit(self, moments: FeatureMoments) -> None:
+        """Do nothing: the family's only member is its best."""
 
 
 class FixedMap(StitchingMap):
@@ -286,7 +277,7 @@ class ProcrustesMap(_FittedMatrix):
     needs_equal_widths: ClassVar[bool] = True
 
     def _fit(self, moments: FeatureMoments) -> None:
-        self.weight.copy_(fits.procrustes(moments))
+        self.weight.copy_(polar_factor(moments.yx))
 
     def dimension(self) -> int:
         """Return ``C (C - 1) / 2``, all of it fitted."""

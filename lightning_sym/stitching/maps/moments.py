@@ -1,11 +1,10 @@
 """Second moments of paired features, in one pass, and the best stitching maps that follow from them."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from lightning_sym._checks import check_integers
+from lightning_sym._distributed import summed, wide
 
 _ROWS = 65_536  # positions cast to double precision at a time, so that this copy stays small
 
@@ -46,7 +45,7 @@ class FeatureMoments:
         self.in_channels = in_channels
         self.out_channels = out_channels
         device = torch.device(device or "cpu")
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = wide(device)
         self.xx = torch.zeros(in_channels, in_channels, dtype=dtype, device=device)
         self.yx = torch.zeros(out_channels, in_channels, dtype=dtype, device=device)
         self.yy = torch.zeros(out_channels, dtype=dtype, device=device)
@@ -109,43 +108,12 @@ class FeatureMoments:
         if self.reduced:
             return
         self.reduced = True
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
         parts = (self.xx, self.yx, self.yy)
-        flat = torch.cat([*(part.flatten() for part in parts), self.yy.new_tensor([self.count])])
-        torch.distributed.all_reduce(flat)
+        flat = summed(torch.cat([*(part.flatten() for part in parts), self.yy.new_tensor([self.count])]))
         *sums, count = torch.split(flat, [*(part.numel() for part in parts), 1])
         for part, total in zip(parts, sums, strict=True):
             part.copy_(total.view_as(part))
         self.count = round(float(count))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the sums as tensors, ``count`` and ``reduced`` among them."""
-        state = {name: getattr(self, name).clone() for name in ("xx", "yx", "yy")}
-        return {**state, "count": torch.tensor(self.count), "reduced": torch.tensor(self.reduced)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the sums that :meth:`state_dict` returned; they are moved to this one's device.
-
-        Args:
-            state: State of moments with the same widths.
-
-        Raises:
-            ValueError: If an entry is missing or has another shape.
-        """
-        parts = {name: getattr(self, name) for name in ("xx", "yx", "yy")}
-        for name in (*parts, "count", "reduced"):
-            if name not in state:
-                raise ValueError(f"The state of FeatureMoments lacks {name!r}; it has {sorted(state)}.")
-        for name, part in parts.items():
-            if state[name].shape != part.shape:
-                raise ValueError(
-                    f"The state's {name} has shape {list(state[name].shape)}, expected {list(part.shape)}: it belongs "
-                    "to moments of other widths."
-                )
-        for name, part in parts.items():
-            part.copy_(state[name])
-        self.count, self.reduced = int(state["count"]), bool(state["reduced"])
 
     def _rows(self, name: str, features: Tensor, channels: int, axis: int) -> Tensor:
         """Return features with the channels as the last axis, after checking that they are there."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -10,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Bools, Floats, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
-from lightning_sym.symmetry.canonical.scales import Scales
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.capture import state_tensors
-from lightning_sym.symmetry.tracing.structure import Slot
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def _balances(symmetry: Symmetry, plan: Plan, slices: Floats) -> Iterator[tuple[
     structure = symmetry.structure
     for index, group in enumerate(symmetry.groups):
         table = structure.scale_table[index]
-        both = [c for c in range(table.shape[1]) if has_up[table[0, c]] and has_down[table[0, c]]]
+        both = np.flatnonzero(has_up[table[0]] & has_down[table[0]])
         if table.shape[1] and not group.dense:
-            chosen = table[:, both[0] if both else 0]
+            chosen = table[:, both[0] if len(both) else 0]
             incoming, outgoing = up[chosen], down[chosen]
-            one_sided = not both
+            one_sided = not len(both)
         else:
             columns = structure.columns[index]
             incoming = slices[columns[:, plan.first[index]]].sum(1)
@@ -184,15 +184,16 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
+    once = partial(_pass, symmetry, scales=scales, signs=signs, order=order)
     if not (signs and symmetry.structure.absorbed):
-        return _pass(symmetry, network, scales=scales, signs=signs, order=order, inplace=inplace)
+        return once(network, inplace=inplace)
     # What biases take up of signs counts for all that comes after them: again, until no more signs change.
-    first = last = _pass(symmetry, network, scales=scales, signs=True, order=order, inplace=False)
+    first = last = once(network)
     element = first.element
     for _ in symmetry.structure.absorbed:
         if bool((last.element.sign > 0).all()):
             break
-        last = _pass(symmetry, last.network, scales=scales, signs=True, order=order, inplace=True)
+        last = once(last.network, inplace=True)
         element = symmetry.compose(last.element, element)
     result = symmetry.act(element, network, inplace=inplace)
     return replace(last, network=result, element=element, dead=first.dead)
@@ -205,12 +206,41 @@ def _pass(
     scales: Literal["balanced", "unit"] | None,
     signs: bool,
     order: bool,
-    inplace: bool,
+    inplace: bool = False,
 ) -> CanonicalForm:
     """Bring a network to its canonical form, as if no bias took up what changes of sign add."""
     tensors = state_tensors(network)
     plan = plan_of(symmetry)
     squares = Squares(plan, tensors)
+    _check_finite(tensors, squares)
+    gauge = ScaleGauge(symmetry, plan, squares, scales)
+    notes = list(gauge.notes)
+    # What has no scale of its own says nothing of the living units that it touches: it counts as absent.
+    determined = plan.used @ gauge.dead.astype(np.float64) == 0
+    gauged = Gauged(symmetry, plan, tensors, gauge.log_scale, determined)
+    slices = squares.slices(gauged.scale**2 * determined)
+    dead = _dead_units(symmetry, plan, slices, gauge.dead)
+    identity = symmetry.identity()
+    sign = find_signs(symmetry, plan, gauged) if signs else identity.sign.numpy()
+    shift = identity.shift if scales is None else _centre(symmetry, gauged)
+    permutation = identity.permutation.numpy()
+    if order:
+        last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
+        permutation = find_order(symmetry, plan, slices, gauged, last, notes)
+    if symmetry.structure.dense:
+        notes.append(
+            f"{len(symmetry.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
+            "canonical up to these matrices only"
+        )
+    units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
+    element = Element(symmetry.fingerprint, units, scale, flips, identity.dense, shift)
+    result = symmetry.act(element, network, inplace=inplace)
+    return CanonicalForm(
+        result, element, dead, gauge.sweeps, gauge.residual, gauge.converged, tuple(dict.fromkeys(notes))
+    )
+
+
+def _check_finite(tensors: dict[str, Tensor], squares: Squares) -> None:
     for name, tensor in tensors.items():
         # Summing the squares is cheaper for large tensors than looking at every entry again.
         seen = squares.squares.get(name)
@@ -219,74 +249,30 @@ def _pass(
             raise ValueError(
                 f"{name} holds values that are not finite; expected a network whose weights are all finite."
             )
-    structure = symmetry.structure
-    notes: list[str] = []
-    identity = symmetry.identity()
-    log_scale = np.zeros(symmetry.scales)
-    sweeps, residual, converged = 0, 0.0, True
-    dead_scales = np.zeros(symmetry.scales, bool)
-    if scales is not None and symmetry.scales:
-        found = Scales(symmetry, plan, squares, scales)
-        log_scale, dead_scales = found.log_scale, found.dead
-        notes += found.notes
-        sweeps, residual, converged = found.sweeps, found.residual, found.converged
-    gauged = Gauged(symmetry, plan, tensors, log_scale)
-    # What has no scale of its own says nothing of the living units that it touches: it counts as absent.
-    determined = abs(plan.forms) @ dead_scales.astype(np.float64) == 0
-    slices = squares.slices(gauged.scale**2 * determined)
-    dead = _dead_units(symmetry, plan, slices, dead_scales)
-    gauged.shown = determined
-    sign = find_signs(symmetry, plan, gauged) if signs and symmetry.signs else identity.sign.numpy()
-    gauged.shown = np.ones_like(determined)
-    shift = list(identity.shift)
-    if scales is not None:
-        for index, (places, _) in enumerate(structure.shifts):
-            shift[index] = torch.from_numpy(-gauged.weight(structure.slots[places[0]].tensor).ravel())
-    permutation = identity.permutation.numpy()
-    if order:
-        # Biases before batch norms are zero by now, and the running means have moved with them.
-        for (places, _), by in zip(structure.shifts, shift, strict=True) if scales is not None else ():
-            first, *others = (structure.slots[place] for place in places)
-            moved = {slot.tensor: _shifted(gauged, slot, by) for slot in others}
-            gauged.tensors = {**gauged.tensors, first.tensor: torch.zeros_like(by), **moved}
-        gauged.shown = determined
-        last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
-        permutation = find_order(symmetry, plan, slices, gauged, last, notes)
-    if structure.dense:
-        notes.append(
-            f"{len(structure.dense)} cells on which invertible matrices act stay as they are: the form is canonical up "
-            "to these matrices only"
-        )
-    element = Element(
-        symmetry.fingerprint,
-        torch.from_numpy(permutation.copy()),
-        torch.from_numpy(log_scale),
-        torch.from_numpy(np.asarray(sign, np.float64).copy()),
-        identity.dense,
-        tuple(shift),
-    )
-    result = symmetry.act(element, network, inplace=inplace)
-    return CanonicalForm(result, element, dead, sweeps, residual, converged, tuple(dict.fromkeys(notes)))
 
 
-def _shifted(gauged: Gauged, slot: Slot, by: Tensor) -> Tensor:
-    """Return a running mean (or bias) that, under the gauge's scale and sign, equals the scaled one plus the shift."""
-    at = gauged.plan.at(slot)
-    factor = torch.from_numpy(gauged.scale[at] * gauged.sign[at])
-    return gauged.tensors[slot.tensor].detach().to("cpu", torch.float64) + by / factor
+def _centre(symmetry: Symmetry, gauged: Gauged) -> tuple[Tensor, ...]:
+    """Return the shifts that make biases before batch norms 0, and let these biases and the running means move."""
+    shifts = []
+    for places, _ in symmetry.structure.shifts:
+        bias, *means = (symmetry.structure.slots[place] for place in places)
+        shift = torch.from_numpy(-gauged.weight(bias.tensor, whole=True).ravel())
+        moved = {bias.tensor: torch.zeros_like(shift)}
+        for slot in means:  # under the gauge's scale and sign, what it was and the shift
+            factor = torch.from_numpy(gauged.scale[slot.rows] * gauged.sign[slot.rows])
+            moved[slot.tensor] = gauged.tensors[slot.tensor].detach().to("cpu", torch.float64) + shift / factor
+        gauged.tensors = {**gauged.tensors, **moved}
+        shifts.append(shift)
+    return tuple(shifts)
 
 
 def _dead_units(symmetry: Symmetry, plan: Plan, slices: Floats, dead_scales: Bools) -> dict[str, Tensor]:
     """Return for each axis group which units are dead, where any are."""
     result = {}
-    for index, (name, found) in enumerate(_balances(symmetry, plan, slices)):
-        table = symmetry.structure.scale_table[index]
-        if table.shape[1]:
-            units = dead_scales[table].any(1)
-        elif found.dead:
+    for (name, found), table in zip(_balances(symmetry, plan, slices), symmetry.structure.scale_table, strict=True):
+        units = dead_scales[table].any(1)
+        if found.dead and not table.shape[1]:
             units = ((found.incoming <= NOTHING) | (found.outgoing <= NOTHING)).numpy()
-        else:
-            continue
         if units.any():
             result[name] = torch.from_numpy(units)
     return result

@@ -1,5 +1,6 @@
 """Sums of squares of a network's weights, unit by unit, under any scales."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -8,10 +9,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.action import on_axes
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -21,17 +24,52 @@ Bools: TypeAlias = NDArray[np.bool_]
 NOTHING = 1e-280
 
 
+def module_of(tensor: str) -> str:
+    """Return the name of the module that holds a tensor."""
+    return tensor.rpartition(".")[0]
+
+
+def classes_of(structure: Structure, tables: Sequence[Ints], forms: sparse.csr_matrix) -> list[Ints]:
+    """Return the generators that play the same role for the units of one orbit, in the order of the forward pass.
+
+    Generators within dense cells are left out.
+
+    Args:
+        structure: The group.
+        tables: For each orbit (units, m), its units' generators, of scales or of signs.
+        forms: Where the generators act: sparse (positions, generators).
+    """
+    left = np.ones(forms.shape[1], bool)
+    classes = []
+    for units, table in zip(structure.orbits, tables, strict=True):
+        for column in table.T:
+            members = np.unique(column[left[column]])
+            left[members] = False
+            if len(members) and structure.cell_of[units[0]] < 0:
+                classes.append(members)
+    classes += [np.array([generator]) for generator in np.flatnonzero(left)]
+    by_generator = forms.tocsc()
+    return sorted(classes, key=lambda members: int(by_generator.indices[by_generator.indptr[members[0]]]))
+
+
 class Plan:
     """What of a structure does not depend on weights, laid out for sums over slices.
 
     Attributes:
+        total: The number of positions of all slots.
+        slots: Every labelled axis.
+        slot_of: For each position the number of its slot.
         tensors: Per parameter with labelled axes: its name and its slots, those with two axes last.
+        rows: More than the numbers of all rows.
         row_of: For each position the number of its row: positions, those of one module's tensors counted as the same.
-        forms: Exponents (positions, scales); `up` and `down`: their positive and negative parts, transposed.
-        classes: Scales that play the same role for the units of one type, in the order of the forward pass.
-        class_of: For each scale its class; -1 for scales within dense cells, which nothing here touches.
+        forms: Exponents (positions, generators of scales).
+        up, down: Their positive and negative parts, transposed; `up_used` and `down_used`: where these are not 0.
+        used: Where the exponents are not 0; `used_at`: the position of each entry.
+        largest: For each generator its largest exponent.
+        classes: Generators that play the same role for the units of one orbit, in the order of the forward pass.
+        class_of: For each generator its class; -1 within dense cells, which nothing here touches.
         touching: For each class, the tensors on which it acts.
-        first: For each type, for each column, whether it belongs to the first module that touches the units.
+        first: For each orbit, for each column, whether it belongs to the first module that touches the units.
         parameter: For each position, whether it belongs to a parameter (and to no bias that a shift sets to zero).
     """
 
@@ -39,83 +77,49 @@ class Plan:
         structure = symmetry.structure
         self.slots = structure.slots
         self.forms = structure.magnitudes
-        total, scales = self.forms.shape
-        self.total = total
-        self.slot_of = np.zeros(total, np.int64)
-        self.unit_at = np.full(total, -1)
-        for index, slot in enumerate(structure.slots):
-            self.slot_of[slot.offset : slot.offset + slot.size] = index
-            self.unit_at[slot.offset : slot.offset + slot.size] = slot.unit.ravel()
-        shifted = {structure.slots[place].tensor for places, _ in structure.shifts for place in places}
-        self.parameter = np.zeros(total, bool)
-        by_name: dict[str, list[Slot]] = {}
-        for slot in structure.slots:
-            acts = self.forms.indptr[slot.offset] < self.forms.indptr[slot.offset + slot.size]
-            if slot.tensor in symmetry.parameter_names and slot.axes and (acts or (slot.unit >= 0).any()):
-                by_name.setdefault(slot.tensor, []).append(slot)
-                self.parameter[slot.offset : slot.offset + slot.size] = slot.tensor not in shifted
-        self.tensors = {name: sorted(slots, key=lambda slot: len(slot.axes)) for name, slots in by_name.items()}
-        positive = self.forms.maximum(0)
-        negative = (-self.forms).maximum(0)
-        self.up, self.down = positive.T.tocsr(), negative.T.tocsr()
-        self.up_used, self.down_used = (self.up > 0).astype(np.float64), (self.down > 0).astype(np.float64)
+        self.total, generators = self.forms.shape
+        self.slot_of = np.repeat(np.arange(len(self.slots)), [slot.size for slot in self.slots])
+        self.up, self.down = (part.maximum(0).T.tocsr() for part in (self.forms, -self.forms))
+        self.up_used, self.down_used = ((part > 0).astype(np.float64) for part in (self.up, self.down))
         self.used = (abs(self.forms) > 0).astype(np.float64)
-        self.used_at = np.repeat(np.arange(total), np.diff(self.forms.indptr))
-        # Rows: positions, those of one module's tensors (weight, bias) counted as the same.
-        longest: dict[str, int] = {}
-        for slot in structure.slots:
-            prefix = slot.tensor.rpartition(".")[0]
-            longest[prefix] = max(longest.get(prefix, 0), slot.size)
-        begin = dict(zip(longest, np.cumsum([0, *longest.values()]).tolist(), strict=False))
-        self.rows = sum(longest.values())
-        self.row_of = np.zeros(total, np.int64)
-        for slot in structure.slots:
-            self.row_of[slot.offset : slot.offset + slot.size] = begin[slot.tensor.rpartition(".")[0]] + np.arange(
-                slot.size
-            )
-        self.largest = np.zeros(scales)
+        self.used_at = np.repeat(np.arange(self.total), np.diff(self.forms.indptr))
+        self.largest = np.zeros(generators)
         np.maximum.at(self.largest, self.forms.indices, abs(self.forms.data))
-
-        dense = {int(unit) for cell in structure.dense for unit in cell}
-        self.class_of = np.full(scales, -2)
-        classes = []
-        for units, table in zip(structure.orbits, structure.scale_table, strict=True):
-            for column in table.T:
-                if int(units[0]) in dense:
-                    self.class_of[column] = -1
-                    continue
-                members = np.unique(column[self.class_of[column] == -2])
-                if len(members):
-                    self.class_of[members] = -3
-                    classes.append(members)
-        classes += [np.array([scale]) for scale in np.flatnonzero(self.class_of == -2)]
-        columns = self.forms.tocsc()
-        columns.sort_indices()
-        classes.sort(key=lambda members: int(columns.indices[columns.indptr[members[0]]]))
-        self.classes = classes
-        for index, members in enumerate(classes):
+        self._find_parameters(structure, symmetry.parameter_names)
+        self._number_rows()
+        self.classes = classes_of(structure, structure.scale_table, self.forms)
+        self.class_of = np.full(generators, -1)
+        for index, members in enumerate(self.classes):
             self.class_of[members] = index
-        self.touching: list[list[str]] = [[] for _ in classes]
+        self.touching: list[list[str]] = [[] for _ in self.classes]
         for name, slots in self.tensors.items():
-            own = np.unique(
-                np.concatenate([self.class_of[self.forms[s.offset : s.offset + s.size].indices] for s in slots])
-            )
+            own = np.unique(np.concatenate([self.class_of[self.forms[slot.rows].indices] for slot in slots]))
             for index in own[own >= 0]:
                 self.touching[index].append(name)
-        self.first = []
-        for matrix in structure.columns:
-            names = [structure.slots[i].tensor for i in self.slot_of[matrix[0]]]
-            prefix = names[0].rpartition(".")[0] if names else ""
-            own_module = [
-                name.rpartition(".")[0] == prefix and self.parameter[p]
-                for name, p in zip(names, matrix[0], strict=True)
-            ]
-            self.first.append(np.array(own_module, bool))
+        self.first = [self._of_first_module(columns[0]) for columns in structure.columns]
 
-    @staticmethod
-    def at(slot: Slot) -> slice:
-        """Return where a slot's positions are."""
-        return slice(slot.offset, slot.offset + slot.size)
+    def _find_parameters(self, structure: Structure, parameters: frozenset[str]) -> None:
+        shifted = {structure.slots[place].tensor for places, _ in structure.shifts for place in places}
+        self.parameter = np.zeros(self.total, bool)
+        by_name: dict[str, list[Slot]] = {}
+        for slot in structure.slots:
+            acts = self.forms[slot.rows].nnz > 0 or (slot.unit >= 0).any()
+            if slot.tensor in parameters and slot.axes and acts:
+                by_name.setdefault(slot.tensor, []).append(slot)
+                self.parameter[slot.rows] = slot.tensor not in shifted
+        self.tensors = {name: sorted(slots, key=lambda slot: len(slot.axes)) for name, slots in by_name.items()}
+
+    def _number_rows(self) -> None:
+        longest = max((slot.size for slot in self.slots), default=0)
+        modules = list(dict.fromkeys(module_of(slot.tensor) for slot in self.slots))
+        self.rows = len(modules) * longest
+        self.row_of = np.zeros(self.total, np.int64)
+        for slot in self.slots:
+            self.row_of[slot.rows] = modules.index(module_of(slot.tensor)) * longest + np.arange(slot.size)
+
+    def _of_first_module(self, positions: Ints) -> Bools:
+        modules = [module_of(self.slots[index].tensor) for index in self.slot_of[positions]]
+        return np.array([module == modules[0] for module in modules], bool) & self.parameter[positions]
 
 
 _PLANS: WeakKeyDictionary[Symmetry, Plan] = WeakKeyDictionary()
@@ -144,63 +148,53 @@ class Squares:
             axes = sorted({axis for slot in slots for axis in slot.axes})
             rest = [axis for axis in range(tensor.ndim) if axis not in axes]
             if math.prod(tensor.shape[axis] for axis in rest) == 1:
-                square = tensor.double().square_() if tensor.dtype != torch.float64 else tensor.square()
+                square = tensor.to(torch.float64, copy=True).square_()
                 square = square.reshape([tensor.shape[axis] for axis in axes])
             else:
                 square = torch.linalg.vector_norm(tensor, dim=rest, dtype=torch.float64).square_()
-            place = {axis: index for index, axis in enumerate(axes)}
             self.squares[name] = square.cpu().numpy()
-            self.axes[name] = [tuple(place[axis] for axis in slot.axes) for slot in slots]
+            self.axes[name] = [tuple(axes.index(axis) for axis in slot.axes) for slot in slots]
+
+    def _sums(self, name: str, vectors: Sequence[Floats], index: int, terms: Floats | None = None) -> Floats:
+        """Return the sums of a tensor's terms at the positions of one of its slots, whose own factor is left out.
+
+        Args:
+            name: The tensor's name.
+            vectors: For each of its slots, what the positions multiply their terms by.
+            index: The slot's number.
+            terms: What is multiplied and added up; by default the squares.
+        """
+        slots, axes = self.plan.tensors[name], self.axes[name]
+        terms = self.squares[name] if terms is None else terms
+        if terms.ndim == 2 and axes in ([(0,), (1,)], [(1,), (0,)]):  # without a product as large as the tensor
+            product: Floats = (terms if axes[index] == (0,) else terms.T) @ vectors[1 - index]
+            return product
+        for other, slot in enumerate(slots):
+            if other != index:
+                terms = terms * on_axes(vectors[other], slot.shape, axes[other], terms.ndim)
+        sums: Floats = terms.sum(tuple(axis for axis in range(terms.ndim) if axis not in axes[index]))
+        return sums.ravel()
+
+    def _vectors(self, name: str, values: Floats) -> list[Floats]:
+        return [values[slot.rows] for slot in self.plan.tensors[name]]
 
     def slices(self, factor: Floats, names: Sequence[str] | None = None, wanted: Bools | None = None) -> Floats:
         """Return the sum of the terms at each position; factor: what each position multiplies its terms by.
 
-        Only for the slots of the named tensors that hold a wanted position; 0 elsewhere, or more than asked for.
+        Only for the slots of the named tensors that hold a wanted position; 0 elsewhere.
         """
         total = np.zeros(self.plan.total)
         for name in self.squares if names is None else names:
-            square, slots, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
-            own = [factor[Plan.at(slot)] for slot in slots]
-            if len(slots) == 1 and len(axes[0]) == square.ndim:
-                total[Plan.at(slots[0])] = square.ravel() * own[0]
-            elif len(slots) == 2 and square.ndim == 2 and len(axes[1]) == 1:
-                for slot, here, there, matrix in zip(slots, own, own[::-1], (square, square.T), strict=True):
-                    if wanted is None or wanted[Plan.at(slot)].any():
-                        total[Plan.at(slot)] = here * (matrix @ there)
-            else:
-                self._add(total, name, self._scaled(name, factor))
+            vectors = self._vectors(name, factor)
+            for index, slot in enumerate(self.plan.tensors[name]):
+                if wanted is None or wanted[slot.rows].any():
+                    total[slot.rows] = vectors[index] * self._sums(name, vectors, index)
         return total
 
     def energy(self, factor: Floats, names: Sequence[str]) -> float:
         """Return the sum of all terms of the named tensors."""
-        return math.fsum(self._energy_of(name, factor) for name in names)
-
-    def _energy_of(self, name: str, factor: Floats) -> float:
-        square, slots, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
-        if len(slots) == 2 and square.ndim == 2 and len(axes[1]) == 1:
-            return float(factor[Plan.at(slots[0])] @ (square @ factor[Plan.at(slots[1])]))
-        return float(self._scaled(name, factor).sum())
-
-    def _spread(self, name: str, values: Floats, index: int) -> Floats:
-        """Return one value per position of a tensor's slot, in the shape of its squares."""
-        slot, axes = self.plan.tensors[name][index], self.axes[name][index]
-        shape = [1] * self.squares[name].ndim
-        for axis, size in zip(axes, slot.shape, strict=True):
-            shape[axis] = size
-        return values[Plan.at(slot)].reshape(shape)
-
-    def _scaled(self, name: str, factor: Floats) -> Floats:
-        """Return a tensor's terms."""
-        result = self.squares[name]
-        for index in range(len(self.plan.tensors[name])):
-            result = result * self._spread(name, factor, index)
-        return result
-
-    def _add(self, total: Floats, name: str, terms: Floats) -> None:
-        """Put the sums of a tensor's terms into the total at its positions."""
-        for slot, axes in zip(self.plan.tensors[name], self.axes[name], strict=True):
-            others = tuple(axis for axis in range(terms.ndim) if axis not in axes)
-            total[Plan.at(slot)] = terms.sum(others).ravel()
+        vectors = ((name, self._vectors(name, factor)) for name in names)
+        return math.fsum(float(own[0] @ self._sums(name, own, 0)) for name, own in vectors)
 
     def change(self, factor: Floats, slices: Floats, speed: Floats, names: Sequence[str]) -> Floats:
         """Return how the slices change when the logarithm of each position's factor changes by `speed`.
@@ -212,40 +206,28 @@ class Squares:
             names: The tensors that count.
         """
         total = slices * speed
-        moving = factor * speed
         for name in names:
-            square, slots, axes = self.squares[name], self.plan.tensors[name], self.axes[name]
-            if len(slots) == 1 and len(axes[0]) == square.ndim:
-                continue
-            if len(slots) == 2 and square.ndim == 2 and len(axes[1]) == 1:
-                one, two = Plan.at(slots[0]), Plan.at(slots[1])
-                total[one] += factor[one] * (square @ moving[two])
-                total[two] += factor[two] * (moving[one] @ square)
-            else:
-                rate = sum(self._spread(name, speed, index) for index in range(len(slots)))
-                self._add(total, name, self._scaled(name, factor) * rate)
+            slots, vectors = self.plan.tensors[name], self._vectors(name, factor)
+            for index, other in itertools.permutations(range(len(slots)), 2):
+                moving = [*vectors]
+                moving[other] = vectors[other] * speed[slots[other].rows]
+                total[slots[index].rows] += vectors[index] * self._sums(name, moving, index)
         return total
 
     def present(self, mask: Floats) -> Bools:
         """Return for each position whether it has a term (whatever its value) all of whose positions are allowed."""
         result = np.zeros(self.plan.total, bool)
-        for name, square in self.squares.items():
-            slots = self.plan.tensors[name]
-            if any(len(slot.axes) > 1 for slot in slots):
-                allowed = np.ones(square.shape)
-                for index in range(len(slots)):
-                    allowed = allowed * self._spread(name, mask, index)
-                total = np.zeros(self.plan.total)
-                self._add(total, name, allowed)
-                result |= total > 0
-            elif all(mask[Plan.at(slot)].any() for slot in slots):
-                for slot in slots:
-                    result[Plan.at(slot)] = mask[Plan.at(slot)] > 0
+        for name in self.allowed(mask):
+            vectors, slots = self._vectors(name, mask), self.plan.tensors[name]
+            joint = any(len(slot.axes) > 1 for slot in slots)
+            for index, slot in enumerate(slots):
+                terms = self._sums(name, vectors, index, np.ones(self.squares[name].shape)) if joint else 1.0
+                result[slot.rows] = vectors[index] * terms > 0
         return result
 
     def allowed(self, mask: Floats) -> list[str]:
         """Return the tensors that have terms all of whose positions are allowed."""
-        return [name for name in self.squares if all(mask[Plan.at(slot)].any() for slot in self.plan.tensors[name])]
+        return [name for name in self.squares if all(own.any() for own in self._vectors(name, mask))]
 
 
 def joint_sums(symmetry: Symmetry, plan: Plan, slices: Floats) -> Floats:
@@ -254,5 +236,5 @@ def joint_sums(symmetry: Symmetry, plan: Plan, slices: Floats) -> Floats:
     for slot in plan.slots:
         if len(slot.axes) == 2:
             unit = slot.unit.ravel()
-            np.add.at(total, unit[unit >= 0], slices[plan.at(slot)][unit >= 0])
+            np.add.at(total, unit[unit >= 0], slices[slot.rows][unit >= 0])
     return total

@@ -1,51 +1,67 @@
 """Signs and an order of units that are the same for every member of an orbit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sym.symmetry.action import odd, on_axes
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import NOTHING, Floats, Ints, Plan, joint_sums
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.canonical.norms import (
+    NOTHING,
+    Bools,
+    Floats,
+    Ints,
+    Plan,
+    classes_of,
+    joint_sums,
+    module_of,
+)
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Keys of units that differ by less, relative to the largest, are ties: rounding differs between orbit members.
 _TIE = 1e-9
 
 
 class Gauged:
-    """The weights under scales and signs that are found already, one tensor at a time."""
+    """The weights under scales and signs that are found already, one tensor at a time.
 
-    def __init__(self, symmetry: Symmetry, plan: Plan, tensors: dict[str, Tensor], log_scale: Floats) -> None:
-        self.symmetry, self.plan, self.tensors = symmetry, plan, tensors
+    Args:
+        symmetry: Symmetry of the network.
+        plan: The symmetry's.
+        tensors: The network's parameters and buffers, by name.
+        log_scale: The scales.
+        shown: At which positions weights are seen; what has no scale of its own is not.
+    """
+
+    def __init__(
+        self, symmetry: Symmetry, plan: Plan, tensors: dict[str, Tensor], log_scale: Floats, shown: Bools
+    ) -> None:
+        self.tensors, self.shown = tensors, shown
+        self.slots = symmetry.structure.slots_of
         self.scale = np.exp(plan.forms @ log_scale)
         self.sign = np.ones(plan.total)
-        self.shown = np.ones(plan.total, bool)  # at which positions weights are seen: what has no scale is not
-        self.slots: dict[str, list[Slot]] = {}
-        for slot in plan.slots:
-            self.slots.setdefault(slot.tensor, []).append(slot)
 
-    def spread(self, values: Floats, slot: Slot, ndim: int) -> Floats:
-        """Return a slot's values in the shape of its tensor."""
-        shape = [1] * ndim
-        for axis, size in zip(slot.axes, slot.shape, strict=True):
-            shape[axis] = size
-        return values[self.plan.at(slot)].reshape(shape)
-
-    def weight(self, name: str) -> Floats:
-        """Return a tensor under the scales and signs."""
+    def weight(self, name: str, *, whole: bool = False) -> Floats:
+        """Return a tensor under the scales and signs; `whole` with what is not shown."""
         value: Floats = self.tensors[name].detach().to("cpu", torch.float64).numpy()
         for slot in self.slots[name]:
-            scale = self.spread(self.scale, slot, value.ndim)
+            scale, sign, shown = (_spread(own, slot, value.ndim) for own in (self.scale, self.sign, self.shown))
             if slot.kind == "variance":
                 value = scale**2 * (value + slot.epsilon) - slot.epsilon
-            elif not (scale == 1).all() or not (self.sign[self.plan.at(slot)] == 1).all():
-                value = value * (scale * self.spread(self.sign, slot, value.ndim))
-            if not self.shown[self.plan.at(slot)].all():
-                value = value * self.spread(self.shown, slot, value.ndim)
+            elif not (scale == 1).all() or not (sign == 1).all():
+                value = value * (scale * sign)
+            if not whole and not shown.all():
+                value = value * shown
         return value
+
+
+def _spread(values: NDArray[Any], slot: Slot, ndim: int) -> NDArray[Any]:
+    """Return a slot's values in the shape of its tensor."""
+    return on_axes(values[slot.rows], slot.shape, slot.axes, ndim)
 
 
 def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged) -> Floats:
@@ -54,112 +70,93 @@ def find_signs(symmetry: Symmetry, plan: Plan, gauged: Gauged) -> Floats:
     Returns:
         +1 or -1. Shape (signs,).
     """
-    structure = symmetry.structure
-    forms = structure.signs.tocsr()
-    number = forms.shape[1]
-    inside = {int(unit) for cell in structure.dense for unit in cell}
-    result = np.ones(number)
-    pending = np.ones(number, bool)
-    classes = []
-    taken = np.zeros(number, bool)
-    for units, table in zip(structure.orbits, structure.sign_table, strict=True):
-        for column in table.T:
-            if int(units[0]) in inside:
-                pending[column] = False
-                continue
-            members = np.unique(column[~taken[column]])
-            if len(members):
-                taken[members] = True
-                classes.append(members)
-    classes += [np.array([sign]) for sign in np.flatnonzero(pending & ~taken)]
-    by_sign = forms.tocsc()
-    by_sign.sort_indices()
-    touched = [by_sign.indices[by_sign.indptr[s] : by_sign.indptr[s + 1]] for s in range(number)]
-    classes.sort(key=lambda members: int(touched[members[0]][0]))
+    return _SignChoice(symmetry, plan, gauged).run()
 
-    def exponents(position: int) -> NDArray[np.int32]:
-        own: NDArray[np.int32] = plan.forms.indices[plan.forms.indptr[position] : plan.forms.indptr[position + 1]]
-        return own
 
-    def decide(members: Ints, names: Sequence[str]) -> None:
-        """Make the largest of the entries positive whose sign depends on one pending sign only."""
-        if not names:
-            return
-        among = np.zeros(number, bool)
-        among[members] = True
-        unknown = forms @ pending.astype(np.float64)
-        largest, votes, cubes, sums, sizes = (np.zeros(number) for _ in range(5))
-        rows: list[tuple[Ints, Floats]] = []
+class _SignChoice:
+    """Makes the largest of the entries positive whose sign depends on one pending generator only."""
+
+    def __init__(self, symmetry: Symmetry, plan: Plan, gauged: Gauged) -> None:
+        self.plan, self.gauged = plan, gauged
+        self.forms = symmetry.structure.signs.tocsr()
+        self.by_generator = self.forms.tocsc()
+        self.signs = np.ones(self.forms.shape[1])
+        self.classes = classes_of(symmetry.structure, symmetry.structure.sign_table, self.forms)
+        self.pending = np.zeros(len(self.signs), bool)
+        self.pending[[generator for members in self.classes for generator in members]] = True
+
+    def run(self) -> Floats:
+        """Choose the signs: those of all gains at once, then class by class, and one by one what is left."""
+        gains = [(members, gain) for members in self.classes if (gain := self._gain(members)) is not None]
+        if gains:
+            self._decide(np.concatenate([members for members, _ in gains]), [gain for _, gain in gains])
+        for members in self.classes:
+            if self.pending[members].any():
+                # Signs that its gain was waiting for are known by now.
+                self._decide(members, [gain for own, gain in gains if own is members])
+                names = [slot.tensor for _, slot in self._touched(members[0])]
+                self._decide(members, [name for name in names if module_of(name) == module_of(names[0])])
+        left = len(self.signs) + 1
+        while 0 < self.pending.sum() < left:
+            left = self.pending.sum()
+            for generator in np.flatnonzero(self.pending).tolist():
+                self._decide(np.array([generator]), [slot.tensor for _, slot in self._touched(generator)])
+        return self.signs
+
+    def _touched(self, generator: int) -> list[tuple[int, Slot]]:
+        """Return the positions of parameters on which a generator acts, and their slots."""
+        touched = self.by_generator.indices[slice(*self.by_generator.indptr[generator : generator + 2])]
+        positions = touched[self.plan.parameter[touched]].tolist()
+        return [(position, self.plan.slots[self.plan.slot_of[position]]) for position in positions]
+
+    def _gain(self, members: Ints) -> str | None:
+        """Return the vector that takes the signs but not the scales of the weights: gamma of a batch norm."""
+        forms, touched = self.plan.forms, self._touched(members[0])
+        scales = [forms.indices[slice(*forms.indptr[position : position + 2])] for position, _ in touched]
+        for (_, slot), own in zip(touched, scales, strict=True):
+            if self.gauged.tensors[slot.tensor].numel() == slot.size and not np.array_equal(own, scales[0]):
+                return slot.tensor
+        return None
+
+    def _entries(self, names: Sequence[str]) -> Iterator[tuple[Ints, Floats]]:
+        """Yield the pending generators on which alone some rows of tensors depend, and the rows."""
+        unknown = self.forms @ self.pending.astype(np.float64)
         for name in names:
-            value = gauged.weight(name)
-            for slot in plan.tensors[name]:
-                if len(slot.axes) != 1:
+            value = self.gauged.weight(name)
+            for slot in self.plan.tensors[name]:
+                single = np.flatnonzero(unknown[slot.rows] == 1)
+                if len(slot.axes) != 1 or not len(single):
                     continue
-                at = plan.at(slot)
-                single = np.flatnonzero(unknown[at] == 1)
-                if not len(single):
-                    continue
-                block = forms[slot.offset + single]
-                hits = block.multiply(pending[None, :]).tocsr()
+                hits = self.forms[slot.offset + single].multiply(self.pending[None, :]).tocsr()
                 hits.eliminate_zeros()
-                owner = hits.indices.astype(np.int64)
                 known = value
-                for other in plan.tensors[name]:
+                for other in self.plan.tensors[name]:
                     if other is not slot:
-                        known = known * (gauged.spread(unknown, other, value.ndim) == 0)
-                matrix = np.moveaxis(known, slot.axes[0], 0).reshape(slot.size, -1)[single]
-                keep = among[owner]
-                rows.append((owner[keep], matrix[keep]))
-        for owner, matrix in rows:
-            np.maximum.at(largest, owner, abs(matrix).max(1, initial=0))
-        for owner, matrix in rows:
-            tied = abs(matrix) >= largest[owner][:, None] * (1 - _TIE)
-            np.add.at(votes, owner, (np.sign(matrix) * tied).sum(1))
-            unit = matrix / np.maximum(largest[owner], NOTHING)[:, None]
-            np.add.at(cubes, owner, (unit**3).sum(1))
-            np.add.at(sums, owner, unit.sum(1))
-            np.add.at(sizes, owner, abs(unit).sum(1))
-        for score in (
-            votes,
-            np.where(abs(cubes) > _TIE * sizes, cubes, 0),
-            np.where(abs(sums) > _TIE * sizes, sums, 0),
-        ):
-            settled = members[pending[members] & (score[members] != 0) & (largest[members] > 0)]
-            result[settled] = np.sign(score[settled])
-            pending[settled] = False
-        flips = forms @ (result < 0).astype(np.float64)
-        gauged.sign = np.where(np.mod(np.rint(flips), 2) == 1, -1.0, 1.0)
+                        known = known * (_spread(unknown, other, value.ndim) == 0)
+                rows = np.moveaxis(known, slot.axes[0], 0).reshape(slot.size, -1)[single]
+                yield hits.indices.astype(np.int64), rows
 
-    gains: list[tuple[Ints, str]] = []
-    for members in classes:
-        positions = [p for p in touched[members[0]] if plan.parameter[p]]
-        # A gain is a vector that takes the sign, but not the scale of the weights that take it: gamma of a batch norm.
-        for position in positions:
-            name = plan.slots[plan.slot_of[position]].tensor
-            vector = gauged.tensors[name].numel() == plan.slots[plan.slot_of[position]].size
-            if vector and not np.array_equal(exponents(position), exponents(positions[0])):
-                gains.append((members, name))
-                break
-    if gains:
-        decide(np.concatenate([members for members, _ in gains]), list(dict.fromkeys(name for _, name in gains)))
-    for members in classes:
-        if not pending[members].any():
-            continue
-        # Signs that its gain was waiting for are known by now.
-        decide(members, [name for own, name in gains if own is members])
-        positions = [p for p in touched[members[0]] if plan.parameter[p]]
-        names = list(dict.fromkeys(plan.slots[plan.slot_of[p]].tensor for p in positions))
-        prefix = names[0].rpartition(".")[0] if names else ""
-        decide(members, [name for name in names if name.rpartition(".")[0] == prefix])
-    while pending.any():
-        left = np.flatnonzero(pending)
-        for sign in left:
-            names = [plan.slots[plan.slot_of[p]].tensor for p in touched[sign] if plan.parameter[p]]
-            if names and pending[sign]:
-                decide(np.array([sign]), list(dict.fromkeys(names)))
-        if int(pending.sum()) == len(left):
-            break
-    return result
+    def _decide(self, members: Ints, names: Sequence[str]) -> None:
+        """Choose signs by some tensors' entries, where these tell; see `canonicalize`."""
+        largest, votes, cubes, sums, sizes = np.zeros((5, len(self.signs)))
+        entries = []
+        for generators, rows in self._entries(list(dict.fromkeys(names))):
+            among = np.isin(generators, members)
+            entries.append((generators[among], rows[among]))
+        for generators, rows in entries:
+            np.maximum.at(largest, generators, abs(rows).max(1, initial=0))
+        for generators, rows in entries:
+            tied = abs(rows) >= largest[generators][:, None] * (1 - _TIE)
+            unit = rows / np.maximum(largest[generators], NOTHING)[:, None]
+            np.add.at(votes, generators, (np.sign(rows) * tied).sum(1))
+            np.add.at(cubes, generators, (unit**3).sum(1))
+            np.add.at(sums, generators, unit.sum(1))
+            np.add.at(sizes, generators, abs(unit).sum(1))
+        for score in (votes, *(np.where(abs(score) > _TIE * sizes, score, 0) for score in (cubes, sums))):
+            settled = members[self.pending[members] & (score[members] != 0) & (largest[members] > 0)]
+            self.signs[settled] = np.sign(score[settled])
+            self.pending[settled] = False
+        self.gauged.sign = np.where(odd(self.forms @ (self.signs < 0).astype(np.float64)), -1.0, 1.0)
 
 
 def _refine(rank: Ints, key: Floats, size: Floats | None = None) -> Ints:
@@ -183,7 +180,7 @@ def _refine(rank: Ints, key: Floats, size: Floats | None = None) -> Ints:
     return result
 
 
-def _colour(kind: int, number: NDArray[np.int64]) -> Floats:
+def _colour(kind: int, number: Ints) -> Floats:
     """Return reproducible numbers in [0.5, 1.5) for pairs of integers."""
     raw = np.sin(number * 12.9898 + kind * 78.233 + 0.5) * 43758.5453
     result: Floats = 0.5 + (raw - np.floor(raw))
@@ -191,12 +188,7 @@ def _colour(kind: int, number: NDArray[np.int64]) -> Floats:
 
 
 def find_order(
-    symmetry: Symmetry,
-    plan: Plan,
-    slices: Floats,
-    gauged: Gauged,
-    last: Sequence[NDArray[np.bool_]],
-    notes: list[str],
+    symmetry: Symmetry, plan: Plan, slices: Floats, gauged: Gauged, last: Sequence[Bools], notes: list[str]
 ) -> Ints:
     """Sort units within cells, and blocks, by keys that no other permutation changes.
 
@@ -205,70 +197,67 @@ def find_order(
         plan: The symmetry's.
         slices: Sums of squares at each position, under the scales.
         gauged: The weights under scales and signs.
-        last: For each type, which units come after all others.
+        last: For each orbit, which units come after all others.
         notes: What could not be sorted is added.
 
     Returns:
         The permutation. Shape (units,).
     """
     structure = symmetry.structure
-    inside = {int(unit) for cell in structure.dense for unit in cell}
-    joint = joint_sums(symmetry, plan, slices)
     ranks = [np.zeros(len(units), np.int64) for units in structure.orbits]
     sortable = [
         index
         for index, units in enumerate(structure.orbits)
-        if structure.movable[index] and len(units) > 1 and int(units[0]) not in inside
+        if structure.movable[index] and len(units) > 1 and structure.cell_of[units[0]] < 0
     ]
-
-    def tied(index: int) -> bool:
-        alone = not any(np.isin(structure.orbits[index], blocks).any() for blocks in structure.blocks)
-        cells = structure.cells[index] * len(ranks[index]) if alone else 0
-        return len(np.unique(ranks[index] + cells)) < len(ranks[index])
-
+    joint = joint_sums(symmetry, plan, slices)
     for index in sortable:
-        columns, units = structure.columns[index], structure.orbits[index]
+        columns, first = structure.columns[index], plan.first[index]
         own = slices[columns] * plan.parameter[columns]
-        first = plan.first[index]
-        ranks[index] = _refine(ranks[index], -last[index].astype(np.float64))
-        ranks[index] = _refine(ranks[index], own[:, first].sum(1))
-        ranks[index] = _refine(ranks[index], own[:, ~first].sum(1) + joint[units])
-        for column in range(columns.shape[1]):
-            if not tied(index):
-                break
-            ranks[index] = _refine(ranks[index], own[:, column])
-    left = [index for index in sortable if tied(index)]
-    for powers in (3, 1):
+        others = own[:, ~first].sum(1) + joint[structure.orbits[index]]
+        for key in (-last[index].astype(np.float64), own[:, first].sum(1), others):
+            ranks[index] = _refine(ranks[index], key)
+        for column in own.T:
+            if _tied(structure, ranks, index):
+                ranks[index] = _refine(ranks[index], column)
+    left = [index for index in sortable if _tied(structure, ranks, index)]
+    for power, coloured in ((3, False), (1, False), (1, True), (1, True), (1, True)):
+        if coloured:
+            left = [index for index in left if _tied(structure, ranks, index)]
         for index in left:
-            _by_entries(symmetry, plan, gauged, ranks, index, powers, coloured=False)
-    for _ in range(3):
-        left = [index for index in left if tied(index)]
-        for index in left:
-            _by_entries(symmetry, plan, gauged, ranks, index, 1, coloured=True)
+            _by_entries(symmetry, plan, gauged, ranks, index, power, coloured=coloured)
     for index in left:
-        if tied(index):
+        if _tied(structure, ranks, index):
             notes.append(f"units of {symmetry.groups[index].name} that no key tells apart keep their order")
+    return _sorted(structure, ranks, sortable)
 
-    permutation = np.arange(symmetry.units)
+
+def _tied(structure: Structure, ranks: Sequence[Ints], index: int) -> bool:
+    """Return whether two units of an orbit have one rank: in one cell, or in one block that may be any."""
+    alone = not any(np.isin(structure.orbits[index], blocks).any() for blocks in structure.blocks)
+    cells = structure.cells[index] * len(ranks[index]) if alone else 0
+    return len(np.unique(ranks[index] + cells)) < len(ranks[index])
+
+
+def _sorted(structure: Structure, ranks: Sequence[Ints], sortable: Sequence[int]) -> Ints:
+    """Return the permutation that sorts units within cells, and then blocks, by rank."""
+    permutation = np.arange(structure.units)
+    rank_of = np.zeros(structure.units, np.int64)
+    for units, own in zip(structure.orbits, ranks, strict=True):
+        rank_of[units] = own
     for index in sortable:
         units, cells = structure.orbits[index], structure.cells[index]
-        start = np.lexsort((np.arange(len(units)), cells))
-        permutation[units[start]] = units[np.lexsort((np.arange(len(units)), ranks[index], cells))]
-    rank_of = np.zeros(symmetry.units, np.int64)
-    for index, units in enumerate(structure.orbits):
-        rank_of[units] = ranks[index]
+        permutation[units[np.argsort(cells, kind="stable")]] = units[np.lexsort((ranks[index], cells))]
     for blocks in structure.blocks:
-        keys = rank_of[permutation[blocks]]
-        order = np.lexsort(keys.T[::-1])
-        within = permutation.copy()
-        permutation[blocks] = within[blocks[order]]
+        order = np.lexsort(rank_of[permutation[blocks]].T[::-1])
+        permutation[blocks] = permutation[blocks[order]]
     return permutation
 
 
 def _by_entries(
     symmetry: Symmetry, plan: Plan, gauged: Gauged, ranks: list[Ints], index: int, power: int, *, coloured: bool
 ) -> None:
-    """Refine the ranks of one type by sums over the entries of each unit's slices.
+    """Refine the ranks of one orbit by sums over the entries of each unit's slices.
 
     Coloured, an entry's weight in the sum depends on where it stands on the other axes: on the position if its unit is
     fixed, and on the rank of its unit otherwise.
@@ -278,24 +267,21 @@ def _by_entries(
     colour = np.ones(plan.total)
     if coloured:
         for number, slot in enumerate(plan.slots):
-            colour[plan.at(slot)] = _colour(number, np.arange(slot.size))
-        for kind in range(len(structure.orbits)):
-            if structure.movable[kind]:
-                for place, positions in enumerate(structure.columns[kind].T):
-                    colour[positions] = _colour(1000 + 37 * kind + place, ranks[kind])
-    names = dict.fromkeys(plan.slots[plan.slot_of[p]].tensor for p in columns[0])
-    for name in names:
+            colour[slot.rows] = _colour(number, np.arange(slot.size))
+        for kind in np.flatnonzero(structure.movable).tolist():
+            for place, positions in enumerate(structure.columns[kind].T):
+                colour[positions] = _colour(1000 + 37 * kind + place, ranks[kind])
+    for name in dict.fromkeys(plan.slots[number].tensor for number in plan.slot_of[columns[0]]):
         value = gauged.weight(name) ** power
         for slot in gauged.slots[name]:
-            mine = [c for c in range(columns.shape[1]) if plan.slots[plan.slot_of[columns[0, c]]] is slot]
+            mine = [column for column in columns.T if plan.slots[plan.slot_of[column[0]]] is slot]
             if not mine:
                 continue
             weight = value
             for other in gauged.slots[name]:
                 if other is not slot and len(other.axes) == 1:
-                    weight = weight * gauged.spread(colour, other, value.ndim)
+                    weight = weight * _spread(colour, other, value.ndim)
             sums = np.moveaxis(weight, slot.axes[0], 0).reshape(slot.size, -1)
             total, size = sums.sum(1), abs(sums).sum(1)
             for column in mine:
-                at = columns[:, column] - slot.offset
-                ranks[index] = _refine(ranks[index], total[at], size[at])
+                ranks[index] = _refine(ranks[index], total[column - slot.offset], size[column - slot.offset])

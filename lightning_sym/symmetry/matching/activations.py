@@ -10,12 +10,19 @@ from torch import Tensor, nn
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
-from lightning_sym.symmetry.matching.assignment_costs import Chosen, Gain, Tables, matched_groups, within_cells
-from lightning_sym.symmetry.matching.balanced import balanced, check_networks
-from lightning_sym.symmetry.matching.coordinate_descent import Descent, best_blocks, block_systems
-from lightning_sym.symmetry.matching.magnitudes import refined
+from lightning_sym.symmetry.matching.assignment_costs import (
+    Chosen,
+    Gain,
+    MatchingGroup,
+    Tables,
+    matched_groups,
+    within_cells,
+)
+from lightning_sym.symmetry.matching.balanced import check_networks, comparable
+from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent, best_blocks, block_systems
 from lightning_sym.symmetry.matching.weights import Match, match_of
 from lightning_sym.symmetry.tracing.capture import evaluating
+from lightning_sym.symmetry.watching import watched
 
 
 class ActivationMoments:
@@ -57,14 +64,12 @@ class ActivationMoments:
             visible = symmetry.generators_at(tap)[1]
             self.visible_signs[group.name] = tuple(k for k, own in enumerate(signs.T) if visible.keys() & set(own))
         self.places = {name: tap.name for name, (tap, _, _) in self._watched.items()}
-        device = device_of(a)
+        zero = torch.zeros((), dtype=wide(device_of(a)), device=device_of(a))
         self._sums: dict[str, dict[str, Tensor]] = {}
         for name, (_, _, positions) in self._watched.items():
             size = len(positions)
-            shapes = {"n": (), **dict.fromkeys(("x", "y", "xx", "yy"), (size,)), "xy": (size, size)}
-            self._sums[name] = {
-                key: torch.zeros(shape, dtype=wide(device), device=device) for key, shape in shapes.items()
-            }
+            vectors = {key: zero.new_zeros(size) for key in ("x", "y", "xx", "yy")}
+            self._sums[name] = {"n": zero.clone(), **vectors, "xy": zero.new_zeros(size, size)}
 
     @property
     def samples(self) -> dict[str, int]:
@@ -101,27 +106,15 @@ class ActivationMoments:
 
     def _watch(self, network: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """Return the activations of each group. Each of shape (samples, size)."""
-        found: dict[str, Tensor] = {}
-        calls: dict[str, int] = {}
-        modules = dict(network.named_modules())
-        handles = []
-        for name, (tap, axis, positions) in self._watched.items():
 
-            def keep(module: nn.Module, args: Any, output: Any, own: Any = (name, tap.call, axis, positions)) -> None:
-                name, call, axis, positions = own
-                calls[name] = calls.get(name, -1) + 1
-                if calls[name] == call:
-                    values = output.detach().movedim(axis, -1)
-                    found[name] = values.reshape(-1, values.shape[-1])[:, positions.to(values.device)].clone()
+        def keep(name: str, values: Tensor) -> Tensor:
+            _, axis, positions = self._watched[name]
+            values = values.movedim(axis, -1)
+            return values.reshape(-1, values.shape[-1])[:, positions.to(values.device)]
 
-            handles.append(modules[tap.module].register_forward_hook(keep))
-        try:
-            with torch.no_grad(), evaluating(network):
-                network(images.to(device_of(network)))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found
+        taps = {name: tap for name, (tap, _, _) in self._watched.items()}
+        with torch.no_grad(), evaluating(network):
+            return watched(network, taps, lambda: network(images.to(device_of(network))), keep)
 
     def reduce(self) -> None:
         """Replace the sums by those over all ranks (`torch.distributed`); to be called once, on every rank."""
@@ -248,25 +241,18 @@ def activation_matching(
     where = device_of(a)
     with torch.no_grad():
         groups = matched_groups(symmetry)
-        gains: dict[int, Gain] = {}  # by the group's number
-        for group, axis_group in zip(groups, symmetry.groups, strict=True):
-            if axis_group.name in moments._sums and not group.dense:
-                name = axis_group.name
-                table = moments.correlation(name) if measure == "correlation" else moments.product(name)
-                # Of several signs that show in one place any one will do; a unit's own is the more exact choice.
-                visible = [k for k in (*group.free, *group.shared) if k in moments.visible_signs.get(name, ())]
-                gains[group.index] = Gain({tuple(visible[:1] if signs else ()): table}, signs, group.shared)
+        gains = {
+            group.index: _gain(moments, group, axis_group.name, measure, signs)
+            for group, axis_group in zip(groups, symmetry.groups, strict=True)
+            if axis_group.name in moments.places and not group.dense
+        }
         tables = {index: Tables(gain) for index, gain in gains.items()}
         chosen: dict[int, Chosen] = {}
         for system in block_systems(symmetry, groups):
-            if all(group.index in tables for group, _ in system.kinds):
+            if system.groups.keys() <= tables.keys():
                 chosen.update(best_blocks(system, tables, {})[1])
         chosen |= {index: within_cells(groups[index], own) for index, own in tables.items() if index not in chosen}
-        left, right = symmetry.identity(), symmetry.identity()
-        target, source = a, b
-        if scales and balance:
-            target, left = balanced(symmetry, a)
-            source, right = balanced(symmetry, b)
+        target, source, back = comparable(symmetry, a, b, balance=scales and balance)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
         descent.restart(descent.element_of(chosen))
         undecided = {}
@@ -278,10 +264,17 @@ def activation_matching(
         descent.hold(undecided, {i: {k for pattern in gain.parts for k in pattern} for i, gain in gains.items()})
         if signs:
             descent.improve_signs()
-        descent.run(torch.Generator().manual_seed(seed), 100, lambda sweep, objective: None)
-        element = symmetry.compose(symmetry.inverse(left), symmetry.compose(descent.element, right))
-        if scales and refine:
-            element = refined(symmetry, a, b, element, where)
+        for _ in descent.sweeps(torch.Generator().manual_seed(seed), 100):
+            pass
         identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in gains}
         before, after = (sum(gain.of(own[i]) for i, gain in gains.items()) for own in (identity, chosen))
-        return match_of(symmetry, a, b, element, (before, after), 1, (after,), "activations")
+        found = Descended(back(descent.element), (before, after), 1, (after,))
+        return match_of(symmetry, a, b, found, "activations", refine=where if scales and refine else None)
+
+
+def _gain(moments: ActivationMoments, group: MatchingGroup, name: str, measure: str, signs: bool) -> Gain:
+    """Return what is won where a group's units change places, by their activations."""
+    table = moments.correlation(name) if measure == "correlation" else moments.product(name)
+    # Of several signs that show in one place any one will do; a unit's own is the more exact choice.
+    visible = [k for k in (*group.free, *group.shared) if k in moments.visible_signs[name]]
+    return Gain({tuple(visible[:1] if signs else ()): table}, signs, group.shared)

@@ -13,12 +13,14 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from lightning_sym.symmetry.action import odd
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -99,28 +101,33 @@ class MatchingGroup:
     quadratic: bool
 
 
+def flips(structure: Structure) -> sparse.csr_matrix:
+    """Return where each generator of signs flips what stands there: 1 at (position of all slots, generator)."""
+    matrix = structure.signs.tocsr(copy=True)
+    matrix.data = odd(matrix.data).astype(np.float64)
+    matrix.eliminate_zeros()
+    return matrix
+
+
 class _Places:
     """Which unit stands at each position of all slots, and which generators of signs act there."""
 
     def __init__(self, symmetry: Symmetry) -> None:
         structure = symmetry.structure
-        self.matrix = structure.signs.tocsr()
-        self.by_generator = self.matrix.tocsc()
+        self.flips = flips(structure)
+        self.by_generator = self.flips.tocsc()
         self.joint_slots = [slot for slot in structure.slots if len(slot.axes) == 2]
         self.offset = {(slot.tensor, slot.axes): slot.offset for slot in structure.slots}
-        self.unit_at = np.full(self.matrix.shape[0], -1)
-        for slot in structure.slots:
-            self.unit_at[slot.offset : slot.offset + slot.size] = slot.unit.ravel()
+        self.unit_at = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in structure.slots)])
         self.type_of_unit = np.full(structure.units, -1)
         for index, units in enumerate(structure.orbits):
             self.type_of_unit[units] = index
         # The first and the last unit on which each generator acts.
-        entries = self.matrix.tocoo()
-        odd = np.mod(np.rint(entries.data), 2) == 1
-        self.first = np.full(self.matrix.shape[1], structure.units)
-        self.last = np.full(self.matrix.shape[1], -1)
-        np.minimum.at(self.first, entries.col[odd], self.unit_at[entries.row[odd]])
-        np.maximum.at(self.last, entries.col[odd], self.unit_at[entries.row[odd]])
+        entries = self.flips.tocoo()
+        self.first = np.full(self.flips.shape[1], structure.units)
+        self.last = np.full(self.flips.shape[1], -1)
+        np.minimum.at(self.first, entries.col, self.unit_at[entries.row])
+        np.maximum.at(self.last, entries.col, self.unit_at[entries.row])
         # A depthwise weight has two labels on its rows: the one of the second axis adds its signs.
         self.second_label: dict[int, int] = {}
         for slot in self.joint_slots:
@@ -141,12 +148,11 @@ class _Places:
 
     def pattern(self, position: int, generators: Ints, columns: tuple[int, ...]) -> Pattern:
         """Return in which of the columns the generators (one per column) of a position's unit act on it."""
-        odd: set[int] = set()
+        acting: set[int] = set()
         for place in (position, self.second_label.get(position, -1)):
             if place >= 0:
-                row = slice(self.matrix.indptr[place], self.matrix.indptr[place + 1])
-                odd ^= set(self.matrix.indices[row][np.mod(np.rint(self.matrix.data[row]), 2) == 1].tolist())
-        return tuple(k for k in columns if int(generators[k]) in odd)
+                acting ^= set(self.flips.indices[self.flips.indptr[place] : self.flips.indptr[place + 1]].tolist())
+        return tuple(k for k in columns if int(generators[k]) in acting)
 
 
 def matched_groups(symmetry: Symmetry) -> list[MatchingGroup]:

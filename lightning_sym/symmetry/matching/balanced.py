@@ -1,6 +1,7 @@
 """What matching starts from: checked networks, in the balanced gauge, as tensors of one dtype."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lightning_sym._distributed import wide
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.elements import Element
@@ -38,6 +40,20 @@ def balanced(symmetry: Symmetry, network: nn.Module) -> tuple[nn.Module, Element
     return form.network, form.element
 
 
+def comparable(
+    symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool
+) -> tuple[nn.Module, nn.Module, Callable[[Element], Element]]:
+    """Return two networks as they are compared: balanced, or as they are.
+
+    Returns:
+        Both, and a function: of an element for the second as it is compared it makes one for ``b`` as it is.
+    """
+    if not balance:
+        return a, b, lambda element: element
+    (target, left), (source, right) = (balanced(symmetry, network) for network in (a, b))
+    return target, source, lambda element: symmetry.compose(symmetry.inverse(left), symmetry.compose(element, right))
+
+
 def working(
     network: nn.Module, symmetry: Symmetry, device: torch.device, like: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
@@ -54,6 +70,12 @@ def working(
 def inner(one: Tensor, two: Tensor) -> float:
     """Return the inner product of two tensors of one shape and dtype."""
     return float(torch.dot(one.reshape(-1), two.reshape(-1)))
+
+
+def squared_distance(ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]) -> float:
+    """Return the squared Euclidean distance of tensors to those of the same names, which may be on another device."""
+    pairs = ((one, twos[name].to(one)) for name, one in ones.items())
+    return math.fsum(float((one - two).square().sum(dtype=wide(one.device))) for one, two in pairs)
 
 
 def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:

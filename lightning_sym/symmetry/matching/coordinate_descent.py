@@ -2,17 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import Progress
+from scipy import sparse
 from torch import Tensor, nn
 
-from lightning_sym._distributed import ranks
+from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
@@ -25,6 +25,7 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     Pattern,
     Tables,
     best_assignment,
+    flips,
     matched_groups,
     stacked,
     within_cells,
@@ -48,21 +49,26 @@ class Blocks:
     kinds: list[tuple[MatchingGroup, Ints]]
     count: int
 
+    @property
+    def groups(self) -> dict[int, MatchingGroup]:
+        """The groups by their numbers."""
+        return {group.index: group for group, _ in self.kinds}
+
 
 def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Blocks]:
     """Return the symmetry's systems of blocks."""
     structure = symmetry.structure
-    type_of, cell_of = np.zeros(structure.units, np.int64), np.zeros(structure.units, np.int64)
+    orbit_and_cell = np.zeros((structure.units, 2), np.int64)
     for group in groups:
-        type_of[group.units] = group.index
-        cell_of[group.units] = structure.cells[group.index]
+        orbit_and_cell[group.units, 0] = group.index
+        orbit_and_cell[group.units, 1] = structure.cells[group.index]
     systems = []
     for table in structure.blocks:
-        keys = [(int(type_of[u]), int(cell_of[u])) for u in table[0]]
+        keys = [tuple(pair) for pair in orbit_and_cell[table[0]].tolist()]
         kinds = []
         for key in dict.fromkeys(keys):
-            members = table[:, [i for i, other in enumerate(keys) if other == key]]
             group = groups[key[0]]
+            members = table[:, [other == key for other in keys]]
             kinds.append((group, np.searchsorted(group.units, members)))
         systems.append(Blocks(kinds, len(table)))
     return systems
@@ -145,8 +151,10 @@ class Descent:
         for cell_index, cell in enumerate(symmetry.structure.dense):
             owner = next(g.index for g in self.groups if np.isin(cell[0], g.units))
             self._dense_cells.setdefault(owner, []).append(cell_index)
+        # By group, those whose gains change with its units' places: its own, too, if it stands on two axes at once.
         self._neighbours = {
-            g.index: {h.index for h in self.groups if h.index != g.index and h.tensors & g.tensors} for g in self.groups
+            g.index: {h.index for h in self.groups if h.tensors & g.tensors and (h is not g or g.quadratic)}
+            for g in self.groups
         }
 
     def _product(self, name: str, tensor: Tensor) -> float:
@@ -177,7 +185,7 @@ class Descent:
         self._held = {index for index, free in cells.items() if not free}
         for index, free in cells.items():
             self.groups[index] = replace(self.groups[index], cells=free)
-        self.systems = [s for s in self.systems if not any(group.index in cells for group, _ in s.kinds)]
+        self.systems = [s for s in self.systems if not cells.keys() & s.groups.keys()]
         self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
@@ -253,12 +261,12 @@ class Descent:
 
     def _improve_blocks(self, system: Blocks) -> bool:
         """Let blocks change places, their members in the best order."""
-        involved = {group.index: group for group, _ in system.kinds}
-        gains = {index: self.gain(group) for index, group in involved.items()}
+        groups = system.groups
+        gains = {index: self.gain(group) for index, group in groups.items()}
         if not all(gain.parts for gain in gains.values()):
             return False
-        tables = {i: Tables(gain) for i, gain in gains.items() if not involved[i].dense}
-        raw = {i: g.parts[()] for i, g in gains.items() if involved[i].dense}
+        tables = {i: Tables(gain) for i, gain in gains.items() if not groups[i].dense}
+        raw = {i: g.parts[()] for i, g in gains.items() if groups[i].dense}
         order, chosen = best_blocks(system, tables, raw)
         if np.array_equal(order, np.arange(system.count)):
             return False
@@ -271,7 +279,7 @@ class Descent:
                     cell = int(self.symmetry.structure.cell_of[units[0]])
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
                     dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
-        tensors = frozenset().union(*(group.tensors for group in involved.values()))
+        tensors = frozenset().union(*(group.tensors for group in groups.values()))
         return self._try(replace(element, dense=tuple(dense)), tensors)
 
     def improve_signs(self) -> bool:
@@ -285,31 +293,27 @@ class Descent:
                     continue
                 names, slopes = self._slopes(table[:, k])
                 flipped = np.unique(table[slopes < 0, k])
-                if not len(flipped):
-                    continue
-                element = self.symmetry.identity()
-                element.sign[torch.from_numpy(flipped)] = -1.0
-                if self._try(element, names):
+                if self._flip(flipped, names):
                     improved = True
                     continue
                 # Those that act on common entries: one by one.
-                for generator in flipped:
-                    element = self.symmetry.identity()
-                    element.sign[int(generator)] = -1.0
-                    improved |= self._try(element, names)
+                for generator in flipped[:, None]:
+                    improved |= self._flip(generator, names)
         return improved
 
+    def _flip(self, generators: Ints, tensors: Iterable[str]) -> bool:
+        element = self.symmetry.identity()
+        element.sign[torch.from_numpy(generators)] = -1.0
+        return self._try(element, tensors)
+
     @cached_property
-    def sign_columns(self) -> Any:
-        """Where each generator of signs acts: sparse (positions of all slots, generators), modulo 2, by columns."""
-        matrix = self.symmetry.structure.signs.copy().tocsc()
-        matrix.data = np.mod(np.rint(matrix.data), 2)
-        matrix.eliminate_zeros()
-        return matrix
+    def flips(self) -> sparse.csc_matrix:
+        """Where each generator of signs flips what stands there, by columns; see :func:`flips`."""
+        return flips(self.symmetry.structure).tocsc()
 
     def _slopes(self, generators: Ints) -> tuple[list[str], Floats]:
         """Return the tensors on which generators act, and the inner products there, by generator."""
-        acting = self.sign_columns[:, generators]
+        acting = self.flips[:, generators]
         rows = np.unique(acting.indices)
         slopes = np.zeros(len(generators))
         names = []
@@ -319,70 +323,53 @@ class Descent:
                 continue
             names.append(slot.tensor)
             products = along(self.target[slot.tensor] * self.current[slot.tensor], slot.axes)
-            slopes += acting[slot.offset : slot.offset + slot.size].T @ products.reshape(-1)
+            slopes += acting[slot.rows].T @ products.reshape(-1)
         return list(dict.fromkeys(names)), slopes
 
     # Sweeps.
 
-    def run(self, generator: torch.Generator, max_sweeps: int, report: Callable[[int, float], None]) -> list[float]:
+    def sweeps(self, generator: torch.Generator, most: int) -> Iterator[float]:
         """Sweep over all groups until nothing improves.
 
         Args:
             generator: Generator for the order of groups.
-            max_sweeps: Most sweeps.
-            report: Called with the number of each sweep and the objective after it.
+            most: Most sweeps.
 
-        Returns:
-            The objective before the first and after each sweep.
+        Yields:
+            The objective after each sweep.
         """
-        history = [self.objective]
         able = {g.index for g in self.groups if g.movable or g.free or g.shared} - self._held
         dirty = set(able)
-        block_dirty = set(range(len(self.systems)))
+        dirty_systems = set(range(len(self.systems)))
         loose = self.signs and any(
             len(g.free) + len(g.shared) < self.symmetry.structure.sign_table[g.index].shape[1]
             for g in self.groups
             if not g.dense
         )
-        sweeps = 0
 
-        def touched(indices: Iterable[int]) -> None:
-            for index in indices:
-                dirty.update(self._neighbours[index] & able)
-                if self.groups[index].quadratic and index in able:
-                    dirty.add(index)
-            for number, system in enumerate(self.systems):
-                kinds = {group.index for group, _ in system.kinds}
-                if any(i in kinds or self._neighbours[i] & kinds for i in indices):
-                    block_dirty.add(number)
+        def touch(indices: set[int]) -> None:
+            near = set().union(*(self._neighbours[index] for index in indices))
+            dirty.update(near & able)
+            dirty_systems.update(n for n, system in enumerate(self.systems) if (near | indices) & set(system.groups))
 
-        while sweeps < max_sweeps and (dirty or block_dirty):
-            sweeps += 1
-            improved = False
-            for number in sorted(block_dirty):
-                block_dirty.discard(number)
+        for _ in range(most):
+            if not (dirty or dirty_systems):
+                return
+            for number in sorted(dirty_systems):
+                dirty_systems.discard(number)
                 if self._improve_blocks(self.systems[number]):
-                    improved = True
-                    kinds = {group.index for group, _ in self.systems[number].kinds}
-                    touched(kinds)
-                    dirty.update(kinds & able)
+                    touch(set(self.systems[number].groups))
+                    dirty.update(able & set(self.systems[number].groups))
             order = torch.randperm(len(self.groups), generator=generator).tolist()
             # Rotations last: they would spoil what assignments can still recognise.
             for index in sorted(order, key=lambda index: self.groups[index].dense):
-                if index not in dirty:
-                    continue
-                dirty.discard(index)
-                if self._improve_group(self.groups[index]):
-                    improved = True
-                    touched([index])
+                if index in dirty:
+                    dirty.discard(index)
+                    if self._improve_group(self.groups[index]):
+                        touch({index})
             if loose and self.improve_signs():
-                improved = True
                 dirty.update(able)
-            history.append(self.objective)
-            report(sweeps, history[-1])
-            if not improved:
-                break
-        return history
+            yield self.objective
 
 
 @dataclass(frozen=True)
@@ -413,9 +400,9 @@ def descend(
 ) -> Descended:
     """Descend several times; the arguments are those of :func:`lightning_sym.symmetry.weight_matching`."""
     symmetry = descent.symmetry
-    best: tuple[Element, list[float]] | None = None
-    objectives = []
-    with _bar(progress, restarts, max_sweeps) as report:
+    histories: list[tuple[Element, list[float]]] = []
+    with Progress(disable=not progress or rank() > 0) as bar:
+        task = bar.add_task("matching", total=restarts * max_sweeps)
         for number in range(restarts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             start = symmetry.identity()
@@ -425,36 +412,13 @@ def descend(
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)
-            history = descent.run(generator, max_sweeps, report(number))
-            objectives.append(history[-1])
-            if best is None or history[-1] > best[1][-1]:
-                best = descent.element, history
-    assert best is not None
-    element, history = best
-    return Descended(element, tuple(history), len(history) - 1, tuple(objectives))
-
-
-@contextmanager
-def _bar(progress: bool, restarts: int, max_sweeps: int) -> Iterator[Callable[[int], Callable[[int, float], None]]]:
-    """Show a progress bar.
-
-    Yields:
-        What makes of a restart's number the function to call with each sweep's number and objective.
-    """
-    if not progress or (ranks() > 1 and torch.distributed.get_rank() != 0):
-        yield lambda number: lambda sweep, objective: None
-        return
-    from rich.progress import Progress
-
-    with Progress() as bar:
-        task = bar.add_task("matching", total=restarts * max_sweeps)
-
-        def report(number: int) -> Callable[[int, float], None]:
-            def show(sweep: int, objective: float) -> None:
+            history = [descent.objective]
+            for objective in descent.sweeps(generator, max_sweeps):
+                history.append(objective)
+                sweep = len(history) - 1
                 text = f"matching: restart {number + 1}, sweep {sweep}, objective {objective:.6g}"
                 bar.update(task, completed=number * max_sweeps + sweep, description=text)
-
-            return show
-
-        yield report
+            histories.append((descent.element, history))
         bar.update(task, completed=restarts * max_sweeps)
+    element, history = max(histories, key=lambda found: found[1][-1])
+    return Descended(element, tuple(history), len(history) - 1, tuple(history[-1] for _, history in histories))

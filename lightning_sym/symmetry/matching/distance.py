@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import device_of, wide
+from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
-from lightning_sym.symmetry.matching.balanced import balanced, check_networks
+from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 
 
@@ -80,13 +80,10 @@ def orbit_distance(
     check_networks(symmetry, a=a, b=b)
     where = torch.device(device) if device is not None else device_of(a)
     with torch.no_grad():
-        if balance:
-            a, b = (balanced(symmetry, network)[0] for network in (a, b))
-        descent = Descent(symmetry, a, b, signs=signs, device=where)
+        descent = Descent(symmetry, *comparable(symmetry, a, b, balance=balance)[:2], signs=signs, device=where)
         descent.restart(descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps).element)
         # Subtracted, not computed from inner products: near 0 these cancel.
-        pairs = [(tensor, descent.current[name]) for name, tensor in descent.target.items()]
-        upper = math.sqrt(sum(float((one - two).square().sum(dtype=wide(where))) for one, two in pairs))
+        upper = math.sqrt(squared_distance(descent.target, descent.current))
         return OrbitDistance(upper, min(lower_bound(descent), upper))
 
 
@@ -103,12 +100,8 @@ def lower_bound(descent: Descent) -> float:
     for group in descent.groups:
         for name in group.tensors:
             owners.setdefault(name, []).append(group)
-    begins = descent.sign_columns.tocsr().indptr
-    signed = {
-        slot.tensor
-        for slot in structure.slots
-        if descent.signs and begins[slot.offset] < begins[slot.offset + slot.size]
-    }
+    flips = descent.flips.tocsr()
+    signed = {slot.tensor for slot in structure.slots if descent.signs and flips[slot.rows].nnz}
     # What these biases take up of signs may bring them anywhere.
     anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
     joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}

@@ -1,7 +1,6 @@
 """Magnitudes that bring one network as near as possible to another, given which unit comes to which place."""
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,13 +8,11 @@ import torch
 from scipy import sparse
 from torch import Tensor, nn
 
-from lightning_sym._distributed import wide
 from lightning_sym._linear_algebra import best_scales
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import Floats, Ints
-from lightning_sym.symmetry.matching.balanced import along, working
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.matching.balanced import along, squared_distance, working
 
 
 def refined(
@@ -41,75 +38,22 @@ def refined(
         The element with other magnitudes and shifts.
     """
     element = _shifted(symmetry, a, b, element)
-    structure = symmetry.structure
-    dense = {int(unit) for cell in structure.dense for unit in cell}
-    columns = [
-        np.unique(table[:, k])
-        for units, table in zip(structure.orbits, structure.scale_table, strict=True)
-        for k in range(table.shape[1])
-        if int(units[0]) not in dense
-    ]
-    if not columns:
-        return element
     target = working(a, symmetry, device)
     begin = symmetry.act_on(element, working(b, symmetry, device, like=target))
-    current = dict(begin)
-    plans = _scale_plans(symmetry, columns, current)
-    cross: dict[int, Floats] = {}
-    own: dict[int, Floats] = {}
-    by_tensor: dict[str, list[int]] = {}
-    for number in sorted({number for plan in plans for number, _, _ in plan.parts}):
-        by_tensor.setdefault(structure.slots[number].tensor, []).append(number)
-
-    def measure(names: Iterable[str]) -> None:
-        for name in names:
-            products, squares = target[name] * current[name], current[name].square()
-            for number in by_tensor[name]:
-                axes = structure.slots[number].axes
-                cross[number], own[number] = (along(t, axes).reshape(-1) for t in (products, squares))
-
-    def distance(tensors: Mapping[str, Tensor]) -> float:
-        return math.fsum(float((target[n] - t).square().sum(dtype=wide(t.device))) for n, t in tensors.items())
-
-    measure(by_tensor)
-    total = np.zeros(symmetry.scales)
-    whole = distance({name: current[name] for name in by_tensor})
+    plans = _scale_plans(symmetry, begin)
+    if not plans:
+        return element
+    descent = _MagnitudeDescent(symmetry, target, begin, plans)
+    whole = descent.distance(descent.numbers)
     for _ in range(sweeps):
-        won = 0.0
-        for plan in plans:
-            p, q, r, s = np.zeros((4, len(plan.column)))
-            for number, plus, minus in plan.parts:
-                p += plus @ cross[number]
-                q += plus @ own[number]
-                r += minus @ cross[number]
-                s += minus @ own[number]
-            step = best_factors(p, q, r, s)
-            names = list(dict.fromkeys(structure.slots[number].tensor for number, _, _ in plan.parts))
-            for damping in (1.0, 0.5, 0.25) if plan.coupled else (1.0,):
-                if not np.any(np.abs(step) > 1e-15):
-                    break
-                f = np.exp(step * damping)
-                gain = float(np.sum(-2 * p * (1 - f) + q * (1 - f**2) - 2 * r * (1 - 1 / f) + s * (1 - f**-2.0)))
-                if not plan.coupled and gain <= 0:
-                    break
-                move = symmetry.identity()
-                move.log_scale[torch.from_numpy(plan.column)] = torch.from_numpy(step * damping)
-                moved = symmetry.act_on(move, {name: current[name] for name in names})
-                if plan.coupled:
-                    gain = distance({name: current[name] for name in names}) - distance(moved)
-                if gain > 0:
-                    current.update(moved)
-                    measure(names)
-                    total[plan.column] += step * damping
-                    won += gain
-                    break
+        won = sum(descent.improve(plan) for plan in plans)
         whole -= won
         if won <= 1e-4 * whole:
             break
     # Rounding of single precision could have made it worse.
-    if not distance(current) < distance(begin):
+    if not squared_distance(descent.current, target) < squared_distance(begin, target):
         return element
-    return symmetry.compose(replace(symmetry.identity(), log_scale=torch.from_numpy(total)), element)
+    return symmetry.compose(replace(symmetry.identity(), log_scale=torch.from_numpy(descent.log_scale)), element)
 
 
 @dataclass(frozen=True)
@@ -128,29 +72,100 @@ class _Plan:
     coupled: bool
 
 
-def _scale_plans(symmetry: Symmetry, columns: list[Ints], tensors: Mapping[str, Tensor]) -> list[_Plan]:
+class _MagnitudeDescent:
+    """The moved network while its magnitudes change.
+
+    Args:
+        symmetry: The symmetry of the architecture.
+        target: The reference's parameters, by name.
+        begin: Those of the moved network.
+        plans: What may change.
+
+    Attributes:
+        current: The moved network's parameters by now.
+        log_scale: What has changed. Shape (generators,).
+        numbers: The numbers of the slots where something may change, by the tensors' names.
+    """
+
+    def __init__(
+        self, symmetry: Symmetry, target: Mapping[str, Tensor], begin: Mapping[str, Tensor], plans: Sequence[_Plan]
+    ) -> None:
+        self.symmetry, self.target, self.current = symmetry, target, dict(begin)
+        self.log_scale = np.zeros(symmetry.scales)
+        self.numbers: dict[str, list[int]] = {}
+        for number in sorted({number for plan in plans for number, _, _ in plan.parts}):
+            self.numbers.setdefault(symmetry.structure.slots[number].tensor, []).append(number)
+        self._cross: dict[int, Floats] = {}
+        self._own: dict[int, Floats] = {}
+        self._measure(self.numbers)
+
+    def distance(self, names: Iterable[str]) -> float:
+        """Return the squared distance of some parameters to the reference's."""
+        return squared_distance({name: self.current[name] for name in names}, self.target)
+
+    def _measure(self, names: Iterable[str]) -> None:
+        for name in names:
+            products, squares = self.target[name] * self.current[name], self.current[name].square()
+            for number in self.numbers[name]:
+                axes = self.symmetry.structure.slots[number].axes
+                self._cross[number], self._own[number] = (along(t, axes).reshape(-1) for t in (products, squares))
+
+    def improve(self, plan: _Plan) -> float:
+        """Change the generators of a plan, if that is an improvement.
+
+        Returns:
+            By how much the squared distance has fallen.
+        """
+        p, q, r, s = np.zeros((4, len(plan.column)))
+        for number, plus, minus in plan.parts:
+            p += plus @ self._cross[number]
+            q += plus @ self._own[number]
+            r += minus @ self._cross[number]
+            s += minus @ self._own[number]
+        step = best_factors(p, q, r, s)
+        names = list(dict.fromkeys(self.symmetry.structure.slots[number].tensor for number, _, _ in plan.parts))
+        for damping in (1.0, 0.5, 0.25) if plan.coupled else (1.0,):
+            if not np.any(np.abs(step) > 1e-15):
+                break
+            f = np.exp(step * damping)
+            gain = float(np.sum(-2 * p * (1 - f) + q * (1 - f**2) - 2 * r * (1 - 1 / f) + s * (1 - f**-2.0)))
+            if not plan.coupled and gain <= 0:
+                break
+            move = self.symmetry.identity()
+            move.log_scale[torch.from_numpy(plan.column)] = torch.from_numpy(step * damping)
+            moved = self.symmetry.act_on(move, {name: self.current[name] for name in names})
+            if plan.coupled:
+                gain = self.distance(names) - squared_distance(moved, self.target)
+            if gain > 0:
+                self.current.update(moved)
+                self._measure(names)
+                self.log_scale[plan.column] += step * damping
+                return gain
+        return 0.0
+
+
+def _scale_plans(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> list[_Plan]:
     """Return a plan for each column of generators that acts on these tensors, with exponents +1 and -1 only."""
     structure = symmetry.structure
     forms = structure.magnitudes.tocsc()
-    offsets = np.array([slot.offset for slot in structure.slots], np.int64)
+    slot_of = np.repeat(np.arange(len(structure.slots)), [slot.size for slot in structure.slots])
     plans: list[_Plan] = []
-    for column in columns:
-        acting = forms[:, column]
-        if not np.all(np.isin(np.rint(acting.data * 1e9) / 1e9, (-1.0, 1.0))):
-            continue
-        parts = []
-        numbers = np.unique(np.searchsorted(offsets, acting.indices, side="right") - 1)
-        acting = acting.tocsr()
-        for number in numbers.tolist():
-            slot = structure.slots[number]
-            if slot.tensor in tensors:
-                part = acting[slot.offset : slot.offset + slot.size]
-                parts.append((number, (part > 0).T.astype(np.float64).tocsr(), (part < 0).T.astype(np.float64).tocsr()))
-        if parts:
-            held = [structure.slots[number].tensor for number, _, _ in parts]
-            # Two generators of one column on one position would also be common; they are rare, and count as such.
-            rows_alone = acting.getnnz(axis=1).max(initial=0) <= 1
-            plans.append(_Plan(column, parts, len(set(held)) < len(held) or not rows_alone))
+    for units, table in zip(structure.orbits, structure.scale_table, strict=True):
+        for column in map(np.unique, table.T if structure.cell_of[units[0]] < 0 else ()):
+            acting = forms[:, column].tocsr()
+            if not np.all(np.isin(np.rint(acting.data * 1e9) / 1e9, (-1.0, 1.0))):
+                continue
+            parts = []
+            for number in np.unique(slot_of[acting.tocoo().row]).tolist():
+                slot = structure.slots[number]
+                if slot.tensor in tensors:
+                    part = acting[slot.rows].T
+                    parts.append((number, *(own.astype(np.float64).tocsr() for own in (part > 0, part < 0))))
+            if parts:
+                held = [structure.slots[number].tensor for number, _, _ in parts]
+                # Two generators of one column on one position would also be common; they are rare, and count as such.
+                rows_alone = acting.getnnz(axis=1).max(initial=0) <= 1
+                plans.append(_Plan(column, parts, len(set(held)) < len(held) or not rows_alone))
     return plans
 
 
@@ -162,14 +177,12 @@ def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -
     if not symmetry.structure.shifts:
         return element
     slots = symmetry.structure.slots
-    ours = state_tensors(symmetry.act(element, b))
-    theirs = state_tensors(a)
+    theirs, ours = dict(a.named_parameters()), dict(symmetry.act(element, b).named_parameters())
     shift = []
     for places, _ in symmetry.structure.shifts:
-        names = [name for name in (slots[place].tensor for place in places) if name in symmetry.parameter_names]
-        shift.append(
-            torch.stack([theirs[n].detach().double().cpu() - ours[n].detach().double().cpu() for n in names]).mean(0)
-        )
+        names = [name for name in (slots[place].tensor for place in places) if name in ours]
+        pairs = [(tensors[name].detach().double().cpu() for tensors in (theirs, ours)) for name in names]
+        shift.append(torch.stack([one - two for one, two in pairs]).mean(0))
     return symmetry.compose(replace(symmetry.identity(), shift=tuple(shift)), element)
 
 

@@ -5,18 +5,17 @@ them, was found by tracing.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import device_of, wide
+from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.matching.balanced import balanced, check_networks
-from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
+from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
+from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
 
 
@@ -55,13 +54,8 @@ def parameter_distance(a: nn.Module, b: nn.Module) -> float:
         a: The first network.
         b: The second network, with parameters of the same names and shapes; it may be on another device.
     """
-    others = dict(b.named_parameters())
-    squares = 0.0
     with torch.no_grad():
-        for name, tensor in a.named_parameters():
-            other = others[name].to(tensor)
-            squares += float((tensor - other).square().sum(dtype=wide(tensor.device)))
-    return math.sqrt(squares)
+        return math.sqrt(squared_distance(dict(a.named_parameters()), dict(b.named_parameters())))
 
 
 def weight_matching(
@@ -141,40 +135,20 @@ def weight_matching(
         symmetry._own(initial)
     where = torch.device(device) if device is not None else device_of(a)
     with torch.no_grad():
-        left, right = symmetry.identity(), symmetry.identity()
-        target, source = a, b
-        if scales and balance:
-            target, left = balanced(symmetry, a)
-            source, right = balanced(symmetry, b)
+        target, source, back = comparable(symmetry, a, b, balance=scales and balance)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
         found = descend(
             descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=initial, progress=progress
         )
-        element = symmetry.compose(symmetry.inverse(left), symmetry.compose(found.element, right))
-        if scales and refine:
-            element = refined(symmetry, a, b, element, where)
-        return match_of(symmetry, a, b, element, found.objective, found.sweeps, found.restarts, "weights")
+        found = replace(found, element=back(found.element))
+        return match_of(symmetry, a, b, found, "weights", refine=where if scales and refine else None)
 
 
 def match_of(
-    symmetry: Symmetry,
-    a: nn.Module,
-    b: nn.Module,
-    element: Element,
-    objective: Sequence[float],
-    sweeps: int,
-    restarts: Sequence[float],
-    method: str,
+    symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended, method: str, *, refine: torch.device | None
 ) -> Match:
-    """Move ``b`` by an element, and report how near to ``a`` that is; the other arguments are kept as they are."""
+    """Move ``b`` by what was found, refined on a device if one is given, and report how near to ``a`` that is."""
+    element = found.element if refine is None else refined(symmetry, a, b, found.element, refine)
     network = symmetry.act(element, b)
-    return Match(
-        element=element,
-        network=network,
-        objective=tuple(objective),
-        distance_before=parameter_distance(a, b),
-        distance_after=parameter_distance(a, network),
-        sweeps=sweeps,
-        restarts=tuple(restarts),
-        method=method,
-    )
+    distances = parameter_distance(a, b), parameter_distance(a, network)
+    return Match(element, network, found.objective, *distances, found.sweeps, found.restarts, method)

@@ -74,6 +74,12 @@ class Mark:
     call: int = 0
 
 
+def operation_name(target: Any) -> str:
+    """Return what an operation of the graph is called, without a namespace if that is aten."""
+    schema = getattr(target, "_schema", None)
+    return schema.name.removeprefix("aten::") if schema is not None else getattr(target, "__name__", str(target))
+
+
 def state_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer once, by its first name."""
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}

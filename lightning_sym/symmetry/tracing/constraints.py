@@ -1,6 +1,8 @@
 """What the operations of a network demand of its symmetries: labels, and the constraints in which rules write."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +36,21 @@ class Label:
         """Return the same label on other axes, of the same sizes."""
         return Label(axes, self.atom, self.tag, self.scale)
 
+    def moved(self, axes: tuple[int, ...], function: Callable[[Ints], Ints]) -> "Label":
+        """Return a label on other axes whose positions are those of this one, moved by a function of arrays."""
+        return Label(axes, *(np.asarray(function(part)) for part in (self.atom, self.tag, self.scale)))
+
+    def at(self, where: Any) -> "Label":
+        """Return some of a label's positions, which an index or a mask names, on no axes in particular."""
+        return self.moved((), lambda part: part[where])
+
     def scaled_by(self, scale: Ints) -> "Label":
         """Return the same units with other scales."""
         return Label(self.axes, self.atom, self.tag, scale)
 
     def take(self, index: Ints) -> "Label":
         """Return the positions of a label on one axis that an index array names, on the axes 0, 1, ... of the index."""
-        return Label(tuple(range(index.ndim)), self.atom[index], self.tag[index], self.scale[index])
+        return self.moved(tuple(range(index.ndim)), lambda part: part[index])
 
 
 @dataclass
@@ -50,31 +60,10 @@ class Sighting:
     Attributes:
         label: One entry per position.
         tensor: The parameter or buffer, or the name of a value inside the network; None for values without one.
-        kind: "value", or "variance" for a running variance, which moves by v' = s^2 (v + eps) - eps
-            (docs/theory/intertwiners.md, 2.3).
-        epsilon: That eps.
     """
 
     label: Label
     tensor: str | None = None
-    kind: str = "value"
-    epsilon: float = 0.0
-
-
-@dataclass
-class Shift:
-    """A vector that may be added to biases, as running means behind them take it off again.
-
-    See docs/theory/intertwiners.md, 2.3: c.
-
-    Attributes:
-        states: The biases, then the running means: usually one of each; more where layers share a norm, or norms one
-            layer.
-        label: The units on their axis.
-    """
-
-    states: tuple[str, ...]
-    label: Label
 
 
 @dataclass
@@ -93,7 +82,6 @@ class Constraints:
     restricted: list[Ints] = field(default_factory=list)
     blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
     occurrences: list[Sighting] = field(default_factory=list)
-    shifts: list[Shift] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,6 +98,12 @@ class Constraints:
         stacked = np.stack([scale.ravel() for scale in scales])
         unique, inverse = np.unique(stacked, axis=1, return_inverse=True)
         return self.fresh_scales((unique.shape[1],))[inverse.ravel()].reshape(scales[0].shape)
+
+    def product(self, *factors: tuple[Ints, float]) -> Ints:
+        """Return new variables, one for each combination: the product of the given ones, each to its power."""
+        scale = self.scales_like(*(factor for factor, _ in factors))
+        self.equate([(scale, 1.0), *((factor, -power) for factor, power in factors)])
+        return scale
 
     def fresh(self, axes: tuple[int, ...], shape: tuple[int, ...], *, tag: int = 0) -> Label:
         """Return new units with new scales."""
@@ -136,6 +130,13 @@ class Constraints:
         pairs, inverse = np.unique(np.stack([tag.ravel(), coordinate.ravel()]), axis=1, return_inverse=True)
         new = np.array([self.tags.setdefault((int(t), int(c)), len(self.tags) + 1) for t, c in pairs.T], np.int64)
         return new[inverse.ravel()].reshape(tag.shape)
+
+    def spread(self, label: Label, axis: int, size: int) -> Label:
+        """Return the label of a unit that fills a whole tensor as one that lives on an axis."""
+        tag = np.full(size, self.resolve(label).tag if size > 1 else label.tag)
+        if size > 1:
+            tag = self.derive_tags(tag, np.arange(size))
+        return Label((axis,), np.full(size, label.atom), tag, np.full(size, label.scale))
 
     def same_units(self, one: Label, two: Label) -> Label:
         """Demand that two labels of one shape move together; return the first with its tags known."""
@@ -188,9 +189,9 @@ class Constraints:
         """Say that an operation met these units which no mixture of units passes."""
         self.restricted.append(label.atom.ravel())
 
-    def fix(self, label: Label, note: str | None = None) -> None:
+    def fix(self, label: Label) -> None:
         """Demand that nothing acts on a label."""
-        self.fix_units(label.atom.ravel(), note)
+        self.fix_units(label.atom)
         self.fix_scales(label.scale)
         self.restrict(label)
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.memory import choose
-from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown, values_in
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value
+from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, numbered, values_in
 
 # Elementwise operations.
 
@@ -315,19 +315,19 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         arrays = (np.concatenate([getattr(p, name) for p in parts], place) for name in ("atom", "tag", "scale"))
         joined = Label(axes, *arrays)
         if len(np.unique(joined.atom)) < joined.size:
-            tag = trace.constraints.derive_tags(joined.tag, trace._rank(joined))
+            tag = trace.constraints.derive_tags(joined.tag, numbered(joined))
             joined = Label(axes, joined.atom, tag, joined.scale)
         result.append(joined)
     elif kinds:
         for value, label in zip(values, along, strict=True):
             if label is not None:
                 trace.fix(value.with_labels(label), "joined tensors carry labels on different axes")
-    return trace._disjoint(Value(shape, tuple(result)))
+    return trace.disjoint(Value(shape, tuple(result)))
 
 
 def _whole(trace: Trace, value: Value, label: Label, axis: int) -> Label:
     """A unit that fills a whole tensor lives on the axis of joining as well as anywhere."""
-    return trace._spread(label, axis, value.shape[axis]) if not label.axes else label
+    return trace.constraints.spread(label, axis, value.shape[axis]) if not label.axes else label
 
 
 @register_rule("aten::stack")

@@ -18,7 +18,7 @@ def _linear(trace: Trace, value: Value, weight: Value, bias: Value | None = None
     last = value.ndim - 1
     if weight.ndim != 2:
         return unknown(trace, value, weight, bias)
-    result = trace.contract(value, last, weight, 1, [*range(last), None], [last, None], trace.output_shape())
+    result = trace.contract(value, [*range(last), None], weight, [last, None], trace.output_shape())
     return _biased(trace, result, bias, last)
 
 
@@ -39,17 +39,11 @@ def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value
 @register_rule("aten::matmul", "aten::bmm", "aten::mm", "aten::mv")
 def _matmul(trace: Trace, one: Value, two: Value) -> Any:
     shape = trace.output_shape()
-    rank = len(shape)
-    if one.ndim == 1 or two.ndim == 1:
-        if one.ndim == 1 and two.ndim == 1:
-            return trace.contract(one, 0, two, 0, [None], [None], shape)
-        if two.ndim == 1:
-            return trace.contract(one, -1, two, 0, [*range(one.ndim - 1), None], [None], shape)
-        axes = [*range(two.ndim - 2), None, two.ndim - 2]
-        return trace.contract(one, 0, two, -2, [None], axes, shape)
-    first = [*range(rank - one.ndim, rank - 1), None]
-    second = [*range(rank - two.ndim, rank - 2), None, rank - 1]
-    return trace.contract(one, -1, two, -2, first, second, shape)
+    batch = len(shape) - (one.ndim > 1) - (two.ndim > 1)
+    # Vectors have one axis, which is summed over; the others' batch axes are the last ones of the result's.
+    first = [*range(batch + 2 - one.ndim, batch), batch, None] if one.ndim > 1 else [None]
+    second = [*range(batch + 2 - two.ndim, batch), None, len(shape) - 1] if two.ndim > 1 else [None]
+    return trace.contract(one, first, two, second, shape)
 
 
 @register_rule("aten::addmm", "aten::baddbmm")
@@ -80,9 +74,7 @@ def _einsum(trace: Trace, equation: str, values: Sequence[Value], **kwargs: Any)
     if len(summed) != 1 or summed[0] not in terms[1] or any(c not in output and c != summed[0] for c in terms[1]):
         return unknown(trace, values)
     axes = [[output.index(c) if c in output else None for c in term] for term in terms]
-    return trace.contract(
-        values[0], terms[0].index(summed[0]), values[1], terms[1].index(summed[0]), axes[0], axes[1], shape
-    )
+    return trace.contract(values[0], axes[0], values[1], axes[1], shape)
 
 
 def _convolution(count: int, transposed: bool) -> Rule:
@@ -102,12 +94,11 @@ def _convolution(count: int, transposed: bool) -> Rule:
         value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
         weight = trace.free_of(weight, range(2, weight.ndim), "")
         if groups == 1:
-            inner, outer = (0, 1) if transposed else (1, 0)
             into: list[int | None] = [None] * weight.ndim
-            into[outer] = channel
+            into[1 if transposed else 0] = channel
             kept: list[int | None] = [axis if axis != channel else None for axis in range(value.ndim)]
             # The kernel's axes carry no labels any more, and go nowhere.
-            result = trace.contract(value, channel, weight, inner, kept, into, shape)
+            result = trace.contract(value, kept, weight, into, shape)
         else:
             result = _grouped(trace, value, weight, groups, channel, transposed, shape)
         return _biased(trace, result, bias, channel)
@@ -404,12 +395,10 @@ def _attention(
         return unknown(trace, query, key, value, mask)
     batch = list(range(rank - 2))
     scores = (*query.shape[:-1], key.shape[-2])
-    logits = trace.contract(query, -1, key, -1, [*batch, rank - 2, None], [*batch, rank - 1, None], scores)
+    logits = trace.contract(query, [*batch, rank - 2, None], key, [*batch, rank - 1, None], scores)
     if mask is not None and mask.labels:
         logits = trace.join(logits, mask, product=False)
     weights = trace.permutations_only(logits)
     for label in weights.labels:
         trace.see(label)
-    return trace.contract(
-        weights, -1, value, -2, [*batch, rank - 2, None], [*batch, None, rank - 1], trace.output_shape()
-    )
+    return trace.contract(weights, [*batch, rank - 2, None], value, [*batch, None, rank - 1], trace.output_shape())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
 from lightning_sym.symmetry.tracing.capture import state_tensors
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, values_in
 
 RuleT = TypeVar("RuleT", bound=Callable[..., Any])
 _RULES: dict[str, Rule] = {}
@@ -89,11 +89,6 @@ def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
         return target
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     return getattr(packet, target._overloadname, None) or target
-
-
-def values_in(arguments: Any) -> list[Value]:
-    """Return the tensors among an operation's arguments."""
-    return [v for v in torch.utils._pytree.tree_leaves(arguments) if isinstance(v, Value)]
 
 
 def results_of(trace: Trace) -> Any:

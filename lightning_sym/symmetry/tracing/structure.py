@@ -14,6 +14,7 @@ from lightning_sym.symmetry.tracing.equations import solve
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Hashes = NDArray[np.uint64]
+VALUE = ("value", 0.0)  # how most parameters and buffers move, see Slot.kind
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ def build_structure(
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
+    shifts: list[tuple[str, ...]],
 ) -> tuple[Structure, Structure]:
     """Solve all constraints.
 
@@ -218,6 +220,8 @@ def build_structure(
         grouped: By weight of a grouped convolution, the label over its two first axes.
         kinds: By buffer, see :class:`Slot`.
         absorbed: See :class:`Structure`.
+        shifts: For each vector that may be added to biases and taken off again by running means: the biases, then the
+            running means (docs/theory/intertwiners.md, 2.3: c).
 
     Returns:
         The group on parameters and buffers; and the same group on the values inside the network that have a name.
@@ -234,11 +238,10 @@ def build_structure(
     # Every place at which units are seen: first the parameters' axes, then the values of the graph.
     places: list[Sighting] = []
     for name, labels in axis_labels.items():
-        kind, epsilon = kinds.get(name, ("value", 0.0))
         for label in labels:
             unset = label.tag == UNSET
             tag = np.where(unset, np.maximum(constraints._pending[label.atom], 0), label.tag)
-            places.append(Sighting(Label(label.axes, label.atom, tag, label.scale), name, kind=kind, epsilon=epsilon))
+            places.append(Sighting(Label(label.axes, label.atom, tag, label.scale), name))
     parameters = len(places)
     places += constraints.occurrences
     size = np.array([place.label.size for place in places], np.int64)
@@ -272,8 +275,8 @@ def build_structure(
             tag = np.where(twice, (_mix(seen[raw]) >> np.uint64(1)).astype(np.int64), tag)
 
     # Which of the roots are units: those that stand in a parameter and may move or be scaled.
-    position_magnitudes = magnitudes.forms[scale]
-    position_signs = signs.forms[scale]
+    position_magnitudes = magnitudes[scale]
+    position_signs = signs[scale]
     scaled = (np.diff(position_magnitudes.indptr) > 0) | (np.diff(position_signs.indptr) > 0)
     carries = np.zeros(number, bool)
     carries[atom[:own][scaled]] = True
@@ -315,22 +318,22 @@ def build_structure(
     def slot(index: int, units: Ints, first: int) -> Slot:
         place, shape = places[index], places[index].label.atom.shape
         unit = units[atom[offset[index] : offset[index + 1]]].reshape(shape)
-        return Slot(place.tensor or "", place.label.axes, first, shape, unit, place.kind, place.epsilon)
+        return Slot(place.tensor or "", place.label.axes, first, shape, unit, *kinds.get(place.tensor or "", VALUE))
 
     slots = [slot(index, unit_of, int(offset[index])) for index in range(parameters)]
     further = []  # scales of positions that are no single axis of a parameter
     end = own
     for name, label in grouped.items():
         shape = label.atom.shape
-        slots.append(Slot(name, (0, 1), end, shape, unit_of[root[label.atom]].reshape(shape), "value", 0.0))
+        slots.append(Slot(name, (0, 1), end, shape, unit_of[root[label.atom]].reshape(shape), *VALUE))
         # Positions of a label over two axes: within a row, units stand in the order of their columns.
         further.append(label.scale)
         end += label.size
     named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
     at = flat([np.arange(offset[index], offset[index + 1]) for index in named])
     further += [places[index].label.scale for index in named]
-    position_magnitudes = sparse.vstack([position_magnitudes, magnitudes.forms[flat(further)]]).tocsr()
-    position_signs = sparse.vstack([position_signs, signs.forms[flat(further)]]).tocsr()
+    position_magnitudes = sparse.vstack([position_magnitudes, magnitudes[flat(further)]]).tocsr()
+    position_signs = sparse.vstack([position_signs, signs[flat(further)]]).tocsr()
     position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes, end))
     position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs, end))
     if scales_out or signs_out:
@@ -339,9 +342,7 @@ def build_structure(
         ] = None
 
     slot_of = {(slot.tensor, slot.axes): i for i, slot in enumerate(slots)}
-    shifts = tuple(
-        (tuple(slot_of[(state, (0,))] for state in shift.states), int(shift.label.size)) for shift in constraints.shifts
-    )
+    shifted = [tuple(slot_of[state, (0,)] for state in states) for states in shifts]
     structure = Structure(
         slots=tuple(slots),
         units=len(roots),
@@ -355,7 +356,7 @@ def build_structure(
         scale_table=scale_table,
         sign_table=sign_table,
         dense=dense,
-        shifts=shifts,
+        shifts=tuple((places, slots[places[0]].size) for places in shifted),
         absorbed=tuple(absorbed),
     )
     firsts = np.cumsum([0, *size[named]]).tolist()

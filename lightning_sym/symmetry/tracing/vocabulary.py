@@ -1,19 +1,26 @@
 """The vocabulary in which rules speak: tensors seen from outside, and what an operation may demand of them."""
 
+import functools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from lightning_sym.symmetry.tracing.capture import Capture, Mark
-from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
+from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Ints, Label, Sighting
+from lightning_sym.symmetry.tracing.coordinates import (
+    coordinates,
+    core,
+    on_axes,
+    rank_within,
+    rows_of,
+    varying_axes,
+)
 from lightning_sym.symmetry.tracing.shifts import Shifts
 
-Ints = NDArray[np.int64]
 Path = tuple[Callable[[Tensor], Tensor], ...]
 
 
@@ -58,19 +65,33 @@ class Value:
         """Return a value of the same shape with other labels."""
         return Value(self.shape, labels)
 
+    def on(self, axes: Sequence[int | None], rank: int) -> "Value":
+        """Return what acts on it on other axes, of a tensor with `rank` axes; on those that go to None nothing acts."""
+        sizes = [1] * rank
+        for size, target in zip(self.shape, axes, strict=True):
+            if target is not None:
+                sizes[target] = size
+        labels = []
+        for label in self.labels:
+            targets = [target for axis in label.axes if (target := axes[axis]) is not None]
+            if len(targets) == len(label.axes):
+                order = sorted(range(len(targets)), key=targets.__getitem__)
+                labels.append(label.moved(tuple(sorted(targets)), functools.partial(np.transpose, axes=order)))
+        return Value(tuple(sizes), tuple(labels))
+
 
 Rule = Callable[..., Any]
-_MANY = 2**22  # numbers of a constant that are compared one by one
 
 
-def rank_within(keys: Ints) -> Ints:
-    """Return, for each entry, how many equal ones stand before it."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    start = np.r_[0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]
-    rank = np.zeros(len(keys), np.int64)
-    rank[order] = np.arange(len(keys)) - np.repeat(start, np.diff(np.r_[start, len(keys)]))
-    return rank
+def values_in(arguments: Any) -> list[Value]:
+    """Return the tensors among an operation's arguments."""
+    return [value for value in torch.utils._pytree.tree_leaves(arguments) if isinstance(value, Value)]
+
+
+def numbered(label: Label) -> Ints:
+    """Number the positions that one unit and tag hold, in order."""
+    _, inverse = np.unique(np.stack([label.atom.ravel(), label.tag.ravel()]), axis=1, return_inverse=True)
+    return rank_within(inverse.ravel()).reshape(label.atom.shape)
 
 
 class Trace:
@@ -91,7 +112,7 @@ class Trace:
         self.tensors = states
         self.constants = constants
         self.capture: Capture
-        self.node: fx.Node | None = None
+        self.node: fx.Node
         self.axis_labels: dict[str, tuple[Label, ...]] = {}
         self.kinds: dict[str, tuple[str, float]] = {}
         self.grouped: dict[str, Label] = {}
@@ -111,14 +132,15 @@ class Trace:
     # What something is called, for notes and errors.
 
     @property
+    def operation(self) -> str:
+        """The name of the operation at hand."""
+        return operation_name(self.node.target)
+
+    @property
     def where(self) -> str:
         """The operation at hand and the module that it is in."""
-        assert self.node is not None
         module = self.capture.modules.get(self.node)
-        target = self.node.target
-        schema = getattr(target, "_schema", None)
-        name = schema.name.removeprefix("aten::") if schema is not None else getattr(target, "__name__", str(target))
-        return f"{name} in {module}" if module else name
+        return f"{self.operation} in {module}" if module else self.operation
 
     def note(self, text: str) -> None:
         """Tell the user something about the operation at hand."""
@@ -161,16 +183,8 @@ class Trace:
                 return label
         for label in value.labels:
             if not label.axes:
-                return self._spread(label, axis, value.shape[axis])
+                return self.constraints.spread(label, axis, value.shape[axis])
         return None
-
-    def _spread(self, label: Label, axis: int, size: int) -> Label:
-        atom, tag, scale = (np.full(size, part) for part in (label.atom, label.tag, label.scale))
-        if size > 1:
-            tag = self.constraints.derive_tags(
-                self.constraints.resolve(Label((axis,), atom, tag, scale)).tag, np.arange(size)
-            )
-        return Label((axis,), atom, tag, scale)
 
     def unlabelled(self, shape: Sequence[int]) -> Value:
         """Return a value on which nothing acts."""
@@ -178,7 +192,6 @@ class Trace:
 
     def output_shape(self, index: int | None = None) -> tuple[int, ...]:
         """Return the shape of the result of the operation at hand (of one of its results)."""
-        assert self.node is not None
         value = self.node.meta["val"]
         return tuple((value if index is None else value[index]).shape)
 
@@ -272,154 +285,107 @@ class Trace:
             return torch.utils._pytree.tree_map(
                 lambda t: Value(tuple(t.shape), concrete=t, by_size=value.by_size), moved
             )
-        labels: list[list[Label]] | None = None
-        shapes: list[tuple[int, ...]] = []
-        for label in value.labels or (None,):
-            outputs = function(self._coordinates(value.shape, label))
-            several = isinstance(outputs, (list, tuple))
-            parts = list(outputs) if several else [outputs]
-            labels = labels if labels is not None else [[] for _ in parts]
-            shapes = [tuple(part.shape) for part in parts]
-            if label is None:
-                continue
-            for index, part in enumerate(parts):
-                moved = self._moved(value, label, part, function, index if several else None, filled_by_zero)
-                if moved is not None:
-                    labels[index].append(moved)
-        assert labels is not None
-        values = [self._disjoint(Value(shape, tuple(own))) for shape, own in zip(shapes, labels, strict=True)]
-        return values if several else values[0]
+        moved = [function(coordinates(value.shape, label.axes if label else ())) for label in value.labels or (None,)]
+        if not isinstance(moved[0], (list, tuple)):
+            return self._relabelled(value, moved, function, filled_by_zero)
+        return [
+            self._relabelled(value, parts, lambda t, index=index: function(t)[index], filled_by_zero)  # type: ignore[misc]
+            for index, parts in enumerate(zip(*moved, strict=True))
+        ]
 
-    def _disjoint(self, value: Value) -> Value:
+    def _relabelled(
+        self, value: Value, moved: Sequence[Tensor], function: Callable[[Tensor], Tensor], filled_by_zero: bool
+    ) -> Value:
+        """Return where the labels of a value are after its coordinates were moved, for each label those on its axes."""
+        labels = (
+            self._moved(value, label, part, function, filled_by_zero)
+            for label, part in zip(value.labels, moved, strict=False)
+        )
+        return self.disjoint(Value(tuple(moved[0].shape), tuple(label for label in labels if label is not None)))
+
+    def disjoint(self, value: Value) -> Value:
         """Fix labels that came to live on the same axes."""
-        seen: dict[int, int] = {}
-        for _index, label in enumerate(value.labels):
-            for axis in label.axes:
-                seen[axis] = seen.get(axis, 0) + 1
-        clash = [label for label in value.labels if any(seen[axis] > 1 for axis in label.axes)]
-        if clash:
-            self.fix(value.with_labels(*clash), "two labelled axes became one")
-        return value.with_labels(*(label for label in value.labels if label not in clash)) if clash else value
-
-    @staticmethod
-    def _coordinates(shape: tuple[int, ...], label: Label | None, axis: int | None = None) -> Tensor:
-        """Return, for every element, 1 + its position on the label's axes (or on one axis), not copied along others."""
-        axes = (axis,) if axis is not None else label.axes if label is not None else ()
-        sizes = [size if index in axes else 1 for index, size in enumerate(shape)]
-        count = int(np.prod([shape[index] for index in axes]))
-        return torch.arange(1, count + 1, dtype=torch.float64).reshape(sizes).expand(shape)
-
-    @staticmethod
-    def _core(part: Tensor) -> Tensor:
-        """Return coordinates once along the axes along which they were not copied."""
-        for axis, stride in enumerate(part.stride()):
-            if stride == 0:
-                part = part.narrow(axis, 0, 1)
-        return part
-
-    @classmethod
-    def _varies(cls, part: Tensor) -> list[int]:
-        """Return the axes along which coordinates change, filler (0) aside."""
-        part = cls._core(part)
-        axes = []
-        filled = part.numel() > 0 and bool(part.min() == 0)
-        for axis, size in enumerate(part.shape):
-            if size == 1:
-                continue
-            if filled:
-                low = torch.where(part == 0, torch.inf, part).amin(axis)
-                changes = bool(((part.amax(axis) != low) & torch.isfinite(low)).any())
-            else:
-                changes = bool((part != part.narrow(axis, 0, 1)).any())
-            if changes:
-                axes.append(axis)
-        return axes
-
-    @staticmethod
-    def _reduced(part: Tensor, axes: Sequence[int]) -> Ints:
-        """Return coordinates on some axes only, given that they do not change along the others."""
-        part = Trace._core(part)
-        others = tuple(axis for axis in range(part.ndim) if axis not in axes)
-        if not others:
-            return part.long().numpy()
-        if part.numel() and bool(part.min() == 0):
-            return part.amax(others).long().numpy()
-        for axis in reversed(others):
-            part = part.select(axis, 0)
-        return part.long().numpy()
+        clash = [
+            label
+            for label in value.labels
+            if any(set(label.axes) & set(other.axes) for other in value.labels if other is not label)
+        ]
+        if not clash:
+            return value
+        self.fix(value.with_labels(*clash), "two labelled axes became one")
+        return value.with_labels(*(label for label in value.labels if label not in clash))
 
     def _moved(
         self,
         value: Value,
         label: Label,
         part: Tensor,
-        function: Callable[[Tensor], Any],
-        index: int | None,
+        function: Callable[[Tensor], Tensor],
         filled_by_zero: bool,
     ) -> Label | None:
+        """Return where a label is, from where the coordinates on its axes went."""
         if part.numel() == 0:
             return None
-        axes = self._varies(part)
-        if not axes and part.ndim == value.ndim and bool(self._core(part).min() == 0):
-            # One unit, padded along its own axis: what was added are other units.
-            axes = [axis for axis in label.axes if part.shape[axis] > 1 and value.shape[axis] == 1]
-        position = self._reduced(part, axes) - 1
-        filler = position < 0
-        if value.state is not None and label.size == 1 and len(value.shape) > 1:
+        if value.state is not None and label.size == 1 and value.ndim > 1:
             # An axis of size 1 of a parameter: nothing can be told about where it went.
             self.constraints.fix(label)
             return None
+        filled = bool(core(part).min() == 0)
+        axes = varying_axes(part)
+        if not axes and filled and part.ndim == value.ndim:
+            # One unit, padded along its own axis: what was added are other units.
+            axes = [axis for axis in label.axes if part.shape[axis] > 1 and value.shape[axis] == 1]
+        position = on_axes(part, axes) - 1
         if not axes:
             # One unit fills the whole result; it keeps its axis where that can still be told.
             kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
+            shape = (1,) * len(label.axes) if kept else ()
             at = position.reshape(-1)[0]
-            arrays = [np.asarray(a.reshape(-1)[at]) for a in (label.atom, label.tag, label.scale)]
-            if kept:
-                return Label(label.axes, *(a.reshape((1,) * len(label.axes)) for a in arrays))
-            return Label((), *arrays)
-        atom, tag, scale = (a.reshape(-1)[position] for a in (label.atom, label.tag, label.scale))
+            return label.moved(label.axes if kept else (), lambda array: np.reshape(array.reshape(-1)[at], shape))
+        moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
+        filler = position < 0
         if len(np.unique(position[~filler])) < int((~filler).sum()):
-            resolved = self.constraints.resolve(Label(tuple(axes), atom, tag, scale))
-            code = np.zeros_like(position)
-            for axis in range(value.ndim):
-                if axis in label.axes or value.shape[axis] == 1:
-                    continue
-                moved = function(self._coordinates(value.shape, None, axis))
-                moved = moved if index is None else moved[index]
-                along = self._varies(moved)
-                if not set(along) & set(axes):
-                    continue
-                if not set(along) <= set(axes):
-                    self.fix(value.with_labels(label), "an axis of units was mixed with another axis")
-                    return None
-                moved = (
-                    moved.amax(tuple(a for a in range(moved.ndim) if a not in axes), keepdim=False)
-                    if len(axes) < moved.ndim
-                    else moved
-                )
-                code = code * (value.shape[axis] + 1) + moved.long().numpy()
-            # What still coincides (a tensor joined to itself) is told apart by its place.
-            rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
-            code = code * (int(rank.max()) + 1) + rank.reshape(position.shape)
-            tag = self.constraints.derive_tags(resolved.tag, code)
+            copies = self._copies(value, label, axes, position, function)
+            if copies is None:
+                self.fix(value.with_labels(label), "an axis of units was mixed with another axis")
+                return None
+            tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, copies)
+            moved = Label(moved.axes, moved.atom, tag, moved.scale)
         if filler.any():
             new = self.constraints.fresh((), (int(filler.sum()),))
-            atom, tag, scale = atom.copy(), tag.copy(), scale.copy()
-            atom[filler], tag[filler], scale[filler] = new.atom, new.tag, new.scale
+            moved.atom[filler], moved.tag[filler], moved.scale[filler] = new.atom, new.tag, new.scale
             self.constraints.restrict(new)
             if not filled_by_zero:
                 self.constraints.fix_scales(new.scale)
-        if not filled_by_zero and bool(self._core(part).min() == 0):
+        if filled and not filled_by_zero:
             self.constraints.fix_scales(label.scale)
-        return self._plainest(Label(tuple(axes), atom, tag, scale))
+        return self._plainest(moved)
+
+    @staticmethod
+    def _copies(
+        value: Value, label: Label, axes: list[int], position: Ints, function: Callable[[Tensor], Tensor]
+    ) -> Ints | None:
+        """Tell copies of a position apart by their places on the value's other axes; None if these were mixed in."""
+        code = np.zeros_like(position)
+        for axis, size in enumerate(value.shape):
+            if axis in label.axes or size == 1:
+                continue
+            place = function(coordinates(value.shape, (axis,)))
+            along = set(varying_axes(place))
+            if along <= set(axes):
+                code = code * (size + 1) + on_axes(place, axes) if along else code
+            elif along & set(axes):
+                return None
+        # What still coincides (a tensor joined to itself) is told apart by its order.
+        rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
+        return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
 
     def _plainest(self, label: Label) -> Label:
         """Drop axes along which the same units come again, and tags that tell nothing apart."""
         for place in reversed(range(len(label.axes))):
-            first = [part.take([0], place) for part in (label.atom, label.scale)]
-            if (label.atom == first[0]).all() and (label.scale == first[1]).all():
-                arrays = [np.asarray(part.take(0, place)) for part in (label.atom, label.tag, label.scale)]
-                label = Label((*label.axes[:place], *label.axes[place + 1 :]), *arrays)
+            if all((part == part.take([0], place)).all() for part in (label.atom, label.scale)):
+                axes = (*label.axes[:place], *label.axes[place + 1 :])
+                label = label.moved(axes, lambda part, place=place: part.take(0, place))  # type: ignore[misc]
         told = np.unique(label.tag[label.tag > 0])
         if len(told) == 1 and len(np.unique(label.atom)) == label.size:
             label = Label(label.axes, label.atom, np.where(label.tag > 0, 0, label.tag), label.scale)
@@ -453,45 +419,30 @@ class Trace:
                 continue
             left.remove(partner)
             nested = label.axes != partner.axes
-            if label.axes == partner.axes:
+            if not nested:
                 joined = self.constraints.same_units(label, partner)
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
-                wide, narrow = self.constraints.resolve(wide), self.constraints.resolve(narrow)
-                spread = self._onto(narrow, wide.axes, wide.atom.shape)
-                self.constraints.block(spread.atom, wide.atom)
-                label, partner = (wide, spread) if wide is label or narrow is partner else (spread, wide)
-                label, partner = (
-                    self._onto(label, wide.axes, wide.atom.shape),
-                    self._onto(partner, wide.axes, wide.atom.shape),
-                )
-                joined = wide
+                joined, parents = (self._onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
+                self.constraints.block(parents.atom, joined.atom)
+                label, partner = (joined, parents) if wide is label else (parents, joined)
             else:
                 self.fix(Value(shape, (label, partner)), "labels on axes that overlap only in part meet")
                 continue
+            scale = label.scale
             if product:
                 if not nested or not linear:
                     self.constraints.restrict(joined)
-                scale = self.constraints.scales_like(label.scale, partner.scale)
-                sign = -1.0 if divide else 1.0
-                self.constraints.equate([(scale, 1.0), (label.scale, -1.0), (partner.scale, -sign)])
-                joined = joined.scaled_by(scale)
+                scale = self.constraints.product((label.scale, 1.0), (partner.scale, -1.0 if divide else 1.0))
             else:
                 self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
-                joined = joined.scaled_by(label.scale)
-            result.append(joined)
+            result.append(joined.scaled_by(scale))
         for label in left:
             alone = self._alone(label, one, shape, product)
-            if alone is None:
-                continue
-            if product and divide:
-                scale = self.constraints.scales_like(alone.scale)
-                self.constraints.equate([(scale, 1.0), (alone.scale, 1.0)])
-                alone = alone.scaled_by(scale)
-            result.append(alone)
-        if product:
-            result = self._lent(result)
-        return self._disjoint(Value(shape, tuple(result)))
+            if alone is not None:
+                inverted = product and divide
+                result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
+        return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
 
     def _lent(self, labels: list[Label]) -> list[Label]:
         """Let units that fill a whole factor (a learned gate) scale the units of the product."""
@@ -502,15 +453,16 @@ class Trace:
             if label.axes:
                 continue
             whole = np.full(labels[wide].scale.shape, int(label.scale))
-            scale = self.constraints.scales_like(labels[wide].scale, whole)
-            self.constraints.equate([(scale, 1.0), (labels[wide].scale, -1.0), (whole, -1.0)])
+            scale = self.constraints.product((labels[wide].scale, 1.0), (whole, 1.0))
             labels[wide] = labels[wide].scaled_by(scale)
         return [label for label in labels if label.axes]
 
     @staticmethod
-    def _onto(label: Label, axes: tuple[int, ...], shape: tuple[int, ...]) -> Label:
-        sizes = [size if axis in label.axes else 1 for axis, size in zip(axes, shape, strict=True)]
-        return Label(axes, *(np.broadcast_to(a.reshape(sizes), shape) for a in (label.atom, label.tag, label.scale)))
+    def _onto(label: Label, wide: Label) -> Label:
+        """Return a label on all axes of one that has more."""
+        shape = wide.atom.shape
+        sizes = [size if axis in label.axes else 1 for axis, size in zip(wide.axes, shape, strict=True)]
+        return label.moved(wide.axes, lambda part: np.broadcast_to(part.reshape(sizes), shape))
 
     def _broadcast(self, value: Value, shape: tuple[int, ...]) -> list[Label]:
         """Return the labels of a value on the axes of a larger shape."""
@@ -528,7 +480,7 @@ class Trace:
             own = zip(label.axes, label.atom.shape or (1,) * len(label.axes), strict=True)
             kept = tuple(axis + offset for axis, size in own if size == shape[axis + offset])
             sizes = [shape[axis] for axis in kept]
-            result.append(Label(kept, *(a.reshape(sizes) for a in (label.atom, label.tag, label.scale))))
+            result.append(label.moved(kept, lambda part, sizes=sizes: part.reshape(sizes)))  # type: ignore[misc]
         return result
 
     def _alone(self, label: Label, other: Value, shape: tuple[int, ...], product: bool) -> Label | None:
@@ -561,7 +513,7 @@ class Trace:
         """
         constant = value.concrete
         assert constant is not None
-        rows = self._rows(constant, label.axes)
+        rows = rows_of(constant, label.axes)
         spread = any(constant.shape[axis] > 1 and constant.stride(axis) for axis in label.axes)
         nonzero = np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)
         if value.by_size and spread:
@@ -581,33 +533,11 @@ class Trace:
             self.constraints.fix_scales(label.scale[nonzero])
         return label
 
-    @staticmethod
-    def _rows(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
-        """Return what a constant holds at each position of some axes, a row each; one row if it is the same for all."""
-        # Along axes of stride 0 a constant repeats itself.
-        others = [axis for axis in range(constant.ndim) if axis not in axes]
-        for axis in others:
-            constant = constant if constant.stride(axis) else constant.narrow(axis, 0, 1)
-        if not any(constant.stride(axis) and constant.shape[axis] > 1 for axis in axes):
-            for axis in axes:
-                constant = constant.narrow(axis, 0, 1)
-            return constant.reshape(1, -1).numpy()
-        rows = (
-            constant.permute(*axes, *others).flatten(0, len(axes) - 1).flatten(1) if others else constant.reshape(-1, 1)
-        )
-        if rows.numel() <= _MANY:
-            return rows.numpy()
-        # Rows that are not the same have other sums under random weights.
-        weights = torch.rand(rows.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        return (rows.double().nan_to_num() @ weights).numpy()
-
     def contract(
         self,
         one: Value,
-        one_axis: int,
-        two: Value,
-        two_axis: int,
         one_axes: Sequence[int | None],
+        two: Value,
         two_axes: Sequence[int | None],
         shape: Sequence[int],
     ) -> Value:
@@ -615,107 +545,82 @@ class Trace:
 
         Args:
             one: First factor.
-            one_axis: Its axis to sum over.
+            one_axes: Where each of its axes goes; None for those that vanish, the first of which is summed over.
             two: Second factor.
-            two_axis: Its axis to sum over.
-            one_axes: Where each axis of the first goes; None for the one summed over.
             two_axes: The same for the second. An axis to which both go is a batch axis.
             shape: The result's shape.
         """
-        one_axis, two_axis = one_axis % one.ndim, two_axis % two.ndim
-        inner_one = next((label for label in one.labels if one_axis in label.axes), None)
-        inner_two = next((label for label in two.labels if two_axis in label.axes), None)
-        whole_one = next((label for label in one.labels if not label.axes), None)
-        whole_two = next((label for label in two.labels if not label.axes), None)
-        if inner_one is None and inner_two is not None and whole_one is not None:
-            inner_one = self._spread(whole_one, one_axis, one.shape[one_axis])
-            one = replace(one, labels=tuple(label for label in one.labels if label is not whole_one))
-        elif inner_two is None and inner_one is not None and whole_two is not None:
-            inner_two = self._spread(whole_two, two_axis, two.shape[two_axis])
-            two = replace(two, labels=tuple(label for label in two.labels if label is not whole_two))
-        coarse: Label | None = None
-        if inner_one is not None and inner_two is not None:
-            to_one = [one_axes[axis] for axis in inner_one.axes if axis != one_axis]
-            to_two = [two_axes[axis] for axis in inner_two.axes if axis != two_axis]
-            shared = {axis for axis in one_axes if axis is not None} & {axis for axis in two_axes if axis is not None}
-            # The summed axis last, batch axes before, in the order of the result.
-            if to_one == to_two and set(to_one) <= shared and inner_one.atom.shape == inner_two.atom.shape:
-                last_one, last_two = inner_one.axes.index(one_axis), inner_two.axes.index(two_axis)
-                first = Label(
-                    (), *(np.moveaxis(a, last_one, -1) for a in (inner_one.atom, inner_one.tag, inner_one.scale))
-                )
-                second = Label(
-                    (), *(np.moveaxis(a, last_two, -1) for a in (inner_two.atom, inner_two.tag, inner_two.scale))
-                )
-                joined = self.constraints.same_units(first, second)
-                self.constraints.equate([(first.scale, 1.0), (second.scale, 1.0)])
-                if to_one:
-                    axes = tuple(int(axis) for axis in to_one if axis is not None)
-                    # The same members again (in another sample of the batch) are the same block.
-                    rows = joined.atom.reshape(-1, joined.atom.shape[-1])
-                    _, first_row, again = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-                    blocks = self.constraints.fresh((0,), (len(first_row),)).take(again.reshape(joined.atom.shape[:-1]))
-                    coarse = Label(axes, blocks.atom, self._rank(blocks), blocks.scale)
-                    self.constraints.fix_scales(coarse.scale)
-                    self.constraints.block(np.broadcast_to(coarse.atom[..., None], joined.atom.shape), joined.atom)
-                    self.see(coarse)
-            else:
-                self.fix(one.with_labels(inner_one), "the two sides of a product carry different labels")
-                self.fix(two.with_labels(inner_two))
+        values, axes, rank = [one, two], (one_axes, two_axes), len(shape)
+        summed = [goes.index(None) for goes in axes]
+        inner = [
+            next((label for label in value.labels if axis in label.axes), None)
+            for value, axis in zip(values, summed, strict=True)
+        ]
+        for own, across in ((0, 1), (1, 0)):
+            whole = next((label for label in values[own].labels if not label.axes), None)
+            if inner[own] is None and inner[across] is not None and whole is not None:
+                inner[own] = self.constraints.spread(whole, summed[own], values[own].shape[summed[own]])
+                rest = tuple(label for label in values[own].labels if label is not whole)
+                values[own] = replace(values[own], labels=rest)
+        first, second = (value.on(goes, rank) for value, goes in zip(values, axes, strict=True))
+        one_label, two_label = inner
+        blocks: Label | None = None
+        if one_label is not None and two_label is not None:
+            blocks = self._undone(values, (one_label, two_label), axes)
         else:
-            for value, label, other in ((one, inner_one, two), (two, inner_two, one)):
+            for value, label, other in ((values[0], inner[0], two), (values[1], inner[1], one)):
                 # Zeros (an initial state) accept anything.
                 if label is not None and not other.is_zero:
                     self.fix(value.with_labels(label))
-        first_rest = self._renamed(one, one_axes, inner_one)
-        second_rest = self._renamed(two, two_axes, inner_two)
-        one_value = Value(self._sizes(one, one_axes, len(shape)), first_rest)
-        two_value = Value(self._sizes(two, two_axes, len(shape)), second_rest)
         restricted = len(self.constraints.restricted)
-        result = self.join(one_value, two_value, product=True, linear=True)
-        if not (first_rest and second_rest):
+        result = self.join(first, second, product=True, linear=True)
+        if not (first.labels and second.labels):
             del self.constraints.restricted[restricted:]  # one side only: the map is linear in it
-        if coarse is not None:
-            beside = [label for label in result.labels if set(label.axes) & set(coarse.axes)]
-            with_coarse = Value(self._sizes_of(coarse, len(shape), shape), (coarse,))
-            met: tuple[Label, ...] = (coarse,)
-            if beside:
-                met = self.join(result.with_labels(*beside), with_coarse, product=True, linear=True).labels
-            result = result.with_labels(*(label for label in result.labels if label not in beside), *met)
-        return Value(tuple(shape), result.labels)
+        if blocks is None:
+            return Value(tuple(shape), result.labels)
+        beside = [label for label in result.labels if set(label.axes) & set(blocks.axes)]
+        met: tuple[Label, ...] = (blocks,)
+        if beside:
+            sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
+            met = self.join(result.with_labels(*beside), Value(sizes, met), product=True, linear=True).labels
+        return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
 
-    @staticmethod
-    def _renamed(value: Value, axes: Sequence[int | None], without: Label | None) -> tuple[Label, ...]:
-        result = []
-        for label in value.labels:
-            if label is without:
-                continue
-            new = [axes[axis] for axis in label.axes]
-            if any(axis is None for axis in new):
-                continue
-            order = np.argsort([axis for axis in new if axis is not None], kind="stable")
-            arrays = (np.transpose(a, order) if len(order) else a for a in (label.atom, label.tag, label.scale))
-            result.append(Label(tuple(sorted(axis for axis in new if axis is not None)), *arrays))
-        return tuple(result)
+    def _undone(
+        self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]]
+    ) -> Label | None:
+        """Let what acts on the summed axis of one factor be undone by the other.
 
-    @staticmethod
-    def _sizes(value: Value, axes: Sequence[int | None], rank: int) -> tuple[int, ...]:
-        sizes = [1] * rank
-        for axis, target in enumerate(axes):
-            if target is not None:
-                sizes[target] = value.shape[axis]
-        return tuple(sizes)
-
-    @staticmethod
-    def _sizes_of(label: Label, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape[axis] if axis in label.axes else 1 for axis in range(rank))
-
-    @staticmethod
-    def _rank(label: Label) -> Ints:
-        """Number the positions that one unit and tag hold, in order."""
-        keys = np.stack([label.atom.ravel(), label.tag.ravel()])
-        _, inverse = np.unique(keys, axis=1, return_inverse=True)
-        return rank_within(inverse.ravel()).reshape(label.atom.shape)
+        Returns:
+            The blocks of units that stand at one place of the batch axes, on these; None if there are no such axes.
+        """
+        summed = [targets.index(None) for targets in goes]
+        # The summed axis last, batch axes before, in the order of the result.
+        one, two = (
+            label.moved((), functools.partial(np.moveaxis, source=label.axes.index(axis), destination=-1))
+            for label, axis in zip(labels, summed, strict=True)
+        )
+        batch, other = (
+            [targets[axis] for axis in label.axes if axis != at]
+            for label, targets, at in zip(labels, goes, summed, strict=True)
+        )
+        if batch != other or None in batch or labels[0].atom.shape != labels[1].atom.shape:
+            self.fix(values[0].with_labels(labels[0]), "the two sides of a product carry different labels")
+            self.fix(values[1].with_labels(labels[1]))
+            return None
+        axes = tuple(axis for axis in batch if axis is not None)
+        joined = self.constraints.same_units(one, two)
+        self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
+        if not axes:
+            return None
+        # The same members again (in another sample of the batch) are the same block.
+        rows = joined.atom.reshape(-1, joined.atom.shape[-1])
+        _, first_row, again = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        blocks = self.constraints.fresh((0,), (len(first_row),)).take(again.reshape(joined.atom.shape[:-1]))
+        blocks = Label(axes, blocks.atom, numbered(blocks), blocks.scale)
+        self.constraints.fix_scales(blocks.scale)
+        self.constraints.block(np.broadcast_to(blocks.atom[..., None], joined.atom.shape), joined.atom)
+        self.see(blocks)
+        return blocks
 
     def see(self, label: Label, name: str | None = None) -> None:
         """Write down where units are seen: two units may change places only if they are seen at the same places.

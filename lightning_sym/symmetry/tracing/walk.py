@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
 from lightning_sym.symmetry.tracing.capture import Capture, Mark
-from lightning_sym.symmetry.tracing.constraints import Label, Shift
+from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
@@ -150,9 +151,6 @@ class Walk(Trace):
             if name in self.grouped:
                 self.constraints.fix(self.grouped.pop(name))
             self.fix(Value(tuple(self.tensors[name].shape), self.axis_labels[name]))
-        self.constraints.shifts += [
-            Shift(names, self.axis_labels[names[0]][0]) for names in self.shifts.free() if names[0] in self.axis_labels
-        ]
 
     def _read_by(self, result: Any, arguments: Any) -> None:
         """Note what an operation reads: all of its arguments, unless it only moves them."""
@@ -174,10 +172,10 @@ class Walk(Trace):
             for label in root.labels:
                 reached = np.zeros(label.size + 1, bool)
                 for path in paths:
-                    part = self._coordinates(root.shape, label)
+                    part = coordinates(root.shape, label.axes)
                     for step in path:
                         part = step(part)
-                    reached[self._core(part).long().reshape(-1).numpy()] = True
+                    reached[core(part).long().reshape(-1).numpy()] = True
                 missed = int((~reached[1:]).sum())
                 if missed:
                     # Where a part is left out, a shorter input may leave out more; several examples tell what is.

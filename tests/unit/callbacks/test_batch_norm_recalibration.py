@@ -404,9 +404,17 @@ def test_no_batch_norm_is_said_once(tmp_path, monkeypatch, targets):
 # ---- for other callbacks
 
 
+class Choosing(Normed):
+    """Says what is measured by what stands in ``chosen``."""
+
+    def recalibration_targets(self):
+        return self.chosen
+
+
 def test_context_manager_and_pairs_nest(tmp_path):
     callback, inside = BatchNormRecalibration(images=45, batch_size=45), BatchNormRecalibration(exact=True)
-    task, data = Normed(), digits()
+    task, data = Choosing(), digits()
+    task.chosen = [(task, None)]
     results = {}
 
     class Asking(Callback):
@@ -418,6 +426,11 @@ def test_context_manager_and_pairs_nest(tmp_path):
                 with callback.recalibrated(trainer, module):
                     results["mean"] = statistics(module)
                 assert equal(statistics(module), exact)
+                module.chosen = []
+                with inside.recalibrated(trainer, module) as measured:
+                    assert measured is False
+                assert equal(statistics(module), exact)  # what was measured before is not put back too early
+                module.chosen = [(module, None)]
             assert equal(statistics(module), before)
             with pytest.raises(RuntimeError, match="inside"), callback.recalibrated(trainer, module):
                 raise RuntimeError("inside")

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_sym.callbacks import EquivalenceReport, PlaneGrid
 from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.tasks import EquivalenceTask, MatchingTask
+from lightning_sym.tasks import EquivalenceTask
 from lightning_sym.zoo import rebuild_manifest, write_member
 
 MIXED = [0.8, -0.6, 0.7, 0.5]  # slopes 0.56 and 0.30
@@ -430,17 +430,6 @@ def test_umap_that_is_not_installed_is_said_before_the_search(tmp_path, monkeypa
     assert_refused(lambda: fit(tmp_path, search(), plane, max_epochs=2), error=ImportError, says=says)
 
 
-def test_another_task_and_other_data(tmp_path, matching_zoo):
-    task, data = MatchingTask(str(matching_zoo)), DigitsDataModule(max_samples=100)
-    says = ["EquivalenceReport works with lightning_sym.tasks.EquivalenceTask", "MatchingTask has no teacher and no "]
-    assert_refused(
-        lambda: fit(tmp_path, task, EquivalenceReport(), data, precision="32-true"), error=TypeError, says=says
-    )
-    loader = torch.utils.data.DataLoader(torch.randn(8, 1, 1, 1), 4)
-    says = "EquivalenceReport needs a datamodule"
-    assert_refused(lambda: fit(tmp_path, search(), EquivalenceReport([]), loader), error=TypeError, says=says)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -477,11 +466,6 @@ def test_arguments_that_are_refused(refusal):
 
 
 # ---- runs of all kinds
-
-
-def test_a_trial_writes_nothing(tmp_path):
-    fit(tmp_path, search(), EquivalenceReport([PlaneGrid(2, 5)]), fast_dev_run=True)
-    assert not list(tmp_path.iterdir())
 
 
 def test_training_that_ends_between_two_checks(tmp_path, plain_figures):

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 
 import fits
 import pytest
@@ -187,20 +188,6 @@ def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
         fit(tmp_path, MarginalLikelihood(lr_schedule="cosine"), max_epochs=-1)
 
 
-def test_weights_and_gradients_stay_as_they_are(tmp_path):
-    class Watch(MarginalLikelihood):
-        def on_train_epoch_end(self, trainer, pl_module):
-            before = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
-            draw = torch.get_rng_state()
-            trainer.datamodule.curvature_dataloader = lambda: [trainer.datamodule.pairs.tensors]  # torch's would draw
-            super().on_train_epoch_end(trainer, pl_module)
-            assert all(torch.equal(value, before[name]) for name, value in pl_module.state_dict().items())
-            assert torch.equal(torch.get_rng_state(), draw)
-            assert pl_module.training
-
-    fit(tmp_path, learner(Watch, samples=3), max_epochs=3)
-
-
 class Break(MarginalLikelihood):
     """Has a weight that is not a number in some curvature passes."""
 
@@ -226,12 +213,8 @@ def test_updates_that_are_not_finite_are_skipped_and_said_once(tmp_path):
 
 
 def test_three_in_a_row_stop_the_run(tmp_path):
-    with (
-        pytest.warns(UserWarning, match="was skipped"),
-        pytest.raises(
-            CurvatureError, match=r"3 updates of the precisions in a row failed, the last after epoch 4: .*not finite"
-        ),
-    ):
+    failed = "3 updates of the precisions in a row failed, the last after epoch 4: .*not finite"
+    with pytest.warns(UserWarning, match="was skipped"), pytest.raises(CurvatureError, match=failed):
         fit(tmp_path, Break(2, 3, 4, 5), max_epochs=6)
 
 
@@ -358,13 +341,25 @@ def test_a_task_of_ones_own_learns_what_ours_does(tmp_path):
     assert read_rows(tmp_path / "results" / "evidence")[-1]["epoch"] == 5
 
 
-def test_a_state_of_another_division_is_refused(tmp_path):
+def test_a_state_is_taken_over_by_what_it_is_of_and_refused_by_others(tmp_path):
     callback = learner()
     task, trainer = fit(tmp_path, callback, max_epochs=1)
     state = callback.state_dict()
-    other = MarginalLikelihood(granularity="per_tensor")
-    other.setup(trainer, task, "fit")
+    same, other = MarginalLikelihood(), MarginalLikelihood(granularity="per_tensor")
+    for one in (same, other):
+        one.setup(trainer, task, "fit")
+    same.load_state_dict(state)
+    assert same.records == callback.records
     assert_refused(other.load_state_dict, state, says="The checkpoint has precisions per_path and this run has them")
+    of_a_zoo = {**state, "optimizers": {"member-0001": state["optimizers"][""]}}
+    assert_refused(same.load_state_dict, of_a_zoo, says="The checkpoint has precisions of other networks than this run")
+
+
+@pytest.mark.parametrize(("classes", "named"), [(11, "9, 10);"), (12, "9, 10, ...);")])
+def test_the_first_ten_classes_that_never_occur_are_named(classes, named):
+    data = Given(torch.zeros(3, 6), torch.zeros(3, dtype=torch.int64), classes)
+    with pytest.warns(UserWarning, match=rf"{classes - 1} of {classes} classes never occur .*{re.escape(named)}"):
+        GaussianPrior(TwoPaths()).start([], data)
 
 
 def test_a_test_of_a_checkpoint_leaves_what_the_fit_found(tmp_path):
@@ -399,12 +394,7 @@ class WithoutTest(Given):
 
 
 def test_data_without_a_test_split_have_a_report_too(tmp_path):
-    fit(
-        tmp_path,
-        learner(),
-        WithoutTest(*planted().pairs.tensors, 2),
-        max_epochs=1,
-    )
+    fit(tmp_path, learner(), WithoutTest(*planted().pairs.tensors, 2), max_epochs=1)
     about = json.loads((tmp_path / "results" / "layers.json").read_text())
     assert about["test"] == {}
     assert about["evidence"]["samples"] == 200

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from fits import fit
-from helpers import assert_refused, read_csv, refused, write_zoo
+from helpers import read_csv, refused, write_zoo
 from matplotlib.image import imread
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,8 +14,8 @@ from lightning_sym.callbacks import MatchingReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.connectivity import barrier
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.tasks import MatchingTask, ZooTask
+from lightning_sym.networks import MyrtleCNN
+from lightning_sym.tasks import MatchingTask
 
 
 def digits():
@@ -95,14 +95,6 @@ def test_batch_norms_are_recalibrated(recalibrate, tmp_path, capsys):
         if (row["method"], row["split"], row["batch_norm"]) == (method, "test", "recalibrated")
     ]
     assert ends[0] == pytest.approx(ends[1], abs=1e-4)
-
-
-def test_a_trial_leaves_nothing_and_other_tasks_are_refused(matching_zoo, tmp_path):
-    fit(MatchingTask(str(matching_zoo)), digits(), MatchingReport(), folder=tmp_path, fast_dev_run=True)
-    assert not list(tmp_path.iterdir())
-    task = ZooTask(MultiLayerPerceptron(widths=(4,), image_size=8), members=1)
-    says = ["MatchingReport works with lightning_sym.tasks.MatchingTask", "ZooTask has no pairs and no methods"]
-    assert_refused(lambda: fit(task, digits(), MatchingReport(), folder=tmp_path), error=TypeError, says=says)
 
 
 @pytest.mark.parametrize(

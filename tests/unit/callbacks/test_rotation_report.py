@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from fits import fit
-from helpers import assert_refused, read_csv
+from helpers import read_csv
 from matplotlib.image import imread
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_sym.callbacks import RotationReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.networks import MultiLayerPerceptron
-from lightning_sym.tasks import RotationTask, ZooTask
+from lightning_sym.tasks import RotationTask
 
 KINDS = ["group", "orthogonal", "none", "undo"]
 
@@ -68,11 +67,3 @@ def test_a_run_leaves_tables_a_figure_and_numbers_and_says_where(matching_zoo, t
         assert word in out
     for name in ("rotation_penalty.png", "summary.csv", "penalties.csv"):
         assert str(results / name) in out
-
-
-def test_a_trial_leaves_nothing_and_other_tasks_are_refused(matching_zoo, tmp_path):
-    fit(RotationTask(str(matching_zoo), repeats=1), digits(), RotationReport(), folder=tmp_path, fast_dev_run=True)
-    assert not list(tmp_path.iterdir())
-    task = ZooTask(MultiLayerPerceptron(widths=(4,), image_size=8), members=1)
-    says = ["RotationReport works with lightning_sym.tasks.RotationTask", "ZooTask has no rotations and no branches"]
-    assert_refused(lambda: fit(task, digits(), RotationReport(), folder=tmp_path), error=TypeError, says=says)

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from fits import fit
+from fits import fit, quiet_trainer
 from helpers import assert_refused
 from pytorch_lightning import LightningModule
 from torch import nn
@@ -114,3 +114,19 @@ def test_what_a_report_needs_is_what_it_uses(kind):
             used |= {argument.value for argument in call.args[1:]}
     assert used - set(dir(LightningModule)) == set(kind.needs)
     assert kind.example in lightning_sym.tasks.__all__
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_other_tasks_and_data_are_refused_before_a_fit_and_nothing_is_done_in_a_trial(kind):
+    report, trainer = kind(), quiet_trainer()
+    says = [
+        f"{kind.__name__} works with lightning_sym.tasks.{kind.example} and its like",
+        f"has no {kind.needs[0]} and ",
+    ]
+    assert_refused(report.setup, trainer, LightningModule(), "fit", error=TypeError, says=says)
+    able = type("Able", (), dict.fromkeys(kind.needs))()
+    says = [f"{kind.__name__} needs a datamodule of lightning_sym.datamodules", "NoneType"]
+    assert_refused(report.setup, trainer, able, "fit", error=TypeError, says=says)
+    for trial, stage in ((quiet_trainer(fast_dev_run=True), "fit"), (trainer, "validate")):
+        report.setup(trial, able, stage)
+        assert not report.active

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 from fits import fit
-from helpers import assert_refused, read_csv, write_zoo
+from helpers import read_csv, write_zoo
 
 from lightning_sym.callbacks import BatchNormRecalibration, StitchingReport
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MyrtleCNN
-from lightning_sym.tasks import MatchingTask, StitchingTask
+from lightning_sym.tasks import StitchingTask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
@@ -89,12 +89,3 @@ def test_a_stitch_that_diverged_is_named_and_has_no_penalty(cnn_zoo, tmp_path, c
     assert rows["group", "recalibrated"]["stopped"] == "its training loss is not finite"
     assert math.isfinite(float(rows["full", "recalibrated"]["penalty"]))
     assert "pair-0-1/activation1/group was stopped" in " ".join(capsys.readouterr().out.split())
-
-
-def test_another_task_is_refused_by_what_it_lacks(matching_zoo, tmp_path):
-    says = [
-        "StitchingReport works with lightning_sym.tasks.StitchingTask",
-        "MatchingTask has no stitches and no branches",
-    ]
-    task = MatchingTask(str(matching_zoo))
-    assert_refused(lambda: fit(task, digits(), StitchingReport(), folder=tmp_path), error=TypeError, says=says)

@@ -237,7 +237,7 @@ def test_errors_before_training(tmp_path, task, settings, data, says):
 
 
 def test_sharded_weights_are_refused():
-    trainer = SimpleNamespace(strategy=FSDPStrategy())  # a Trainer would ask for GPUs
+    trainer = SimpleNamespace(strategy=FSDPStrategy(), fast_dev_run=True)  # a Trainer would ask for GPUs
     says = "needs whole weights, which FSDPStrategy shards; use ddp"
     assert_refused(lambda: SymmetryMonitor().setup(trainer, Plain(), "fit"), says=says)
 

@@ -8,14 +8,11 @@ import os
 import pytest
 import torch
 from fits import fit as fit_task
-from fits import quiet_trainer
 from helpers import assert_refused, read_csv, refused
 from matplotlib.image import imread
-from pytorch_lightning import LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sym._files
 from lightning_sym.callbacks import ZooExport, ZooReport
@@ -133,31 +130,6 @@ def test_full_disk_while_exporting_leaves_whole_files_only(tmp_path, monkeypatch
         fit(tmp_path, ZooExport())
     assert [path.name for path in (tmp_path / "zoo").iterdir()] == [member_file(0)]
     assert ModelZoo.open(tmp_path / "zoo").verify() == {}
-
-
-class Plain(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0].flatten(1)).mean()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("callback", [ZooExport, ZooReport])
-def test_other_tasks_and_data_are_refused(tmp_path, callback):
-    says = f"{callback.__name__} works with lightning_sym.tasks.ZooTask and its like, and Plain has no numbers and no "
-    assert_refused(lambda: fit(tmp_path, callback(), task=Plain()), error=TypeError, says=says)
-    loader = DataLoader(TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)))
-    trainer, task = quiet_trainer(callback(), folder=tmp_path), ZooTask(perceptron(), members=1)
-    says = [f"{callback.__name__} needs a datamodule of lightning_sym.datamodules", "NoneType"]
-    assert_refused(lambda: trainer.fit(task, loader, loader), error=TypeError, says=says)
 
 
 def test_training_that_ends_before_the_first_validation_says_what_is_missing(tmp_path):

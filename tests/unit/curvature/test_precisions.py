@@ -1,10 +1,11 @@
 """Groups of precisions, their optimizer, and the words of the errors."""
 
 import copy
+import math
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import refused
 from torch import nn
 
 from lightning_sym.curvature import Evidence, NonFiniteError, PrecisionOptimizer, factors, parameter_groups
@@ -44,15 +45,12 @@ def test_every_tensor_has_its_own_precision_and_its_path():
     assert groups.paths == parameter_groups(network).paths
 
 
-def test_any_network_has_one_group_per_module():
+def test_any_network_has_groups():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.BatchNorm2d(2), nn.GELU()), nn.Flatten())
     assert parameter_groups(network).names == ("0", "1.0")
-
-
-def test_a_network_that_is_one_relaxed_layer():
-    groups = parameter_groups(relaxed()[0])
-    assert groups.layers == {"fc": "", "conv": ""}
-    assert groups.names == ("fc", "conv")
+    alone = parameter_groups(relaxed()[0])
+    assert alone.layers == {"fc": "", "conv": ""}
+    assert alone.names == ("fc", "conv")
 
 
 @pytest.mark.parametrize(
@@ -73,10 +71,6 @@ def test_every_path_of_every_block_has_a_precision_of_its_own(paths):
     tensors = parameter_groups(network, "per_tensor")
     assert tensors.paths == groups.paths
     assert all(name == precision for name, precision in tensors.precisions.items())
-
-
-def test_unknown_granularity():
-    assert_refused(lambda: parameter_groups(relaxed(), "per_paths"), says="Did you mean 'per_path'")
 
 
 @pytest.mark.parametrize("granularity", ["per_path", "per_tensor"])
@@ -164,39 +158,30 @@ def test_log_precisions_are_clamped():
     assert optimizer.log_precisions.min() >= -2
 
 
-def test_a_state_of_another_network():
-    optimizer = PrecisionOptimizer(["a"])
-    assert_refused(lambda: optimizer.load_state_dict(PrecisionOptimizer(["b"]).state_dict()), says="other groups")
-    assert_refused(lambda: optimizer.update(evidence()), says="other groups")
+found, groups = factors(relaxed(), batches()), parameter_groups(relaxed())
+optimizer, made = PrecisionOptimizer(["a"]), Evidence.of(relaxed(), found, groups)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "refusal",
     [
-        ({"lr": 0}, "lr of the precisions"),
-        ({"bounds": (2, 1)}, "ascending"),
-        ({"noise_bounds": (-800, 1)}, "within 700"),
-        ({"groups": []}, "no groups"),
+        refused(parameter_groups, relaxed(), "per_paths", says="Did you mean 'per_path'"),
+        refused(PrecisionOptimizer, ["a"], lr=0),
+        refused(PrecisionOptimizer, ["a"], bounds=(2, 1), says="ascending"),
+        refused(PrecisionOptimizer, ["a"], noise_bounds=(-800, 1), says="within 700"),
+        refused(PrecisionOptimizer, [], says="no groups"),
+        refused(optimizer.load_state_dict, PrecisionOptimizer(["b"]).state_dict(), says="other groups"),
+        refused(optimizer.update, made, says="other groups"),
+        refused(PrecisionOptimizer(groups.names).update, made, steps=0),
+        refused(Evidence.of, relaxed(), found, groups, temperature=0),
+        refused(Evidence, found, {}, groups, says="'0.fc.theta1' has a curvature block but no"),
+        refused(
+            Evidence, found, dict.fromkeys(found.blocks, math.nan), groups, says="squared norm", error=NonFiniteError
+        ),
+        refused(made.gradients, torch.zeros(2), says="There are 3 groups"),
+        refused(made.gradients, torch.full((3,), math.nan), says="finite and between"),
+        refused(made.terms, torch.zeros(3), 0.1, says="has no noise"),
     ],
 )
-def test_precision_optimizer_names_bad_settings(settings, words):
-    with pytest.raises(ValueError, match=words):
-        PrecisionOptimizer(**{"groups": ["a"], **settings})
-
-
-def test_steps_out_of_range():
-    found = evidence()
-    assert_refused(lambda: PrecisionOptimizer(found.groups.names).update(found, 0), says="steps must be an integer")
-
-
-def test_evidence_that_cannot_be_made():
-    network = relaxed()
-    found, groups = factors(network, batches()), parameter_groups(network)
-    assert_refused(Evidence.of, network, found, groups, temperature=0)
-    assert_refused(Evidence, found, {}, groups, says="'0.fc.theta1' has a curvature block but no")
-    with pytest.raises(NonFiniteError, match="squared norm"):
-        Evidence(found, dict.fromkeys(found.blocks, float("nan")), groups)
-    made = Evidence.of(network, found, groups)
-    assert_refused(made.gradients, torch.zeros(2), says="There are 3 groups")
-    assert_refused(lambda: made.gradients(torch.full((3,), float("nan"))), says="finite and between")
-    assert_refused(made.terms, torch.zeros(3), 0.1, says="has no noise")
+def test_what_does_not_fit_is_named(refusal):
+    refusal()

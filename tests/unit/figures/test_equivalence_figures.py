@@ -380,14 +380,15 @@ def test_search_tells_survivors_from_failures():
     steps, losses = search()
     losses[-1, 0], losses[-1, 3] = 0.157, 0.0
     losses[5:, 1] = np.nan
-    figure = drawn(search_curves(steps, losses, [1e-6, 1e-10], SCALE, levels={"bad": 0.157}, title="search"))
+    kept = losses[-1] < 1e-6
+    figure = drawn(search_curves(steps, losses, kept, 1e-6, SCALE, levels={"bad": 0.157}, title="search"))
     left, right = figure.axes
     failed, survived = (part for part in left.collections)
     assert (len(failed.get_segments()), len(survived.get_segments())) == (2, 4)
     np.testing.assert_allclose(failed.get_segments()[0][:, 1], losses[:, 0])
     np.testing.assert_array_equal(lines(left, "$J_0$").get_ydata(), SCALE.zero)
     np.testing.assert_array_equal(lines(left, "V").get_ydata(), SCALE.constant)
-    np.testing.assert_array_equal(lines(left, "thresholds: 1e-10, 1e-06").get_ydata(), 1e-10)
+    np.testing.assert_array_equal(lines(left, "threshold: 1e-06").get_ydata(), 1e-6)
     assert left.get_yscale() == "log"
     assert labels(figure)[:2] == ["not found: 2", "found: 4"]
     np.testing.assert_allclose(lines(right, "bad = 0.157").get_xdata(), 0.157 / SCALE.zero)
@@ -396,14 +397,14 @@ def test_search_tells_survivors_from_failures():
     assert sum(patch.get_height() for patch in right.patches) == 5
 
 
-def test_search_with_given_survivors_many_candidates_and_one_step():
+def test_search_with_many_candidates_and_with_one_step():
     steps, losses = search(400)
     kept = np.arange(400) % 2 == 0
-    figure = drawn(search_curves(steps, losses, [1e-6], SCALE, survived=kept))
+    figure = drawn(search_curves(steps, losses, kept, 1e-6, SCALE, levels={}))
     assert labels(figure)[:2] == ["not found: 200, 150 drawn", "found: 200, 150 drawn"]
     assert [len(part.get_segments()) for part in figure.axes[0].collections] == [150, 150]
-    drawn(search_curves([0], [[0.1, np.inf, np.nan]], [], SCALE))
-    drawn(search_curves([0], [[np.nan]], [], SimpleNamespace(zero=0.0, constant=0.0)))
+    drawn(search_curves([0], [[0.1, np.inf, np.nan]], [True, False, False], 1e-6, SCALE, levels={}))
+    drawn(search_curves([0], [[np.nan]], [False], 1e-6, SimpleNamespace(zero=0.0, constant=0.0), levels={}))
 
 
 # ---- all
@@ -462,9 +463,9 @@ def test_legends_are_below_the_axes():
         (lambda: betti_curve([1, 2], {"pieces": [1]}, {}), "must have shape"),
         (lambda: betti_curve([0, 2], {"pieces": [1, 1]}, {}), "epsilons must be positive"),
         (lambda: betti_curve([1], {}, {}), "numbers must have at least one"),
-        (lambda: search_curves([0, 1], np.zeros((3, 2)), [], SCALE), r"losses must have shape \[2, any\]"),
-        (lambda: search_curves([0, 1], np.zeros((2, 0)), [], SCALE), "at least one step and one candidate"),
-        (lambda: search_curves([0], [[1.0]], [], SCALE, survived=[True, False]), r"survived must have shape \[1\]"),
+        (lambda: search_curves([0, 1], np.zeros((3, 2)), [1, 1], 1e-6, SCALE, levels={}), "losses must have shape"),
+        (lambda: search_curves([0, 1], np.zeros((2, 0)), [], 1e-6, SCALE, levels={}), "at least one step and one"),
+        (lambda: search_curves([0], [[1.0]], [True, False], 1e-6, SCALE, levels={}), r"found must have shape \[1\]"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused(call, message):

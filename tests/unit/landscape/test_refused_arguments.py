@@ -90,7 +90,6 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: joining_levels(RINGS, [(-1, 0)]), r"cell \(-1, 0\)"),
         (lambda: joining_levels(np.full(3, NAN), [(0,)]), "must not be NaN"),
         (lambda: describe_set(np.full((3, 3), NAN), 0.1, 0.1, UNIT), "at least one J and no NaN"),
-        (lambda: describe_set(RINGS, 0.1, 0.1, UNIT, regions={"left": np.ones(2, bool)}), r"region 'left' .*\[41, 41"),
         (lambda: Grid(0, 5, 1.0), "dimension of a grid must be an integer >= 1"),
         (lambda: Grid(2, 1, 1.0), "points of a grid must be an integer >= 2"),
         (lambda: Grid(2, 5.0, 1.0), "points of a grid"),

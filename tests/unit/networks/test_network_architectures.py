@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import OURS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,8 +19,6 @@ from lightning_sym.networks import (
     TorchvisionNetwork,
     is_activation,
 )
-
-torch.set_num_threads(1)
 
 
 def count(network: nn.Module) -> int:
@@ -156,27 +155,14 @@ def test_perceptrons_of_any_widths(widths: list[int], classes: int, size: tuple[
         assert torch.equal(upper(lower(x)), network(x))
 
 
-@pytest.mark.parametrize(
-    "network",
-    [
-        MultiLayerPerceptron([4], image_size=4),
-        MultiLayerPerceptron([4], image_size=4, bias=False),
-        LeNet5(),
-        LeNet5(padding=0),
-        MyrtleCNN(width=2, in_channels=1, image_size=12, activation="gaussian"),
-        MyrtleCNN(width=2, in_channels=1, image_size=8, batch_norm=False),
-        CIFARResNet(width=2, in_channels=1, image_size=8),
-        CIFARResNet(width=2, in_channels=1, image_size=8, shortcut="B"),
-        CIFARResNet18(width=1, in_channels=1, image_size=8, activation="gelu"),
-    ],
-    ids=lambda network: type(network).__name__,
-)
-def test_members_run_stacked_under_vmap_as_they_do_alone(network: Network) -> None:
-    size = network.architecture["init_args"]["image_size"]
+@pytest.mark.parametrize("case", OURS)
+def test_members_run_stacked_under_vmap_as_they_do_alone(case: str) -> None:
+    make, shape = OURS[case]
+    network = make()
     torch.manual_seed(0)
     members = [network.fresh(seed).double().eval() for seed in range(2)]
     parameters, buffers = stack_module_state(members)  # type: ignore[arg-type]
-    x = torch.randn(2, 3, 1, size, size, dtype=torch.float64)
+    x = torch.randn(2, 3, *shape, dtype=torch.float64)
 
     def run(p: Any, b: Any, images: torch.Tensor) -> Any:
         return functional_call(network.eval(), (p, b), (images,))
@@ -215,9 +201,8 @@ def test_members_run_stacked_under_vmap_as_they_do_alone(network: Network) -> No
     ],
 )
 def test_bad_arguments_fail_in_the_constructor(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
         make()
-    assert "\n" not in str(caught.value)
 
 
 def test_torchvision_networks_take_other_channels_and_sizes() -> None:

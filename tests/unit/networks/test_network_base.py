@@ -11,6 +11,7 @@ import jsonargparse
 import pytest
 import torch
 import torchvision
+from architectures import check_every_cut
 from helpers import assert_refused
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,8 +26,6 @@ from lightning_sym.networks import (
     WrappedNetwork,
     build,
 )
-
-torch.set_num_threads(1)
 
 SMALL: list[Network] = [
     MultiLayerPerceptron((5, 4), image_size=(3, 2), activation="leaky_relu(0.1)"),
@@ -168,33 +167,6 @@ def test_arguments_that_json_has_no_words_for() -> None:
 
 
 # Sites and cuts
-
-
-def check_every_cut(network: Network, x: Tensor) -> None:
-    """Both halves together are the network, bitwise, in both modes, also when the second runs twice."""
-    for training in (False, True):
-        network.train(training)
-        start = copy.deepcopy(network.state_dict())
-        for site in network.sites():
-            results = []
-            for twice in (False, True):
-                network.load_state_dict(start)
-                torch.manual_seed(0)
-                results.append((network(x), copy.deepcopy(network.state_dict())))
-                network.load_state_dict(start)
-                lower, upper = network.split(site)
-                assert lower.training is upper.training is training
-                torch.manual_seed(0)
-                values = lower(x)
-                state = torch.get_rng_state()
-                results.append((upper(values), copy.deepcopy(network.state_dict())))
-                if twice and not training:
-                    torch.set_rng_state(state)
-                    results.append((upper(values), start))
-            for output, state_dict in results:
-                assert torch.equal(output, results[0][0]), site
-                assert all(torch.equal(state_dict[key], results[0][1][key]) for key in state_dict), site
-        network.load_state_dict(start)
 
 
 def test_a_users_network_is_cut_with_values_that_cross() -> None:

@@ -8,7 +8,7 @@ from helpers import read_csv
 from rich.console import Console
 
 from lightning_sym.reports import ResultTable, RunResults
-from lightning_sym.reports.table import counted, finite, spread_cell
+from lightning_sym.reports.cells import counted, finite, spread_cell
 
 ROWS = [{"step": 1, "loss": 0.123456, "note": None}, {"step": 2, "loss": None, "note": "a, b"}]
 

@@ -1,37 +1,27 @@
 """MatchingTask: what was planted is found, by every method, and what cannot be matched is refused."""
 
+import functools
 import shutil
 import warnings
 
+import fits
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import assert_refused, assert_same, write_zoo
 from pytorch_lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.connectivity import barrier
-from lightning_sym.datamodules import DigitsDataModule, Resized
+from lightning_sym.datamodules import Resized
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.tasks import MatchingTask
-from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+from lightning_sym.zoo import ModelZoo, write_member
 
-
-def digits(**changes) -> DigitsDataModule:
-    return DigitsDataModule(**{"batch_size": 100, "max_samples": 300, **changes})
+digits = functools.partial(fits.digits, batch_size=100, max_samples=300)
 
 
 def fit(task, data=None, **changes) -> Trainer:
-    settings = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = Trainer(**{**settings, **changes})
-    trainer.fit(task, data or digits())
-    return trainer
+    return fits.fit(task, data or digits(), **{"max_epochs": 2, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +62,8 @@ def test_matching_lowers_the_barrier(fitted):
 
 def test_straight_through_is_no_worse_than_its_start(fitted):
     task, metrics = fitted
-    for pair in task.pairs:
-        assert task._best[pair]["loss"] <= metrics[f"pair-{pair[0]}-{pair[1]}/weights/midpoint_loss"] + 1e-6
+    for number, (a, b) in enumerate(task.pairs):
+        assert task.kept[number]["metrics"]["loss"] <= metrics[f"pair-{a}-{b}/weights/midpoint_loss"] + 1e-6
 
 
 def test_metrics_have_clear_names(fitted):
@@ -99,7 +89,7 @@ def test_without_validation_the_training_loss_decides(matching_zoo):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning says that there is no validation
         trainer = fit(task, digits(val_fraction=0.0))
-    best = task._best[0, 2]
+    best = task.kept[0]["metrics"]
     assert best["loss"] <= float(trainer.callback_metrics["pair-0-2/straight_through/train_midpoint_loss"]) + 1e-6
 
 
@@ -111,16 +101,12 @@ def test_steps_may_end_the_first_epoch(matching_zoo):
 
 def test_batch_norms_use_the_batch_at_midpoints_and_keep_their_statistics(tmp_path):
     data = digits()
-    for number in range(2):
-        network = MyrtleCNN(2, in_channels=1, image_size=8).fresh(number)
-        write_member(tmp_path, number, network.state_dict(), architecture=network.architecture, data=data.identity())
-    rebuild_manifest(tmp_path)
+    write_zoo(tmp_path, [MyrtleCNN(2, in_channels=1, image_size=8).fresh(number) for number in range(2)], data)
     task = MatchingTask(str(tmp_path))
     fit(task, data, max_epochs=1)
     assert set(task.elements[0, 1]) == {"weights", "activations", "straight_through"}
     for number in range(2):
-        state = ModelZoo.open(tmp_path).state(number)
-        assert all(torch.equal(value, state[name]) for name, value in task.member(number).state_dict().items())
+        assert_same(ModelZoo.open(tmp_path).state(number), task.member(number).state_dict())
 
 
 def test_testing_reports_all_methods(fitted, matching_zoo, tmp_path):
@@ -136,13 +122,9 @@ def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     again = MatchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     for method in task.methods:
-        for a, b in zip(
-            task.matched((0, 2), method).parameters(), again.matched((0, 2), method).parameters(), strict=True
-        ):
-            assert torch.equal(a, b)
+        assert_same(task.matched((0, 2), method).state_dict(), again.matched((0, 2), method).state_dict())
     other = MatchingTask(str(matching_zoo), pairs=[[0, 1]])
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    assert_refused(lambda: trainer.fit(other, digits(), ckpt_path=tmp_path / "a.ckpt"), says="The checkpoint has pairs")
+    assert_refused(lambda: fit(other, ckpt_path=tmp_path / "a.ckpt"), says="The checkpoint has pairs")
 
 
 # ---- bad input

@@ -1,48 +1,34 @@
 """RotationTask: what is rotated, what is trained, what is drawn, and what is refused."""
 
 import copy
+import functools
 import math
 
+import fits
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import assert_refused, assert_same, write_zoo
 from pytorch_lightning import Trainer
 
-from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.stitching import FixedMap, IdentityMap
 from lightning_sym.tasks import RotationTask
 from lightning_sym.tasks.rotation import Rotation
-from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+from lightning_sym.zoo import ModelZoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data")
 ALL = ["group", "orthogonal", "none", "undo"]
 
 
-def digits(**changes) -> DigitsDataModule:
-    return DigitsDataModule(**{"batch_size": 50, "max_samples": 300, **changes})
+digits = functools.partial(fits.digits, batch_size=50, max_samples=300)
 
 
-def fit(task, data=None, **changes) -> Trainer:
-    settings = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = Trainer(**{**settings, **changes})
-    trainer.fit(task, data or digits())
-    return trainer
+def fit(task, **changes) -> Trainer:
+    return fits.fit(task, digits(), **{"max_epochs": 2, **changes})
 
 
-def zoo_of(path, network, members=1):
-    for number in range(members):
-        fresh = network.fresh(number)
-        write_member(path, number, fresh.state_dict(), architecture=network.architecture, data=digits().identity())
-    rebuild_manifest(path)
-    return path
+def zoo_of(path, network):
+    return write_zoo(path, [network.fresh(0)], digits())
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +115,7 @@ def test_lower_parts_and_matrices_stay_and_upper_parts_are_trained(matching_zoo)
     task = RotationTask(str(matching_zoo), members=[0], sites="all", kinds=ALL, repeats=1)
     before = ModelZoo.open(matching_zoo).load(0).state_dict()
     fit(task)
-    for key, value in task.members["0"].state_dict().items():
-        assert torch.equal(value, before[key])
+    assert_same(task.members["0"].state_dict(), before)
     for rotation, network in zip(task.rotations, task.branches, strict=True):
         parameters = dict(network.upper.named_parameters())
         expected = {"classifier.weight", "classifier.bias"}
@@ -254,13 +239,10 @@ def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
     again = RotationTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     assert again.names == task.names
     for a, b in zip(task.branches, again.branches, strict=True):
-        for key, value in a.state_dict().items():
-            assert torch.equal(b.state_dict()[key], value)
+        assert_same(a.state_dict(), b.state_dict())
     other = RotationTask(str(matching_zoo), members=[2], repeats=1)
     with pytest.raises(ValueError, match=r"The checkpoint has branches member-0/.* and this run has member-2/"):
-        Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).fit(
-            other, digits(), ckpt_path=tmp_path / "a.ckpt"
-        )
+        fit(other, ckpt_path=tmp_path / "a.ckpt")
 
 
 # ---- bad input

@@ -5,20 +5,22 @@ import shutil
 import warnings
 from collections.abc import Callable
 
+import fits
 import pytest
 import torch
-from helpers import assert_refused
+from fits import quiet_trainer
+from helpers import assert_refused, assert_same, randomize_statistics, write_zoo
 from jsonargparse import ArgumentParser
 from pytorch_lightning import Callback, LightningDataModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import BatchNormRecalibration
-from lightning_sym.datamodules import DigitsDataModule, Resized
+from lightning_sym.datamodules import Resized
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.stitching import CutNetwork, FullMap, GroupMap, Port, StitchedNetwork, StitchingMap
 from lightning_sym.tasks import StitchingTask
-from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
+from lightning_sym.zoo import ModelZoo, write_member
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
@@ -26,57 +28,33 @@ pytestmark = [
 ]
 
 
-def digits(**changes) -> DigitsDataModule:
-    return DigitsDataModule(**{"batch_size": 50, "max_samples": 300, **changes})
-
-
-def make_trainer(**changes) -> Trainer:
-    settings = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return Trainer(**{**settings, **changes})
+digits = functools.partial(fits.digits, batch_size=50, max_samples=300)
+make_trainer = functools.partial(quiet_trainer, max_epochs=2, num_sanity_val_steps=0)
 
 
 def fit(task, data=None, **changes) -> Trainer:
-    trainer = make_trainer(**changes)
-    trainer.fit(task, data or digits())
-    return trainer
+    return fits.fit(task, data or digits(), **{"max_epochs": 2, "num_sanity_val_steps": 0, **changes})
 
 
 def sgd(**changes):
     return functools.partial(torch.optim.SGD, **{"lr": 0.1, **changes})
 
 
-def write_zoo(path, make, data, count=3):
-    for number in range(count):
-        network = make().fresh(number)
-        generator = torch.Generator().manual_seed(number)
-        for module in network.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.running_mean.normal_(0, 0.1, generator=generator)
-                module.running_var.uniform_(0.5, 1.5, generator=generator)
-        write_member(path, number, network.state_dict(), architecture=network.architecture, data=data.identity())
-    rebuild_manifest(path)
-    return path
+def zoo_of(path, make, data=None, count=3):
+    return write_zoo(
+        path, [randomize_statistics(make().fresh(number), number) for number in range(count)], data or digits()
+    )
 
 
 @pytest.fixture(scope="module")
 def norm_zoo(tmp_path_factory):
     """Three small CNNs with batch norms."""
-    return write_zoo(tmp_path_factory.mktemp("norms"), lambda: MyrtleCNN(2, in_channels=1, image_size=8), digits())
+    return zoo_of(tmp_path_factory.mktemp("norms"), lambda: MyrtleCNN(2, in_channels=1, image_size=8))
 
 
 @pytest.fixture(scope="module")
 def residual_zoo(tmp_path_factory):
-    return write_zoo(
-        tmp_path_factory.mktemp("residual"), lambda: CIFARResNet(20, width=2, in_channels=1), digits(), count=2
-    )
+    return zoo_of(tmp_path_factory.mktemp("residual"), lambda: CIFARResNet(20, width=2, in_channels=1), count=2)
 
 
 def maps_of(task) -> dict[str, dict[str, torch.Tensor]]:
@@ -127,7 +105,7 @@ def test_the_halves_and_the_members_stay_as_they_are(norm_zoo):
     zoo = ModelZoo.open(norm_zoo)
     for number in range(3):
         state = zoo.state(number)
-        assert all(torch.equal(value, state[name]) for name, value in task.members[str(number)].state_dict().items())
+        assert_same(state, task.members[str(number)].state_dict())
     for index, branch in enumerate(task.branches):
         upper = zoo.state(task.stitches[index].pair[1])
         assert all(torch.equal(p, upper[name]) for name, p in branch.upper.named_parameters())
@@ -265,9 +243,7 @@ def test_one_that_diverges_stops_and_the_others_go_on(norm_zoo, bad, val_fractio
     assert any("Jumps" in text or "Explodes" in text for text in said if "was stopped" in text)
     assert sum("was stopped" in text for text in said) == 1
     found, expected = maps_of(task), maps_of(alone)
-    for name in alone.names:
-        for key, value in expected[name].items():
-            assert torch.equal(found[name][key], value), (name, key)
+    assert_same({name: found[name] for name in alone.names}, expected)
     assert tested["test_penalty/full"] == tested_alone["test_penalty/full"]
     assert not any("Jumps" in name or "Explodes" in name for name in tested)
 
@@ -308,7 +284,7 @@ def test_the_best_epoch_is_kept_and_tested_and_the_current_weights_come_back(nor
     # The test has the kept weights: put them in by hand, and look.
     tested = trainer.test(task, data, verbose=False)[0]
     for i in task.numbers:
-        assert all(torch.equal(v, before[i][k]) for k, v in task.population.member_state(i).items())
+        assert_same(before[i], task.population.member_state(i))
         task.population.set_member_state(i, task.kept[i]["state"])
     images, labels = data.split_tensors("test")
     images = data.normalize(images)
@@ -322,17 +298,6 @@ def test_the_best_epoch_is_kept_and_tested_and_the_current_weights_come_back(nor
         assert tested[f"test_penalty/activation2/{family}"] == tested[f"test_penalty/{family}"]
 
 
-def test_without_validation_the_last_weights_are_kept(matching_zoo):
-    task = StitchingTask(str(matching_zoo), pairs=[[0, 1]], maps=["full"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(task, digits(val_fraction=0.0))
-    assert [record["epoch"] for record in task.kept.values()] == [1, 1]
-    for index in task.numbers:
-        state = task.population.member_state(index)
-        assert all(torch.equal(v, task.kept[index]["state"][k]) for k, v in state.items())
-
-
 def test_evaluating_has_the_kept_weights_and_gives_them_back(norm_zoo):
     task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=["full", "group"])
 
@@ -344,28 +309,13 @@ def test_evaluating_has_the_kept_weights_and_gives_them_back(norm_zoo):
                 assert all(module.mode == "hard" for b in task.branches for module in b.stitching_maps)
             for index, record in task.kept.items():
                 assert found["accuracy"][index] == pytest.approx(record["metrics"]["accuracy"])
-            for index, state in enumerate(before):
-                assert all(torch.equal(v, state[k]) for k, v in task.population.member_state(index).items())
+            assert_same(before, [task.population.member_state(index) for index in task.numbers])
             assert len(found["loss"]) == 4
             self.done = True
 
     look = Look()
     fit(task, callbacks=[look])
     assert look.done
-
-
-def test_the_training_loss_is_logged_when_the_epoch_ends(matching_zoo):
-    class After(Callback):
-        found: list[float] = []  # noqa: RUF012
-
-        def on_train_epoch_start(self, trainer, task):
-            if trainer.current_epoch:
-                self.found.append(float(trainer.callback_metrics["train/loss"]))
-
-    task = StitchingTask(str(matching_zoo), pairs=[[0, 1]], maps=["full"], optimizer=sgd())
-    trainer = fit(task, max_epochs=3, callbacks=[After()])
-    assert all(loss > 0 for loss in After.found)
-    assert float(trainer.callback_metrics["train/loss"]) > 0
 
 
 # ---- settings
@@ -387,6 +337,7 @@ def test_maps_may_start_from_features(matching_zoo):
     )
     trainer = fit(task, max_epochs=1, limit_train_batches=1)
     assert float(trainer.callback_metrics["penalty/group"]) == 0
+    assert float(trainer.callback_metrics["train/loss"]) > 0
 
 
 def test_every_site_with_every_site(matching_zoo, norm_zoo):
@@ -425,7 +376,7 @@ def test_upper_parts_of_another_zoo(matching_zoo, norm_zoo):
 
 
 def test_upper_parts_of_another_architecture(norm_zoo, tmp_path):
-    write_zoo(tmp_path, lambda: CIFARResNet(20, width=2, in_channels=1), digits(), count=1)
+    zoo_of(tmp_path, lambda: CIFARResNet(20, width=2, in_channels=1), count=1)
     task = StitchingTask(
         str(norm_zoo),
         target_zoo=str(tmp_path),
@@ -465,10 +416,9 @@ def test_recalibration_changes_what_is_evaluated_and_not_what_is_trained(norm_zo
     plain, plain_trainer = run([])
     for exact in (False, True):
         task, trainer = run([BatchNormRecalibration(images=200, batch_size=100, exact=exact)])
-        for name, expected in maps_of(plain).items():
-            assert all(torch.equal(maps_of(task)[name][key], value) for key, value in expected.items())
+        assert_same(maps_of(task), maps_of(plain))
         for a, b in zip(task.branches, plain.branches, strict=True):
-            assert all(torch.equal(v, dict(b.upper.named_buffers())[k]) for k, v in a.upper.named_buffers())
+            assert_same(dict(a.upper.named_buffers()), dict(b.upper.named_buffers()))
         losses = [t.kept[1]["metrics"]["loss"] for t in (task, plain)]
         assert losses[0] != losses[1]
         assert task.kept[1]["state"].keys() == plain.kept[1]["state"].keys()
@@ -569,7 +519,7 @@ def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
     again = StitchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     assert again.names == task.names
     for a, b in zip(again.branches, task.branches, strict=True):
-        assert all(torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items())
+        assert_same(a.state_dict(), b.state_dict())
     (expected,) = trainer.test(task, digits(), verbose=False)
     (found,) = make_trainer().test(again, digits(), verbose=False)
     assert found == expected
@@ -655,7 +605,7 @@ def test_members_of_different_architecture_or_input_are_refused(matching_zoo, no
     write_member(mixed, 1, other.state_dict(), architecture=other.architecture)
     assert_refused(lambda: fit(StitchingTask(str(mixed))), says=("mixes architectures: member 0 is", "and member 1 is"))
     small = digits(transforms=[Resized(4)])
-    write_zoo(tmp_path / "small", lambda: MultiLayerPerceptron([12, 10], image_size=4), small)
+    zoo_of(tmp_path / "small", lambda: MultiLayerPerceptron([12, 10], image_size=4), small)
     message = (
         r"have input_shape \[1, 8, 8\] and those of .*/small \[1, 4, 4\]; stitch zoos that were trained on the same"
     )
@@ -692,7 +642,7 @@ class Dropping(Network):
 
 def test_dropout_of_trained_upper_parts_depends_on_the_branch_only(tmp_path, monkeypatch):
     """Of tasks that train upper parts too."""
-    write_zoo(tmp_path, Dropping, digits(), count=2)
+    zoo_of(tmp_path, Dropping, count=2)
     trained = functools.partial(StitchedNetwork, train_upper=True)
     monkeypatch.setattr("lightning_sym.tasks.stitching.StitchedNetwork", trained)
 
@@ -709,7 +659,7 @@ def test_dropout_of_trained_upper_parts_depends_on_the_branch_only(tmp_path, mon
     together, alone = run(["full", "group", "rank(1)"]), run(["group"])
     for name, state in alone.items():
         assert "upper.last.weight" in state
-        assert all(torch.equal(value, together[name][key]) for key, value in state.items())
+        assert_same(state, together[name])
     last = [state["upper.last.weight"] for state in together.values()]
     assert not torch.equal(last[0], last[1])
 
@@ -729,7 +679,7 @@ class WithShift(Network):
 
 
 def test_buffers_of_the_networks_follow_the_precision(tmp_path):
-    write_zoo(tmp_path, WithShift, digits(), count=2)
+    zoo_of(tmp_path, WithShift, count=2)
     task = StitchingTask(str(tmp_path), maps=["full", "assignment"], allow=[__name__.partition(".")[0]])
     fit(task, max_epochs=1, precision="64-true")
     assert isinstance(task.lowers["0"], CutNetwork)

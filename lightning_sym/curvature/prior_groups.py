@@ -14,7 +14,7 @@ Granularity: TypeAlias = Literal["per_path", "per_tensor"]
 
 
 @dataclass(frozen=True)
-class Groups:
+class PriorGroups:
     """How the parameters of a network are divided.
 
     Attributes:
@@ -34,7 +34,7 @@ class Groups:
         return tuple(dict.fromkeys(self.precisions.values()))
 
 
-def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") -> Groups:
+def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") -> PriorGroups:
     """Divide the trainable parameters of a network that have curvature.
 
     Args:
@@ -72,4 +72,4 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
                 paths[full] = path
                 layers[path] = layer
                 precisions[full] = path if granularity == "per_path" else full
-    return Groups(precisions, paths, layers)
+    return PriorGroups(precisions, paths, layers)

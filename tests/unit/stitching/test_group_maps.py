@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import refused
 from torch import nn
 
 from lightning_sym.stitching import AssignmentMap, GroupMap, Port, SoftSortMap, nearest_permutation, stitching_map
@@ -169,24 +169,6 @@ def test_rounding_is_not_repeated(monkeypatch):
     assert len(calls) == 1
 
 
-def test_group_options_are_checked():
-    assert_refused(
-        lambda: GroupMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])), says="all invertible matrices; use FullMap"
-    )
-    assert_refused(
-        lambda: AssignmentMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])),
-        says="all invertible matrices; use LeastSquaresMap",
-    )
-    assert_refused(GroupMap, RELU, projection="euclid")
-    assert_refused(GroupMap, RELU, alpha=math.nan)
-    assert_refused(GroupMap, RELU, iterations=0)
-    stitch = GroupMap(RELU)
-    with torch.no_grad():
-        stitch.weights.fill_(math.nan)
-    with pytest.raises(ValueError, match="not finite"):
-        stitch.mode = "hard"
-
-
 # ---- SoftSort
 
 
@@ -209,12 +191,34 @@ def test_soft_sort():
         stitch.scores.zero_()  # ties: still a permutation
     torch.testing.assert_close(stitch.matrix(), stitch.log_scale.exp().diag())
     assert SoftSortMap(GELU).log_scale is None
-    assert_refused(SoftSortMap, RELU, 0, says="tau of SoftSortMap must be a number > 0, got 0")
-    assert_refused(
-        lambda: SoftSortMap(Port(3, 3, group=replace(INTERTWINER_GROUPS["gelu"], permutations=False))),
-        says="needs a port with permutations; use",
-    )
-    assert_refused(
-        lambda: SoftSortMap(Port(3, 3, group=INTERTWINER_GROUPS["identity"])),
-        says="all invertible matrices; use FullMap",
-    )
+
+
+# ---- what is refused
+
+ALL_MATRICES = Port(3, 3, group=INTERTWINER_GROUPS["identity"])
+NO_PERMUTATIONS = Port(3, 3, group=replace(INTERTWINER_GROUPS["gelu"], permutations=False))
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        refused(GroupMap, ALL_MATRICES, says="all invertible matrices; use FullMap"),
+        refused(AssignmentMap, ALL_MATRICES, says="all invertible matrices; use LeastSquaresMap"),
+        refused(SoftSortMap, ALL_MATRICES, says="all invertible matrices; use FullMap"),
+        refused(SoftSortMap, NO_PERMUTATIONS, says="needs a port with permutations; use"),
+        refused(SoftSortMap, RELU, 0, says="tau of SoftSortMap must be a number > 0, got 0"),
+        refused(GroupMap, RELU, projection="euclid"),
+        refused(GroupMap, RELU, alpha=math.nan),
+        refused(GroupMap, RELU, iterations=0),
+    ],
+)
+def test_what_group_maps_refuse(refusal):
+    refusal()
+
+
+def test_weights_that_are_not_finite_are_not_rounded():
+    stitch = GroupMap(RELU)
+    with torch.no_grad():
+        stitch.weights.fill_(math.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        stitch.mode = "hard"

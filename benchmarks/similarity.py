@@ -1,0 +1,116 @@
+"""How long similarities take, beside a plain reference in the same run.
+
+Variants take turns, so that a machine whose speed drifts does so for all. Run it alone on the machine::
+
+    python benchmarks/similarity.py                     # everything, about two minutes on two cores
+
+Prints tables and writes them to ``benchmarks/results/similarity-<device>.json`` and ``.md``.
+
+Plain references:
+    max     the alignment with the maximum kernel of Godfrey et al., row by row of the kernel, as the formula is
+    matrix  the two forward passes that the features come from
+"""
+
+import argparse
+import warnings
+from typing import Any
+
+import torch
+from _timing import Runs, result, timed, write
+from torch import Tensor
+
+from lightning_sym.networks import MyrtleCNN
+from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix, features_of, hsic
+
+
+def plain_kernel(x: Tensor) -> Tensor:
+    """Return max over c of the inner products of channels, a row of the kernel at a time. Shape (n, n)."""
+    x = x - x.mean((0, 2, 3), keepdim=True)
+    x = x / torch.linalg.vector_norm(x, dim=(0, 2, 3), keepdim=True)
+    return torch.stack([(x * row).sum((2, 3)).amax(1) for row in x])
+
+
+def plain_alignment(x: Tensor, y: Tensor) -> Tensor:
+    """Return the alignment of two networks' features."""
+    k, m = plain_kernel(x), plain_kernel(y)
+    found = hsic(k, m, unbiased=True) / (hsic(k, k, unbiased=True) * hsic(m, m, unbiased=True)).sqrt()
+    return found
+
+
+def alignment(x: Tensor, y: Tensor) -> Tensor:
+    """Return the same by the metric."""
+    metric = CKA("max")
+    for start in range(0, len(x), 500):
+        metric.update(x[start : start + 500], y[start : start + 500])
+    value: Tensor = metric.compute()
+    return value
+
+
+def measure_max(rounds: int, device: str) -> list[dict[str, Any]]:
+    """Time the alignment with the maximum kernel."""
+    found = []
+    for shape in ((2000, 64, 8, 8), (1000, 256, 4, 4)):
+        generator = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(shape, generator=generator).relu().to(device) for _ in range(2))
+        difference = abs(plain_alignment(x, y).item() - alignment(x, y).item())
+        runs: Runs = {"plain": lambda x=x, y=y: plain_alignment(x, y), "ours": lambda x=x, y=y: alignment(x, y)}
+        title = f"CKA with the maximum kernel, {' x '.join(map(str, shape))}, float32"
+        found.append(
+            result(title, timed(runs, rounds), note=f"Values differ by {difference:.1e}.", target_ratio=1 / 12)
+        )
+    return found
+
+
+def measure_matrix(rounds: int, device: str) -> list[dict[str, Any]]:
+    """Time all pairs of layers of two networks on 2,000 images."""
+    networks = [MyrtleCNN(16, in_channels=1, image_size=28).fresh(seed).to(device).eval() for seed in (0, 1)]
+    sites = networks[0].sites()[:8]
+    images = torch.rand(2000, 1, 28, 28, generator=torch.Generator().manual_seed(0)).split(500)
+
+    def forward() -> None:
+        with torch.no_grad():
+            for batch in images:
+                for network in networks:
+                    network(batch.to(device))
+
+    def watched() -> None:
+        for batch in images:
+            for network in networks:
+                features_of(network, sites, batch)
+
+    def matrix(metric: Any) -> Tensor:
+        found = SimilarityMatrix(metric, sites)
+        for batch in images:
+            found.update(*(features_of(network, sites, batch) for network in networks))
+        value: Tensor = found.compute()
+        return value
+
+    runs: Runs = {
+        "plain": forward,
+        "features only": watched,
+        "linear CKA, unbiased": lambda: matrix(CKA()),
+        "linear CKA, minibatch": lambda: matrix(CKA(estimator="minibatch")),
+        "Procrustes, ReLU group": lambda: matrix(GroupProcrustes("relu")),
+        "Procrustes, orthogonal": lambda: matrix(OrthogonalProcrustes()),
+    }
+    title = f"All pairs of {len(sites)} layers of two Myrtle CNNs, width 16, 2,000 images"
+    return [result(title, timed(runs, rounds), target_ratio=2)]
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after a first one that is not counted")
+    parser.add_argument("--only", nargs="*", choices=["max", "matrix"], default=None)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    parts = {"max": measure_max, "matrix": measure_matrix}
+    names = arguments.only or list(parts)
+    results = [found for name in names for found in parts[name](arguments.rounds, arguments.device)]
+    if not arguments.only:
+        write("similarity", results, arguments.device, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""What every engine does with a network and a batch, and what it is asked for."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+
+from lightning_sym._distributed import device_of, moved, ranks
+from lightning_sym._random import generator as seeded_generator
+from lightning_sym.curvature.blocks import KroneckerBlock, Likelihood, NonFiniteError
+from lightning_sym.curvature.proof import Pass
+from lightning_sym.curvature.rules import FFC, Rule, find_rule
+from lightning_sym.networks.modes import evaluating
+
+
+class Engine(ABC):
+    """Sums of both factors of every block, over the batches of this rank.
+
+    Args:
+        network: The network, as :func:`ready` gives it.
+        ffc: As for :class:`~lightning_sym.curvature.Rule`.
+        columns: How many columns of the square root go through one backward pass together.
+
+    Attributes:
+        layers: The layers with curvature and their rules, by name.
+    """
+
+    def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
+        self.network, self.ffc, self.columns = network, ffc, columns
+        self.layers = curved_layers(network, ffc)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the block within which the methods below are called."""
+        return nullcontext()
+
+    @abstractmethod
+    def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
+        """Return what the rules see of some samples; with gradients where there is something to pull back."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs for a batch, keeping what :meth:`add` needs. Shape ``[N, K]``."""
+
+    @abstractmethod
+    def add(self, outputs: Tensor, square_root: Tensor) -> None:
+        """Add a batch to the sums.
+
+        Args:
+            outputs: What :meth:`forward` gave last. Shape ``[N, K]``.
+            square_root: The columns to pull back. Shape ``[V, N, K]``.
+        """
+
+    @abstractmethod
+    def blocks(self, samples: int) -> dict[str, KroneckerBlock]:
+        """Return the blocks of all batches, which have so many samples, by the parameter's name."""
+
+
+@contextmanager
+def ready(network: nn.Module) -> Iterator[nn.Module]:
+    """Give the network in eval mode with gradients on, in single precision at least; all as before afterwards.
+
+    Backward hooks of its modules are off: they may change gradients, and curvature is that of the function.
+
+    Args:
+        network: Any module. One with parameters in half precision is copied.
+
+    Yields:
+        The network, or its copy.
+
+    Raises:
+        ValueError: If it is wrapped by DDP or ``torch.compile``, or has parameters that are not initialised yet.
+    """
+    if isinstance(network, nn.parallel.DistributedDataParallel):
+        raise ValueError("network is wrapped for DDP; pass network.module.")
+    if hasattr(network, "_orig_mod"):
+        raise ValueError("network is compiled, which hides its layers; pass the network that was compiled.")
+    for name, parameter in network.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"Parameter {name!r} is not initialised yet; call the network once before.")
+    tensors = (*network.parameters(), *network.buffers())
+    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+        network = copy.deepcopy(network).float()
+    hooks = [(module, module._backward_hooks, module._backward_pre_hooks) for module in network.modules()]
+    autocast = torch.autocast(device_of(network).type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast, evaluating(network):
+        try:
+            for module, _, _ in hooks:
+                module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+            yield network
+        finally:
+            for module, after, before in hooks:
+                module._backward_hooks, module._backward_pre_hooks = after, before
+
+
+def not_called(name: str, module: nn.Module) -> ValueError:
+    """Return the error for a layer that the network does not use."""
+    return ValueError(
+        f"Module {name!r} ({type(module).__name__}) has trainable parameters but is not called; freeze them with "
+        "requires_grad_(False) or remove it."
+    )
+
+
+def called_twice(name: str) -> ValueError:
+    """Return the error for a layer that the network uses more than once."""
+    return ValueError(
+        f"Module {name!r} is called more than once for a batch, which its curvature rule does not cover; use one "
+        "instance per call."
+    )
+
+
+def not_of_tensors(name: str, module: nn.Module) -> ValueError:
+    """Return the error for a layer that takes or returns something else than a tensor."""
+    return ValueError(f"Module {name!r} ({type(module).__name__}) must take one tensor and return one for curvature.")
+
+
+def curved_layers(network: nn.Module, ffc: FFC = "shared") -> dict[str, tuple[nn.Module, Rule]]:
+    """Return the layers that have trainable parameters of their own, with their rules.
+
+    Args:
+        network: Any module.
+        ffc: As for :class:`~lightning_sym.curvature.Rule`.
+
+    Returns:
+        By the module's name, in the order of ``named_modules``.
+
+    Raises:
+        ValueError: If a layer has no rule, a parameter belongs to two modules, or there is none to train.
+    """
+    layers: dict[str, tuple[nn.Module, Rule]] = {}
+    owners: dict[int, str] = {}
+    for name, module in network.named_modules():
+        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        for parameter in trainable.values():
+            if (other := owners.setdefault(id(parameter), name)) != name:
+                raise ValueError(
+                    f"Modules {other!r} and {name!r} share a parameter, which has no such block; give each its own."
+                )
+        if trainable:
+            layers[name] = (module, find_rule(name, module, ffc))
+    if not layers:
+        raise ValueError("The network has no trainable parameters to compute curvature of.")
+    return layers
+
+
+def check_weights(network: nn.Module) -> None:
+    """Raise :class:`NonFiniteError` if a parameter or buffer is not finite; the error names it."""
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if not tensor.isfinite().all():
+            raise NonFiniteError(f"{name!r} of the network is not finite; lower the learning rate.")
+
+
+def batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and labels of every batch that is not empty, on the network's device, inputs in its precision."""
+    parameter = next(network.parameters())
+    for batch in loader:
+        if not isinstance(batch, list | tuple) or len(batch) < 2 or not all(isinstance(t, Tensor) for t in batch[:2]):
+            raise ValueError(
+                f"The loader must give pairs of tensors, inputs and labels, for curvature, got {type(batch).__name__}."
+            )
+        x, y = (moved(tensor, parameter.device) for tensor in batch[:2])
+        if x.is_inference():
+            x = x.clone()  # autograd takes no others
+        if len(x):
+            yield (x.to(parameter.dtype) if x.is_floating_point() else x), y
+
+
+def check_outputs(outputs: Any, x: Tensor) -> None:
+    """Raise ``ValueError`` unless a network gives one row of outputs, ``[N, K]``, for each of its inputs."""
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"Curvature needs a network that returns one tensor, got {type(outputs).__name__}.")
+    if outputs.ndim != 2 or not outputs.is_floating_point():
+        raise ValueError(f"Curvature needs outputs of shape [N, K], got shape {list(outputs.shape)}.")
+    if len(outputs) != len(x):
+        raise ValueError(f"The network gives {len(outputs)} outputs for {len(x)} inputs; it needs one for each.")
+
+
+def check_trained(outputs: Tensor) -> None:
+    """Raise ``ValueError`` unless the outputs of a network depend on parameters that are trained."""
+    if not outputs.requires_grad:
+        raise ValueError("No trainable parameter reaches the network's outputs; freeze it, or use what it gives.")
+
+
+def loss_and_columns(
+    outputs: Tensor, targets: Tensor, likelihood: Likelihood, samples: int | None, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    r"""Return the summed loss of a batch, and columns S with :math:`\mathbb E\,\sum_v s_v s_v^\top = \Lambda`.
+
+    Args:
+        outputs: Logits or means. Shape ``[N, K]``.
+        targets: Class indices, shape ``[N]``, or values, shape ``[N, K]``.
+        likelihood: ``"classification"`` or ``"regression"``.
+        samples: None for the exact square root with V = K; otherwise V Monte Carlo columns.
+        generator: Generator for the random signs, on the CPU or the device of the outputs.
+
+    Returns:
+        Sum over samples of the cross-entropy or the squared error, float64, a scalar, and the columns, shape
+        ``[V, N, K]``, as the outputs. All detached.
+
+    Raises:
+        ValueError: If targets have the wrong shape, or a class is out of range.
+    """
+    outputs = outputs.detach()
+    count, width = outputs.shape
+    if likelihood == "regression":
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"Regression targets must have the shape of the outputs, {list(outputs.shape)}, got "
+                f"{list(targets.shape)}; reshape them in the data module."
+            )
+        loss = (outputs.double() - targets.double()).square().sum()
+        if samples is None:
+            eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+            return loss, eye[:, None].expand(width, count, width)
+        return loss, _signs(samples, outputs, generator) / samples**0.5
+    if targets.shape != (count,) or targets.is_floating_point():
+        raise ValueError(
+            f"Labels must be class indices of shape [{count}], got {targets.dtype} of shape {list(targets.shape)}."
+        )
+    if count and not (targets.min() >= 0 and targets.max() < width):
+        raise ValueError(
+            f"Labels must be in 0 to {width - 1}, as the network has {width} outputs, got {int(targets.min())} to "
+            f"{int(targets.max())}."
+        )
+    loss = F.cross_entropy(outputs.double(), targets.long(), reduction="sum")
+    probabilities = outputs.softmax(1)
+    if not probabilities.isfinite().all():
+        raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
+    if samples is None:
+        eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+        return loss, probabilities.T.sqrt()[:, :, None] * (eye[:, None] - probabilities)
+    mixed = _signs(samples, outputs, generator) * probabilities.sqrt()
+    return loss, (mixed - probabilities * mixed.sum(2, keepdim=True)) / samples**0.5
+
+
+def _signs(samples: int, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return random signs that mix the columns of the exact square root, ``[V, N, K]``.
+
+    Of a confident network nearly every mixture is about as long as the root itself, whereas with drawn labels its
+    curvature would come from rare labels, and one pass would most often see next to nothing of it.
+    """
+    device = generator.device if generator is not None else outputs.device
+    drawn = torch.randint(2, (samples, *outputs.shape), generator=generator, device=device)
+    return (2 * drawn - 1).to(outputs)
+
+
+def pull_back(outputs: Tensor, nodes: list[Tensor], columns: Tensor) -> Iterator[list[Tensor | None]]:
+    """Yield gradients of columns at tensors that the outputs were computed from; the graph is kept.
+
+    Args:
+        outputs: Shape ``[N, ...]``.
+        nodes: Tensors with gradients.
+        columns: What is pulled back. Shape ``[V, N, ...]``, the rest as the outputs.
+
+    Yields:
+        One gradient for each node, shape ``[V, ...]``, the rest as the node; None where no gradient comes. All columns
+        together by ``vmap`` where the network's operations allow it and memory suffices, otherwise V times one.
+    """
+    settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    if len(columns) > 1:
+        try:
+            yield list(torch.autograd.grad(outputs, nodes, columns, is_grads_batched=True, **settings))
+            return
+        except RuntimeError:  # an operation without a batching rule, or not enough memory
+            pass
+    for column in columns:
+        gradients = torch.autograd.grad(outputs, nodes, column, **settings)
+        yield [None if g is None else g[None] for g in gradients]
+
+
+def draws(generator: torch.Generator | None) -> torch.Generator:
+    """Return the generator, or one that every pass starts anew, another on every rank."""
+    rank = torch.distributed.get_rank() if ranks() > 1 else 0
+    return generator if generator is not None else seeded_generator("curvature", rank)

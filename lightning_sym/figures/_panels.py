@@ -1,0 +1,121 @@
+"""What all figures share: panels, curves with a band, tables of numbers, legends."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+
+INK = "#1b1b1b"
+# Okabe and Ito's palette, which color-blind readers can tell apart.
+BLUE, VERMILION, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+SKY, ORANGE, BLACK = "#56b4e9", "#e69f00", "#000000"
+
+
+def panels(
+    width: float, height: float, count: int = 1, columns: int = 0, *, title: str = "", **layout: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its panels, row by row; the places behind the last one stay empty.
+
+    Args:
+        width: In inches.
+        height: In inches.
+        count: Number of panels.
+        columns: Panels of a row; 0 for all of them.
+        title: Above all.
+        **layout: For ``Figure.subplots``.
+    """
+    columns = columns or count
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
+    places: list[Axes] = list(figure.subplots(-(-count // columns), columns, squeeze=False, **layout).flat)
+    for axes in places[count:]:
+        axes.set_axis_off()
+    for axes in places[max(0, count - columns) : count]:  # the lowest of each column, if they share their axes
+        axes.tick_params(labelbottom=True)
+    if title:
+        figure.suptitle(title)
+    return figure, places[:count]
+
+
+def check_some(**entries: Collection[object]) -> None:
+    """Check that there is something to draw.
+
+    Raises:
+        ValueError: If an argument is empty; the message names it.
+    """
+    for name, given in entries.items():
+        if not given:
+            raise ValueError(f"{name} must have at least one entry, got none.")
+
+
+def band(axes: Axes, places: Values, values: Values, **look: Any) -> None:
+    """Draw the mean of several as a line, and a shade from the lowest to the highest; NaN is left out.
+
+    Args:
+        axes: Where to draw.
+        places: Along the horizontal axis. Shape ``[T]``.
+        values: Shape ``[T, M]``, for ``M`` of them.
+        **look: Of the line; ``color`` is that of the shade, too.
+    """
+    shown = np.isfinite(values).any(axis=1)
+    if not shown.any():
+        return
+    places, values = places[shown], values[shown]
+    marker = "o" if len(places) == 1 else None  # a line through one point cannot be seen
+    axes.plot(places, np.nanmean(values, axis=1), marker=marker, zorder=3, **look)
+    if values.shape[1] > 1:
+        ends = np.nanmin(values, axis=1), np.nanmax(values, axis=1)
+        axes.fill_between(places, *ends, color=look["color"], alpha=0.15, lw=0)
+
+
+def over_epochs(axes: Axes, ylabel: str) -> None:
+    """Name the axes of a panel whose horizontal axis is epochs, and draw a grid."""
+    axes.set(xlabel="epoch", ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.grid(alpha=0.25)
+
+
+def numbered_cells(
+    axes: Axes,
+    values: Values,
+    texts: Sequence[Sequence[str]],
+    colors: str | Colormap,
+    limits: tuple[float, float],
+    fontsize: float,
+) -> AxesImage:
+    """Draw a matrix in colors, with text in its cells that can be read on them.
+
+    Args:
+        axes: Where to draw.
+        values: What the colors are of; NaN where there is none. Shape ``[A, B]``.
+        texts: ``A`` rows of ``B``, or no rows; an empty text is none.
+        colors: Name of a map of colors, or the map.
+        limits: The values at its ends.
+        fontsize: Of the text.
+    """
+    masked = np.ma.masked_invalid(values)
+    image = axes.imshow(masked, cmap=colors, vmin=limits[0], vmax=limits[1])
+    shades = np.asarray(image.to_rgba(masked))
+    dark = (shades[..., :3] @ [0.299, 0.587, 0.114] < 0.5) & (shades[..., 3] > 0)
+    for row, words in enumerate(texts):
+        for column, text in enumerate(words):
+            if text:
+                color = "white" if dark[row, column] else INK
+                axes.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=color)
+    return image
+
+
+def legend_beside(
+    figure: Figure, handles: Iterable[Artist], place: str = "right center", handlelength: float | None = None
+) -> None:
+    """Put a legend beside all axes; the layout leaves room for it."""
+    look: Any = {"loc": f"outside {place}", "handlelength": handlelength}
+    figure.legend(handles=list(handles), frameon=False, fontsize=9, **look)

@@ -1,0 +1,104 @@
+"""What rows and tables are made of: numbers that files and figures can hold, text for the terminal."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
+from rich.table import Table
+
+Row = Mapping[str, Any]
+
+
+def text_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str] | None],
+    whole: Collection[str] = (),
+    *,
+    names: int = 1,
+    compact: bool = False,
+) -> Table:
+    """Return a table for the terminal, the first columns aligned left and the others right.
+
+    Args:
+        title: Above it.
+        columns: Their headings.
+        rows: The cells of each row, which may be fewer than the columns; None for a line between two rows.
+        whole: Headings of the columns whose cells are not broken into lines.
+        names: How many columns are aligned left.
+        compact: Whether to draw no frame, for many columns.
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < names else "right", no_wrap=column in whole)
+    for cells in rows:
+        if cells is None:
+            table.add_section()
+        else:
+            table.add_row(*cells)
+    return table
+
+
+def spread_cell(
+    text: Callable[[float], str],
+    mean: float,
+    std: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> str:
+    """Return a cell such as ``1.2 ± 0.3``, with an interval in brackets on a second line.
+
+    Args:
+        text: Returns a number as it is printed.
+        mean: The number.
+        std: Its standard deviation; None if there is none.
+        low: Lower end of an interval for the mean; None if there is none.
+        high: Upper end.
+    """
+    cell = text(mean) + ("" if std is None else f" ± {text(std)}")
+    return cell if low is None or high is None else f"{cell}\n\\[{text(low)}, {text(high)}]"
+
+
+def in_points(fraction: float) -> str:
+    """Return a fraction in points, with one digit after the point and no "-0.0"."""
+    return f"{round(100 * fraction, 1) + 0.0:.1f}"
+
+
+def stopped_notes(networks: Sequence[Row], stopped: Mapping[int, str], file: str, most: int = 4) -> list[str]:
+    """Say why networks were stopped, and of further ones only how many they are.
+
+    Args:
+        networks: With the ``name`` of each.
+        stopped: Why, by their place in the list.
+        file: Where all of them are.
+        most: Notes of single ones.
+    """
+    notes = [f"{networks[index]['name']} was stopped: {reason}" for index, reason in stopped.items()]
+    more = [f"{len(notes) - most} more were stopped; see {file}"] if len(notes) > most else []
+    return notes[:most] + more
+
+
+def finite(value: float) -> float | None:
+    """Return a number for CSV and JSON, which know no NaN: None if it is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def numeric(value: float | None) -> float:
+    """Return a number for figures: NaN for None."""
+    return math.nan if value is None else float(value)
+
+
+def unique(rows: Iterable[Row], column: str) -> list[Any]:
+    """Return the different values of a column, in the order of the rows."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 pair`` or ``3 pairs``."""
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
+def picked(holder: object, *names: str) -> dict[str, Any]:
+    """Return attributes by name, for what is said about a table."""
+    return {name: getattr(holder, name) for name in names}

@@ -1,0 +1,268 @@
+"""The gauge of the scales: balanced (least squared norm), or unit incoming norms; and norms where neither exists."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import sparse
+from scipy.sparse import linalg
+
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.norms import NOTHING, Bools, Floats, Ints, Plan, Squares
+
+# Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), at which norms count as balanced.
+_BALANCED = 1e-13
+# Normalising ends when no logarithm moves by more than the first; up to the second it has converged.
+_STILL, _NORMALISED = 4e-15, 1e-12
+
+
+class ScaleGauge:
+    """Finds the values of all generators of scales that bring a network to a gauge: see `canonicalize`.
+
+    Args:
+        symmetry: Symmetry of the network.
+        plan: The symmetry's.
+        squares: The network's.
+        gauge: "balanced" or "unit"; None leaves everything as it is.
+
+    Attributes:
+        log_scale: What was found. Shape (generators,).
+        dead: Generators that stay because what they multiply, or what they divide, is zero. Shape (generators,).
+        notes: What was not reached.
+        sweeps: Passes over all generators.
+        residual: Largest relative difference of incoming and outgoing norms that balancing left.
+        converged: Whether all was reached.
+    """
+
+    def __init__(self, symmetry: Symmetry, plan: Plan, squares: Squares, gauge: str | None) -> None:
+        self.plan, self.squares = plan, squares
+        self.log_scale = np.zeros(symmetry.scales)
+        self.dead = np.zeros(symmetry.scales, bool)
+        self.notes: list[str] = []
+        self.sweeps, self.residual, self.converged = 0, 0.0, True
+        if gauge is None or not symmetry.scales:
+            return
+        levels, free = self._levels()
+        if free.any():
+            (self._balance if gauge == "balanced" else self._unit)(free, self._without(*levels))
+        for index in reversed(range(len(levels))):
+            self._normalise(levels[index], self._without(*levels[:index]))
+
+    def _without(self, *generators: Bools) -> Floats:
+        """Return a mask of the positions on which none of these generators acts, nor any dead one."""
+        out = np.any([self.dead, *generators], axis=0)
+        return np.where(self.plan.used @ out.astype(np.float64) > 0, 0.0, self.plan.parameter)
+
+    def _levels(self) -> tuple[list[Bools], Bools]:
+        """Peel off generators that only multiply (or only divide) what is left of the weights: they have no minimum.
+
+        Normalising such a scale's weights makes them constant, which may leave others one-sided: with batch norm first
+        the scale in front of it goes (it multiplies rows), and with these rows the divisions by the previous layer's
+        scale, of which gamma and beta are left.
+
+        Returns:
+            The generators of each level, and those that are left and act on both sides. Each of shape (generators,).
+        """
+        plan = self.plan
+        pending = plan.class_of >= 0
+        levels: list[Bools] = []
+        while True:
+            count = self.squares.present(self._without(*levels)).astype(np.float64)
+            up, down = plan.up_used @ count > 0, plan.down_used @ count > 0
+            peel = pending & (up != down)
+            if not peel.any():
+                return levels, pending & up & down
+            levels.append(peel)
+            pending &= ~peel
+
+    def _factor(self, mask: Floats, log_scale: Floats | None = None) -> Floats:
+        """Return by what the scales (those found so far) multiply the squares at each position."""
+        exponents = self.plan.forms @ (self.log_scale if log_scale is None else log_scale)
+        result: Floats = mask * np.exp(2 * exponents)
+        return result
+
+    def _sides(self, mask: Floats, names: Sequence[str], wanted: Bools | None = None) -> tuple[Floats, Floats]:
+        """Return for each generator the norms of what it multiplies and of what it divides, times the exponents."""
+        slices = self.squares.slices(self._factor(mask), names, wanted)
+        return self.plan.up @ slices, self.plan.down @ slices
+
+    def _rescale(self, own: Ints, sides: tuple[Floats, Floats], target: Floats) -> float:
+        """Give generators' slices the squared norms that are wanted, where there is any; the others are dead.
+
+        Returns:
+            The largest change of a logarithm.
+        """
+        up, down = sides
+        zero = (up + down)[own] <= NOTHING
+        self.dead[own[zero]] = True
+        own = own[~zero]
+        step = np.log(target[own] / (up + down)[own]) / (2 * self.plan.largest[own])
+        self.log_scale[own] += np.where(up[own] > 0, step, -step)
+        return float(abs(step).max(initial=0))
+
+    def _check(self, change: float, note: str) -> None:
+        if change > _NORMALISED:
+            self.converged = False
+            self.notes.append(note.format(change))
+
+    def _normalise(self, among: Bools, mask: Floats) -> None:
+        """Give each generator's slices the squared norm that is their number (rows of one module count once)."""
+        plan = self.plan
+        count = self.squares.present(mask)
+        target = self._rows(count)
+        allowed = self.squares.allowed(mask)
+        acting = plan.used @ among.astype(np.float64) > 0
+        interacting = self._interact(among, count)
+        groups = plan.classes if interacting else [np.flatnonzero(among)]
+        for sweep in range(2000 if interacting else 1):
+            worst = 0.0
+            for index, members in enumerate(groups):
+                own = members[among[members] & ~self.dead[members]]
+                if not len(own):
+                    continue
+                names = [name for name in plan.touching[index] if name in allowed] if interacting else allowed
+                worst = max(worst, self._rescale(own, self._sides(mask, names, acting), target))
+                if self.dead[own].any():
+                    mask = mask * self._without()
+                    worst = 1.0
+            self.sweeps = max(self.sweeps, sweep + 1)
+            if worst <= _STILL:
+                break
+        if interacting:
+            self._check(worst, "scales with one-sided slices were normalised to {:.1e} only")
+
+    def _interact(self, among: Bools, count: Bools) -> bool:
+        """Return whether two of the generators act on one weight, or one acts with several exponents."""
+        plan = self.plan
+        acting = plan.used @ among.astype(np.float64) * count
+        if (acting > 1).any():
+            return True
+        for slots in plan.tensors.values():
+            if sum(bool(acting[slot.rows].any()) for slot in slots) > 1:
+                return True
+        block = plan.forms[np.flatnonzero(acting)]
+        return bool((abs(block.data) != plan.largest[block.indices])[among[block.indices]].any())
+
+    def _rows(self, count: Bools) -> Floats:
+        """Return for each generator on how many rows of modules it acts: positions, each counted once per module."""
+        plan = self.plan
+        keep = count[plan.used_at]
+        pairs = np.unique(plan.forms.indices[keep].astype(np.int64) * plan.rows + plan.row_of[plan.used_at[keep]])
+        return np.maximum(np.bincount(pairs // plan.rows, minlength=len(self.log_scale)), 1).astype(np.float64)
+
+    def _unit(self, free: Bools, mask: Floats) -> None:
+        """Forward sweep: each class normalises the incoming weights that depend on no later class."""
+        plan = self.plan
+        self.sweeps = 1
+        later = free.copy()
+        for index, members in enumerate(plan.classes):
+            own = members[free[members]]
+            if not len(own):
+                continue
+            later[own] = False
+            divided = plan.down_used[own].sum(0).A1 > 0
+            allowed = np.where(divided | (plan.used @ later.astype(np.float64) > 0), 0.0, mask)
+            count = self.squares.present(allowed)
+            target = self._rows(count)
+            if not (plan.up_used @ count.astype(np.float64))[own].all():
+                self.converged = False
+                self.notes.append("scales whose incoming weights depend on later scales were left as they are")
+                continue
+            for _ in range(200):
+                worst = self._rescale(own, self._sides(allowed, plan.touching[index]), target)
+                if worst <= _STILL:
+                    break
+            self._check(worst, "incoming weights were normalised to {:.1e} only")
+            mask = mask * self._without()
+
+    def _balance(self, free: Bools, mask: Floats) -> None:
+        """Minimise the squared norm over the free generators: cyclic sweeps, then Newton's method.
+
+        The squared norm is a sum of exponentials of linear functions of the scales' logarithms, so it is convex.
+        """
+        names = self.squares.allowed(mask)
+        # Slices without norm have no balance: their units stay, and the others are balanced as if these were absent.
+        while True:
+            up, down = self._sides(mask, names)
+            dead = free & ~self.dead & ((up <= NOTHING) | (down <= NOTHING))
+            if not dead.any():
+                break
+            self.dead |= dead
+            mask = mask * self._without()
+        active = free & ~self.dead
+        if active.any():
+            self._sweep(active, mask, names)
+            self._descend(active, mask, names)
+
+    def _energy(self, log_scale: Floats, mask: Floats, names: Sequence[str]) -> float:
+        return self.squares.energy(self._factor(mask, log_scale), names)
+
+    def _sweep(self, active: Bools, mask: Floats, names: Sequence[str]) -> None:
+        """Balance one class after the other, while it helps."""
+        plan = self.plan
+        indicator = (plan.class_of[:, None] == np.arange(len(plan.classes))).astype(np.float64)
+        acting = (plan.used @ indicator).T > 0
+        current = self._energy(self.log_scale, mask, names)
+        for _ in range(30):
+            before = self.log_scale.copy()
+            for index, members in enumerate(plan.classes):
+                own = members[active[members]]
+                if len(own):
+                    touching = [name for name in plan.touching[index] if name in names]
+                    up, down = self._sides(mask, touching, acting[index])
+                    self.log_scale[own] += np.log(down[own] / up[own]) / (4 * plan.largest[own])
+            self.sweeps += 1
+            after = self._energy(self.log_scale, mask, names)
+            moved = float(abs(self.log_scale - before).max())
+            if after > current * (1 + 1e-12):  # scales of one class met in one weight (a shared layer)
+                self.log_scale = before
+                break
+            current = after
+            if moved < 1e-3:
+                break
+
+    def _descend(self, active: Bools, mask: Floats, names: Sequence[str]) -> None:
+        """Take Newton's steps, shortened until they help, until all norms are balanced."""
+        current = self._energy(self.log_scale, mask, names)
+        for _ in range(100):
+            factor, slices, gradient = self._gradient(active, mask, names)
+            if self.residual <= _BALANCED:
+                break
+            step = self._newton(active, factor, slices, gradient, names)
+            self.sweeps += 1
+            length = 1.0
+            slope = float(2 * gradient @ step)
+            for _ in range(40):
+                after = self._energy(self.log_scale + length * step, mask, names)
+                if after <= current * (1 + 4e-16) + 1e-4 * length * slope or abs(length * slope) < 1e-13 * current:
+                    break
+                length /= 2
+            self.log_scale = self.log_scale + length * step
+            current = self._energy(self.log_scale, mask, names)
+            if abs(step).max() < 1e-15 or abs(self.log_scale).max() > 300:
+                self._gradient(active, mask, names)
+                break
+        if not self.residual <= 100 * _BALANCED:
+            self.converged = False
+            self.notes.append(
+                f"incoming and outgoing norms differ by {self.residual:.1e} (relative): no balanced member was reached"
+            )
+
+    def _gradient(self, active: Bools, mask: Floats, names: Sequence[str]) -> tuple[Floats, Floats, Floats]:
+        """Return the factors, the slices, and the gradient of half the energy; notes the residual."""
+        factor = self._factor(mask)
+        slices = self.squares.slices(factor, names)
+        up, down = self.plan.up @ slices, self.plan.down @ slices
+        self.residual = float((abs(up - down)[active] / (up + down)[active]).max())
+        return factor, slices, np.where(active, up - down, 0.0)
+
+    def _newton(self, active: Bools, factor: Floats, slices: Floats, gradient: Floats, names: Sequence[str]) -> Floats:
+        """Solve for Newton's step (of half the energy) by conjugate gradients, preconditioned by the diagonal."""
+        forms = self.plan.forms
+
+        def times(v: Floats) -> Floats:
+            return np.where(active, 2 * (forms.T @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
+
+        diagonal = np.where(active, 2 * (forms.power(2).T @ slices), 1.0)
+        hessian = linalg.LinearOperator((len(active), len(active)), times, dtype=np.float64)
+        step: Floats = linalg.cg(hessian, -gradient, rtol=1e-8, maxiter=500, M=sparse.diags(1 / diagonal))[0]
+        return step

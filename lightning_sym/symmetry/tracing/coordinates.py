@@ -1,0 +1,71 @@
+"""Where elements go that an operation only moves: the operation is run on coordinates, which are read off again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+_MANY = 2**22  # numbers of a constant that are compared one by one
+
+
+def coordinates(shape: tuple[int, ...], axes: Sequence[int]) -> Tensor:
+    """Return, for every element, 1 + its position on some axes, not copied along the others; 0 is left for fillers."""
+    sizes = [size if axis in axes else 1 for axis, size in enumerate(shape)]
+    count = int(np.prod(sizes))
+    return torch.arange(1, count + 1, dtype=torch.float64).reshape(sizes).expand(shape)
+
+
+def core(moved: Tensor) -> Tensor:
+    """Return moved coordinates once along the axes along which they were not copied."""
+    for axis, stride in enumerate(moved.stride()):
+        if stride == 0:
+            moved = moved.narrow(axis, 0, 1)
+    return moved
+
+
+def varying_axes(moved: Tensor) -> list[int]:
+    """Return the axes along which moved coordinates change, fillers aside."""
+    moved = core(moved)
+    least = torch.where(moved == 0, torch.inf, moved)
+    return [
+        axis for axis, size in enumerate(moved.shape) if size > 1 and bool((moved.amax(axis) > least.amin(axis)).any())
+    ]
+
+
+def on_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
+    """Return moved coordinates on some axes only, given that they do not change along the others."""
+    moved = core(moved)
+    others = tuple(axis for axis in range(moved.ndim) if axis not in axes)
+    return (moved.amax(others) if others else moved).long().numpy()
+
+
+def rank_within(keys: Ints) -> Ints:
+    """Return, for each entry, how many equal ones stand before it."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    start = np.r_[0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]
+    rank = np.zeros(len(keys), np.int64)
+    rank[order] = np.arange(len(keys)) - np.repeat(start, np.diff(np.r_[start, len(keys)]))
+    return rank
+
+
+def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
+    """Return what a constant holds at each position of some axes, a row each; one row if it is the same for all."""
+    others = [axis for axis in range(constant.ndim) if axis not in axes]
+    for axis in others:  # along axes of stride 0 a constant repeats itself
+        constant = constant if constant.stride(axis) else constant.narrow(axis, 0, 1)
+    if not any(constant.stride(axis) and constant.shape[axis] > 1 for axis in axes):
+        for axis in axes:
+            constant = constant.narrow(axis, 0, 1)
+        return constant.reshape(1, -1).numpy()
+    count = int(np.prod([constant.shape[axis] for axis in axes]))
+    rows = constant.permute(*axes, *others).reshape(count, -1)
+    if rows.numel() <= _MANY:
+        return rows.numpy()
+    # Rows that are not the same have other sums under random weights.
+    weights = torch.rand(rows.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return (rows.double().nan_to_num() @ weights).numpy()

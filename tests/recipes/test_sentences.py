@@ -1,0 +1,255 @@
+"""The sentences that people meet when something is wrong, word for word: at the command line, and in Python.
+
+Dots stand for what depends on the folder, on the version of a library, or on how many recipes there are.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from commands import QUIET, SMALL, call
+from helpers import write_zoo
+
+from lightning_sym import (
+    callbacks,
+    connectivity,
+    datamodules,
+    landscape,
+    networks,
+    recipes,
+    stitching,
+    symmetry,
+    tasks,
+    zoo,
+)
+
+# Each command with what it says; SMALL is a small task on small data.
+
+NOT_UNDERSTOOD = """
+$ fitt
+Unknown command 'fitt'; expected one of: fit, validate, test, predict, recipes. Did you mean 'fit'?
+$ recipes zoo/mnist6k
+Unknown recipe 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
+$ fit --config zoo/mnist6k
+Unknown recipe or file 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
+$ fit --config=zoo/mnist6k
+Unknown recipe or file 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
+$ fit --config
+...--config: expected one argument
+$ fit --config words.yaml
+words.yaml holds no configuration; expected sections such as model, data and trainer.
+$ fit --config broken.yaml
+broken.yaml is not valid YAML: ... line 1...
+$ fit --config bytes.yaml
+bytes.yaml is not a text file; --config takes YAML, or the name of a recipe.
+$ fit --config section.yaml
+Unknown option 'modle.class_path'. Did you mean 'model.class_path'?
+$ fit
+Missing: --...; or name a recipe with --config (lightning-sym recipes lists them).
+$ fit SMALL --trainr.max_epochs=3
+Unknown option 'trainr.max_epochs'. Did you mean 'trainer.max_epochs'?
+$ fit SMALL --trainer.maxepochs=3
+Unknown option 'trainer.maxepochs'. Did you mean 'trainer.max_epochs'?
+$ fit SMALL --trainer.max_epoch=3
+Unknown option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?
+$ fit SMALL --over=true
+Unknown option 'over'. Did you mean ...'overwrite'?
+$ fit SMALL --checkpoint.moniter=x
+Unknown option 'checkpoint.moniter'. Did you mean 'checkpoint.monitor'?
+$ fit SMALL --run_dri=x
+Unknown option 'run_dri'. Did you mean 'run_dir'?
+$ fit SMALL --model.membres=3
+Unknown option 'membres'. Did you mean 'members' or 'member'?
+$ fit SMALL --data.batchsize=3
+Unknown option 'batchsize'. Did you mean 'batch_size'?
+$ fit SMALL --model.network.widthz=[3]
+Unknown option 'widthz'. Did you mean 'width' or 'widths'?
+$ fit SMALL --model.network.batch_norm=1
+Option 'batch_norm' does not belong to the class that was named; name its class first, as in --model CLASS.
+$ fit SMALL --model.optimizer=SGD --model.optimizer.momentun=0.9
+Unknown option 'momentun'. Did you mean 'momentum'?
+$ fit SMALL --model=ZooTsk
+Unknown class 'ZooTsk'; give its full path, or the name of one of ours. Did you mean 'ZooTask'?
+$ fit SMALL --model=lightning_sym.tasks.ZooTsk
+There is no class lightning_sym.tasks.ZooTsk. Did you mean 'ZooTask'?
+$ fit SMALL --model=lightning_sim.ZooTask
+There is no module 'lightning_sim'. Did you mean 'lightning_sym'? The folder of a module of your own has to be on
+PYTHONPATH.
+$ fit SMALL --trainer.callbacks+=nowhere.Callback
+There is no module 'nowhere'. The folder of a module of your own has to be on PYTHONPATH.
+$ fit SMALL --model.network=MyrtleCN
+Unknown class 'MyrtleCN'; give its full path, or the name of one of ours. Did you mean 'MyrtleCNN'?
+$ fit SMALL --model.network=torch.nn.Linear
+...network: torch.nn.Linear is not a subclass of Network.
+$ fit SMALL --data=DigitDataModule
+Unknown class 'DigitDataModule'; give its full path, or the name of one of ours. Did you mean 'DigitsDataModule'?
+$ fit SMALL --model.optimizer=Adm
+Unknown class 'Adm'; give its full path, or the name of one of ours. Did you mean 'Adam'?
+$ fit SMALL --model.optimizer=torch.optim.Adm
+There is no class torch.optim.Adm. Did you mean 'Adam'?
+$ fit SMALL --trainer.callbacks+=ZooExprt
+Unknown class 'ZooExprt'; give its full path, or the name of one of ours. Did you mean 'ZooExport'?
+$ fit SMALL --model.members=many
+members: expected int, got 'many'.
+$ fit SMALL --trainer.max_epochs=many
+trainer.max_epochs: expected int or null, got 'many'.
+$ fit SMALL --model.execution=fast
+execution: expected one of 'loop', 'vmap', got 'fast'.
+$ fit SMALL --model.network.widths=wide
+widths: expected a list, got 'wide'.
+$ fit SMALL --model.optimizer=SGD --model.optimizer.lr=x
+lr: expected float, got 'x'.
+$ fit SMALL --overwrite=perhaps
+overwrite: expected bool, got 'perhaps'.
+$ fit SMALL --seed_everything=x
+seed_everything: expected bool or int, got 'x'.
+"""
+
+FAILED = """
+$ fit SMALL --model.members=0
+members must be an integer >= 1, got 0.
+$ fit SMALL --data.val_fraction=1
+val_fraction must be a number in [0, 1), got 1.0.
+$ fit SMALL --data.batch_size=1000
+batch_size 1000 is more than the 64 training images, and incomplete batches are dropped; use a batch_size of at most 64.
+$ fit SMALL --model.network.activation=reluu
+Unknown activation 'reluu'; expected one of: relu, ... Did you mean 'relu'?
+$ fit SMALL --model.network=MyrtleCNN --data.transforms+=Resized --data.transforms.size=4
+MyrtleCNN takes images of at least 8x8 pixels, got image_size=(4, 4).
+$ fit SMALL --model.network.num_classes=7
+model.network.num_classes is set to 7, but follows from the data: 10 with DigitsDataModule; leave it out, or choose data
+that fit.
+$ fit SMALL --ckpt_path=last
+Nothing to go on from: .../run/checkpoints/last.ckpt does not exist (the first checkpoint is written after the first
+epoch); start with lightning-sym fit without --ckpt_path, or give another --run_dir or a file as --ckpt_path.
+$ test SMALL
+Nothing to go on from: .../run/checkpoints/last.ckpt does not exist ...
+$ validate SMALL
+Nothing to go on from: .../run/checkpoints/last.ckpt does not exist ...
+$ predict SMALL
+Nothing to go on from: .../run/checkpoints/last.ckpt does not exist ...
+$ fit SMALL --ckpt_path=absent.ckpt
+No checkpoint at .../absent.ckpt; give a file, or last.
+$ fit SMALL --ckpt_path=words.yaml
+words.yaml is damaged, or no checkpoint of lightning-sym.
+$ fit SMALL --run_dir=words.yaml/run
+The run folder .../words.yaml/run cannot be written to (Not a directory); choose another one with --run_dir
+$ fit SMALL --trainer.accelerator=gpuu
+...invalid accelerator name...
+$ fit --config stitching/mnist5k --requires={} --model.zoo=nowhere
+No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config zoo/mnist5k.
+$ fit --config matching/mnist5k_mlp --requires '{"model.zo": "zoo/mnist5k"}'
+requires names the option 'model.zo', which this run does not have.
+$ fit --config matching/mnist5k_mlp --model.zoo=runs/zoo-mnist5k/zoo
+runs/zoo-mnist5k/zoo, which model.zoo names, is not there, and this run would make it by zoo/mnist5k_mlp, though it is
+the folder of zoo/mnist5k; run lightning-sym fit --config zoo/mnist5k first, or give another folder as --model.zoo.
+"""
+
+
+PYTHON = """
+$ ModelZoo.open("nowhere")
+FileNotFoundError: No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit
+--config zoo/mnist5k.
+$ ModelZoo.open("empty")
+FileNotFoundError: The zoo at .../empty holds no members. Train some into it first.
+$ ModelZoo.open("zoo").load(7)
+ValueError: No member 7 in zoo; it has members 0-1.
+$ MNISTDataModule(download=False).setup("fit")
+FileNotFoundError: MNIST is not in .../data/MNIST/raw (missing: ...); copy them there, or set root to a folder that has
+them (now 'data'), or set download to true.
+$ DigitsDataModule(mean=[0.5, 0.5], std=[1, 1])
+ValueError: mean must have one value per channel (1), got 2: [0.5, 0.5].
+$ recipe_path("zoo/mnist6k")
+ValueError: Unknown recipe 'zoo/mnist6k'; expected one of: ... Did you mean 'zoo/mnist5k'?
+$ MultiLayerPerceptron([4], activation="reluu")
+ValueError: Unknown activation 'reluu'; expected one of: relu, leaky_relu, leaky_relu(0.1), gelu, silu, tanh, sigmoid,
+gaussian, polynomial(2), identity. Did you mean 'relu'?
+$ MultiLayerPerceptron([4, 0])
+ValueError: widths[1] must be an integer >= 1, got 0.
+$ perceptron(4)(larger)
+ValueError: MultiLayerPerceptron was built for images of shape [N, 1, 8, 8] and cannot take [2, 1, 28, 28]; use data of
+the kind that it was trained on.
+$ ZooTask(perceptron(4), members=0)
+ValueError: members must be an integer >= 1, got 0.
+$ StitchingTask("zoo", maps=["ful"])
+ValueError: Unknown stitching map 'ful'; expected one of: full, rank(1), lasso(0.01), group, group(euclidean), softsort,
+orthogonal, identity, least_squares, assignment, procrustes. Did you mean 'full'?
+$ MatchingTask("zoo", methods=["weight"])
+ValueError: Unknown method 'weight'; expected one of: weights, activations, straight_through. Did you mean 'weights'?
+$ RotationTask("zoo", kinds=["grp"])
+ValueError: kinds must be of group, orthogonal, none, undo, got 'grp'.
+$ MarginalLikelihood(burn_in=-1)
+ValueError: burn_in must be an integer >= 1, got -1.
+$ stitching_map("full(3)")
+ValueError: The stitching map 'full' takes no argument, got 'full(3)'.
+$ CutNetwork(torch.nn.Linear(3, 3), example=images)
+TypeError: network must be a Network, whose sites are known, got Linear; pass Network.wrap(network).
+$ CutNetwork(perceptron(4), ["activaton1"], example=images)
+ValueError: Unknown site 'activaton1'; expected one of: activation1. Did you mean 'activation1'?
+$ StitchedNetwork(cut(4), cut(4), "activation7")
+ValueError: The network is not cut at 'activation7', only at activation1.
+$ StitchedNetwork(cut(4), cut(5), "activation1")
+ValueError: GroupMap needs equal widths, got 4 channels in and 5 out; use FullMap, LowRankMap or LassoMap.
+$ trace_symmetry(perceptron(4), larger)
+ValueError: the network does not run on the example input, because of ...; expected an input as the network takes it,
+several as a tuple
+$ weight_matching(trace_symmetry(perceptron(4), images), perceptron(4), perceptron(5))
+ValueError: b is not of the traced architecture: the network has shape [5, 64] there: linear1.weight; expected shape
+[4, 64], as in the traced network.
+$ barrier(perceptron(4), perceptron(5), [(images, torch.tensor([0, 1]))])
+ValueError: The networks differ: the parameter 'linear1.weight' is of shape [4, 64] and dtype float32 in the first and
+of shape [5, 64] and dtype float32 in the second.
+$ Grid(2, points=1, bound=1.0)
+ValueError: points of a grid must be an integer >= 2, got 1.
+"""
+
+
+def entries(text, *before):
+    """Return what is typed and what is said, for each entry of a transcript."""
+    parts = [entry.partition("\n") for entry in text.strip().removeprefix("$ ").split("\n$ ")]
+    return [pytest.param(*before, typed, " ".join(said.split()), id=typed) for typed, _, said in parts]
+
+
+def assert_says(found, sentence):
+    assert re.fullmatch(".*".join(map(re.escape, sentence.split("..."))), found, re.DOTALL), found
+
+
+@pytest.mark.parametrize(("status", "command", "sentence"), [*entries(NOT_UNDERSTOOD, 2), *entries(FAILED, 1)])
+def test_the_command_line_says_in_one_line_what_is_wrong(status, command, sentence):
+    Path("words.yaml").write_text("just words")
+    Path("broken.yaml").write_text("model: [")
+    Path("bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    Path("section.yaml").write_text("modle: {class_path: ZooTask}")
+    files = set(Path().iterdir())
+    name, *options = shlex.split(command)
+    if options[:1] == ["SMALL"]:
+        options = [*SMALL, "--run_dir=run", *QUIET, *options[1:]]
+    result = call(name, *options)
+    assert result.status == status, result.err
+    assert_says(result.error, sentence)
+    assert status == 1 or set(Path().iterdir()) == files  # nothing is begun before all is understood
+
+
+def perceptron(width):
+    return networks.MultiLayerPerceptron([width], image_size=8)
+
+
+@pytest.fixture
+def names():
+    """Return all that is public, and a few things to call it with."""
+    rooms = (callbacks, connectivity, datamodules, landscape, networks, recipes, stitching, symmetry, tasks, zoo)
+    images = torch.zeros(2, 1, 8, 8)
+    own = {"torch": torch, "perceptron": perceptron, "images": images, "larger": torch.zeros(2, 1, 28, 28)}
+    own["cut"] = lambda width: stitching.CutNetwork(perceptron(width), example=images)
+    return {name: value for room in rooms for name, value in vars(room).items()} | own
+
+
+@pytest.mark.parametrize(("expression", "sentence"), entries(PYTHON))
+def test_python_says_what_is_wrong(expression, sentence, names):
+    Path("empty").mkdir()
+    write_zoo(Path("zoo"), [perceptron(4), perceptron(4)], datamodules.DigitsDataModule(max_samples=64))
+    with pytest.raises((OSError, TypeError, ValueError)) as caught:
+        eval(expression, names)
+    assert_says(f"{caught.type.__name__}: {caught.value}", sentence)
