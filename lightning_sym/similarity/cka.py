@@ -1,5 +1,6 @@
 """Centred kernel alignment, of two layers or of all pairs of layers."""
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import chain
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.similarity.features import Axes, Features, SimilarityMetric, check_pair, undefined
-from lightning_sym.similarity.kernels import Kernel, centred, gram, inner, linear_hsic, standardized
+from lightning_sym.similarity.kernels import Kernel, centred, centred_columns, gram, inner, linear_hsic, standardized
 
 Estimator: TypeAlias = Literal["unbiased", "biased", "minibatch"]
 Normalize: TypeAlias = Literal["none", "channel"]
@@ -78,6 +79,7 @@ class CKAMatrix(SimilarityMetric):
         self._axes = axes or ([1] * first, [1] * second)
         self._layers = first, second
         self._first_size: int | None = None  # of the batches
+        self._shapes: list[tuple[int, ...]] | None = None  # of the layers' features, without samples
         if estimator == "minibatch":
             # Of pairs of layers, then of the layers of either network with themselves.
             for name, shape in {"between": (first, second), "within_x": (first,), "within_y": (second,)}.items():
@@ -112,6 +114,12 @@ class CKAMatrix(SimilarityMetric):
         samples, layers = len(ours[0]), [*ours, *theirs]
         for layer in layers:
             check_pair(ours[0], layer)
+        shapes = [tuple(layer.channels.shape[1:]) for layer in layers]
+        if self._shapes not in (None, shapes):
+            raise ValueError(
+                f"features have the shapes {shapes} (channels, positions); expected {self._shapes}, as before."
+            )
+        self._shapes = shapes
         if self.estimator != "minibatch":
             for name, layer in zip(chain(*self._kept()), layers, strict=True):
                 getattr(self, name).append(layer.channels.clone())
@@ -136,8 +144,10 @@ class CKAMatrix(SimilarityMetric):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the criteria of all pairs of layers, and of each layer with itself; float64."""
         unbiased, n = self.estimator != "biased", len(x[0])
-        made = []
-        small = self.kernel == "linear" and all(layer[0].numel() ** 2 <= n**2 for layer in (*x, *y))
+        # A product of features with themselves is cheaper than a kernel where a sample has few numbers.
+        small = self.kernel == "linear" and all(layer[0].numel() <= n for layer in (*x, *y))
+        made: list[list[Tensor]] = []
+        floors = []  # of what is nothing but rounding
         for side, layers in enumerate((x, y)):
             given = [None] * len(layers) if statistics is None else [own.compute() for own in statistics[side]]
             features = (
@@ -145,22 +155,24 @@ class CKAMatrix(SimilarityMetric):
                 for layer, own in zip(layers, given, strict=True)
             )
             if small:
-                flat = (layer.flatten(1).double() for layer in features)
-                made.append([each - each.mean(0) for each in flat])
-            else:
-                made.append(
-                    [centred(gram(layer, self.kernel, self.bandwidth), unbiased=unbiased) for layer in features]
-                )
+                made.append([centred_columns(layer) for layer in features])
+                floors.append(torch.zeros(len(layers)))
+                continue
+            grams = [gram(layer, self.kernel, self.bandwidth) for layer in features]
+            eps = [16 * torch.finfo(each.dtype).eps for each in grams]
+            floors.append(
+                torch.stack([(e * each.double()).square().mean() for e, each in zip(eps, grams, strict=True)])
+            )
+            made.append([centred(each, unbiased=unbiased) for each in grams])
         between = linear_hsic if small else inner
         ours, theirs = made
-        return (
-            torch.stack([torch.stack([between(one, two, unbiased=unbiased) for two in theirs]) for one in ours]),
-            torch.stack([between(one, one, unbiased=unbiased) for one in ours]),
-            torch.stack([between(two, two, unbiased=unbiased) for two in theirs]),
-        )
+        within = [torch.stack([between(one, one, unbiased=unbiased) for one in layers]) for layers in made]
+        within = [torch.where(own > floor, own, 0.0) for own, floor in zip(within, floors, strict=True)]
+        pairs = [torch.stack([between(one, two, unbiased=unbiased) for two in theirs]) for one in ours]
+        return torch.stack(pairs), within[0], within[1]
 
     def compute(self) -> Tensor:
-        """Return the alignments. Shape ``[first, second]``, float64, at most 1.
+        """Return the alignments. Shape ``[first, second]`` (none for a single pair: torchmetrics), float64, at most 1.
 
         Where there is none (too few samples, or features that are the same for all inputs) the value is NaN, with a
         warning that says why.
@@ -193,7 +205,7 @@ class CKAMatrix(SimilarityMetric):
     def reset(self) -> None:
         """Forget all batches."""
         super().reset()
-        self._first_size = None
+        self._first_size = self._shapes = None
 
 
 class CKA(CKAMatrix):
@@ -310,27 +322,39 @@ class ChannelStatistics(SimilarityMetric):
 
     higher_is_better = None
 
-    count: Tensor
-    sums: Tensor
-    squares: Tensor
+    n: Tensor
+    mean: Tensor
+    square: Tensor
 
     def __init__(self, axes: Axes = 1) -> None:
         super().__init__()
         self.axes = axes
-        self.add_state("count", torch.zeros(1, dtype=torch.float64), dist_reduce_fx="sum")
-        for name in ("sums", "squares"):
-            self.add_state(name, torch.zeros(0, dtype=torch.float64), dist_reduce_fx="sum")
+        for name, shape in {"n": (), "mean": (0,), "square": (0,)}.items():
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=None)
 
     def update(self, x: Tensor) -> None:
         """Add a batch of features: samples first; floating, finite."""
         features = Features(x, self.axes, "x")
-        if not self.sums.numel():
-            self.sums, self.squares = torch.zeros_like(features.sums()), torch.zeros_like(features.sums())
-        self.count += len(features) * features.positions
-        self.sums += features.sums()
-        self.squares += features.squares()
+        n = torch.tensor(float(len(features) * features.positions), dtype=torch.float64, device=x.device)
+        batch = n, features.mean(), features.squares()
+        self.n, self.mean, self.square = _together(self._moments(), batch) if self.n else batch
+
+    def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.n, self.mean, self.square
 
     def compute(self) -> tuple[Tensor, Tensor]:
-        """Return means, and the norms of what is left without them. Each of shape ``[C]``, float64."""
-        mean = self.sums / self.count
-        return mean, (self.squares - self.sums * mean).clamp_min(0.0).sqrt()
+        """Return means, and the norms of what is left without them.
+
+        Returns:
+            Each of shape ``[C]`` (none for one channel: torchmetrics), float64.
+        """
+        moments = self._moments()
+        if self.n.ndim:
+            moments = functools.reduce(_together, zip(*moments, strict=True))
+        return moments[1], moments[2].sqrt()
+
+
+def _together(one: tuple[Tensor, Tensor, Tensor], two: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return number, mean and sum of squares about it, of two parts of the data together (Chan et al. 1979)."""
+    n, step = (one[0] + two[0]).clamp_min(1.0), two[1] - one[1]
+    return one[0] + two[0], one[1] + step * two[0] / n, one[2] + two[2] + step.square() * one[0] * two[0] / n

@@ -94,23 +94,27 @@ class Features:
         """The number of pixels or tokens."""
         return self.channels.shape[2]
 
-    def sums(self) -> Tensor:
-        """Return each channel's sum. Shape ``[C]``, float64."""
-        return self._once("sums", lambda: self.channels.sum(2).double().sum(0))
+    def mean(self) -> Tensor:
+        """Return each channel's mean. Shape ``[C]``, float64."""
+        return self._once("mean", lambda: self.channels.sum(2).double().sum(0) / (len(self) * self.positions))
+
+    def centred(self) -> Tensor:
+        """Return the channels with their means subtracted. Shape ``[N, C, positions]``."""
+        return self._once("centred", lambda: self.channels - self.mean().to(self.channels)[:, None])
 
     def squares(self) -> Tensor:
-        """Return each channel's sum of squares. Shape ``[C]``, float64."""
-        return self._once("squares", lambda: self.channels.square().sum(2).double().sum(0))
+        """Return each channel's sum of squares about its mean. Shape ``[C]``, float64."""
+        return self._once("squares", lambda: self.centred().square().sum(2).double().sum(0))
 
     def products(self) -> Tensor:
-        """Return the sums of products of all pairs of channels. Shape ``[C, C]``, float64."""
-        return self._once("products", lambda: summed_products(self.channels, self.channels))
+        """Return the sums of products of all pairs of channels about their means. Shape ``[C, C]``, float64."""
+        return self._once("products", lambda: summed_products(self.centred(), self.centred()))
 
     def pooled(self, sides: tuple[int, int]) -> Tensor:
-        """Return the sums of the pixels in rectangles. Shape ``[N, C, positions / area]``."""
+        """Return the sums of the centred pixels in rectangles. Shape ``[N, C, positions / area]``."""
         if sides == (1, 1) or self.grid is None:
-            return self.channels
-        images = self.channels.unflatten(2, self.grid)
+            return self.centred()
+        images = self.centred().reshape(*self.channels.shape[:2], *self.grid)
         return self._once(sides, lambda: avg_pool2d(images, sides, divisor_override=1).flatten(2))
 
     def _once(self, key: Any, make: Callable[[], Tensor]) -> Tensor:

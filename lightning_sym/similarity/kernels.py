@@ -26,10 +26,29 @@ def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None 
     mean = x.mean((0, 2)) if given is None else given[0].to(x)
     rest = x - mean[:, None]
     norms = torch.linalg.vector_norm(rest, dim=(0, 2)) if given is None else given[1].to(x)
-    rounding = torch.finfo(x.dtype).eps * (16 * mean.abs() * math.sqrt(rest[:, 0].numel()))
-    alive = norms > rounding
+    alive = norms > rounding(mean, rest[:, 0].numel())
     factors = torch.where(alive, torch.where(alive, norms, 1.0).reciprocal() if scale else 1.0, 0.0)
     return rest.mul_(factors[:, None]) if scale or not bool(alive.all()) else rest
+
+
+def centred_columns(x: Tensor) -> Tensor:
+    """Return each sample as a row, with the mean of each column subtracted; a constant column is 0 but for nothing.
+
+    Args:
+        x: Shape ``[N, C, positions]``.
+
+    Returns:
+        Shape ``[N, C * positions]``, float64.
+    """
+    flat = x.flatten(1).double()
+    mean = flat.mean(0)
+    rest = flat - mean
+    return rest * (torch.linalg.vector_norm(rest, dim=0) > rounding(mean.to(x.dtype), len(x)))
+
+
+def rounding(mean: Tensor, number: int) -> Tensor:
+    """Return up to which norm so many numbers, with their mean subtracted, are nothing but its rounding."""
+    return mean.abs() * (torch.finfo(mean.dtype).eps * 16 * math.sqrt(number))
 
 
 def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
@@ -53,13 +72,10 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
         One product of matrices per channel; memory for a few kernels.
     """
     if kernel == "linear":
-        return _symmetric(x.flatten(1))
+        return _largest_products(x.flatten(1)[None])
     channels = x.transpose(0, 1).contiguous()  # each [N, positions]
     if kernel == "max":
-        best = _symmetric(channels[0])
-        for channel in channels[1:]:
-            torch.maximum(best, _symmetric(channel), out=best)
-        return best
+        return _largest_products(channels)
     distances = x.new_zeros(len(x), len(x))
     for start in range(0, len(x), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -98,23 +114,34 @@ def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
     return inner(centred(k, unbiased=unbiased), centred(other, unbiased=unbiased), unbiased=unbiased)
 
 
-def _symmetric(x: Tensor) -> Tensor:
-    """Return ``x @ x.T``, of which only blocks on and above the diagonal are computed: little more than half."""
-    n = len(x)
+def _largest_products(channels: Tensor) -> Tensor:
+    """Return the largest of the products ``x @ x.T`` over channels, of which one half is computed.
+
+    Args:
+        channels: Shape ``[C, N, positions]``.
+
+    Returns:
+        Shape ``[N, N]``.
+    """
+    n = channels.shape[1]
     size = max(_LEAST_BLOCK, -(-n // _BLOCKS))
-    product = x.new_empty(n, n)
+    largest = channels.new_empty(n, n)
     for start in range(0, n, size):
-        rows = slice(start, start + size)
-        product[rows, start:] = x[rows] @ x[start:].T
-        product[start:, rows] = product[rows, start:].T
-    return product
+        rows, rest = slice(start, start + size), slice(start + size, n)
+        best = channels[0, rows] @ channels[0, start:].T
+        product = torch.empty_like(best)
+        for channel in channels[1:]:
+            torch.maximum(best, torch.matmul(channel[rows], channel[start:].T, out=product), out=best)
+        largest[rows, start:] = best
+        largest[rest, rows] = best[:, size:].T
+    return largest
 
 
 def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
     """Return the criterion of linear kernels, without making them: for features with few numbers per sample.
 
     Args:
-        x: Centred: its mean over samples is 0. Shape ``[N, D1]``, float64.
+        x: Centred: the mean of each column is 0. Shape ``[N, D1]``, float64.
         y: Likewise, of the same samples.
         unbiased: Which estimator.
 

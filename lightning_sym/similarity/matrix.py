@@ -97,7 +97,10 @@ class SimilarityMatrix(Metric):
                 metric.update(x, y)
 
     def compute(self) -> Tensor:
-        """Return the similarities. Shape ``[layers of the first network, of the second]``, float64."""
+        """Return the similarities. Shape ``[layers of the first network, of the second]``, float64.
+
+        A single number has no axes, as ``torchmetrics`` returns it.
+        """
         values = [torch.as_tensor(metric.compute()).double().cpu() for metric in self._each()]
         return torch.stack(values).view(len(self.first), len(self.second))
 

@@ -1,9 +1,11 @@
 """Procrustes similarities: how well the channels of one network are those of another, up to a group."""
 
+import functools
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -24,6 +26,9 @@ _DEPENDENT = 1e-12  # a direction whose squared norm is smaller, relative to the
 _MIXED = -2  # in place of the number of a scale
 _MOST_COMMON_SIGNS = 6
 
+# Number of positions, means of x and y, and sums about the means: squares of x, of y, products.
+Moments: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 class GroupProcrustes(SimilarityMetric):
     r"""Procrustes similarity up to a group that acts on the channels.
@@ -40,7 +45,8 @@ class GroupProcrustes(SimilarityMetric):
     is exact: assignments, of blocks by the best that each pair of blocks can do; nuclear norms for orthogonal and
     invertible matrices. With permutations and positive scales it is the paper's :math:`G_{ReLU}`-Procrustes.
 
-    All states are sums in float64: one pass, exact whatever the batches and the number of processes.
+    The states are moments about the means, in float64: one pass, exact whatever the batches and the number of
+    processes.
 
     Args:
         group: The group: that of a tap, an intertwiner group, or the name of an activation, whose
@@ -69,8 +75,8 @@ class GroupProcrustes(SimilarityMetric):
     """
 
     n: Tensor
-    x_sum: Tensor
-    y_sum: Tensor
+    x_mean: Tensor
+    y_mean: Tensor
     xx: Tensor
     yy: Tensor
     xy: Tensor
@@ -93,7 +99,8 @@ class GroupProcrustes(SimilarityMetric):
         self._whitened = group.dense if isinstance(group, IntertwinerGroup) else "invertible" in group.inside
         sizes = (0, 0) if isinstance(group, IntertwinerGroup) else (group.channels, (other or group).channels)
         for name, shape in {"n": (), **self._shapes(*sizes)}.items():
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+            # Not summed: moments about the means are put together in compute.
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=None)
 
     @classmethod
     def at(cls, symmetry: Symmetry, tap: Tap | str, **settings: Any) -> Self:
@@ -119,7 +126,7 @@ class GroupProcrustes(SimilarityMetric):
 
     def _shapes(self, c1: int, c2: int) -> dict[str, tuple[int, ...]]:
         one, two = ((c1, c1), (c2, c2)) if self._whitened else ((c1,), (c2,))
-        return {"x_sum": (c1,), "y_sum": (c2,), "xx": one, "yy": two, "xy": (c1, c2)}
+        return {"x_mean": (c1,), "y_mean": (c2,), "xx": one, "yy": two, "xy": (c1, c2)}
 
     def _groups(self) -> tuple[ChannelGroup, ChannelGroup]:
         """Return the groups on the channels of either network."""
@@ -150,13 +157,24 @@ class GroupProcrustes(SimilarityMetric):
         if not self.xy.numel():
             for name, shape in self._shapes(x.size, y.size).items():
                 setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=x.channels.device))
-        for name, features, often in zip("xy", (x, y), times, strict=True):
-            getattr(self, f"{name}_sum").add_(features.sums(), alpha=math.prod(often))
-            squares = features.products() if self._whitened else features.squares()
-            getattr(self, name * 2).add_(squares, alpha=math.prod(often))
-        self.n += len(x) * x.positions * math.prod(times[0])
+        count = len(x) * x.positions * math.prod(times[0])
+        if not count:
+            return
+        squares = [features.products() if self._whitened else features.squares() for features in (x, y)]
         # A pixel that is repeated meets the sum of those that it is repeated for.
-        self.xy += summed_products(x.pooled(times[1]), y.pooled(times[0]))
+        cross = summed_products(x.pooled(times[1]), y.pooled(times[0]))
+        batch = (
+            torch.tensor(float(count), dtype=torch.float64, device=cross.device),
+            x.mean().double(),
+            y.mean().double(),
+            squares[0] * math.prod(times[0]),
+            squares[1] * math.prod(times[1]),
+            cross,
+        )
+        self.n, self.x_mean, self.y_mean, self.xx, self.yy, self.xy = _merged(self._moments(), batch)
+
+    def _moments(self) -> Moments:
+        return self.n, self.x_mean, self.y_mean, self.xx, self.yy, self.xy
 
     def compute(self) -> Tensor:
         """Return the similarity, in [0, 1]: a 0-dimensional tensor, float64.
@@ -164,18 +182,31 @@ class GroupProcrustes(SimilarityMetric):
         A squared distance below the rounding of its terms counts as 0. If there is nothing to compare (no data, or
         with ``live`` no live channel at all) the value is NaN, with a warning that says why.
         """
-        if not self.n:
+        n, x_mean, y_mean, xx, yy, cross = (
+            functools.reduce(_merged, zip(*self._moments(), strict=True)) if self.n.ndim else self._moments()
+        )
+        if not n:
             return undefined("no features were given; call update first.")
         groups = self._groups()
-        cross, squares = self.xy.cpu(), [self.xx.cpu(), self.yy.cpu()]
-        if self.center:
-            sums = [self.x_sum.cpu(), self.y_sum.cpu()]
-            cross = cross - torch.outer(*sums) / self.n.cpu()
-            outer = [torch.outer(s, s) if self._whitened else s.square() for s in sums]
-            squares = [square - own / self.n.cpu() for square, own in zip(squares, outer, strict=True)]
+        squares, means = [xx.cpu(), yy.cpu()], [x_mean.cpu(), y_mean.cpu()]
+        n, cross = n.cpu(), cross.cpu()
+        if not self.center:
+            cross = cross + n * torch.outer(*means)
+            squares = [
+                s + n * (torch.outer(m, m) if self._whitened else m.square())
+                for s, m in zip(squares, means, strict=True)
+            ]
         diagonals = [square.diagonal() if self._whitened else square for square in squares]
-        alive = [norms > _DEAD**2 * norms.max() for norms in diagonals]
+        floors = [n * (16 * torch.finfo(torch.float64).eps * mean).square() for mean in means]
+        alive = [
+            norms > torch.maximum(_DEAD**2 * norms.max(), floor) for norms, floor in zip(diagonals, floors, strict=True)
+        ]
         self.live_channels = int(alive[0].sum()), int(alive[1].sum())
+        for name, number in zip("xy", self.live_channels, strict=True):
+            if not number:
+                warnings.warn(
+                    f"no channel of {name} is live on these inputs: its similarity says nothing.", stacklevel=2
+                )
         numbers = [_scale_numbers(group) for group in groups]
         standard_x, mass_x = _standard(groups[0], squares[0], alive[0], numbers[1])
         standard_y, mass_y = _standard(groups[1], squares[1], alive[1], numbers[0])
@@ -184,7 +215,7 @@ class GroupProcrustes(SimilarityMetric):
         if both == 0 and self.live:
             return undefined("no channel of either network is live on these inputs.")
         squared = both - 2 * best_overlap(*groups, cross)
-        rounding = torch.finfo(torch.float64).eps * max(64.0, math.sqrt(float(self.n))) * both
+        rounding = torch.finfo(torch.float64).eps * max(64.0, math.sqrt(float(n))) * both
         distance = math.sqrt(squared) if squared > rounding else 0.0
         widest = math.sqrt(mass_x) + math.sqrt(mass_y) if self.live else 2 * math.sqrt(max(self.xy.shape))
         return torch.tensor(1 - distance / widest, dtype=torch.float64)
@@ -212,12 +243,30 @@ class OrthogonalProcrustes(GroupProcrustes):
         return one, two
 
 
+def _merged(one: Moments, two: Moments) -> Moments:
+    """Return the moments of two parts of the data together (Chan et al. 1979)."""
+    n = one[0] + two[0]
+    if not two[0] or not one[0]:
+        return one if one[0] else two
+    share = one[0] * two[0] / n
+    dx, dy = two[1] - one[1], two[2] - one[2]
+    whitened = one[3].ndim == 2
+    return (
+        n,
+        one[1] + dx * two[0] / n,
+        one[2] + dy * two[0] / n,
+        one[3] + two[3] + share * (torch.outer(dx, dx) if whitened else dx.square()),
+        one[4] + two[4] + share * (torch.outer(dy, dy) if whitened else dy.square()),
+        one[5] + two[5] + share * torch.outer(dx, dy),
+    )
+
+
 def _scale_numbers(group: ChannelGroup) -> Tensor:
     """Return for each channel the number of its scale: -1 without one, -2 where invertible matrices mix it."""
     numbers = group.scales.clone()
     for block, kind in zip(group.blocks, group.kinds.tolist(), strict=True):
         if group.inside[kind] == "invertible":
-            numbers[block] = _MIXED
+            numbers[block.ravel()] = _MIXED
     return numbers
 
 
@@ -234,6 +283,7 @@ def _standard(group: ChannelGroup, square: Tensor, alive: Tensor, others: Tensor
     numbers = _scale_numbers(group)
     for block, kind in zip(group.blocks, group.kinds.tolist(), strict=True):
         if group.inside[kind] == "invertible":
+            block = block.ravel()
             values, vectors = torch.linalg.eigh(square[block[:, None], block])
             kept = values > max(float(values[-1]) * _DEPENDENT, 0.0)
             result[block[:, None], block] = (vectors[:, kept] * values[kept].rsqrt()) @ vectors[:, kept].T
@@ -290,19 +340,19 @@ def _overlap(one: ChannelGroup, two: ChannelGroup, kind: int, cross: Tensor, com
         for group in (one, two)
     )
     inside = one.inside[kind]
-    signs = one.signs[rows[0]]
+    signs = one.signs[rows[0].ravel()]
     free = int(signs[0]) >= 0 and int(signs[0]) not in common
     together = free and bool((signs == signs[0]).all())
-    if inside == "fixed":
-        products = cross[rows[:, None], columns[None]]  # (blocks, blocks, members)
+    if inside == "permuted":
+        products = cross[rows[:, None, :, None], columns[None, :, None, :]]  # (blocks, blocks, members, members, each)
+        inner = products.sum(-1).abs() if free else products.sum(-1)
+        gains = torch.tensor([[_assigned(pair) for pair in row] for row in inner], dtype=torch.float64)
+    elif inside == "fixed":
+        products = cross[rows.flatten(1)[:, None], columns.flatten(1)[None]]  # (blocks, blocks, channels)
         gains = products.sum(-1).abs() if together else (products.abs() if free else products).sum(-1)
     else:
-        pairs = cross[rows[:, None, :, None], columns[None, :, None, :]]
-        if inside == "permuted":
-            pairs = pairs.abs() if free else pairs
-            gains = torch.tensor([[_assigned(pair) for pair in row] for row in pairs], dtype=torch.float64)
-        else:
-            gains = torch.linalg.svdvals(pairs).sum(-1)
+        ours, theirs = rows.flatten(1), columns.flatten(1)
+        gains = torch.linalg.svdvals(cross[ours[:, None, :, None], theirs[None, :, None, :]]).sum(-1)
     return _assigned(gains)
 
 

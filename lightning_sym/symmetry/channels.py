@@ -26,10 +26,10 @@ class ChannelGroup:
 
     Attributes:
         blocks: For each block its channels, in an order that is the same for all blocks of a kind. Each of shape
-            (members,), int64; every channel is in one of them.
+            (members, channels per member), int64; every channel is in one of them.
         kinds: For each block the number of its kind. Shape (blocks,), int64.
-        inside: For each kind what is done inside of a block: nothing, permutations, or any orthogonal or invertible
-            matrix.
+        inside: For each kind what is done to the members of a block: nothing, permutations, or any orthogonal or
+            invertible matrix.
         scales: For each channel the number of its positive scale; channels of one number have it in common, and those
             of -1 have none. Shape (channels,), int64.
         signs: The same for signs.
@@ -62,7 +62,7 @@ class ChannelGroup:
             axis: Their axis.
         """
         each, none = torch.arange(channels), torch.full((channels,), -1)
-        blocks: tuple[Tensor, ...] = (each,) if group.dense else tuple(each[:, None])
+        blocks = (each[:, None],) if group.dense else tuple(each[:, None, None])
         moves = group.permutations and not group.dense
         each_inside: Inside = "invertible" if group.dense else "fixed"
         return cls(
@@ -86,7 +86,7 @@ class ChannelGroup:
         """
         none = torch.full((channels,), -1)
         kinds = torch.zeros(1, dtype=torch.int64)
-        return cls((torch.arange(channels),), kinds, ("orthogonal",), none, none, (axis,), name="orthogonal")
+        return cls((torch.arange(channels)[:, None],), kinds, ("orthogonal",), none, none, (axis,), name="orthogonal")
 
 
 def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) -> ChannelGroup:
@@ -124,16 +124,14 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         grouped = [np.array(seen)[cells == cell] for cell in dict.fromkeys(cells.tolist())]
         movable = values.movable[index]
         if values.cell_of[seen[0]] >= 0:
-            add([np.concatenate([places[unit] for unit in cell]) for cell in grouped], "invertible", movable=movable)
-        elif movable and len(grouped) > 1 and all(len(places[unit]) == 1 for unit in seen):
-            add([np.concatenate([places[unit] for unit in cell]) for cell in grouped], "permuted", movable=True)
-        elif movable and len(grouped) > 1:  # a unit has several channels: cell by cell
-            for cell in grouped:
-                add([places[unit] for unit in cell], "fixed", movable=True)
+            mixed = [np.concatenate([places[unit] for unit in cell])[:, None] for cell in grouped]
+            add(mixed, "invertible", movable=movable)
+        elif movable and len(grouped) > 1:
+            add([np.stack([places[unit] for unit in cell]) for cell in grouped], "permuted", movable=True)
         else:
-            add([places[unit] for unit in seen], "fixed", movable=movable)
-    placed = np.concatenate([np.zeros(0, np.int64), *blocks])
-    add([np.array([place]) for place in np.setdiff1d(np.arange(len(units)), placed)], "fixed", movable=False)
+            add([places[unit][None] for unit in seen], "fixed", movable=movable)
+    placed = np.concatenate([np.zeros(0, np.int64), *(block.ravel() for block in blocks)])
+    add([np.array([[place]]) for place in np.setdiff1d(np.arange(len(units)), placed)], "fixed", movable=False)
     return ChannelGroup(
         blocks=tuple(torch.from_numpy(block) for block in blocks),
         kinds=torch.tensor(kinds),
