@@ -68,7 +68,6 @@ SYMMETRY = trace_symmetry(NETWORK, torch.randn(2, 5))
         refused(CKAMatrix(1, 2).update, [X], [Y], says="expected 2"),
         refused(features_of, NETWORK, ["3"], torch.rand(2, 5), says="3"),
         refused(features_of, NETWORK, ["1-2"], torch.rand(2, 5), says="1-2"),
-        refused(features_of, nn.Sequential(nn.LSTM(5, 2)), ["0"], torch.rand(2, 3, 5), says="tuple"),
     ],
 )
 def test_what_is_wrong_is_refused_in_a_sentence(refusal):
@@ -131,6 +130,7 @@ def test_groups_and_grids_that_do_not_fit_are_refused(metric, x, y, says):
         (CKA(estimator="minibatch"), 0 * X, Y, "x.*same for all inputs"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:no channel of [xy] is live")  # which comes before, of each network
 def test_a_value_that_does_not_exist_is_nan_and_says_why(metric, x, y, reason):
     with pytest.warns(UserWarning, match=reason):
         assert measured(metric, x, y).isnan()
@@ -150,7 +150,9 @@ def test_no_data_give_nan_and_say_so(name):
 ])  # fmt: skip
 def test_dead_networks_have_the_value_of_the_formula_and_their_counts(metric, x, value):
     """With y = 0, d^2 = L_X: 1 - d / (2 sqrt C) is 1 or 1/2, and 1 - d / (sqrt L_X + sqrt L_Y) is 0."""
-    assert float(measured(metric, x, 0 * X)) == pytest.approx(value, abs=EXACT)
+    with pytest.warns(UserWarning, match="no channel of y is live") as caught:
+        assert float(measured(metric, x, 0 * X)) == pytest.approx(value, abs=EXACT)
+    assert len(caught) == 1 + (not x.any())
     assert metric.live_channels == (int(x.any()) * 4, 0)
 
 
@@ -285,15 +287,23 @@ def test_the_memory_of_a_matrix_is_as_stated():
 # ---- features by name
 
 
+class Silent(nn.Module):
+    """Puts out no tensor."""
+
+    def forward(self, x):
+        return {"x": x}
+
+
 class Twice(nn.Module):
     """Calls one layer twice, changes its output in place, and puts out a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.drop, self.pair = nn.Linear(4, 4), nn.Dropout(0.5), nn.LSTM(4, 4)
-        self.unused = nn.Linear(4, 4)
+        self.unused, self.none = nn.Linear(4, 4), Silent()
 
     def forward(self, x):
+        self.none(x)
         y = self.drop(self.layer(x))
         y = self.layer(y).mul_(2)
         return self.pair(y)[0]
@@ -302,6 +312,7 @@ class Twice(nn.Module):
 def test_features_are_those_of_calls_and_the_network_is_as_it_was():
     network, x = Twice(), torch.rand(3, 4)
     network.layer.eval()
+    network.drop.train()
     modes = [module.training for module in network.modules()]
     found = features_of(network, ["layer", "layer-2", "drop"], x)
     assert found.keys() == {"layer", "layer-2", "drop"}
@@ -309,10 +320,11 @@ def test_features_are_those_of_calls_and_the_network_is_as_it_was():
     torch.testing.assert_close(found["drop"], found["layer"])  # in evaluation mode
     torch.testing.assert_close(found["layer-2"], network.layer(network.layer(x)))  # before it was doubled
     assert not any(value.requires_grad for value in found.values())
-    for wrong in ("layer-3", "unused", "layr", "pair"):
+    for wrong in ("layer-3", "unused", "layr", "none"):
         assert_refused(features_of, network, [wrong], x, says=wrong)
     assert [module.training for module in network.modules()] == modes
     assert not any(module._forward_hooks for module in network.modules())
+    torch.testing.assert_close(features_of(network, ["pair"], x)["pair"], network.eval()(x))  # of a tuple the first
     taps = SYMMETRY.taps.values()
     torch.testing.assert_close(features_of(NETWORK, taps, torch.ones(2, 5))["2"], NETWORK(torch.ones(2, 5)))
 
