@@ -48,7 +48,8 @@ def centred_columns(x: Tensor) -> Tensor:
 
 def rounding(mean: Tensor, number: int) -> Tensor:
     """Return up to which norm so many numbers, with their mean subtracted, are nothing but its rounding."""
-    return mean.abs() * (torch.finfo(mean.dtype).eps * 16 * math.sqrt(number))
+    floor: Tensor = mean.abs() * (torch.finfo(mean.dtype).eps * 16 * math.sqrt(number))
+    return floor
 
 
 def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
