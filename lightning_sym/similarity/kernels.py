@@ -43,7 +43,8 @@ def centred_columns(x: Tensor) -> Tensor:
     flat = x.flatten(1).double()
     mean = flat.mean(0)
     rest = flat - mean
-    return rest * (torch.linalg.vector_norm(rest, dim=0) > rounding(mean.to(x.dtype), len(x)))
+    alive = torch.linalg.vector_norm(rest, dim=0) > rounding(mean.to(x.dtype), len(x))
+    return rest * alive
 
 
 def rounding(mean: Tensor, number: int) -> Tensor:
