@@ -44,7 +44,8 @@ def centred_columns(x: Tensor) -> Tensor:
     mean = flat.mean(0)
     rest = flat - mean
     alive = torch.linalg.vector_norm(rest, dim=0) > rounding(mean.to(x.dtype), len(x))
-    return rest * alive
+    kept: Tensor = rest * alive
+    return kept
 
 
 def rounding(mean: Tensor, number: int) -> Tensor:
