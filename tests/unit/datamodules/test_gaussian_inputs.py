@@ -112,20 +112,6 @@ def test_fresh_inputs_differ_by_epoch_and_only_in_training():
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("place", [3, 11])
-def test_a_loader_goes_on_where_its_state_was_taken(fresh, place):
-    loader = inputs(fresh=fresh).train_dataloader()
-    loader.set_epoch(1)
-    whole = [batch for (batch,) in loader]
-    iterator = iter(loader)
-    for _ in range(place):
-        next(iterator)
-    resumed = inputs(fresh=fresh).train_dataloader()
-    resumed.load_state_dict(loader.state_dict())
-    assert torch.equal(together(resumed, 1), torch.cat(whole[place:]))
-
-
 def test_identity_is_plain_and_complete():
     one, two, three = inputs(shape=(3,)), inputs(shape=[3]), inputs(data_seed=1)
     text = json.dumps(one.identity(), sort_keys=True)
