@@ -80,7 +80,6 @@ class LossSurface:
         inputs: As they are evaluated.
         targets: Likewise.
         size: The number P of trainable parameters.
-        seconds_per_point: How long each point of the last evaluation took; None before.
 
     Raises:
         ValueError: If an argument is out of range, shapes do not fit, or the method is not possible for the network.
@@ -120,7 +119,6 @@ class LossSurface:
         self.size = sum(shape.numel() for shape in self._shapes.values())
         self.loss = loss
         self._squared = loss == "squared_distance"
-        self.seconds_per_point: float | None = None
         self.inputs, self.targets = self._data(inputs, "inputs"), self._data(targets, "targets")
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"There are {len(self.inputs)} inputs and {len(self.targets)} targets; pass one for each.")
@@ -348,7 +346,6 @@ class LossSurface:
         if self.method == "auto":
             self.choose(plane, rows)
         losses = self._closed_losses if self.method == "closed_form" else self._network_losses
-        start_time = time.perf_counter()
         with self._quietly():
             for start in range(0, len(rows), self.chunk):
                 stop = start + self.chunk
@@ -356,7 +353,6 @@ class LossSurface:
         result.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         if below is not None:
             result.masked_fill_(result >= below, torch.inf)
-        self.seconds_per_point = (time.perf_counter() - start_time) / len(rows)
         return result
 
     def _closed_losses(self, plane: WeightPlane | None, rows: Tensor, below: float | None) -> Tensor:
