@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -256,9 +256,8 @@ class LossSurface:
     def _private(self, network: nn.Module) -> tuple[nn.Module, Tensor]:
         """Return a copy of the network whose trainable parameters are views of one vector, and the vector."""
         private = copy.deepcopy(network).to(self.dtype).eval()
-        flat, parameters = weight_vector(private), dict(private.named_parameters())
-        for name, view in as_tensors(flat, self._shapes).items():
-            parameters[name].data = view
+        flat = weight_vector(private)
+        nn.utils.vector_to_parameters(flat, trainable(private).values())
         private.requires_grad_(False)
         if self.device.type == "cpu":
             with_fast_pools(private)
@@ -274,21 +273,18 @@ class LossSurface:
             if isinstance(output, Tensor):
                 width = max(width, output.numel() // count)
 
-        handles = [part.register_forward_hook(watch) for part in self._network.modules()]
-        try:
-            with self._quietly():
-                output = self._network(self.inputs[:count])
-                if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != count:
-                    raise ValueError("The network must return one tensor whose first axis is the inputs.")
-                if self._squared and output.shape != self.targets[:count].shape:
-                    raise ValueError(
-                        f"targets must have the shape of the outputs, [{len(self.inputs)}, "
-                        f"{', '.join(map(str, output.shape[1:]))}], got {list(self.targets.shape)}."
-                    )
-                losses = self._sums(output[None], self.targets[:count])
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, self._quietly():
+            for part in self._network.modules():
+                hooks.enter_context(part.register_forward_hook(watch))
+            output = self._network(self.inputs[:count])
+            if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != count:
+                raise ValueError("The network must return one tensor whose first axis is the inputs.")
+            if self._squared and output.shape != self.targets[:count].shape:
+                raise ValueError(
+                    f"targets must have the shape of the outputs, [{len(self.inputs)}, "
+                    f"{', '.join(map(str, output.shape[1:]))}], got {list(self.targets.shape)}."
+                )
+            losses = self._sums(output[None], self.targets[:count])
         assert losses.shape == (1,)
         return width
 

@@ -79,13 +79,6 @@ def test_losses_lie_where_their_coefficients_are(dimension):
     assert torch.equal(found, torch.where(values < values.median(), values, torch.inf))
 
 
-def test_progress_reaches_the_end():
-    surface, plane = small()
-    calls = []
-    evaluate_grid(surface, plane, Grid(2, 5, 1.0), progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(7, 25), (14, 25), (21, 25), (25, 25)]
-
-
 class _Interruption(BaseException):
     pass
 
@@ -123,20 +116,6 @@ def test_progress_is_kept_while_the_work_goes_on(tmp_path, monkeypatch):
     evaluate_grid(*small(), Grid(2, 5, 1.0), partial=path, progress=lambda *call: seen.append(path.exists()))
     assert seen == [True] * 4
     assert not path.exists()
-
-
-def test_files_of_several_ranks_are_read_by_one(tmp_path):
-    grid, path = Grid(2, 6, 1.0), tmp_path / "grid.npz"
-    whole = evaluate_grid(*small(), grid)
-    interrupt(*small(), grid, path, 2)
-    other = tmp_path / "grid.npz.1"
-    path.rename(other)
-    interrupt(*small(), grid, path, 1)  # has read the other, and holds it too
-    calls = []
-    found = evaluate_grid(*small(), grid, partial=path, progress=lambda *call: calls.append(call))
-    assert torch.equal(found, whole)
-    assert len(calls) == 3
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("change", ["seed", "chunk", "method", "grid", "below", "dtype"])
