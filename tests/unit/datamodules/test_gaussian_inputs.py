@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
 
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.datamodules.gaussian import GaussianLoader
@@ -123,19 +122,3 @@ def test_identity_is_plain_and_complete():
 
 def test_no_validation():
     assert inputs(val_samples=0).val_dataloader() == []
-
-
-def test_sizes_reach_the_network_from_the_command_line(tmp_path, monkeypatch):
-    from lightning_sym.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    seen = {}
-    monkeypatch.setattr(Trainer, "fit", lambda trainer, model, datamodule=None, **_: seen.update(model=model))
-    for shape, expected in (([1, 1, 1], 1), ([2, 3, 4], 24), ([7], 7)):
-        options = [f"--data.shape={shape}", "--data.num_classes=3", "--trainer.accelerator=cpu", "--model.members=1"]
-        network = ["--model.network=MultiLayerPerceptron", "--model.network.widths=[2]"]
-        model = ["--model=lightning_sym.tasks.EquivalenceTask", "--data=GaussianInputsDataModule"]
-        assert main(["fit", *model, *network, *options, f"--run_dir={tmp_path / str(expected)}"]) == 0
-        network = seen["model"].network
-        assert network.linear1.in_features == expected
-        assert network.classifier.out_features == 3
