@@ -88,15 +88,13 @@ class Break(Callback):
 
 
 @pytest.fixture(scope="session")
-def _their_folder(tmp_path_factory):
+def theirs(tmp_path_factory):
+    """Modules of a user, which stay imported."""
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "their_experiments.py").write_text(THEIR_MODULE)
-    return folder
-
-
-@pytest.fixture
-def theirs(_their_folder, monkeypatch):
-    monkeypatch.syspath_prepend(_their_folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
 
 
 @pytest.fixture
@@ -140,25 +138,18 @@ def test_recipes_are_listed_and_shown():
     assert all(recipe_summary(line.split()[0]) in line for line in lines)
     for name in ("zoo/mnist5k", "zoo/mnist5k.yaml"):
         assert call("recipes", name).out == recipe_path("zoo/mnist5k").read_text()
-    result = call("recipes", "zoo/mnist6k")
-    assert result.status == 2
-    assert "Did you mean 'zoo/mnist5k'?" in result.error
     assert call("recipes", "--help").status == 0
     assert call("recipes", "a", "b").status == 2
 
 
 def test_module_can_be_run():
-    result = python("-m", "lightning_sym.cli", "recipes")
-    assert result.returncode == 0
-    assert "zoo/mnist5k" in result.stdout
+    assert "zoo/mnist5k" in python("-m", "lightning_sym.cli", "recipes").stdout
     assert python("-m", "lightning_sym.cli", "fitt").returncode == 2
 
 
-@pytest.mark.parametrize("args", [["recipes"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_error(args):
-    with subprocess.Popen(
-        [sys.executable, "-m", "lightning_sym.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+def test_a_reader_that_goes_away_is_no_error():
+    command = [sys.executable, "-m", "lightning_sym.cli", "recipes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()  # ... | head -0
         assert process.stderr.read() == b""
     assert process.returncode == 0
