@@ -1,10 +1,12 @@
 """Timing variants in turn, and writing down what came out; for the scripts beside this one."""
 
+import argparse
 import json
+import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,22 @@ import torch
 
 from lightning_sym.zoo import versions
 
+PARTS = ("median", "min", "max")
 RESULTS = Path(__file__).parent / "results"
 Runs = dict[str, Callable[[], Any]]
+Results = list[dict[str, Any]]
+Parts = Mapping[str, Callable[[], Results]]
+Parser = argparse.ArgumentParser
 
 
-def timed(runs: Runs, rounds: int) -> list[dict[str, Any]]:
-    """Time variants in turn, after a round that is not counted; return one row per variant."""
+def timed(runs: Runs, rounds: int, work: Mapping[str, float] | None = None) -> Results:
+    """Time variants in turn, after a round that is not counted; return one :func:`row` per variant.
+
+    Args:
+        runs: The variants; one is called "plain".
+        rounds: How many are counted.
+        work: How many times the plain one's work a variant does; default 1.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(-1, rounds):
         for name, run in runs.items():
@@ -27,25 +39,26 @@ def timed(runs: Runs, rounds: int) -> list[dict[str, Any]]:
                 torch.cuda.synchronize()
             if number >= 0:
                 seconds[name].append(time.perf_counter() - start)
-    plain = seconds["plain"]
-    rows = []
-    for name, own in seconds.items():
-        ratios = [a / b for a, b in zip(own, plain, strict=True)]
-        rows.append(
-            {
-                "variant": name,
-                "seconds_median": statistics.median(own),
-                "seconds_min": min(own),
-                "seconds_max": max(own),
-                "ratio_to_plain_median": statistics.median(ratios),
-                "ratio_to_plain_min": min(ratios),
-                "ratio_to_plain_max": max(ratios),
-            }
-        )
-    return rows
+    return [row(name, own, seconds["plain"], (work or {}).get(name, 1)) for name, own in seconds.items()]
 
 
-def result(title: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def row(variant: str, seconds: list[float], plain: list[float], work: float = 1) -> dict[str, Any]:
+    """Return a variant's median, least and largest time, and of its ratios to the plain reference, round by round.
+
+    Args:
+        variant: Its name.
+        seconds: Of each round.
+        plain: Those of the reference.
+        work: How many times the reference's work the variant does; its ratios are for the same work.
+    """
+    found: dict[str, Any] = {"variant": variant}
+    ratios = [a / b / work for a, b in zip(seconds, plain, strict=True)]
+    for name, values in (("seconds", seconds), ("ratio_to_plain", ratios)):
+        found |= {f"{name}_median": statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return found
+
+
+def result(title: str, rows: Results, **more: Any) -> dict[str, Any]:
     """Put rows together, and print them."""
     print(table({"title": title, "rows": rows, **more}), flush=True)
     return {"title": title, "rows": rows, **more}
@@ -56,16 +69,16 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"### {found['title']}", ""]
     lines += [found["note"], ""] if found.get("note") else []
     lines += ["| variant | median s | min to max | ratio to plain, by rounds |", "|---|---|---|---|"]
-    for row in found["rows"]:
-        ratios = [row[f"ratio_to_plain_{name}"] for name in ("median", "min", "max")]
+    for own in found["rows"]:
+        seconds, ratios = ([own[f"{what}_{part}"] for part in PARTS] for what in ("seconds", "ratio_to_plain"))
         lines.append(
-            f"| {row['variant']} | {row['seconds_median']:.3f} | {row['seconds_min']:.3f} to {row['seconds_max']:.3f} "
-            f"| {ratios[0]:.2f}, {ratios[1]:.2f} to {ratios[2]:.2f} |"
+            f"| {own['variant']} | {seconds[0]:.3f} | {seconds[1]:.3f} to {seconds[2]:.3f} "
+            f"| {ratios[0]:.3g}, {ratios[1]:.3g} to {ratios[2]:.3g} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def write(name: str, results: list[dict[str, Any]], device: str, rounds: int) -> None:
+def write(name: str, results: Results, device: str, rounds: int) -> None:
     """Write all results to ``results/<name>-<device>.json`` and ``.md``."""
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     machine = torch.cuda.get_device_name() if device == "cuda" else machine
@@ -75,3 +88,20 @@ def write(name: str, results: list[dict[str, Any]], device: str, rounds: int) ->
     file.with_suffix(".json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     text = "\n".join(table(found) for found in results)
     file.with_suffix(".md").write_text(f"{machine}; torch {torch.__version__}; {rounds} rounds.\n\n{text}")
+
+
+def parser(description: str | None, rounds: int, about_rounds: str = "after a first one that is not counted") -> Parser:
+    """Return a parser of the options that all scripts have."""
+    found = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    found.add_argument("--rounds", type=int, default=rounds, help=about_rounds)
+    return found
+
+
+def run(name: str, parts: Parts, only: list[str] | None, device: str, rounds: int) -> None:
+    """Run the parts that were asked for; write the results down if these are all."""
+    start = time.perf_counter()
+    results = [found for part in only or parts for found in parts[part]()]
+    if not only:
+        write(name, results, device, rounds)
+    print(f"{math.ceil(time.perf_counter() - start)} s")

@@ -21,7 +21,6 @@ Plain references:
     recipe       ``equivariance/digits_digit`` without updates of the precisions
 """
 
-import argparse
 import io
 import math
 import statistics
@@ -37,7 +36,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _timing import Runs, result, timed, write
+from _timing import PARTS, Results, Runs, parser, result, row, run, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -49,7 +48,6 @@ from lightning_sym.curvature.proof import prove
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
 from lightning_sym.networks import RelaxedNetwork
 
-Results = list[dict[str, Any]]
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -326,15 +324,9 @@ def measure_eigenvalues(sizes: Sizes, rounds: int, device: str, dense: bool) -> 
                 f"NOT TIMED but extrapolated from {low} and {high}, between which its time grows as the size to the "
                 f"power {order:.2f} (--dense times it)"
             )
-        plain, parts = seconds[size], ("median", "min", "max")
-        rows = [
-            {
-                "variant": "plain",
-                **{f"seconds_{p}": plain for p in parts},
-                **{f"ratio_to_plain_{p}": 1.0 for p in parts},
-            },
-            {**own, "variant": "block-diagonal", **{f"ratio_to_plain_{p}": own[f"seconds_{p}"] / plain for p in parts}},
-        ]
+        plain = seconds[size]
+        ratios = {f"ratio_to_plain_{part}": own[f"seconds_{part}"] / plain for part in PARTS}
+        rows = [row("plain", [plain], [plain]), {**own, "variant": "block-diagonal", **ratios}]
         faster = plain / own["seconds_median"]
         note = f"Plain: a dense matrix of {size} x {size}, {how}. Block-diagonal is {faster:.0f} times faster."
         found.append(result(f"Eigenvalues of a factor, C = {sizes.blocks}, S = {side}", rows, note=note))
@@ -384,26 +376,20 @@ def measure_recipe(sizes: Sizes, rounds: int, device: str) -> Results:
     return [result("The recipe equivariance/digits_digit with and without the callback's updates", rows, note=note)]
 
 
-MEASUREMENTS = ("layers", "sparse", "passes", "checks", "eigenvalues", "recipe")
-
-
 def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=None)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="times four for layers; after one that is not counted")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
-    parser.add_argument("--dense", action="store_true", help="time the largest dense matrix instead of extrapolating")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round, nothing is written")
-    arguments = parser.parse_args()
+    options = parser(__doc__, 5, "times four for layers; after one that is not counted")
+    options.add_argument("--only", nargs="+", choices=["layers", "sparse", "passes", "checks", "eigenvalues", "recipe"])
+    options.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
+    options.add_argument("--dense", action="store_true", help="time the largest dense matrix instead of extrapolating")
+    options.add_argument("--quick", action="store_true", help="tiny sizes, one round, nothing is written")
+    arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    sizes, rounds, device = QUICK if arguments.quick else Sizes(), arguments.rounds, arguments.device
-    if arguments.quick:
-        rounds = 1
-    parts: dict[str, Callable[[], Results]] = {
+    device = arguments.device
+    sizes, rounds = (QUICK, 1) if arguments.quick else (Sizes(), arguments.rounds)
+    measurements = {
         "layers": partial(measure_layers, sizes, rounds, device),
         "sparse": partial(measure_sparse, sizes, rounds, device),
         "passes": partial(measure_passes, sizes, rounds, device),
@@ -411,11 +397,8 @@ def main() -> None:
         "eigenvalues": partial(measure_eigenvalues, sizes, rounds, device, arguments.dense),
         "recipe": partial(measure_recipe, sizes, rounds, device),
     }
-    start = time.perf_counter()
-    results = [found for name in arguments.only or MEASUREMENTS for found in parts[name]()]
-    if not (arguments.quick or arguments.only):
-        write("curvature", results, device, rounds)
-    print(f"{math.ceil(time.perf_counter() - start)} s")
+    only = arguments.only or (list(measurements) if arguments.quick else None)
+    run("curvature", measurements, only, device, rounds)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,11 @@ Plain references:
     search  candidates one after another, each in a hand-written loop of the same steps
 """
 
-import argparse
-import math
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from _timing import Runs, result, timed, write
+from _timing import Results, Runs, parser, result, run, timed
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
@@ -84,7 +81,7 @@ class Case:
                 (self.network(self.inputs) - self.targets).square().sum(1).mean().item()
 
 
-def measure_point(rounds: int, device: str) -> list[dict[str, object]]:
+def measure_point(rounds: int, device: str) -> Results:
     """Time one grid point."""
     results = []
     for name in NETWORKS:
@@ -96,14 +93,10 @@ def measure_point(rounds: int, device: str) -> list[dict[str, object]]:
             surface = LossSurface(case.network, case.inputs, case.targets, method=method)  # type: ignore[arg-type]
             counts[method] = few if method == "loop" else case.points
             variants[method] = partial(surface.on, case.plane, case.coefficients(counts[method]))
-        rows = timed(variants, rounds)
+        rows = timed(variants, rounds, {method: count / few for method, count in counts.items()})
         plain = rows[0]["seconds_median"] / few
         for row in rows:
-            count = counts[row["variant"]]
-            share = count / few
-            for key in ("ratio_to_plain_median", "ratio_to_plain_min", "ratio_to_plain_max"):
-                row[key] /= share
-            row["microseconds_per_point"] = 1e6 * row["seconds_median"] / count
+            row["microseconds_per_point"] = 1e6 * row["seconds_median"] / counts[row["variant"]]
         note = f"Microseconds for a point: {_listed(rows)}. Plain: {1e6 * plain:.0f}. Ratios are for a point."
         results.append(result(f"J at a point of a plane, {name}, {INPUTS} inputs", rows, note=note))
     return results
@@ -113,7 +106,7 @@ def _listed(rows: list[dict[str, float]]) -> str:
     return ", ".join(f"{row['variant']} {row['microseconds_per_point']:.3g}" for row in rows)
 
 
-def measure_grid(rounds: int, device: str) -> list[dict[str, object]]:
+def measure_grid(rounds: int, device: str) -> Results:
     """Time whole grids of the two-unit net, with the numbers of the set."""
     results = []
     for dimension, points in ((2, 100), (3, 50)):
@@ -124,23 +117,15 @@ def measure_grid(rounds: int, device: str) -> list[dict[str, object]]:
             surface = LossSurface(case.network, case.inputs, case.targets, method=method)  # type: ignore[arg-type]
             betti_numbers(evaluate_grid(surface, case.plane, grid).numpy() < 0.01)
 
-        rows = timed(
-            {
-                "plain": partial(case.plain, sample),
-                "closed_form": partial(whole, "closed_form"),
-                "affine": partial(whole, "affine"),
-            },
-            rounds,
-        )
-        for row in rows[1:]:
-            for key in ("ratio_to_plain_median", "ratio_to_plain_min", "ratio_to_plain_max"):
-                row[key] *= len(sample) / grid.size
+        variants: Runs = {method: partial(whole, method) for method in ("closed_form", "affine")}
+        work = dict.fromkeys(variants, grid.size / len(sample))
+        rows = timed({"plain": partial(case.plain, sample), **variants}, rounds, work)
         note = f"Plain: {len(sample)} of the {grid.size} points; ratios are for all of them. Ours with Betti numbers."
         results.append(result(f"A {' x '.join([str(points)] * dimension)} grid of the two-unit net", rows, note=note))
     return results
 
 
-def measure_search(rounds: int, device: str) -> list[dict[str, object]]:
+def measure_search(rounds: int, device: str) -> Results:
     """Time training candidates together against one after another."""
     results = []
     for name, make, shape, steps in (
@@ -183,9 +168,8 @@ def measure_search(rounds: int, device: str) -> list[dict[str, object]]:
                     parameter.grad = gradient
                 optimizer.step()
 
-        rows = timed({"plain": alone, f"{CANDIDATES} together": together}, rounds)
-        for key in ("ratio_to_plain_median", "ratio_to_plain_min", "ratio_to_plain_max"):
-            rows[1][key] /= CANDIDATES
+        name_of_all = f"{CANDIDATES} together"
+        rows = timed({"plain": alone, name_of_all: together}, rounds, {name_of_all: CANDIDATES})
         faster = 1 / rows[1]["ratio_to_plain_median"]
         note = (
             f"Plain: one candidate, {steps} steps; the ratio is to {CANDIDATES} of them one after another: "
@@ -200,16 +184,13 @@ MEASUREMENTS = {"point": measure_point, "grid": measure_grid, "search": measure_
 
 def main() -> None:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    options = parser(__doc__, 5)
+    options.add_argument("--only", nargs="+", choices=MEASUREMENTS)
+    arguments = options.parse_args()
+    rounds, device = arguments.rounds, arguments.device
     torch.set_num_threads(1)
-    start = time.perf_counter()
-    results = [found for name in arguments.only for found in MEASUREMENTS[name](arguments.rounds, arguments.device)]
-    write("equivalence", results, arguments.device, arguments.rounds)
-    print(f"{math.ceil(time.perf_counter() - start)} s")
+    parts = {name: partial(measure, rounds, device) for name, measure in MEASUREMENTS.items()}
+    run("equivalence", parts, arguments.only, device, rounds)
 
 
 if __name__ == "__main__":

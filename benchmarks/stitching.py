@@ -25,11 +25,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from _timing import Runs, result, timed, write
+from _timing import Results, Runs, parser, result, row, run, timed
 from pytorch_lightning import Trainer, seed_everything
 from torch import nn
 from torch.nn import functional as F
@@ -51,7 +51,7 @@ def make_zoo(folder: Path) -> Path:
     data = MNIST5kDataModule()
     network = MyrtleCNN(width=16, in_channels=1, image_size=28)
     for seed in (0, 1):
-        state = {name: tensor.detach() for name, tensor in network.fresh(seed).state_dict().items()}
+        state = network.fresh(seed).state_dict()
         write_member(folder, seed, state, architecture=network.architecture, data=data.identity())
     rebuild_manifest(folder)
     return folder
@@ -100,27 +100,19 @@ def run_fit(arguments: str) -> None:
     print("\n" + json.dumps({"fit": seconds, "peak_MiB": peak}))
 
 
-def measure_figure(epochs: int, device: str) -> list[dict[str, Any]]:
+def measure_figure(epochs: int, device: str) -> Results:
     """Time the whole figure in one fit and in one fit per site and map, once each."""
     with tempfile.TemporaryDirectory() as folder:
         zoo = make_zoo(Path(folder) / "zoo")
         together = in_process(zoo, SITES, MAPS, epochs, device)
         apart = [in_process(zoo, [site], [family], epochs, device) for site in SITES for family in MAPS]
     fits, processes = (sum(one[name] for one in apart) for name in ("fit", "process"))
-    rows = []
-    for name, seconds, plain in (
-        ("plain, 20 fits", fits, fits),
-        ("ours, one fit", together["fit"], fits),
-        ("plain, 20 processes from start to end", processes, processes),
-        ("ours, one process from start to end", together["process"], processes),
-    ):
-        rows.append(
-            {
-                "variant": name,
-                **{f"seconds_{part}": seconds for part in ("median", "min", "max")},
-                **{f"ratio_to_plain_{part}": seconds / plain for part in ("median", "min", "max")},
-            }
-        )
+    rows = [
+        row("plain, 20 fits", [fits], [fits]),
+        row("ours, one fit", [together["fit"]], [fits]),
+        row("plain, 20 processes from start to end", [processes], [processes]),
+        row("ours, one process from start to end", [together["process"]], [processes]),
+    ]
     note = (
         f"{epochs} epoch(s) of MNIST5k, batch 32, with validation, recalibration and report. Peak memory: one fit "
         f"{together['peak_MiB']:.0f} MiB, the largest of the others {max(one['peak_MiB'] for one in apart):.0f} MiB. "
@@ -170,7 +162,7 @@ class OurStep:
         self.stitched.project()
 
 
-def measure_steps(rounds: int, device: str) -> list[dict[str, Any]]:
+def measure_steps(rounds: int, device: str) -> Results:
     """Time one step at each site of a Myrtle CNN of width 16."""
     found = []
     images, labels = torch.rand(32, 1, 28, 28, device=device), torch.randint(10, (32,), device=device)
@@ -191,7 +183,7 @@ def measure_steps(rounds: int, device: str) -> list[dict[str, Any]]:
     return found
 
 
-def measure_projections(rounds: int, device: str) -> list[dict[str, Any]]:
+def measure_projections(rounds: int, device: str) -> Results:
     """Time the projection beside the step that it belongs to, on CIFAR-sized images."""
     found = []
     images, labels = torch.rand(32, 3, 32, 32, device=device), torch.randint(10, (32,), device=device)
@@ -213,25 +205,22 @@ def measure_projections(rounds: int, device: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the benchmark and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=3, help="times a few, after a first round that is not counted")
-    parser.add_argument("--epochs", type=int, default=1, help="of each fit of the whole figure")
-    parser.add_argument("--only", nargs="*", choices=["figure", "step", "projection"], default=None)
-    parser.add_argument("--fit", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, 3, "times a few, after a first round that is not counted")
+    options.add_argument("--epochs", type=int, default=1, help="of each fit of the whole figure")
+    options.add_argument("--only", nargs="+", choices=["projection", "step", "figure"])
+    options.add_argument("--fit", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
+    rounds, device = arguments.rounds, arguments.device
     warnings.simplefilter("ignore")
     if arguments.fit:
         run_fit(arguments.fit)
         return
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "projection": lambda: measure_projections(arguments.rounds, arguments.device),
-        "step": lambda: measure_steps(arguments.rounds, arguments.device),
-        "figure": lambda: measure_figure(arguments.epochs, arguments.device),
+    parts = {
+        "projection": partial(measure_projections, rounds, device),
+        "step": partial(measure_steps, rounds, device),
+        "figure": partial(measure_figure, arguments.epochs, device),
     }
-    results = [found for name in arguments.only or parts for found in parts[name]()]
-    if not arguments.only:
-        write("stitching", results, arguments.device, arguments.rounds)
+    run("stitching", parts, arguments.only, device, rounds)
 
 
 if __name__ == "__main__":

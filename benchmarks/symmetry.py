@@ -16,16 +16,15 @@ Plain references:
     canonicalize  one sweep that gives every convolution's rows norm 1, written by hand for this one architecture
 """
 
-import argparse
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 import torchvision
-from _timing import Runs, result, timed, write
+from _timing import Results, Runs, parser, result, run, timed
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
@@ -39,7 +38,7 @@ def torchvision_model(name: str) -> nn.Module:
     return torchvision.models.get_model(name, weights=None).eval()
 
 
-def measure_tracing(rounds: int) -> list[dict[str, Any]]:
+def measure_tracing(rounds: int) -> Results:
     """Time the tracer."""
     torch.manual_seed(0)
     cases = [("ResNet-20", CIFARResNet(20).eval(), 32, 0.3)]
@@ -57,7 +56,7 @@ def measure_tracing(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def measure_acting(rounds: int) -> list[dict[str, Any]]:
+def measure_acting(rounds: int) -> Results:
     """Time one action on resnet50."""
     network = torchvision_model("resnet50")
     symmetry = trace_symmetry(network, torch.randn(2, 3, 64, 64), check=False)
@@ -126,7 +125,7 @@ def two_networks(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return networks[0], networks[1]
 
 
-def measure_matching(rounds: int, device: str) -> list[dict[str, Any]]:
+def measure_matching(rounds: int, device: str) -> Results:
     """Time weight matching."""
     found = []
     for title, make, shape, limit in (
@@ -167,7 +166,7 @@ def plain_gauge(network: nn.Module) -> nn.Module:
     return network
 
 
-def measure_canonical_forms(rounds: int) -> list[dict[str, Any]]:
+def measure_canonical_forms(rounds: int) -> Results:
     """Time the canonical form of resnet50."""
     network = torchvision_model("resnet50")
     symmetry = trace_symmetry(network, torch.randn(2, 3, 64, 64), check=False)
@@ -181,21 +180,18 @@ def measure_canonical_forms(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the benchmark and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where gains are computed")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds after a first one that is not counted")
-    parser.add_argument("--only", nargs="*", choices=["trace", "act", "match", "canonicalize"], default=None)
-    arguments = parser.parse_args()
+    options = parser(__doc__, 3)
+    options.add_argument("--only", nargs="+", choices=["trace", "act", "match", "canonicalize"])
+    arguments = options.parse_args()
+    rounds, device = arguments.rounds, arguments.device
     warnings.simplefilter("ignore")
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "trace": lambda: measure_tracing(arguments.rounds),
-        "act": lambda: measure_acting(arguments.rounds),
-        "match": lambda: measure_matching(arguments.rounds, arguments.device),
-        "canonicalize": lambda: measure_canonical_forms(arguments.rounds),
+    parts = {
+        "trace": partial(measure_tracing, rounds),
+        "act": partial(measure_acting, rounds),
+        "match": partial(measure_matching, rounds, device),
+        "canonicalize": partial(measure_canonical_forms, rounds),
     }
-    results = [found for name in arguments.only or parts for found in parts[name]()]
-    if not arguments.only:
-        write("symmetry", results, arguments.device, arguments.rounds)
+    run("symmetry", parts, arguments.only, device, rounds)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,16 @@ Variants:
     ..._cl      the same in channels_last layout
 """
 
-import argparse
-import json
 import logging
-import platform
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from _timing import RESULTS, parser, result, row, write
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,9 +36,6 @@ from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN,
 from lightning_sym.population import LoopPopulation, carry_gradients
 from lightning_sym.tasks import ZooTask
 from lightning_sym.tasks.losses import CrossEntropy
-from lightning_sym.zoo import versions
-
-RESULTS = Path(__file__).parent / "results"
 
 
 class RandomImagesDataModule(ImageDataModule):
@@ -214,7 +208,7 @@ def measure(
     members: int,
     steps: int,
     device: str,
-    repeats: int,
+    rounds: int,
     variants: list[str],
 ) -> dict[str, Any]:
     """Time the variants in turn and return medians and spreads."""
@@ -232,30 +226,24 @@ def measure(
             )
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     shares: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
-    for repeat in range(-1, repeats):  # the first round warms up
-        for variant in variants if repeat % 2 else reversed(variants):  # neither always goes first
+    for number in range(-1, rounds):  # the first round warms up
+        for variant in variants if number % 2 else reversed(variants):  # neither always goes first
             seconds, share = runs[variant]()
-            if repeat >= 0:
+            if number >= 0:
                 times[variant].append(seconds)
                 shares[variant].append(share)
             print(f"  {title}: {variant:12} {seconds:7.2f} s", flush=True)
-    rows = []
-    for variant in variants:
-        ratios = [mine / plain for mine, plain in zip(times[variant], times["plain"], strict=True)]
-        row = {
-            "variant": variant,
-            "seconds_median": statistics.median(times[variant]),
-            "seconds_min": min(times[variant]),
-            "seconds_max": max(times[variant]),
-            "ratio_to_plain_median": statistics.median(ratios),
-            "ratio_to_plain_min": min(ratios),
-            "ratio_to_plain_max": max(ratios),
-        }
-        if variant.startswith(("loop", "vmap")):
-            for what in ("data_and_logging", "lightning"):
-                row[f"{what}_share_median"] = statistics.median(share[what] for share in shares[variant])
-        rows.append(row)
-    return {"title": title, "members": members, "steps": steps, "batch_size": data.hparams["batch_size"], "rows": rows}
+    rows = [row(variant, times[variant], times["plain"]) for variant in variants]
+    note = f"{members} members, {steps} steps of batch {data.hparams['batch_size']} each, seconds for all."
+    for own in rows:
+        if own["variant"].startswith(("loop", "vmap")):
+            named = {
+                what: [share[what] for share in shares[own["variant"]]] for what in ("data_and_logging", "lightning")
+            }
+            own |= {f"{what}_share_median": statistics.median(values) for what, values in named.items()}
+            listed = [f"{100 * own[f'{what}_share_median']:.1f} %" for what in named]
+            note += f" {own['variant']}: data and logging {listed[0]}, Lightning's loop {listed[1]}."
+    return result(title, rows, note=note, members=members, steps=steps, batch_size=data.hparams["batch_size"])
 
 
 def measure_steps(network: Network, shape: tuple[int, int, int], members: int, rounds: int, device: str) -> str:
@@ -305,37 +293,12 @@ def measure_steps(network: Network, shape: tuple[int, int, int], members: int, r
     )
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return one result as a Markdown table."""
-    lines = [
-        f"### {result['title']}",
-        "",
-        f"{result['members']} members, {result['steps']} steps of batch {result['batch_size']} each, seconds for all.",
-        "",
-        "| variant | median s | min to max | ratio to plain, by rounds | data and logging | Lightning's loop |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        shares = [row.get(f"{what}_share_median") for what in ("data_and_logging", "lightning")]
-        ratios = [row[f"ratio_to_plain_{name}"] for name in ("median", "min", "max")]
-        lines.append(
-            f"| {row['variant']} | {row['seconds_median']:.2f} "
-            f"| {row['seconds_min']:.2f} to {row['seconds_max']:.2f} | "
-            f"{ratios[0]:.3f}, {ratios[1]:.3f} to {ratios[2]:.3f} | "
-            + " | ".join("" if share is None else f"{100 * share:.1f} %" for share in shares)
-            + " |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     """Run the benchmark and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--repeats", type=int, default=6, help="rounds after a first one that is not counted")
-    parser.add_argument("--steps", type=int, default=40, help="steps of the CNNs; 112 are an epoch of MNIST5k")
-    parser.add_argument("--part", choices=["epochs", "steps"], default="epochs", help="steps: single steps in pairs")
-    arguments = parser.parse_args()
+    options = parser(__doc__, 6)
+    options.add_argument("--steps", type=int, default=40, help="steps of the CNNs; 112 are an epoch of MNIST5k")
+    options.add_argument("--part", choices=["epochs", "steps"], default="epochs", help="steps: single steps in pairs")
+    arguments = options.parse_args()
     RESULTS.mkdir(exist_ok=True)
     if arguments.part == "steps":
         cnn = MyrtleCNN(width=16, in_channels=1, image_size=28)
@@ -345,29 +308,21 @@ def main() -> None:
         return
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    steps, repeats, device = arguments.steps, arguments.repeats, arguments.device
+    steps, rounds, device = arguments.steps, arguments.rounds, arguments.device
+    variants = ["plain", "loop", "vmap", "plain_cl", "loop_cl"]
     if device == "cpu":
         cnn = MyrtleCNN(width=16, in_channels=1, image_size=28)
         mlp_variants = ["plain", "dataloader", "loop", "vmap"]
         mlp = MultiLayerPerceptron(widths=(64, 64), in_channels=1, image_size=8)
-        variants = ["plain", "loop", "vmap", "plain_cl", "loop_cl"]
         results = [
-            measure("Myrtle CNN, width 16, MNIST5k", cnn, MNIST5kDataModule(), 8, steps, device, repeats, variants),
-            measure("MLP 64-64, digits", mlp, DigitsDataModule(), 32, 40, device, 2 * repeats, mlp_variants),
+            measure("Myrtle CNN, width 16, MNIST5k", cnn, MNIST5kDataModule(), 8, steps, device, rounds, variants),
+            measure("MLP 64-64, digits", mlp, DigitsDataModule(), 32, 40, device, 2 * rounds, mlp_variants),
         ]
-        machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     else:
         resnet = CIFARResNet(depth=20)
-        variants = ["plain", "loop", "vmap", "plain_cl", "loop_cl"]
-        results = [
-            measure("ResNet-20, 3x32x32", resnet, RandomImagesDataModule(), 32, steps, device, repeats, variants)
-        ]
-        machine = torch.cuda.get_device_name()
-    text = "\n".join(table(result) for result in results)
-    about = {"machine": machine, "repeats": repeats, "python": platform.python_version(), "versions": versions()}
-    (RESULTS / f"zoo-{device}.json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
-    (RESULTS / f"zoo-{device}.md").write_text(f"{machine}; torch {torch.__version__}; {repeats} rounds.\n\n{text}")
-    print("\n" + text)
+        images = RandomImagesDataModule()
+        results = [measure("ResNet-20, 3x32x32", resnet, images, 32, steps, device, rounds, variants)]
+    write("zoo", results, device, rounds)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from lightning_sym.datamodules.loader import (
     check_images,
     check_shift,
     check_statistics,
+    normalisation,
     too_large_batch,
 )
 from lightning_sym.datamodules.transforms import ImageTransform
@@ -340,9 +341,8 @@ class ImageDataModule(InputDataModule):
             ``(images / 255 - mean) / std``. Same shape and device, float32; bitwise as in the loaders.
         """
         self.setup()
-        mean, std = (torch.tensor(values, dtype=torch.float64) * 255 for values in self._statistics)
-        mean, scale = mean.float().to(images.device), (1 / std).float().to(images.device)
-        return images.float().sub_(mean[:, None, None]).mul_(scale[:, None, None])
+        mean, scale = normalisation(*self._statistics, images.device)
+        return images.float().sub_(mean).mul_(scale)
 
     def identity(self) -> dict[str, Any]:
         """Say exactly which data these are, in plain values that can be written as JSON; reads the data.

@@ -233,8 +233,7 @@ class TensorLoader(EpochLoader):
         own = slice(None) if shuffled else slice(self._first, self._end)
         self.images = images[own].to(device)
         self.labels = labels[own].to(device)
-        self._mean = (torch.tensor(list(mean), dtype=torch.float64) * 255).float().to(device)[:, None, None]
-        self._scale = (1 / (torch.tensor(list(std), dtype=torch.float64) * 255)).float().to(device)[:, None, None]
+        self._mean, self._scale = normalisation(mean, std, device)
         self._windows = self.images if shift == 0 else _windows(self.images, shift, shift_fill, mean)
 
     def normalize(self, images: Tensor) -> Tensor:
@@ -302,6 +301,21 @@ def _windows(images: Tensor, shift: int, fill: float | Literal["mean"], mean: Se
     padded.copy_(values[:, None, None].expand_as(padded))
     padded[..., shift : shift + height, shift : shift + width] = images
     return padded.unfold(2, height, 1).unfold(3, width, 1)
+
+
+def normalisation(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return what is taken off the pixel values of each channel, and what the rest is multiplied by.
+
+    Args:
+        mean: Mean of each channel, in units of pixel values scaled to [0, 1].
+        std: Standard deviation of each channel, same units.
+        device: Where the images are.
+
+    Returns:
+        Shape ``[C, 1, 1]`` each, float32.
+    """
+    means, stds = (torch.tensor(list(values), dtype=torch.float64)[:, None, None] * 255 for values in (mean, std))
+    return means.float().to(device), (1 / stds).float().to(device)
 
 
 def check_images(images: Tensor, labels: Tensor, where: str = "images") -> None:

@@ -63,12 +63,12 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def matching_zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A zoo of three perceptrons on 300 digits: member 1 is member 0 in another order and scale; 2 is by itself."""
+    from helpers import write_zoo
+
     from lightning_sym.datamodules import DigitsDataModule
     from lightning_sym.networks import MultiLayerPerceptron
     from lightning_sym.symmetry.trace import trace_symmetry
-    from lightning_sym.zoo import rebuild_manifest, write_member
 
-    path = tmp_path_factory.mktemp("matching") / "zoo"
     data = DigitsDataModule(max_samples=300)
     images, labels = data.split_tensors("train")
     images = data.normalize(images)
@@ -85,8 +85,4 @@ def matching_zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first, third = trained(0), trained(2)
     symmetry = trace_symmetry(first, images[:2])
     second = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1), scale=0.3), first)
-    for number, network in enumerate((first, second, third)):
-        state = {name: tensor.detach() for name, tensor in network.state_dict().items()}
-        write_member(path, number, state, architecture=first.architecture, data=data.identity())
-    rebuild_manifest(path)
-    return path
+    return write_zoo(tmp_path_factory.mktemp("matching") / "zoo", (first, second, third), data)

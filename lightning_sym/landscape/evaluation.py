@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -80,7 +80,6 @@ class LossSurface:
         inputs: As they are evaluated.
         targets: Likewise.
         size: The number P of trainable parameters.
-        seconds_per_point: How long each point of the last evaluation took; None before.
 
     Raises:
         ValueError: If an argument is out of range, shapes do not fit, or the method is not possible for the network.
@@ -120,7 +119,6 @@ class LossSurface:
         self.size = sum(shape.numel() for shape in self._shapes.values())
         self.loss = loss
         self._squared = loss == "squared_distance"
-        self.seconds_per_point: float | None = None
         self.inputs, self.targets = self._data(inputs, "inputs"), self._data(targets, "targets")
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"There are {len(self.inputs)} inputs and {len(self.targets)} targets; pass one for each.")
@@ -258,9 +256,8 @@ class LossSurface:
     def _private(self, network: nn.Module) -> tuple[nn.Module, Tensor]:
         """Return a copy of the network whose trainable parameters are views of one vector, and the vector."""
         private = copy.deepcopy(network).to(self.dtype).eval()
-        flat, parameters = weight_vector(private), dict(private.named_parameters())
-        for name, view in as_tensors(flat, self._shapes).items():
-            parameters[name].data = view
+        flat = weight_vector(private)
+        nn.utils.vector_to_parameters(flat, trainable(private).values())
         private.requires_grad_(False)
         if self.device.type == "cpu":
             with_fast_pools(private)
@@ -276,21 +273,18 @@ class LossSurface:
             if isinstance(output, Tensor):
                 width = max(width, output.numel() // count)
 
-        handles = [part.register_forward_hook(watch) for part in self._network.modules()]
-        try:
-            with self._quietly():
-                output = self._network(self.inputs[:count])
-                if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != count:
-                    raise ValueError("The network must return one tensor whose first axis is the inputs.")
-                if self._squared and output.shape != self.targets[:count].shape:
-                    raise ValueError(
-                        f"targets must have the shape of the outputs, [{len(self.inputs)}, "
-                        f"{', '.join(map(str, output.shape[1:]))}], got {list(self.targets.shape)}."
-                    )
-                losses = self._sums(output[None], self.targets[:count])
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, self._quietly():
+            for part in self._network.modules():
+                hooks.enter_context(part.register_forward_hook(watch))
+            output = self._network(self.inputs[:count])
+            if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != count:
+                raise ValueError("The network must return one tensor whose first axis is the inputs.")
+            if self._squared and output.shape != self.targets[:count].shape:
+                raise ValueError(
+                    f"targets must have the shape of the outputs, [{len(self.inputs)}, "
+                    f"{', '.join(map(str, output.shape[1:]))}], got {list(self.targets.shape)}."
+                )
+            losses = self._sums(output[None], self.targets[:count])
         assert losses.shape == (1,)
         return width
 
@@ -348,7 +342,6 @@ class LossSurface:
         if self.method == "auto":
             self.choose(plane, rows)
         losses = self._closed_losses if self.method == "closed_form" else self._network_losses
-        start_time = time.perf_counter()
         with self._quietly():
             for start in range(0, len(rows), self.chunk):
                 stop = start + self.chunk
@@ -356,7 +349,6 @@ class LossSurface:
         result.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         if below is not None:
             result.masked_fill_(result >= below, torch.inf)
-        self.seconds_per_point = (time.perf_counter() - start_time) / len(rows)
         return result
 
     def _closed_losses(self, plane: WeightPlane | None, rows: Tensor, below: float | None) -> Tensor:

@@ -18,7 +18,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered, ranks, summed, together
 from lightning_sym._files import write_atomically
 from lightning_sym.landscape.evaluation import LossSurface
-from lightning_sym.landscape.planes import WeightPlane
+from lightning_sym.landscape.planes import WeightPlane, as_exact
 
 # Seconds between two writings of the partial file.
 _SAVE_SECONDS = 20.0
@@ -116,9 +116,7 @@ class Grid:
         Raises:
             ValueError: If the shape is wrong.
         """
-        if coefficients.ndim == 0 or coefficients.shape[-1] != self.dimension:
-            raise ValueError(f"coefficients must have shape [..., {self.dimension}], got {list(coefficients.shape)}.")
-        places = (coefficients.detach().cpu().double() - self.ends[0]) / self.spacing
+        places = (as_exact(coefficients, self.dimension, "coefficients") - self.ends[0]) / self.spacing
         inside = ((places >= -0.5) & (places <= self.points - 0.5)).all(-1, keepdim=True)
         nearest = places.nan_to_num().round().clamp(0, self.points - 1).long()
         return torch.where(inside, nearest, -1)

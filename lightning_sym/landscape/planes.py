@@ -114,6 +114,17 @@ def _gram_schmidt(vectors: Tensor, tolerance: float) -> tuple[list[int], Tensor]
     return accepted, basis[:, : len(accepted)]
 
 
+def as_exact(values: Tensor, size: int, name: str) -> Tensor:
+    """Return numbers ``[..., size]`` in float64, on the CPU.
+
+    Raises:
+        ValueError: If the last axis has another length; the message calls them by their name.
+    """
+    if values.ndim == 0 or values.shape[-1] != size:
+        raise ValueError(f"{name} must have shape [..., {size}], got {list(values.shape)}.")
+    return values.detach().cpu().double()
+
+
 @dataclass(frozen=True, eq=False)
 class WeightPlane:
     r"""The affine plane of dimension m through m + 1 points of weight space, with Gram-Schmidt's basis.
@@ -184,20 +195,14 @@ class WeightPlane:
 
     def coordinates(self, vectors: Tensor) -> Tensor:
         """Return the coefficients of the orthogonal projections of weight vectors [..., P]: [..., m], float64."""
-        return (self._checked(vectors, len(self.centre), "vectors") - self.centre) @ self.basis
+        return (as_exact(vectors, len(self.centre), "vectors") - self.centre) @ self.basis
 
     def residual(self, vectors: Tensor) -> Tensor:
         """Return the distances of weight vectors [..., P] from the plane: [...], float64, >= 0."""
-        difference = self._checked(vectors, len(self.centre), "vectors") - self.centre
+        difference = as_exact(vectors, len(self.centre), "vectors") - self.centre
         distance: Tensor = torch.linalg.vector_norm(difference - (difference @ self.basis) @ self.basis.T, dim=-1)
         return distance
 
     def weights(self, coefficients: Tensor) -> Tensor:
         """Return the weight vectors at coefficients [..., m]: [..., P], float64."""
-        return self.centre + self._checked(coefficients, self.dimension, "coefficients") @ self.basis.T
-
-    @staticmethod
-    def _checked(values: Tensor, size: int, name: str) -> Tensor:
-        if values.ndim == 0 or values.shape[-1] != size:
-            raise ValueError(f"{name} must have shape [..., {size}], got {list(values.shape)}.")
-        return values.detach().cpu().double()
+        return self.centre + as_exact(coefficients, self.dimension, "coefficients") @ self.basis.T

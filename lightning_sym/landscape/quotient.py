@@ -313,7 +313,8 @@ def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None
     layers: list[_Layer] = []
     for group in symmetry.groups:
         alike = group.size == 1 or (group.movable and int(group.cells.max()) == 0)
-        if not alike or any(o.tensor not in numbers for o in group.occurrences):
+        simple = max(group.scales, group.signs) <= 1 and all(o.tensor in numbers for o in group.occurrences)
+        if not alike or not simple:
             return None
         places = [numbers[o.tensor].movedim(o.axis, 0)[o.positions].flatten(1) for o in group.occurrences]
         counts = torch.tensor([place.shape[1] for place in places])

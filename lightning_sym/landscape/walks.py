@@ -206,13 +206,18 @@ def walk_level_set(
         length = min(2 * length, float(step_size))
         if progress is not None:
             progress(step + 1, steps)
-    vectors, losses, ranks, predicted, counts, lengths = zip(*visited, strict=True)
+    return _gathered(visited, tolerance)
+
+
+def _gathered(visited: list[tuple[Tensor, float, int, float, int, float]], tolerance: float) -> LevelSetWalk:
+    """Return the walk; what led to the first point is left out."""
+    vectors, losses, ranks, before, corrections, lengths = zip(*visited, strict=True)
     return LevelSetWalk(
         vectors=torch.stack(vectors),
         losses=torch.tensor(losses, dtype=torch.float64),
         ranks=torch.tensor(ranks),
-        predictor_losses=torch.tensor(predicted[1:], dtype=torch.float64),
-        corrector_steps=torch.tensor(counts[1:]),
+        predictor_losses=torch.tensor(before[1:], dtype=torch.float64),
+        corrector_steps=torch.tensor(corrections[1:]),
         step_sizes=torch.tensor(lengths[1:], dtype=torch.float64),
         tolerance=tolerance,
     )

@@ -7,6 +7,7 @@ from torch.func import functional_call
 from lightning_sym._checks import check_integers, height_width
 from lightning_sym._text import unknown
 from lightning_sym.networks.base import _ModuleHolder
+from lightning_sym.networks.modes import evaluating
 
 
 class TorchvisionNetwork(_ModuleHolder):
@@ -70,12 +71,9 @@ def _replace_first_convolution(module: nn.Module, in_channels: int) -> None:
 def _check_takes(module: nn.Module, model: str, shape: tuple[int, int, int]) -> None:
     """Check by shapes alone that the module takes images of a shape, in eval mode."""
     state = {name: value.to("meta") for name, value in [*module.named_parameters(), *module.named_buffers()]}
-    training = module.training
     try:
-        with torch.no_grad():
-            functional_call(module.eval(), state, torch.empty(1, *shape, device="meta"))
+        with torch.no_grad(), evaluating(module):
+            functional_call(module, state, torch.empty(1, *shape, device="meta"))
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(f"torchvision's {model} cannot take images of shape {list(shape)}: {reason}.") from error
-    finally:
-        module.train(training)

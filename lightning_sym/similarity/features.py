@@ -30,6 +30,10 @@ class SimilarityMetric(Metric):
     higher_is_better: bool | None = True
     is_differentiable = False
 
+    def __init__(self) -> None:
+        # A process that was given no further data must still meet the others.
+        super().__init__(compute_with_cache=False)
+
     def sync(self, *args: Any, **kwargs: Any) -> None:
         """Bring the states of all processes together, as ``torchmetrics`` does."""
         if ranks() > 1 and not self._is_synced:

@@ -43,12 +43,15 @@ def centred_columns(x: Tensor) -> Tensor:
     flat = x.flatten(1).double()
     mean = flat.mean(0)
     rest = flat - mean
-    return rest * (torch.linalg.vector_norm(rest, dim=0) > rounding(mean.to(x.dtype), len(x)))
+    alive = torch.linalg.vector_norm(rest, dim=0) > rounding(mean.to(x.dtype), len(x))
+    kept: Tensor = rest * alive
+    return kept
 
 
 def rounding(mean: Tensor, number: int) -> Tensor:
     """Return up to which norm so many numbers, with their mean subtracted, are nothing but its rounding."""
-    return mean.abs() * (torch.finfo(mean.dtype).eps * 16 * math.sqrt(number))
+    floor: Tensor = mean.abs() * (torch.finfo(mean.dtype).eps * 16 * math.sqrt(number))
+    return floor
 
 
 def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:

@@ -132,7 +132,7 @@ class GroupProcrustes(SimilarityMetric):
         """Return the groups on the channels of either network."""
         if isinstance(self._group, ChannelGroup):
             return self._group, self._other or self._group
-        one, two = (ChannelGroup.of_activation(self._group, size, self._axis) for size in self.xy.shape)
+        one, two = (ChannelGroup.of_activation(self._group, size, self._axis) for size in self.xy.shape[-2:])
         return one, two
 
     def update(self, x: Tensor | Features, y: Tensor | Features) -> None:
@@ -217,7 +217,7 @@ class GroupProcrustes(SimilarityMetric):
         squared = both - 2 * best_overlap(*groups, cross)
         rounding = torch.finfo(torch.float64).eps * max(64.0, math.sqrt(float(n))) * both
         distance = math.sqrt(squared) if squared > rounding else 0.0
-        widest = math.sqrt(mass_x) + math.sqrt(mass_y) if self.live else 2 * math.sqrt(max(self.xy.shape))
+        widest = math.sqrt(mass_x) + math.sqrt(mass_y) if self.live else 2 * math.sqrt(max(cross.shape))
         return torch.tensor(1 - distance / widest, dtype=torch.float64)
 
 
@@ -239,7 +239,7 @@ class OrthogonalProcrustes(GroupProcrustes):
         self._whitened = False
 
     def _groups(self) -> tuple[ChannelGroup, ChannelGroup]:
-        one, two = (ChannelGroup.orthogonal(size, self._axis) for size in self.xy.shape)
+        one, two = (ChannelGroup.orthogonal(size, self._axis) for size in self.xy.shape[-2:])
         return one, two
 
 

@@ -426,27 +426,21 @@ def zero(*tensors):
         nn.init.zeros_(tensor)
 
 
-def test_a_fully_connected_path_is_equivariant_only_without_weight_and_bias():
-    free = randomised(FullyConnected(2, 3, (4, 6)))
+@pytest.mark.parametrize(
+    ("kind", "some", "last"),
+    [
+        (FullyConnected, ["weight"], "bias"),
+        (FactoredFullyConnected, ["theta1", "b2"], "b1"),  # which passes through theta2
+        (FactoredFullyConnected, ["theta2"], "b2"),
+    ],
+)
+def test_a_free_path_is_equivariant_only_without_all_that_varies_over_space(kind, some, last):
+    free = randomised(kind(2, 3, (4, 6)))
     block, x = ResidualPathways({"fc": free, "conv": randomised(CircularConv(2, 3))}), features(3, 2, 4, 6)
     assert violation(block, x) > 0.1
-    zero(free.weight)
+    zero(*(getattr(free, name) for name in some))
     assert violation(block, x) > 0.1
-    zero(free.bias)
-    assert violation(block, x) < 1e-10
-
-
-def test_a_factored_path_is_equivariant_without_theta2_and_b2_but_not_without_theta1_alone():
-    free = randomised(FactoredFullyConnected(2, 3, (4, 6)))
-    block, x = ResidualPathways({"fc": free, "conv": randomised(CircularConv(2, 3))}), features(3, 2, 4, 6)
-    zero(free.theta1, free.b2)
-    assert violation(block, x) > 0.1  # b1 passes through theta2
-    zero(free.b1)
-    assert violation(block, x) < 1e-10
-    free = randomised(free)
-    zero(free.theta2)
-    assert violation(block, x) > 0.1
-    zero(free.b2)
+    zero(getattr(free, last))
     assert violation(block, x) < 1e-10
 
 

@@ -23,6 +23,11 @@ def moments_of(seed):
     return Moments.of(gaussian(seed, 200))
 
 
+def same_sign_class(seed, side):
+    slope = float(gaussian(seed, 1))
+    return TwoUnitClass((slope, 0.0) if side > 0 else (0.0, slope), moments_of(seed))
+
+
 def random_plane(seed, dimension, centre=None):
     centre = gaussian(seed, 4) if centre is None else centre
     return WeightPlane.through(torch.cat([centre[None], centre + gaussian(seed + 1, dimension, 4)]))
@@ -63,8 +68,7 @@ def test_distance_is_invariant_under_rescaling_and_permuting_units(seed, count):
 @given(seed=seeds, side=sides)
 @LAW
 def test_no_weights_of_the_wrong_signs_beat_the_zero_function(seed, side):
-    slope = float(gaussian(seed, 1))
-    same_sign = TwoUnitClass((slope, 0.0) if side > 0 else (0.0, slope), moments_of(seed))
+    same_sign = same_sign_class(seed, side)
     weights = gaussian(seed + 1, 500, 4)
     weights[:, :2] = -side * weights[:, :2].abs()
     values = distance(weights, same_sign.target, same_sign.moments)
@@ -87,8 +91,7 @@ def test_the_form_of_a_three_plane_has_eigenvalues_minus_one_s_one(seed):
 @given(seed=seeds, side=sides)
 @LAW
 def test_the_quadric_is_the_class_inside_the_plane(seed, side):
-    slope = float(gaussian(seed, 1))
-    same_sign = TwoUnitClass((slope, 0.0) if side > 0 else (0.0, slope), moments_of(seed))
+    same_sign = same_sign_class(seed, side)
     plane = random_plane(seed, 3)
     quadric = same_sign.quadric(plane)
     coefficients = 2 * gaussian(seed + 2, 400, 3)

@@ -88,15 +88,13 @@ class Break(Callback):
 
 
 @pytest.fixture(scope="session")
-def _their_folder(tmp_path_factory):
+def theirs(tmp_path_factory):
+    """Modules of a user, which stay imported."""
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "their_experiments.py").write_text(THEIR_MODULE)
-    return folder
-
-
-@pytest.fixture
-def theirs(_their_folder, monkeypatch):
-    monkeypatch.syspath_prepend(_their_folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
 
 
 @pytest.fixture
@@ -116,13 +114,10 @@ def contents(folder):
 # ---- without torch
 
 
-@pytest.mark.parametrize(
-    "args",
-    [["--help"], [], ["--version"], ["recipes"], ["recipes", "zoo/mnist5k"], ["fitt"], ["fit", "--config", "zoo"]],
-)
-def test_what_needs_no_torch_does_not_load_it(args):
-    code = f"import sys; from lightning_sym.cli import main; main({args}); print('torch' in sys.modules)"
-    assert python("-c", code).stdout.splitlines()[-1] == "False"
+def test_what_needs_no_torch_does_not_load_it():
+    commands = ["--help", "", "--version", "recipes", "recipes zoo/mnist5k", "fitt", "fit --config zoo"]
+    code = f"import sys; from lightning_sym.cli import main; [main(c.split()) for c in {commands}]"
+    assert python("-c", f"{code}; print('torch' in sys.modules)").stdout.splitlines()[-1] == "False"
 
 
 def test_help_names_all_commands():
@@ -140,25 +135,18 @@ def test_recipes_are_listed_and_shown():
     assert all(recipe_summary(line.split()[0]) in line for line in lines)
     for name in ("zoo/mnist5k", "zoo/mnist5k.yaml"):
         assert call("recipes", name).out == recipe_path("zoo/mnist5k").read_text()
-    result = call("recipes", "zoo/mnist6k")
-    assert result.status == 2
-    assert "Did you mean 'zoo/mnist5k'?" in result.error
     assert call("recipes", "--help").status == 0
     assert call("recipes", "a", "b").status == 2
 
 
 def test_module_can_be_run():
-    result = python("-m", "lightning_sym.cli", "recipes")
-    assert result.returncode == 0
-    assert "zoo/mnist5k" in result.stdout
+    assert "zoo/mnist5k" in python("-m", "lightning_sym.cli", "recipes").stdout
     assert python("-m", "lightning_sym.cli", "fitt").returncode == 2
 
 
-@pytest.mark.parametrize("args", [["recipes"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_error(args):
-    with subprocess.Popen(
-        [sys.executable, "-m", "lightning_sym.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+def test_a_reader_that_goes_away_is_no_error():
+    command = [sys.executable, "-m", "lightning_sym.cli", "recipes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()  # ... | head -0
         assert process.stderr.read() == b""
     assert process.returncode == 0
@@ -187,36 +175,24 @@ def test_errors_and_interrupts_while_training():
 # ---- classes of the package lightning are other classes
 
 
-@pytest.fixture
-def _lightning(monkeypatch):
-    """A package that has the names of ``lightning``; whether it is installed or not makes no difference."""
-    for name in ("lightning", "lightning.pytorch", "lightning.pytorch.callbacks"):
+def test_classes_of_the_package_lightning_are_refused_with_a_reason(monkeypatch):
+    def refusal(*args):
+        result = call("fit", *SMALL, *args)
+        assert result.status == 2
+        return result.error
+
+    timer = "--trainer.callbacks+=lightning.pytorch.callbacks.Timer"
+    monkeypatch.setitem(sys.modules, "lightning", None)  # not installed
+    assert "use pytorch_lightning.callbacks.Timer" in refusal(timer)
+    for name in ("lightning", "lightning.pytorch", "lightning.pytorch.callbacks", "other_people"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     base = type("Callback", (), {"__module__": "lightning.pytorch.callbacks"})
     sys.modules["lightning.pytorch.callbacks"].Timer = type("Timer", (base,), {"__module__": base.__module__})
-    theirs = types.ModuleType("other_people")
-    theirs.Mine = type("Mine", (base,), {"__module__": "other_people"})
-    monkeypatch.setitem(sys.modules, "other_people", theirs)
-
-
-@pytest.mark.usefixtures("_lightning")
-def test_callbacks_of_the_package_lightning_are_refused_with_a_reason():
-    result = call("fit", *SMALL, "--trainer.callbacks+=lightning.pytorch.callbacks.Timer")
-    assert result.status == 2
-    assert result.error.startswith("lightning.pytorch.callbacks.Timer is of the package lightning")
-    assert "use pytorch_lightning.callbacks.Timer" in result.error
-    config = {"trainer": {"callbacks": [{"class_path": "other_people.Mine"}]}}
-    Path("config.yaml").write_text(yaml.safe_dump(config))
-    for args in (["--trainer.callbacks+=other_people.Mine"], ["--config=config.yaml"]):
-        result = call("fit", *SMALL, *args)
-        assert result.status == 2
-        assert "lightning.pytorch.callbacks.Callback is of the package lightning" in result.error
-
-
-def test_the_package_lightning_need_not_be_installed_to_say_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightning", None)  # importing it fails
-    result = call("fit", *SMALL, "--trainer.callbacks+=lightning.pytorch.callbacks.Timer")
-    assert "use pytorch_lightning.callbacks.Timer" in result.error
+    sys.modules["other_people"].Mine = type("Mine", (base,), {"__module__": "other_people"})
+    assert refusal(timer).startswith("lightning.pytorch.callbacks.Timer is of the package lightning")
+    Path("config.yaml").write_text("trainer: {callbacks: [{class_path: other_people.Mine}]}")
+    for given in ("--trainer.callbacks+=other_people.Mine", "--config=config.yaml"):
+        assert "lightning.pytorch.callbacks.Callback is of the package lightning" in refusal(given)
 
 
 # ---- what a recipe and the command line say together

@@ -1,16 +1,14 @@
 """The recipes that learn equivariances: sizes, settings and data of the paper, and a short run of each."""
 
-import hashlib
 import math
-import pickle
 
-import numpy as np
 import pytest
 import torch
 from commands import QUIET, call, succeed
 
 from lightning_sym.callbacks import MarginalLikelihood
-from lightning_sym.datamodules import CIFAR10DataModule, MNISTDataModule
+from lightning_sym.datamodules import CIFAR10DataModule, LabelledImages, MNISTDataModule
+from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.recipes import recipe_names, recipe_path
 
 NAMES = [name for name in recipe_names() if name.startswith("equivariance/")]
@@ -39,34 +37,22 @@ COUNTS = {
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
-    """Small CIFAR-10 and MNIST files of noise in ``tmp_path/data``; torchvision's sums are replaced by theirs."""
-    random = np.random.default_rng(0)
-    for cls in (CIFAR10DataModule, MNISTDataModule):
-        monkeypatch.setattr(cls, "source_sizes", None)
-    folder = tmp_path / "data" / CIFAR10DataModule.source.base_folder
-    folder.mkdir(parents=True)
-    for part in ("train_list", "test_list"):
-        sums = []
-        for name, _ in getattr(CIFAR10DataModule.source, part):
-            images = random.integers(0, 256, (10, 3072), dtype=np.uint8)
-            content = pickle.dumps({"data": images, "labels": list(range(10))})
-            (folder / name).write_bytes(content)
-            sums.append([name, hashlib.md5(content).hexdigest()])
-        monkeypatch.setattr(CIFAR10DataModule.source, part, sums)
-    meta = CIFAR10DataModule.source.meta
-    content = pickle.dumps({meta["key"]: [str(number) for number in range(10)]})
-    (folder / meta["filename"]).write_bytes(content)
-    monkeypatch.setattr(CIFAR10DataModule.source, "meta", {**meta, "md5": hashlib.md5(content).hexdigest()})
-    folder = tmp_path / "data" / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for prefix, count in (("train", 60), ("t10k", 10)):
-        for kind, array in (
-            ("images-idx3", random.integers(0, 256, (count, 28, 28), dtype=np.uint8)),
-            ("labels-idx1", (np.arange(count) % 10).astype(np.uint8)),
-        ):
-            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-            (folder / f"{prefix}-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+def noise(monkeypatch):
+    """Noise in place of the images of CIFAR-10 and MNIST, fifty or sixty to train on."""
+
+    def load(self):
+        generator = torch.Generator().manual_seed(0)
+
+        def labelled(count):
+            images = torch.randint(256, (count, *self.source_shape), generator=generator, dtype=torch.uint8)
+            return LabelledImages(images, torch.arange(count) % 10)
+
+        return labelled(60 if isinstance(self, MNISTDataModule) else 50), labelled(10)
+
+    monkeypatch.setattr(DownloadedDataModule, "prepare_data", lambda self: None)
+    monkeypatch.setattr(DownloadedDataModule, "load", load)
+    for kind in (CIFAR10DataModule, MNISTDataModule):
+        monkeypatch.setattr(kind, "source_sizes", None)
 
 
 def parameters(network):
@@ -114,8 +100,9 @@ def test_other_rows_of_a_table_are_overrides(name, paths, width, count, built):
 
 @pytest.mark.filterwarnings("ignore:Total length of .list. across ranks is zero")  # a trial looks for validation data
 @pytest.mark.filterwarnings("ignore:.*never occur in the training data")
+@pytest.mark.usefixtures("noise")
 @pytest.mark.parametrize("name", PAPERS)
-def test_recipes_of_the_paper_run(name, files, monkeypatch):
+def test_recipes_of_the_paper_run(name, monkeypatch):
     learners = []
     update = MarginalLikelihood.on_train_epoch_end
 
@@ -138,7 +125,8 @@ def test_recipes_of_the_paper_run(name, files, monkeypatch):
     assert all(0 <= path["normalised"] <= 1 for path in record["paths"].values())
 
 
-def test_augmentation_is_for_training_only(files, built):
+@pytest.mark.usefixtures("noise")
+def test_augmentation_is_for_training_only(built):
     assert call("fit", "--config", "equivariance/cifar10_conv", "--data.batch_size=50", *QUIET).status == 0
     data = built.data
     plain, labels = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))

@@ -180,16 +180,6 @@ class TestSearch:
         still = search.simulate_search(0 * initial, MIXED, moments, learning_rate=0.1, steps=1)
         assert all(math.isnan(value) for value in still.quantiles(1e-6))
 
-    def test_no_steps_no_thresholds_and_a_last_batch_of_one(self):
-        initial = search.draw_initial(3, torch.Generator().manual_seed(0))
-        moments = search.batch_moments(torch.tensor([1.0, -2.0, 0.0, 3.0, -1.0]), 2)
-        assert moments.tolist() == [[0.5, 2], [4.5, 0], [0, 1]]
-        outcome = search.simulate_search(initial, MIXED, moments, learning_rate=0.1, steps=0, thresholds=())
-        assert torch.equal(outcome.weights, initial)
-        assert outcome.steps.shape == (3, 0)
-        with pytest.raises(ValueError, match="optimizer must be"):
-            search.simulate_search(initial, MIXED, moments, learning_rate=0.1, steps=1, optimizer="lbfgs")
-
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 

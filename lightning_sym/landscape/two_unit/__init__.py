@@ -8,7 +8,6 @@ from lightning_sym.landscape.two_unit.equivalence_class import (
 )
 from lightning_sym.landscape.two_unit.loss import (
     Moments,
-    ReluLine,
     balanced_weights,
     distance,
     is_relu_line,
@@ -20,7 +19,6 @@ from lightning_sym.landscape.two_unit.plane_quadric import PlaneQuadric
 __all__ = [
     "Moments",
     "PlaneQuadric",
-    "ReluLine",
     "Stratum",
     "TwoUnitClass",
     "balanced_weights",

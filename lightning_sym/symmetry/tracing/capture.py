@@ -124,7 +124,7 @@ def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
         ) from error
 
 
-def first_line_of_user(error: BaseException) -> str:
+def _first_line_of_user(error: BaseException) -> str:
     """Return "file:line: code" of the innermost frame that is neither torch's nor ours."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
@@ -132,15 +132,19 @@ def first_line_of_user(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _masks_as_given() -> Iterator[None]:
-    """Let transformer layers of torch apply a mask as it is, without a look at its values: it may be the causal one."""
-    module: Any = torch.nn.modules.transformer
-    looked = module._detect_is_causal_mask
-    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give something another attribute for a while."""
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        module._detect_is_causal_mask = looked
+        setattr(owner, name, kept)
+
+
+def _is_causal_as_given(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+    """Let transformer layers of torch apply a mask as it is, without a look at its values: it may be the causal one."""
+    return is_causal is True
 
 
 @contextlib.contextmanager
@@ -165,17 +169,6 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    was = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = was
 
 
 class _Recorder:
@@ -305,8 +298,8 @@ def capture(
     states = state_tensors(network)
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(network))
-        stack.enter_context(_masks_as_given())
-        stack.enter_context(evaluating(network))
+        stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", _is_causal_as_given))
+        network.eval()
         leaves = stack.enter_context(_as_leaves(network, leaf_types, inputs)) if leaf_types else {}
         recorder = _Recorder(network, leaf_types)
         stack.callback(recorder.close)
@@ -330,27 +323,43 @@ def capture(
                     recorder.mark(name, value)
             return [t for t in pytree.tree_leaves(plain(outputs)) if isinstance(t, Tensor)]
 
-        stack.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it
+        stack.enter_context(_replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         try:
             module = make_fx(run, tracing_mode="real", pre_dispatch=True)(fake, arguments)
         except Exception as error:
-            where = first_line_of_user(error)
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            text = f"{type(error).__name__} {error}".lower()
-            if not any(
-                sign in text for sign in ("datadependent", "data-dependent", "dynamicoutputshape", "tracing tensor")
-            ):
-                raise ValueError(
-                    f"the network does not run on the example input, because of {where} ({type(error).__name__}: "
-                    f"{reason[:200]}); expected an input as the network takes it, several as a tuple"
-                ) from error
-            raise ValueError(
-                f"the network cannot be traced, because of {where} ({type(error).__name__}: {reason[:200]}); expected "
-                "operations whose order and shapes do not depend on values: rewrite that line with tensor operations, "
-                "or register a rule for the module that holds it (lightning_sym.symmetry.register_rule)"
-            ) from error
-    nodes = list(module.graph.nodes)
-    for node in nodes:
+            raise _refusal(error) from error  # says what the log would
+    _check_operations(module, recorder)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return Capture(
+        graph=module.graph,
+        states=dict(zip(placeholders, states, strict=False)),
+        inputs=placeholders[len(states) :],
+        modules=recorder.modules,
+        marks=list(recorder.marks.values()),
+        leaves=leaves,
+    )
+
+
+def _refusal(error: Exception) -> ValueError:
+    """Say why a network does not run without data."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    because = f"because of {_first_line_of_user(error)} ({type(error).__name__}: {reason[:200]})"
+    text = f"{type(error).__name__} {error}".lower()
+    if any(sign in text for sign in ("datadependent", "data-dependent", "dynamicoutputshape", "tracing tensor")):
+        return ValueError(
+            f"the network cannot be traced, {because}; expected operations whose order and shapes do not depend on "
+            "values: rewrite that line with tensor operations, or register a rule for the module that holds it "
+            "(lightning_sym.symmetry.register_rule)"
+        )
+    return ValueError(
+        f"the network does not run on the example input, {because}; expected an input as the network takes it, several "
+        "as a tuple"
+    )
+
+
+def _check_operations(module: fx.GraphModule, recorder: _Recorder) -> None:
+    """Refuse graphs in which some operations cannot be seen."""
+    for node in module.graph.nodes:
         values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
         hidden = node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), FakeTensor)
         if hidden or any(is_functorch_wrapped_tensor(value) for value in values):
@@ -360,15 +369,6 @@ def capture(
                 f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
                 "batch axis, or register a rule for the module that holds them (lightning_sym.symmetry.register_rule)"
             )
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    return Capture(
-        graph=module.graph,
-        states=dict(zip(placeholders, states, strict=False)),
-        inputs=placeholders[len(states) :],
-        modules=recorder.modules,
-        marks=list(recorder.marks.values()),
-        leaves=leaves,
-    )
 
 
 def plain(outputs: Any) -> Any:

@@ -32,13 +32,18 @@ class Label:
         """The number of positions."""
         return self.atom.size
 
+    @property
+    def parts(self) -> tuple[Ints, Ints, Ints]:
+        """Its three arrays: atoms, tags and scales."""
+        return self.atom, self.tag, self.scale
+
     def on(self, axes: tuple[int, ...]) -> "Label":
         """Return the same label on other axes, of the same sizes."""
         return Label(axes, self.atom, self.tag, self.scale)
 
     def moved(self, axes: tuple[int, ...], function: Callable[[Ints], Ints]) -> "Label":
         """Return a label on other axes whose positions are those of this one, moved by a function of arrays."""
-        return Label(axes, *(np.asarray(function(part)) for part in (self.atom, self.tag, self.scale)))
+        return Label(axes, *(np.asarray(function(part)) for part in self.parts))
 
     def at(self, where: Any) -> "Label":
         """Return some of a label's positions, which an index or a mask names, on no axes in particular."""
@@ -123,6 +128,11 @@ class Constraints:
         self._pending[atoms] = np.where(self._pending[atoms] == UNSET, 0, self._pending[atoms])
         tag = np.array(label.tag)
         tag[unset] = self._pending[atoms]
+        return Label(label.axes, label.atom, tag, label.scale)
+
+    def pending(self, label: Label) -> Label:
+        """Return a label of a parameter with the tags that are known by now."""
+        tag = np.where(label.tag == UNSET, np.maximum(self._pending[label.atom], 0), label.tag)
         return Label(label.axes, label.atom, tag, label.scale)
 
     def derive_tags(self, tag: Ints, coordinate: Ints) -> Ints:

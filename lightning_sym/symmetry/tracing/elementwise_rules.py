@@ -23,12 +23,9 @@ from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, number
 @register_rule(
     "aten::relu", "aten::relu6", "aten::leaky_relu", "aten::gelu", "aten::silu", "aten::elu", "aten::hardtanh"
 )
-def _activation(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    assert trace.node is not None
+def _activation(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     assert isinstance(trace.node.target, torch._ops.OpOverload)
-    result = pointwise(out_of_place(trace.node.target), trace, value, *args, **kwargs)
-    assert isinstance(result, Value)
-    return result
+    return pointwise(out_of_place(trace.node.target), trace, value, *args, **kwargs)
 
 
 @register_rule("aten::prelu", "aten::_prelu_kernel")
@@ -38,9 +35,7 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
     for label in slope.labels:
         trace.constraints.fix_scales(label.scale)
     if math.prod(slope.shape) > 1:
-        shape = tuple(slope.shape[0] if a == axis else 1 for a in range(value.ndim))
-        if slope.ndim == 1:
-            slope = Value(shape, tuple(label.on((axis,)) for label in slope.labels))
+        slope = slope.on([axis], value.ndim) if slope.ndim == 1 else slope
         value = trace.join(value, slope, product=True)
     else:
         for label in slope.labels:
@@ -58,7 +53,6 @@ def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
 @register_rule("aten::to", "aten::_to_copy", "aten::type_as")
 def _cast(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
     """Casting rounds: to whole numbers or truth values so coarsely that no scale passes."""
-    assert trace.node is not None
     source = trace.node.args[0]
     assert isinstance(source, torch.fx.Node)
     if source.meta["val"].is_floating_point() and not trace.node.meta["val"].is_floating_point():
@@ -145,7 +139,6 @@ def _cumsum(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) ->
 
 @register_rule("aten::log_sigmoid", "aten::log_sigmoid_forward")
 def _log_sigmoid(trace: Trace, value: Value) -> Any:
-    assert trace.node is not None
     result = trace.permutations_only(value)
     return result if isinstance(trace.node.meta["val"], Tensor) else [result, Value(value.shape)]
 
@@ -219,7 +212,6 @@ _MOVEMENTS = (
 
 
 def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
-    assert trace.node is not None
     target: Any = trace.node.target
     if isinstance(value, (list, tuple)):
         return unknown(trace, value, *args, **kwargs)
@@ -232,7 +224,7 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
-    if target._schema.name in ("aten::view", "aten::_unsafe_view"):
+    if trace.operation in ("view", "_unsafe_view"):
         if not isinstance(args[0], (list, tuple)):
             return unknown(trace, value, *args)
 
@@ -254,7 +246,6 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_cut_to_length(trace: Trace, value: Value) -> bool:
     """Whether an operation takes as many elements along an axis as an input is long: of a longer one perhaps more."""
-    assert trace.node is not None
     meta = trace.node.meta["val"]
     if not isinstance(meta, Tensor) or meta.ndim != value.ndim:
         return False
@@ -266,7 +257,6 @@ register_rule(*(f"aten::{name}" for name in _MOVEMENTS))(_movement)
 
 @register_rule("aten::pad", "aten::constant_pad_nd")
 def _pad(trace: Trace, value: Value, sizes: Sequence[int], *args: Any) -> Any:
-    assert trace.node is not None
     target: Any = trace.node.target
     mode = args[0] if args and isinstance(args[0], str) else "constant"
     fill = next((a for a in args if isinstance(a, (int, float))), 0) or 0
@@ -305,14 +295,14 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     if len(kinds) == 1:
         (axes,) = kinds
         place = axes.index(axis)
-        parts = []
+        whole: list[Label] = []
         for value, label in zip(values, along, strict=True):
             if label is None:
                 label = trace.constraints.fresh(axes, tuple(value.shape[a] for a in axes))
                 if not value.is_zero:  # zeros (a bias that there is not) accept anything
                     trace.constraints.fix(label)
-            parts.append(trace.constraints.resolve(label))
-        arrays = (np.concatenate([getattr(p, name) for p in parts], place) for name in ("atom", "tag", "scale"))
+            whole.append(trace.constraints.resolve(label))
+        arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
         joined = Label(axes, *arrays)
         if len(np.unique(joined.atom)) < joined.size:
             tag = trace.constraints.derive_tags(joined.tag, numbered(joined))
@@ -348,9 +338,7 @@ def _spatial_mean(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Valu
 
 def _spatial(trace: Trace) -> int:
     """Return how many axes an operation called ...1d, ...2d, ...3d acts on."""
-    assert trace.node is not None
-    name = trace.node.target._schema.name  # type: ignore[union-attr]
-    return next(count for count in (1, 2, 3) if f"{count}d" in name)
+    return next(count for count in (1, 2, 3) if f"{count}d" in trace.operation)
 
 
 @register_rule("aten::max_pool1d", "aten::max_pool2d", "aten::max_pool3d")
@@ -358,11 +346,10 @@ def _spatial(trace: Trace) -> int:
 @register_rule("aten::adaptive_max_pool1d", "aten::adaptive_max_pool2d", "aten::adaptive_max_pool3d")
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     count = _spatial(trace)
-    meta = trace.node.meta["val"]  # type: ignore[union-attr]
-    shape = tuple((meta if isinstance(meta, Tensor) else meta[0]).shape)
+    single = isinstance(trace.node.meta["val"], Tensor)
     value = trace.free_of(value, range(-count, 0), "acts along an axis on which units live")
-    value = trace.elementwise(Value(shape, value.labels), positive_scales=True)
-    return value if isinstance(meta, Tensor) else [value, _unscaled(trace, value)]
+    value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)
+    return value if single else [value, _unscaled(trace, value)]
 
 
 @register_rule("aten::mean", "aten::sum")

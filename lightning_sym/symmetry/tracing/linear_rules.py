@@ -25,13 +25,8 @@ def _linear(trace: Trace, value: Value, weight: Value, bias: Value | None = None
 def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value:
     if bias is None:
         return result
-    shape = tuple(bias.shape[0] if a == axis else 1 for a in range(result.ndim))
-    on_axis = Value(shape, tuple(label.on((axis,)) for label in bias.labels))
-    restricted = len(trace.constraints.restricted)
-    result = trace.join(result, on_axis, product=False)
-    if trace.label(result, axis) is not None:
-        del trace.constraints.restricted[restricted:]  # a bias is mixed along with its units
-    if bias.state is not None and trace.node is not None:
+    result = trace.join(result, bias.on([axis], result.ndim), product=False)
+    if bias.state is not None:
         trace.shifts.add(bias.state, trace.node)
     return Value(result.shape, result.labels, producer=bias.state)
 
@@ -57,24 +52,17 @@ def _addmm(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) ->
 
 @register_rule("aten::einsum")
 def _einsum(trace: Trace, equation: str, values: Sequence[Value], **kwargs: Any) -> Any:
-    shape = trace.output_shape()
     equation = equation.replace(" ", "")
     inputs, _, output = equation.partition("->")
     terms = inputs.split(",")
-    if "->" not in equation or "." in equation or any(len(set(t)) < len(t) for t in terms):
-        return unknown(trace, values)
-    if len(values) == 1:
-        (value,), (term,) = values, terms
-        if sorted(term) == sorted(output):
-            return trace.move(value, lambda t: torch.einsum(equation, t))
-        return unknown(trace, values)
-    if len(values) != 2:
-        return unknown(trace, values)
-    summed = [letter for letter in terms[0] if letter not in output]
-    if len(summed) != 1 or summed[0] not in terms[1] or any(c not in output and c != summed[0] for c in terms[1]):
+    plain = "->" in equation and "." not in equation and all(len(set(term)) == len(term) for term in terms)
+    if plain and len(values) == 1 and sorted(terms[0]) == sorted(output):
+        return trace.move(values[0], lambda t: torch.einsum(equation, t))
+    summed = [set(term) - set(output) for term in terms]
+    if not plain or len(values) != 2 or len(summed[0]) != 1 or summed[0] != summed[1]:
         return unknown(trace, values)
     axes = [[output.index(c) if c in output else None for c in term] for term in terms]
-    return trace.contract(values[0], axes[0], values[1], axes[1], shape)
+    return trace.contract(values[0], axes[0], values[1], axes[1], trace.output_shape())
 
 
 def _convolution(count: int, transposed: bool) -> Rule:
@@ -114,46 +102,41 @@ def _grouped(
     label = trace.label(value, channel)
     rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
     name = weight.state
-    outer, inner = (trace.label(weight, axis) for axis in ((1, 0) if transposed else (0, 1)))
+    first, second = (trace.label(weight, axis) for axis in (0, 1))
     if weight.concrete is not None and weight.shape[1] == 1 and shape[channel] == value.shape[channel]:
         # One filter for each channel, as for blurring: channels with the same filter may change places.
         filters = trace.move(weight, lambda t: t.reshape(*[1] * channel, groups, -1))
         return Value(
             shape, (*rest, trace.beside_constant(constraints.resolve(label), filters)) if label is not None else rest
         )
-    if label is None or name is None or outer is None or inner is None:
+    if label is None or name is None or first is None or second is None:
         trace.fix(value, "grouped convolution of what nothing acts on")
         if name is not None and name in trace.grouped:
             trace.constraints.fix(trace.grouped.pop(name))
         trace.fix(weight)
         return Value(shape)
-    assert trace.node is not None
     trace.grouped_by.setdefault(name, set()).add(trace.node)
     label = constraints.resolve(label)
     ins, rows = value.shape[channel] // groups, shape[channel] // groups
+    if transposed:
+        out = joint = constraints.fresh((channel,), (groups * rows,))
+        constraints.same_units(label.on(first.axes), first)
+        constraints.equate([(first.scale, 1.0), (label.scale, 1.0)])
+    else:
+        out = constraints.resolve(first.on((channel,)))
+        joint = label.scaled_by(constraints.product((label.scale, -1.0)))
     # Which input (output) channel each entry of the weight's second axis stands for depends on the group, hence on the
     # first axis. The label of the second axis therefore lives on both.
-    if transposed:
-        out = constraints.fresh((channel,), (groups * rows,))
-        constraints.same_units(label.on(inner.axes), inner)
-        constraints.equate([(inner.scale, 1.0), (label.scale, 1.0)])
-        constraints.fix(outer)
-        index = (np.arange(groups * ins) // ins * rows)[:, None] + np.arange(rows)
-        joint = out.take(index)
-    else:
-        out = constraints.resolve(Label((channel,), outer.atom, outer.tag, outer.scale))
-        constraints.fix(inner)
-        index = (np.arange(groups * rows) // rows * ins)[:, None] + np.arange(ins)
-        inverse = constraints.fresh_scales(label.scale.shape)
-        constraints.equate([(inverse, 1.0), (label.scale, 1.0)])
-        joint = label.scaled_by(inverse).take(index)
+    constraints.fix(second)
+    many, few = (ins, rows) if transposed else (rows, ins)
+    joint = joint.take((np.arange(groups * many) // many * few)[:, None] + np.arange(few))
     if name in trace.grouped:  # used before: by the same units
         constraints.same_units(trace.grouped[name], joint)
         constraints.equate([(trace.grouped[name].scale, 1.0), (joint.scale, -1.0)])
     trace.grouped[name] = joint
     if ins == 1 and rows == 1:
         scale = out.scale
-        out = constraints.same_units(out, Label((channel,), label.atom, label.tag, label.scale)).scaled_by(scale)
+        out = constraints.same_units(out, label.on((channel,))).scaled_by(scale)
         constraints.restrict(out)
     else:
         parents = constraints.fresh((channel,), (groups,))
@@ -187,26 +170,37 @@ def _affine(trace: Trace, value: Value, weight: Value | None, bias: Value | None
     """Multiply by a weight and add a bias that live on some axes."""
     for part, product in ((weight, True), (bias, False)):
         if part is not None:
-            shape = tuple(value.shape[a] if a in axes else 1 for a in range(value.ndim))
-            place = dict(enumerate(axes))
-            labels = tuple(label.on(tuple(place[a] for a in label.axes)) for label in part.labels)
-            value = trace.join(value, Value(shape, labels), product=product)
+            value = trace.join(value, part.on(axes, value.ndim), product=product)
     return value
 
 
-def _signs_only(trace: Trace, value: Value, epsilon: float) -> Value:
-    """Normalise each unit by itself: its sign passes; its magnitude is divided out, exactly if no eps is added."""
-    labels = []
-    for label in value.labels:
-        label = trace.constraints.resolve(label)
-        trace.constraints.restrict(label)
-        scale = trace.constraints.scales_like(label.scale)
-        trace.constraints.fix_scales(scale, signs=False)
-        trace.constraints.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
-        if epsilon != 0:
-            trace.constraints.fix_scales(label.scale, signs=False)
-        labels.append(label.scaled_by(scale))
-    return value.with_labels(*labels)
+def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None) -> Label:
+    """Divide units by a deviation: signs pass; magnitudes are divided out, exactly if no eps is added.
+
+    Args:
+        trace: The trace.
+        label: The units.
+        epsilon: What is added to the variance.
+        groups: For each unit, the number of its group, where the units of a group have one deviation in common: they
+            change sign together, and scale together. By default each unit has its own.
+    """
+    constraints = trace.constraints
+    label = constraints.resolve(label)
+    constraints.restrict(label)
+    divided = label.scale
+    if groups is not None:
+        divided = constraints.fresh_scales((int(groups.max()) + 1,))[groups]
+        constraints.equate([(label.scale, 1.0), (divided, -1.0)])
+    if epsilon != 0:
+        constraints.fix_scales(divided, signs=False)
+    scale = constraints.scales_like(label.scale)
+    constraints.fix_scales(scale, signs=False)
+    constraints.equate([(scale, 1.0), (divided, 1.0)], magnitudes=False)
+    return label.scaled_by(scale)
+
+
+def _normalised_one_by_one(trace: Trace, value: Value, epsilon: float) -> Value:
+    return value.with_labels(*(_normalised(trace, label, epsilon) for label in value.labels))
 
 
 @register_rule("aten::batch_norm", "aten::cudnn_batch_norm")
@@ -224,18 +218,16 @@ def _batch_norm(
 ) -> Value:
     others = [axis for axis in range(value.ndim) if axis != 1]
     producer = value.producer
-    node = trace.node
     value = trace.free_of(value, others, "acts along an axis on which units live")
     label = trace.label(value, 1)
     if training or mean is None or variance is None:
-        value = _signs_only(trace, value, epsilon)
-        return _affine(trace, value, weight, bias, [1])
+        return _affine(trace, _normalised_one_by_one(trace, value, epsilon), weight, bias, [1])
     if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
-        rank = [1, -1, *[1] * (value.ndim - 2)]
+        by_size = mean.by_size or variance.by_size
         for constant, product in ((-mean.concrete, False), ((variance.concrete + epsilon).rsqrt(), True)):
-            shape = (1, len(constant), *rank[2:])
-            by_size = mean.by_size or variance.by_size
-            value = trace.join(value, Value(shape, concrete=constant.reshape(rank), by_size=by_size), product=product)
+            constant = constant.reshape(1, -1, *[1] * (value.ndim - 2))
+            part = Value(tuple(constant.shape), concrete=constant, by_size=by_size)
+            value = trace.join(value, part, product=product)
         return _affine(trace, value, weight, bias, [1])
     for state in (mean, variance):
         if label is None or not state.labels:
@@ -252,19 +244,12 @@ def _batch_norm(
         known = trace.kinds.setdefault(variance.state, ("variance", epsilon))
         if known != ("variance", epsilon):
             trace.fix(variance, "one running variance is used with different eps")
-    if label is not None and mean.state is not None and node is not None:
-        trace.shifts.take(producer, mean.state, node)
-    if label is None:
-        normal = value
-    else:
+    if label is not None:
+        if mean.state is not None:
+            trace.shifts.take(producer, mean.state, trace.node)
         # What is divided out by the running variance is the magnitude: the running mean and variance follow it.
-        label = trace.constraints.resolve(label)
-        trace.constraints.restrict(label)
-        scale = trace.constraints.scales_like(label.scale)
-        trace.constraints.fix_scales(scale, signs=False)
-        trace.constraints.equate([(scale, 1.0), (label.scale, 1.0)], magnitudes=False)
-        normal = value.with_labels(label.scaled_by(scale).on((1,)))
-    return _affine(trace, normal, weight, bias, [1])
+        value = value.with_labels(_normalised(trace, label, 0.0))
+    return _affine(trace, value, weight, bias, [1])
 
 
 @register_rule("aten::instance_norm")
@@ -286,22 +271,7 @@ def _instance_norm(
     for state in (mean, variance):
         if state is not None:
             trace.fix(state)
-    return _affine(trace, _signs_only(trace, value, epsilon), weight, bias, [1])
-
-
-def _normalised_together(trace: Trace, label: Label, parents: Any, epsilon: float) -> Label:
-    """Units normalised by common statistics change sign together, and scale together if nothing is added."""
-    constraints = trace.constraints
-    constraints.restrict(label)
-    groups = int(parents.max()) + 1
-    common = constraints.fresh_scales((groups,))
-    constraints.equate([(label.scale, 1.0), (common[parents], -1.0)])
-    if epsilon != 0:
-        constraints.fix_scales(common, signs=False)
-    scale = constraints.scales_like(label.scale)
-    constraints.fix_scales(scale, signs=False)
-    constraints.equate([(scale, 1.0), (common[parents], 1.0)], magnitudes=False)
-    return label.scaled_by(scale)
+    return _affine(trace, _normalised_one_by_one(trace, value, epsilon), weight, bias, [1])
 
 
 @register_rule("aten::layer_norm")
@@ -318,11 +288,9 @@ def _layer_norm(
     labels = []
     for label in value.labels:
         if not set(label.axes) & set(axes):
-            labels.append(_signs_only(trace, value.with_labels(label), epsilon).labels[0])
-        elif set(label.axes) <= set(axes) or not label.axes:
-            label = trace.constraints.resolve(label)
-            parents = np.zeros(label.atom.shape, np.int64)
-            labels.append(_normalised_together(trace, label, parents, epsilon))
+            labels.append(_normalised(trace, label, epsilon))
+        elif set(label.axes) <= set(axes):
+            labels.append(_normalised(trace, label, epsilon, np.zeros(label.atom.shape, np.int64)))
         else:
             trace.fix(value.with_labels(label), "normalises a part of the units")
     return _affine(trace, value.with_labels(*labels), weight, bias, axes)
@@ -360,7 +328,6 @@ def _group_norm(
     value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
     label = trace.label(value, 1)
     if label is not None:
-        label = trace.constraints.resolve(label)
         size = value.shape[1] // groups
         parents = np.arange(value.shape[1]) // size
         if groups > 1:
@@ -368,7 +335,7 @@ def _group_norm(
             trace.see(coarse)
             if size > 1:
                 trace.constraints.block(coarse.atom[parents], label.atom)
-        value = value.with_labels(_normalised_together(trace, label, parents, epsilon))
+        value = value.with_labels(_normalised(trace, label, epsilon, parents))
     return _affine(trace, value, weight, bias, [1])
 
 

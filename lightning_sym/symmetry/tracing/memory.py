@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
 
@@ -60,12 +61,15 @@ class Memory:
     def write(self, trace: Trace, environment: dict[fx.Node, Any], target: fx.Node, new: Value) -> None:
         """Let all tensors that share the target's memory show what was written through it."""
 
-        def show(place: Place, value: Value) -> None:
+        def shown(place: Place) -> Any:
             node, item = place
-            if item is None:
-                environment[node] = value
-            else:
-                environment[node] = [value if at == item else old for at, old in enumerate(environment[node])]
+            return environment[node] if item is None else environment[node][item]
+
+        def show(place: Place, value: Any) -> None:
+            node, item = place
+            if item is not None:
+                value = [value if at == item else old for at, old in enumerate(environment[node])]
+            environment[node] = value
 
         places = self._places[self._memory(target, None)]
         elements = {place: self._elements(place) for place in places}
@@ -75,7 +79,7 @@ class Memory:
                 show(place, new)
             return
         first = places[0]
-        base = environment[first[0]] if first[1] is None else environment[first[0]][first[1]]
+        base = shown(first)
         if base.concrete is not None and new.concrete is not None:
             return  # the operation was run for real, on memory that its tensors share
         number_of = torch.full((max(int(own.max()) for own in elements.values() if own.numel()) + 1,), -1)
@@ -83,8 +87,7 @@ class Memory:
         if any(bool((number_of[own] < 0).any()) for own in elements.values()):
             trace.note("writes through a view that is larger than what it was made from")
             for place in places:
-                value = environment[place[0]] if place[1] is None else environment[place[0]][place[1]]
-                show(place, trace.fix(value))
+                show(place, trace.fix(shown(place)))
             return
         updated = overwrite(trace, base, number_of[written], new)
 
@@ -121,7 +124,7 @@ _REPLACING += ("slice_scatter", "select_scatter", "diagonal_scatter")
 
 def replaces(node: fx.Node) -> bool:
     """Return whether an operation puts values in the place of its first argument's, without reading these."""
-    name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::").removesuffix("_")
+    name = operation_name(node.target).removesuffix("_")
     return name in _REPLACING and True not in (*node.args[3:4], node.kwargs.get("accumulate"))
 
 
@@ -196,7 +199,7 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
     for label in result.labels:
         # Units that are zero always may change places and be scaled, as channels that a padding adds.
         alive = _along(alive_anywhere, label.axes)
-        trace.constraints.restrict(Label((), label.atom[~alive], label.tag[~alive], label.scale[~alive]))
+        trace.constraints.restrict(label.at(~alive))
     return followed(result)
 
 
@@ -207,8 +210,7 @@ def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
     rows = shown.permute(*label.axes, *others).reshape(label.size, -1).numpy()
     _, kind = np.unique(rows, axis=0, return_inverse=True)
     tag = trace.constraints.derive_tags(label.tag.ravel(), kind.ravel())
-    held = rows.any(1)
-    trace.see(Label((), label.atom.ravel()[held], tag[held], label.scale.ravel()[held]))
+    trace.see(Label((), label.atom.ravel(), tag, label.scale.ravel()).at(rows.any(1)))
 
 
 def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -232,9 +234,10 @@ def _placed(trace: Trace, value: Value, function: Any, shown: Tensor) -> Value:
             continue
         held = _along(shown, axes)
         spread = trace.constraints.fresh(axes, held.shape)
-        arrays = (np.where(held, own, other) for own, other in ((label.atom, spread.atom), (label.scale, spread.scale)))
-        atom, scale = arrays
-        tag = np.where(held, trace.constraints.resolve(label).tag, spread.tag)
+        atom, tag, scale = (
+            np.where(held, own, other)
+            for own, other in zip(trace.constraints.resolve(label).parts, spread.parts, strict=True)
+        )
         if held.sum() > 1:
             tag = trace.constraints.derive_tags(tag, np.arange(tag.size).reshape(tag.shape))
         labels.append(Label(axes, atom, tag, scale))
@@ -257,8 +260,7 @@ def _completed(trace: Trace, value: Value, axes: Sequence[tuple[int, ...]], cont
         shape = tuple(value.shape[axis] for axis in own)
         label = trace.constraints.fresh(own, shape)
         if isinstance(content, Tensor):
-            fixed = _along(content, own)
-            trace.constraints.fix(Label((), label.atom[fixed], label.tag[fixed], label.scale[fixed]))
+            trace.constraints.fix(label.at(_along(content, own)))
         else:
             label = trace.beside_constant(label, content, added=True)
         labels.append(label)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.groups import IntertwinerGroup, intertwiner_group
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.capture import operation_name, state_tensors
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, values_in
 
 RuleT = TypeVar("RuleT", bound=Callable[..., Any])
@@ -93,7 +93,6 @@ def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 def results_of(trace: Trace) -> Any:
     """Return the results of the operation at hand, with nothing acting on them."""
-    assert trace.node is not None
     meta = trace.node.meta.get("val")
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: Value(tuple(t.shape)), meta)
 
@@ -107,7 +106,6 @@ def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
 
 def _untagged(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
     """Some elementwise operations are not marked as such; measuring them tells."""
-    assert trace.node is not None
     values = values_in((args, kwargs))
     shape = getattr(trace.node.meta.get("val"), "shape", None)
     if len(values) != 1 or values[0] not in args or shape is None or tuple(shape) != values[0].shape:
@@ -142,7 +140,7 @@ _PASS_OFFSETS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "dropout"
 
 def passes_offset(target: Any) -> bool:
     """Whether an operation leaves a constant that was added to its input as it is."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.name in {f"aten::{n}" for n in _PASS_OFFSETS}
+    return operation_name(target) in _PASS_OFFSETS
 
 
 def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
@@ -154,8 +152,8 @@ def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> b
     """
     if passes_offset(target):
         return True
-    name = getattr(getattr(target, "_schema", None), "name", "")
-    if not name.startswith(("aten::linear", "aten::conv")) or "transpose" in name or len(arguments) < 3:
+    name = operation_name(target)
+    if not name.startswith(("linear", "conv")) or "transpose" in name or len(arguments) < 3:
         return False
     first, weight, bias = arguments[:3]
     rest = list(arguments[3:])

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Label, Sighting
+from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.equations import solve
 
 Ints = NDArray[np.int64]
@@ -192,16 +192,70 @@ def _sorted_groups(keys: Ints | Hashes) -> list[Ints]:
     return sorted(groups, key=lambda group: int(group[0]))
 
 
+def _flat(parts: list[Ints]) -> Ints:
+    """Join arrays of any shapes into one of one axis."""
+    return np.concatenate([np.zeros(0, np.int64), *(part.ravel() for part in parts)])
+
+
+def _marked(number: int, *positions: Ints) -> NDArray[np.bool_]:
+    """Return a mask that holds at some positions."""
+    mask = np.zeros(number, bool)
+    mask[_flat(list(positions))] = True
+    return mask
+
+
+def _key(where: Ints, tag: Ints) -> Hashes:
+    """Identify a place and a tag."""
+    return _mix(_mix(where) ^ tag.astype(np.uint64))
+
+
 def _components(number: int, merges: list[tuple[Ints, Ints]]) -> Ints:
     """Return for each atom the smallest atom merged with it."""
-    one = np.concatenate([a for a, _ in merges] or [np.zeros(0, np.int64)])
-    two = np.concatenate([b for _, b in merges] or [np.zeros(0, np.int64)])
+    one, two = (_flat([pair[side] for pair in merges]) for side in (0, 1))
     graph = sparse.coo_matrix((np.ones(len(one), np.int8), (one, two)), shape=(number, number))
     _, labels = sparse.csgraph.connected_components(graph, directed=False)
-    first = np.full(labels.max(initial=-1) + 1, number)
-    np.minimum.at(first, labels, np.arange(number))
+    _, first = np.unique(labels, return_index=True)
     result: Ints = first[labels]
     return result
+
+
+def _told_apart(raw: Ints, root: Ints, where: Ints, tag: Ints, merges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """Tell the positions of a unit apart that stands twice at one place (queries and keys stacked in one weight).
+
+    They differ by where else each of the two was seen before they were found to be one unit.
+
+    Args:
+        raw: For each position, the atom that stood there.
+        root: For each atom, the one with which it was merged.
+        where: For each position, the number of its place.
+        tag: For each position, its tag.
+        merges: What was merged.
+
+    Returns:
+        New tags; and the atoms of which nobody knows which is which.
+    """
+    atom, number = root[raw], len(root)
+
+    def twice(tag: Ints) -> NDArray[np.bool_]:
+        _, inverse, count = np.unique(
+            _mix(_key(where, tag) ^ atom.astype(np.uint64)), return_inverse=True, return_counts=True
+        )
+        result: NDArray[np.bool_] = count[inverse] > 1
+        return result
+
+    again = twice(tag)
+    if again.any():
+        seen = _sum_by(raw, _key(where, tag), number)
+        one, two = (_flat([pair[side] for pair in merges]) for side in (0, 1))
+        for _ in range(3):  # what it was merged with counts, too: colour refinement
+            seen = (
+                _mix(seen)
+                + _sum_by(one, _mix(seen)[two], number)
+                + _sum_by(two, _mix(seen)[one] * np.uint64(3), number)
+            )
+        tag = np.where(again, (_mix(seen[raw]) >> np.uint64(1)).astype(np.int64), tag)
+        again = twice(tag)
+    return tag, atom[again]
 
 
 def build_structure(
@@ -228,76 +282,48 @@ def build_structure(
     """
     number = constraints.atoms
     root = _components(number, constraints.merges)
-
-    def flat(parts: list[Ints]) -> Ints:
-        return np.concatenate([part.ravel() for part in parts] or [np.zeros(0, np.int64)])
-
-    magnitudes = solve(constraints.scales, constraints.magnitude_equations, flat(constraints.fixed_magnitudes))
-    signs = solve(constraints.scales, constraints.sign_equations, flat(constraints.fixed_signs), modulo_two=True)
-
+    magnitudes = solve(constraints.scales, constraints.magnitude_equations, _flat(constraints.fixed_magnitudes))
+    signs = solve(constraints.scales, constraints.sign_equations, _flat(constraints.fixed_signs), modulo_two=True)
     # Every place at which units are seen: first the parameters' axes, then the values of the graph.
-    places: list[Sighting] = []
-    for name, labels in axis_labels.items():
-        for label in labels:
-            unset = label.tag == UNSET
-            tag = np.where(unset, np.maximum(constraints._pending[label.atom], 0), label.tag)
-            places.append(Sighting(Label(label.axes, label.atom, tag, label.scale), name))
+    places = [Sighting(constraints.pending(label), name) for name, labels in axis_labels.items() for label in labels]
     parameters = len(places)
     places += constraints.occurrences
     size = np.array([place.label.size for place in places], np.int64)
     offset = np.r_[0, np.cumsum(size)]
     own = int(offset[parameters])
-    raw = flat([place.label.atom for place in places])
-    atom = root[raw]
-    tag = flat([place.label.tag for place in places])
     where = np.repeat(np.arange(len(places)), size)
-    scale = flat([place.label.scale for place in places[:parameters]])
+    raw, tag = (_flat([getattr(place.label, part) for place in places]) for part in ("atom", "tag"))
+    atom = root[raw]
+    tag, unknown = _told_apart(raw, root, where, tag, constraints.merges)
+    fixed = _marked(number, root[_flat(constraints.fixed_atoms)], unknown)
 
-    fixed = np.zeros(number, bool)
-    fixed[root[flat(constraints.fixed_atoms)]] = True
-    # One unit twice at one place (queries and keys stacked in one weight): told apart by where else each of the two was
-    # seen before they were found to be one; if even that is the same, nobody knows which is which.
-    for told_apart in (False, True):
-        key = _mix(_mix(_mix(where) ^ tag.astype(np.uint64)) ^ atom.astype(np.uint64))
-        _, inverse, count = np.unique(key, return_inverse=True, return_counts=True)
-        twice = count[inverse] > 1
-        if told_apart:
-            fixed[atom[twice]] = True
-        elif twice.any():
-            seen = _sum_by(raw, _mix(_mix(where) ^ tag.astype(np.uint64)), number)
-            one, two = flat([a for a, _ in constraints.merges]), flat([b for _, b in constraints.merges])
-            for _ in range(3):  # what it was merged with counts, too: colour refinement
-                seen = (
-                    _mix(seen)
-                    + _sum_by(one, _mix(seen)[two], number)
-                    + _sum_by(two, _mix(seen)[one] * np.uint64(3), number)
-                )
-            tag = np.where(twice, (_mix(seen[raw]) >> np.uint64(1)).astype(np.int64), tag)
+    # Scales at all positions: of parameters, of grouped weights, and of values inside the network that have a name.
+    named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
+    at = _flat([np.arange(offset[index], offset[index + 1]) for index in named])
+    of_positions = [*(place.label for place in places[:parameters]), *grouped.values()]
+    end = sum(label.size for label in of_positions)
+    scale = _flat([label.scale for label in [*of_positions, *(places[index].label for index in named)]])
+    position_magnitudes, position_signs = magnitudes[scale], signs[scale]
 
     # Which of the roots are units: those that stand in a parameter and may move or be scaled.
-    position_magnitudes = magnitudes[scale]
-    position_signs = signs[scale]
-    scaled = (np.diff(position_magnitudes.indptr) > 0) | (np.diff(position_signs.indptr) > 0)
-    carries = np.zeros(number, bool)
-    carries[atom[:own][scaled]] = True
-    present = np.zeros(number, bool)
-    present[atom[:own]] = True
-    is_unit = present & (~fixed | carries)
+    free_magnitudes, free_signs = (
+        np.diff(forms.indptr[: own + 1]).astype(np.int64) for forms in (position_magnitudes, position_signs)
+    )
+    standing = atom[:own]
+    carries = _marked(number, standing[(free_magnitudes > 0) | (free_signs > 0)])
+    roots = np.flatnonzero(_marked(number, standing) & (~fixed | carries))
     unit_of = np.full(number, -1)
-    roots = np.flatnonzero(is_unit)
     unit_of[roots] = np.arange(len(roots))
 
     # Signatures: all places where a unit stands. Fixed units are told apart by being fixed only for naming.
-    pattern = _mix(np.diff(position_magnitudes.indptr).astype(np.int64) * 64 + np.diff(position_signs.indptr))
-    place_key = _mix(_mix(where) ^ tag.astype(np.uint64))
-    place_key[:own] ^= pattern
+    place_key = _key(where, tag)
+    place_key[:own] ^= _mix(free_magnitudes * 64 + free_signs)  # how many scales act there
     place_key = _mix(place_key)
-    total = _sum_by(atom, place_key, number)
-    total = _mix(total ^ fixed.astype(np.uint64))
+    total = _mix(_sum_by(atom, place_key, number) ^ fixed.astype(np.uint64))
 
     # Blocks: members know their parents; parents that share members move together.
-    parent = root[flat([p for p, _ in constraints.blocks])]
-    member = root[flat([m for _, m in constraints.blocks])]
+    parent = root[_flat([p for p, _ in constraints.blocks])]
+    member = root[_flat([m for _, m in constraints.blocks])]
     pairs = np.unique(np.stack([parent, member]), axis=1) if len(parent) else np.zeros((2, 0), np.int64)
     parent, member = pairs
     cell_key = _mix(total ^ _sum_by(member, _mix(parent.astype(np.uint64)), number))
@@ -306,13 +332,12 @@ def build_structure(
 
     orbits = [np.asarray(group) for group in _sorted_groups(total[roots])]
     columns = _columns(orbits, unit_of[atom[:own]], where[:own], tag[:own])
-    cells, movable = [], []
-    for group in orbits:
-        movable.append(not fixed[roots[group[0]]])
-        _, cell = np.unique(cell_key[roots[group]], return_inverse=True)
-        cells.append(np.arange(len(group)) if fixed[roots[group[0]]] else cell)
-
-    blocks, parents, number_of = _blocks(parent, member, total, cell_key, fixed, unit_of, number)
+    movable = [not fixed[roots[group[0]]] for group in orbits]
+    cells = [
+        np.unique(cell_key[roots[group]], return_inverse=True)[1] if moves else np.arange(len(group))
+        for group, moves in zip(orbits, movable, strict=True)
+    ]
+    blocks, parents, number_of = _blocks(parent, member, total, fixed, unit_of)
     dense = _dense(orbits, cells, columns, movable, position_magnitudes, constraints, root, roots, grouped)
 
     def slot(index: int, units: Ints, first: int) -> Slot:
@@ -321,19 +346,10 @@ def build_structure(
         return Slot(place.tensor or "", place.label.axes, first, shape, unit, *kinds.get(place.tensor or "", VALUE))
 
     slots = [slot(index, unit_of, int(offset[index])) for index in range(parameters)]
-    further = []  # scales of positions that are no single axis of a parameter
-    end = own
     for name, label in grouped.items():
-        shape = label.atom.shape
-        slots.append(Slot(name, (0, 1), end, shape, unit_of[root[label.atom]].reshape(shape), *VALUE))
         # Positions of a label over two axes: within a row, units stand in the order of their columns.
-        further.append(label.scale)
-        end += label.size
-    named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
-    at = flat([np.arange(offset[index], offset[index + 1]) for index in named])
-    further += [places[index].label.scale for index in named]
-    position_magnitudes = sparse.vstack([position_magnitudes, magnitudes[flat(further)]]).tocsr()
-    position_signs = sparse.vstack([position_signs, signs[flat(further)]]).tocsr()
+        first, shape = slots[-1].rows.stop, label.atom.shape
+        slots.append(Slot(name, (0, 1), first, shape, unit_of[root[label.atom]], *VALUE))
     position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes, end))
     position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs, end))
     if scales_out or signs_out:
@@ -445,15 +461,14 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> Ints:
 
 
 def _blocks(
-    parent: Ints, member: Ints, total: Hashes, cell_key: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, number: int
+    parent: Ints, member: Ints, total: Hashes, fixed: NDArray[np.bool_], unit_of: Ints
 ) -> tuple[tuple[Ints, ...], tuple[Ints, ...], Ints]:
     """Find blocks that may change places as wholes; number their parents behind the units, and tell both by atom."""
-    number_of = unit_of.copy()
+    number, number_of = len(unit_of), unit_of.copy()
     if not len(parent):
         return (), (), number_of
     # Parents that share members form one block, together with all their members.
-    graph = sparse.coo_matrix((np.ones(len(parent), np.int8), (parent, member)), shape=(number, number))
-    _, component = sparse.csgraph.connected_components(graph, directed=False)
+    component = _components(number, [(parent, member)])
     involved = np.unique(np.r_[parent, member])
     # What a block is made of: of each unit its orbit and the orbits of its parents.
     role = _mix(total ^ _sum_by(member, _mix(total[parent]), number))
@@ -491,20 +506,14 @@ def _dense(
     constraints: Constraints, root: Ints, roots: Ints, grouped: dict[str, Label],
 ) -> tuple[Ints, ...]:  # fmt: skip
     """Find cells of units that only linear operations touch: any invertible matrix mixes them."""
-    restricted = np.zeros(constraints.atoms, bool)
-    for atoms in constraints.restricted:
-        restricted[root[atoms]] = True
-    for label in grouped.values():
-        restricted[root[label.atom.ravel()]] = True
+    met = [*constraints.restricted, *(label.atom for label in grouped.values())]
+    restricted = _marked(constraints.atoms, root[_flat(met)])
     count = np.diff(forms.indptr)
     result = []
     for group, cell, matrix, moves in zip(orbits, cells, columns, movable, strict=True):
         if not moves or restricted[roots[group]].any() or (count[matrix] != 1).any():
             continue
-        exponent = forms.data[forms.indptr[matrix]]
-        if not np.all(np.abs(exponent) == 1):
-            continue
-        if np.bincount(cell).min() < 2:
-            continue  # matrices of size 1 are scales with signs
-        result += [group[cell == number] for number in range(int(cell.max()) + 1)]
+        # Matrices of size 1 are scales with signs.
+        if (np.abs(forms.data[forms.indptr[matrix]]) == 1).all() and np.bincount(cell).min() > 1:
+            result += [group[cell == number] for number in range(int(cell.max()) + 1)]
     return tuple(result)

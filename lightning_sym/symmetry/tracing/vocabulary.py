@@ -353,7 +353,8 @@ class Trace:
             moved = Label(moved.axes, moved.atom, tag, moved.scale)
         if filler.any():
             new = self.constraints.fresh((), (int(filler.sum()),))
-            moved.atom[filler], moved.tag[filler], moved.scale[filler] = new.atom, new.tag, new.scale
+            for array, others in zip(moved.parts, new.parts, strict=True):
+                array[filler] = others
             self.constraints.restrict(new)
             if not filled_by_zero:
                 self.constraints.fix_scales(new.scale)

@@ -9,35 +9,22 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
-from lightning_sym.symmetry.tracing.capture import Capture, Mark
-from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
 
 # Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
 _OF_NO_SIZE = {
     *("zeros", "ones", "full", "empty", "scalar_tensor", "zeros_like", "ones_like", "full_like", "empty_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty", "lift_fresh", "lift_fresh_copy", "clone", "alias", "detach"),
-    *(
-        "to",
-        "_to_copy",
-        "float",
-        "double",
-        "type_as",
-        "contiguous",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "permute",
-    ),
-    *("unsqueeze", "squeeze", "transpose", "t", "numpy_T", "mT", "movedim", "expand", "expand_as", "repeat", "copy"),
-    *("slice", "select", "narrow", "index", "index_select", "gather", "chunk", "split", "split_with_sizes", "unbind"),
+    *("to", "_to_copy", "float", "double", "type_as", "contiguous", "copy", "fill", "zero", "stack", "cat"),
+    *("view", "reshape", "flatten", "unflatten", "permute", "unsqueeze", "squeeze", "transpose", "t", "numpy_T", "mT"),
+    *("movedim", "expand", "expand_as", "repeat", "slice", "select", "narrow", "index", "index_select", "gather"),
+    *("chunk", "split", "split_with_sizes", "unbind", "sum", "mean", "softmax", "where", "masked_fill"),
     *("add", "sub", "rsub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "pow", "square"),
-    *("cos", "sin", "sigmoid", "tanh", "relu", "bitwise_not", "logical_not", "stack", "cat", "fill", "zero"),
-    *("eq", "ne", "gt", "lt", "ge", "le", "where", "masked_fill", "sum", "mean", "softmax"),
+    *("cos", "sin", "sigmoid", "tanh", "relu", "bitwise_not", "logical_not", "eq", "ne", "gt", "lt", "ge", "le"),
 }
 _MAKE_ANOTHER = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
 
@@ -92,7 +79,7 @@ class Walk(Trace):
                 memory.hold(node)
             elif node.op == "output":
                 arguments = fx.map_arg(node.args[0], lambda n: environment[n])
-                outputs = [value for value in arguments if isinstance(value, Value)]
+                outputs = values_in(arguments)
                 for value in outputs:
                     self.read(value)
                     self.fix(value)
@@ -108,10 +95,9 @@ class Walk(Trace):
                     # An operation that writes and returns nothing is none that is known.
                     new = result if isinstance(result, Value) else self.fix(environment[target])
                     memory.write(self, environment, target, new)
-                for value in result if isinstance(result, (list, tuple)) else [result]:
-                    if isinstance(value, Value):
-                        for label in value.labels:
-                            self.see(label)
+                for value in values_in(result):
+                    for label in value.labels:
+                        self.see(label)
             for mark in marks.get(node, ()):
                 if isinstance(value := environment[mark.node], Value):
                     self.taps[mark] = value
@@ -154,11 +140,9 @@ class Walk(Trace):
 
     def _read_by(self, result: Any, arguments: Any) -> None:
         """Note what an operation reads: all of its arguments, unless it only moves them."""
-        leaves = torch.utils._pytree.tree_leaves
-        results = [part for part in leaves(result) if isinstance(part, Value)]
-        carried = {id(root) for part in results for root, _ in (*part.sources, (part, ()))}
-        for value in leaves(arguments):
-            if isinstance(value, Value) and not any(id(root) in carried for root, _ in value.sources or ((value, ()),)):
+        carried = {id(root) for part in values_in(result) for root, _ in (*part.sources, (part, ()))}
+        for value in values_in(arguments):
+            if not any(id(root) in carried for root, _ in value.sources or ((value, ()),)):
                 self.read(value)
 
     def _fix_unread(self, states: bool = False) -> None:
@@ -179,8 +163,8 @@ class Walk(Trace):
                 missed = int((~reached[1:]).sum())
                 if missed:
                     # Where a part is left out, a shorter input may leave out more; several examples tell what is.
-                    parts = (array.reshape(-1)[~reached[1:]] for array in (label.atom, label.tag, label.scale))
-                    self.constraints.fix(label if self.walks == 1 else Label((), *parts))
+                    left = label.at(~reached[1:].reshape(label.atom.shape))
+                    self.constraints.fix(label if self.walks == 1 else left)
                     where = f"{root.state}{list(label.axes)}" if root.state is not None else "what is made of weights"
                     self.constraints.notes[
                         f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
@@ -188,14 +172,14 @@ class Walk(Trace):
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
         """Fix the signs of units whose change of sign adds a constant that the operation at hand cannot take up."""
-        for value in torch.utils._pytree.tree_leaves((arguments, keywords)):
-            if isinstance(value, Value) and value.offset and not absorbs_offset(self, node.target, value, arguments):
+        for value in values_in((arguments, keywords)):
+            if value.offset and not absorbs_offset(self, node.target, value, arguments):
                 for label in value.labels:
                     self.constraints.fix_scales(label.scale, magnitudes=False)
 
     def _constant(self, node: fx.Node, arguments: Any, keywords: Any) -> Any:
         """Run operations on constants for real: their results may say which elements another operation takes."""
-        values = [v for v in torch.utils._pytree.tree_leaves((arguments, keywords)) if isinstance(v, Value)]
+        values = values_in((arguments, keywords))
         if not isinstance(node.target, torch._ops.OpOverload) or any(v.concrete is None for v in values):
             if not str(node.target).startswith(_MAKE_ANOTHER):
                 return None
@@ -218,7 +202,7 @@ class Walk(Trace):
         result = function(*arguments, **keywords)
         if "empty" in str(node.target):
             result = torch.zeros_like(result)  # what was there before nobody may read
-        name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::").removesuffix("_")
+        name = operation_name(node.target).removesuffix("_")
         by_size = name not in _OF_NO_SIZE or any(value.by_size for value in values)
 
         def wrapped(tensor: Tensor) -> Value:

@@ -35,81 +35,51 @@ def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = Fals
     return overwrite(trace, base, where, new)
 
 
-@register_rule("aten::copy")
-def _copy(trace: Trace, target: Value, source: Value, *args: Any) -> Value:
-    return _put(trace, target, _elements(target), source)
-
-
-@register_rule("aten::fill")
-def _fill(trace: Trace, target: Value, number: Any) -> Value:
-    return _put(trace, target, _elements(target), number)
-
-
-@register_rule("aten::zero")
-def _zero(trace: Trace, target: Value) -> Value:
-    return _put(trace, target, _elements(target), 0.0)
-
-
-def _known(*indices: Any) -> bool:
-    return all(index is None or index.concrete is not None for index in indices)
+@register_rule("aten::copy", "aten::fill", "aten::zero")
+def _whole(trace: Trace, target: Value, new: Any = 0.0, *args: Any) -> Value:
+    return _put(trace, target, _elements(target), new)
 
 
 @register_rule("aten::index_put", "aten::_index_put_impl")
-def _index_put(
+def _at_indices(
     trace: Trace, base: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False, *args: Any
 ) -> Any:
-    if not _known(*indices):
+    if any(index is not None and index.concrete is None for index in indices):
         return unknown(trace, base, indices, values)
     where = _elements(base)[tuple(slice(None) if i is None else i.concrete for i in indices)]
     return _put(trace, base, where, values, add=accumulate)
 
 
-@register_rule("aten::index_copy", "aten::index_add")
-def _index_copy(trace: Trace, base: Value, axis: int, index: Value, new: Value, alpha: float = 1) -> Any:
-    if not _known(index):
+@register_rule("aten::index_copy", "aten::index_add", "aten::index_fill")
+def _along_an_axis(trace: Trace, base: Value, axis: int, index: Value, new: Any, alpha: float = 1) -> Any:
+    if index.concrete is None:
         return unknown(trace, base, index, new)
-    assert index.concrete is not None
-    assert trace.node is not None
-    add = "index_add" in trace.node.target._schema.name  # type: ignore[union-attr]
-    return _put(trace, base, _elements(base).index_select(axis, index.concrete), new, add=add)
-
-
-@register_rule("aten::index_fill")
-def _index_fill(trace: Trace, base: Value, axis: int, index: Value, number: Any) -> Any:
-    if not _known(index):
-        return unknown(trace, base, index)
-    assert index.concrete is not None
-    return _put(trace, base, _elements(base).index_select(axis, index.concrete), number)
+    where = _elements(base).index_select(axis, index.concrete)
+    return _put(trace, base, where, new, add="index_add" in trace.operation)
 
 
 @register_rule("aten::scatter", "aten::scatter_add")
 def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, **kwargs: Any) -> Any:
-    if not _known(index) or kwargs:
+    if index.concrete is None or kwargs:
         return unknown(trace, base, index, new)
-    assert index.concrete is not None
-    assert trace.node is not None
     where = _elements(base).gather(axis, index.concrete)
     if isinstance(new, Value) and new.shape != tuple(where.shape):
         cut = tuple(slice(size) for size in where.shape)
         new = trace.move(new, lambda t: t[cut])
-    add = "scatter_add" in trace.node.target._schema.name  # type: ignore[union-attr]
-    return _put(trace, base, where, new, add=add)
+    return _put(trace, base, where, new, add="scatter_add" in trace.operation)
 
 
 @register_rule("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter")
 def _view_scatter(trace: Trace, base: Value, new: Value, *args: Any, **kwargs: Any) -> Value:
     """Out-of-place twins of writing into a slice, a row or a diagonal."""
-    assert trace.node is not None
-    name = trace.node.target._schema.name.removeprefix("aten::").removesuffix("_scatter")  # type: ignore[union-attr]
-    view = {"slice": torch.ops.aten.slice, "select": torch.ops.aten.select, "diagonal": torch.ops.aten.diagonal}[name]
+    view = getattr(torch.ops.aten, trace.operation.removesuffix("_scatter"))
     return _put(trace, base, view(_elements(base), *args, **kwargs), new)
 
 
 @register_rule("aten::max_unpool2d", "aten::max_unpool3d")
 def _max_unpool(trace: Trace, value: Value, indices: Value, *args: Any) -> Value:
     """Units go back to where they came from; everywhere else is zero."""
-    assert trace.node is not None
-    count = 2 if "2d" in trace.node.target._schema.name else 3  # type: ignore[union-attr]
+    count = 2 if "2d" in trace.operation else 3
     value, indices = (
         trace.free_of(v, range(-count, 0), "acts along an axis on which units live") for v in (value, indices)
     )

@@ -8,11 +8,6 @@ from torch import Tensor
 from lightning_sym.datamodules import ImageDataModule, LabelledImages, MNIST5kDataModule
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def mnist5k() -> MNIST5kDataModule:
     data = MNIST5kDataModule()

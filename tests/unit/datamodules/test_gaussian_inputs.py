@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
 
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.datamodules.gaussian import GaussianLoader
@@ -112,20 +111,6 @@ def test_fresh_inputs_differ_by_epoch_and_only_in_training():
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("place", [3, 11])
-def test_a_loader_goes_on_where_its_state_was_taken(fresh, place):
-    loader = inputs(fresh=fresh).train_dataloader()
-    loader.set_epoch(1)
-    whole = [batch for (batch,) in loader]
-    iterator = iter(loader)
-    for _ in range(place):
-        next(iterator)
-    resumed = inputs(fresh=fresh).train_dataloader()
-    resumed.load_state_dict(loader.state_dict())
-    assert torch.equal(together(resumed, 1), torch.cat(whole[place:]))
-
-
 def test_identity_is_plain_and_complete():
     one, two, three = inputs(shape=(3,)), inputs(shape=[3]), inputs(data_seed=1)
     text = json.dumps(one.identity(), sort_keys=True)
@@ -137,19 +122,3 @@ def test_identity_is_plain_and_complete():
 
 def test_no_validation():
     assert inputs(val_samples=0).val_dataloader() == []
-
-
-def test_sizes_reach_the_network_from_the_command_line(tmp_path, monkeypatch):
-    from lightning_sym.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    seen = {}
-    monkeypatch.setattr(Trainer, "fit", lambda trainer, model, datamodule=None, **_: seen.update(model=model))
-    for shape, expected in (([1, 1, 1], 1), ([2, 3, 4], 24), ([7], 7)):
-        options = [f"--data.shape={shape}", "--data.num_classes=3", "--trainer.accelerator=cpu", "--model.members=1"]
-        network = ["--model.network=MultiLayerPerceptron", "--model.network.widths=[2]"]
-        model = ["--model=lightning_sym.tasks.EquivalenceTask", "--data=GaussianInputsDataModule"]
-        assert main(["fit", *model, *network, *options, f"--run_dir={tmp_path / str(expected)}"]) == 0
-        network = seen["model"].network
-        assert network.linear1.in_features == expected
-        assert network.classifier.out_features == 3

@@ -4,28 +4,11 @@ import sys
 
 import pytest
 import torch
+from fits import fit
 from helpers import assert_refused
-from pytorch_lightning import Trainer
 
-from lightning_sym.datamodules import (
-    DigitsDataModule,
-    Quadrant,
-    Rotated,
-    TensorLoader,
-)
+from lightning_sym.datamodules import DigitsDataModule, Quadrant, Rotated, TensorLoader
 from lightning_sym.datamodules.base import channel_statistics
-
-
-def trainer(tmp_path, **settings):
-    return Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **settings,
-    )
 
 
 def numbers(data, split):
@@ -76,10 +59,7 @@ def test_sizes_are_known_before_the_data_are_read(tiny):
 
 def test_transforms_see_the_whole_source(tiny):
     """What happens to an image does not depend on how many of them are kept."""
-    whole, few = (
-        tiny(batch_size=1, transforms=[Rotated()]),
-        tiny(batch_size=1, transforms=[Rotated()], max_samples=5),
-    )
+    whole, few = (tiny(batch_size=1, transforms=[Rotated()], max_samples=limit) for limit in (None, 5))
     for split in ("train", "val", "test"):
         kept = few.split_tensors(split).images
         assert torch.equal(whole.split_tensors(split).images[: len(kept)], kept)
@@ -129,22 +109,21 @@ def test_loaders(tiny):
         assert torch.equal(labels, torch.cat([labels for _, labels in loader]))
 
 
-def test_without_validation(tiny, recorder, tmp_path):
+def test_without_validation(tiny, recorder):
     data = tiny(batch_size=10, val_fraction=0)
     assert data.val_dataloader() == []
     assert sorted(numbers(data, "train")) == list(range(40))
     task = recorder(data)
     with pytest.warns(UserWarning, match=r"is zero. Please make sure this was your intention"):
-        trainer(tmp_path, max_epochs=1).fit(task, data)
+        fit(task, data)
     assert len(task.seen) == 4
     assert task.evaluated == []
 
 
-def test_with_a_trainer(tiny, recorder, tmp_path):
+def test_with_a_trainer(tiny, recorder):
     data = tiny(batch_size=9)
     task = recorder(data)
-    run = trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
-    run.fit(task, data)
+    run = fit(task, data, max_epochs=2, num_sanity_val_steps=0)
     by_epoch = [[n for e, batch in task.seen if e == epoch for n in batch] for epoch in (0, 1)]
     assert [sorted(part) for part in by_epoch] == [sorted(numbers(data, "train"))] * 2
     assert by_epoch[0] != by_epoch[1]
@@ -157,22 +136,22 @@ def test_with_a_trainer(tiny, recorder, tmp_path):
     assert data.loads == 1
 
 
-def test_a_population_gets_a_row_per_member(tiny, recorder, tmp_path):
+def test_a_population_gets_a_row_per_member(tiny, recorder):
     data = tiny(batch_size=9, shift=1)
     task = recorder(data)
     task.member_seeds = (4, 0, 2)
-    trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0).fit(task, data)
+    fit(task, data, num_sanity_val_steps=0)
     alone = recorder(data)
     alone.member_seeds = (0,)
-    trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0).fit(alone, data)
+    fit(alone, data, num_sanity_val_steps=0)
     assert [len(batch) for _, batch in task.seen] == [3] * 4
     assert [batch[1] for _, batch in task.seen] == [batch[0] for _, batch in alone.seen]
 
 
-def test_overfit_batches_repeats_the_same_batches(tiny, recorder, tmp_path):
+def test_overfit_batches_repeats_the_same_batches(tiny, recorder):
     data = tiny(batch_size=9)
     task = recorder(data)
-    trainer(tmp_path, max_epochs=2, overfit_batches=2, num_sanity_val_steps=0).fit(task, data)
+    fit(task, data, max_epochs=2, overfit_batches=2, num_sanity_val_steps=0)
     assert [batch for epoch, batch in task.seen if epoch == 0] == [batch for epoch, batch in task.seen if epoch == 1]
 
 

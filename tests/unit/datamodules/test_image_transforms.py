@@ -4,14 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_sym.datamodules import (
-    DigitsDataModule,
-    ImageTransform,
-    Quadrant,
-    Resized,
-    Rotated,
-    Translated,
-)
+from lightning_sym.datamodules import DigitsDataModule, ImageTransform, Quadrant, Resized, Rotated, Translated
 from lightning_sym.datamodules.transforms import paste, resize, rotate, translate
 
 

@@ -3,33 +3,22 @@
 from functools import partial
 
 import pytest
-from pytorch_lightning import Trainer
+from fits import fit
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 # A resumed run writes into the folder of the run that it continues.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 
-def fit(tmp_path, tiny, recorder, *, epochs, ckpt_path=None, fail_at=None, members=None, saved=None, **settings):
+def seen(tmp_path, tiny, recorder, *, ckpt_path=None, fail_at=None, members=None, saved=None, **settings):
     """Return what a run sees; ``saved`` are the settings of its checkpoints, for each of which there is a file."""
     data = tiny(batch_size=8, shift=1, flip=False)  # 36 images: 4 batches in an epoch
     task = recorder(data, fail_at)
     if members:
         task.member_seeds = members
-    saved = saved and ModelCheckpoint(tmp_path, save_top_k=-1, auto_insert_metric_name=False, **saved)
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=saved is not None,
-        callbacks=[saved] if saved else [],
-        **settings,
-    )
+    kept = [ModelCheckpoint(tmp_path, save_top_k=-1, auto_insert_metric_name=False, **saved)] if saved else []
     try:
-        trainer.fit(task, data, ckpt_path=ckpt_path, weights_only=True)
+        fit(task, data, *kept, folder=tmp_path, ckpt_path=ckpt_path, **settings)
     except SystemExit:  # what Lightning makes of the KeyboardInterrupt
         assert fail_at is not None
     return task.seen
@@ -40,27 +29,24 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1}
 
 @pytest.mark.parametrize("members", [None, (3, 1)])
 def test_resume_after_any_step(tmp_path, tiny, recorder, members):
-    whole = fit(tmp_path, tiny, recorder, epochs=3, saved=EVERY_STEP, members=members)
+    run = partial(seen, tmp_path, tiny, recorder, max_epochs=3, saved=EVERY_STEP, members=members)
+    whole = run()
     assert len(whole) == 12
     for step in range(1, 9):
-        rest = fit(
-            tmp_path, tiny, recorder, epochs=3, ckpt_path=tmp_path / f"{step}.ckpt", members=members, saved=EVERY_STEP
-        )
-        assert rest == whole[step:]
+        assert run(ckpt_path=tmp_path / f"{step}.ckpt") == whole[step:]
 
 
 def test_resume_after_an_interruption(tmp_path, tiny, recorder):
-    whole = fit(tmp_path, tiny, recorder, epochs=3)
-    first = fit(tmp_path, tiny, recorder, epochs=3, saved=EVERY_STEP, fail_at=6)
-    rest = fit(tmp_path, tiny, recorder, epochs=3, ckpt_path=tmp_path / "6.ckpt", saved=EVERY_STEP)
-    assert first + rest == whole
+    run = partial(seen, tmp_path, tiny, recorder, max_epochs=3)
+    whole, first = run(), run(saved=EVERY_STEP, fail_at=6)
+    assert first + run(saved=EVERY_STEP, ckpt_path=tmp_path / "6.ckpt") == whole
 
 
 @pytest.mark.parametrize("at_the_end_of_training", [True, False])  # False: at the end of validation
 @pytest.mark.parametrize("limit", [1.0, 3])
 def test_resume_from_the_end_of_an_epoch(tmp_path, tiny, recorder, at_the_end_of_training, limit):
     saved = {"filename": "{epoch}", "save_on_train_epoch_end": at_the_end_of_training}
-    run = partial(fit, tmp_path, tiny, recorder, epochs=4, saved=saved, limit_train_batches=limit)
+    run = partial(seen, tmp_path, tiny, recorder, max_epochs=4, saved=saved, limit_train_batches=limit)
     whole = run()
     for epoch in range(3):
         assert run(ckpt_path=tmp_path / f"{epoch}.ckpt") == [(e, batch) for e, batch in whole if e > epoch]
@@ -68,7 +54,7 @@ def test_resume_from_the_end_of_an_epoch(tmp_path, tiny, recorder, at_the_end_of
 
 def test_resume_from_validation_in_the_middle_of_an_epoch(tmp_path, tiny, recorder):
     saved = {"filename": "{step}", "save_on_train_epoch_end": False}
-    run = partial(fit, tmp_path, tiny, recorder, epochs=2, saved=saved, val_check_interval=2)
+    run = partial(seen, tmp_path, tiny, recorder, max_epochs=2, saved=saved, val_check_interval=2)
     whole = run()
     for step in (2, 4, 6):
         assert run(ckpt_path=tmp_path / f"{step}.ckpt") == whole[step:]

@@ -80,15 +80,7 @@ def test_shift_and_flip_are_those_of_a_slow_loop(numbered, fill):
 def test_shifts_are_uniform_over_both_axes():
     images = torch.zeros(20_000, 1, 7, 7, dtype=torch.uint8)
     images[:, :, 3, 3] = 255
-    loader = TensorLoader(
-        images,
-        torch.zeros(20_000, dtype=torch.int64),
-        batch_size=500,
-        mean=[0.0],
-        std=[1.0],
-        seeds=0,
-        shift=2,
-    )
+    loader = TensorLoader(images, torch.zeros(20_000).long(), batch_size=500, mean=[0.0], std=[1.0], seeds=0, shift=2)
     mean = torch.cat([batch for batch, _ in loader]).mean(dim=(0, 1))
     expected = torch.zeros(7, 7)
     expected[1:6, 1:6] = 1 / 25
@@ -98,25 +90,6 @@ def test_shifts_are_uniform_over_both_axes():
 def test_reshuffle_false_repeats_epoch_0(numbered):
     loader = make(numbered, seeds=[1], shift=1, reshuffle=False)
     assert torch.equal(joined(loader, 0)[0], joined(loader, 9)[0])
-
-
-@pytest.mark.parametrize("position", [1, 3])
-def test_state_continues_with_the_remaining_batches(numbered, position):
-    loader = make(numbered, seeds=[1, 2], shift=1)
-    whole = epoch(loader, 2)
-    iterator = iter(loader)
-    for _ in range(position):
-        next(iterator)
-    state = loader.state_dict()
-    fresh = make(numbered, seeds=[1, 2], shift=1)
-    fresh.load_state_dict(state)
-    assert fresh.state_dict() == state
-    iter(fresh)  # made and never used, as Lightning does
-    fresh.set_epoch(2)
-    rest = list(fresh)
-    assert len(rest) == 4 - position
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(rest, whole[position:], strict=True))
-    assert len(list(fresh)) == 4  # only the first iteration is shortened
 
 
 def test_state_of_a_finished_or_another_epoch_starts_at_the_beginning(numbered):

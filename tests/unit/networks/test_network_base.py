@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchvision
 from architectures import check_every_cut
-from helpers import assert_refused
+from helpers import assert_refused, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -156,16 +156,6 @@ def test_the_constructor_looks_the_same_from_outside() -> None:
         Network()  # type: ignore[abstract]
 
 
-def test_arguments_that_json_has_no_words_for() -> None:
-    network = Custom(names={1, 2})  # type: ignore[arg-type]
-    assert_refused(lambda: network.architecture, says="Custom is a set, which cannot be written as JSON")
-    network.fresh(0)
-    assert_refused(lambda: Positional(2, 3).architecture, says="unnamed arguments (*sizes); pass them by name")
-    assert Positional(2, 3).fresh(0).linear.out_features == 3
-    with pytest.raises(ValueError, match="was given a Linear, which a fresh network would share"):
-        Custom(names=nn.Linear(1, 1)).fresh(0)  # type: ignore[arg-type]
-
-
 # Sites and cuts
 
 
@@ -186,13 +176,6 @@ def test_a_users_network_is_cut_with_values_that_cross() -> None:
     pickled = pickle.loads(pickle.dumps(upper))
     assert torch.equal(pickled(values), network(x))
     assert torch.equal(copy.deepcopy(upper)(values), network(x))
-
-
-def test_a_cut_trains_the_network() -> None:
-    network = MultiLayerPerceptron([4, 4], image_size=2)
-    lower, upper = network.split("activation1")
-    upper(lower(torch.randn(3, 1, 2, 2))).sum().backward()
-    assert all(p.grad is not None for p in network.parameters())
 
 
 class Blocks(MyrtleCNN):
@@ -327,14 +310,6 @@ class TwoInputs(Network):
         return x + y
 
 
-def test_one_input_is_needed() -> None:
-    assert_refused(lambda: TwoInputs().sites(), says="TwoInputs.forward must take exactly one required input")
-
-
-def test_an_unknown_site_gets_the_nearest() -> None:
-    assert_refused(lambda: LeNet5().split("activaton2"), says="Did you mean 'activation2'")
-
-
 # Wrapping
 
 
@@ -427,26 +402,34 @@ def test_a_wrapped_factory_makes_fresh_networks_and_an_architecture(
     assert same(copied, network)
 
 
-def test_factories_without_a_name_are_refused_only_when_asked_for_it() -> None:
-    network = Network.wrap(lambda: Mixed(2))
-    network.fresh(0)
-    assert_refused(lambda: network.architecture, says="cannot be imported by that name")
-    with pytest.raises(ValueError, match=r"argument norm_layer of .* is a type, which cannot be written as JSON"):
-        _ = Network.wrap(functools.partial(torchvision.models.resnet18, norm_layer=nn.BatchNorm2d)).architecture
+NAMELESS = Network.wrap(lambda: Mixed(2))
+OF_A_CLASS = Network.wrap(functools.partial(torchvision.models.resnet18, norm_layer=nn.BatchNorm2d))
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "refusal",
     [
-        (3, "Only a module or what builds one can be wrapped, got 3"),
-        (list, "Only a module or what builds one"),
-        (LeNet5(), "LeNet5 is a Network already"),
-        (LeNet5, "LeNet5 is a Network already"),
+        refused(lambda: Custom(names={1, 2}).architecture, says="Custom is a set, which cannot be written as JSON"),
+        refused(lambda: Positional(2, 3).architecture, says="unnamed arguments (*sizes); pass them by name"),
+        refused(Custom(names=nn.Linear(1, 1)).fresh, 0, says="was given a Linear, which a fresh network would share"),
+        refused(TwoInputs().sites, says="TwoInputs.forward must take exactly one required input"),
+        refused(LeNet5().split, "activaton2", says="Did you mean 'activation2'"),
+        refused(lambda: NAMELESS.architecture, says="cannot be imported by that name"),
+        refused(
+            lambda: OF_A_CLASS.architecture, says=("argument norm_layer of ", " is a type, which cannot be written")
+        ),
+        *(refused(Network.wrap, bad, says="Only a module or what builds one can be wrapped") for bad in (3, list)),
+        *(refused(Network.wrap, bad, says="LeNet5 is a Network already") for bad in (LeNet5(), LeNet5)),
     ],
 )
-def test_what_cannot_be_wrapped(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Network.wrap(value)
+def test_what_networks_refuse(refusal: Callable[[], None]) -> None:
+    refusal()
+
+
+def test_what_cannot_be_written_down_can_be_made_again() -> None:
+    assert NAMELESS.fresh(0).module.linear.out_features == 2
+    assert Positional(2, 3).fresh(0).linear.out_features == 3
+    Custom(names={1, 2}).fresh(0)  # type: ignore[arg-type]
 
 
 # jsonargparse
