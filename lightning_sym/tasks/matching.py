@@ -242,11 +242,6 @@ class MatchingTask(ZooUserTask):
         """The zoo, with the number of one member; after ``setup``."""
         return {"zoo": (self.model_zoo, self.pairs[0][0])}
 
-    @property
-    def built(self) -> bool:
-        """Whether the zoo is open."""
-        return self._opened is not None
-
     def build(self) -> None:
         """Open the zoo, load the members and find their symmetry."""
         zoo = ModelZoo.open(self.zoo, allow=self.allow)
