@@ -59,7 +59,8 @@ class MidpointPopulation(LoopPopulation):
         super().__init__(latent, range(len(pairs)))
         self.symmetry = symmetry
         self.started: dict[int, nn.Module] = {}
-        self.steps = dict.fromkeys(self.numbers, symmetry.identity())
+        with torch.device("cpu"):  # where elements are; Lightning makes populations on its own device
+            self.steps = dict.fromkeys(self.numbers, symmetry.identity())
         self._frozen = tuple(pairs), _batch_statistics(copy.deepcopy(pairs[0][0]))  # in a tuple: not registered
 
     def latent(self, number: int) -> nn.Module:
