@@ -11,6 +11,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers
@@ -344,7 +345,7 @@ class MatchingTask(ZooUserTask):
     def _match_latent(self, number: int) -> Element:
         """Match the second network to the latent one, from where the step before left off."""
         latent, step = self.population.latent(number), self.population.steps[number]
-        if not all(bool(parameter.isfinite().all()) for parameter in latent.parameters()):
+        if not parameters_to_vector(latent.parameters()).isfinite().all():
             return step  # its loss is not finite either, and stops it
         return weight_matching(
             self.symmetry, latent, self.population.started[number], initial=step, scales=False, **self._options
