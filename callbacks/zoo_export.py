@@ -167,6 +167,7 @@ def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:
         "epoch_kept": task.kept[number]["epochs"],
         "steps": trainer.global_step,
         "optimizer": type(trainer.optimizers[0]).__name__,
+        "loss": task.hparams.get("loss_name"),
         "execution": task.execution,
         "precision": str(trainer.precision),
         "world_size": trainer.world_size,

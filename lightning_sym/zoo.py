@@ -61,9 +61,10 @@ class ZooMember:
         file: Name of its file in the zoo's folder.
         architecture: ``{"class_path": ..., "init_args": {...}}``.
         metrics: By split and name, for example ``{"val": {"accuracy": 0.98, "loss": 0.07}}``. Fractions in
-            ``[0, 1]``; losses are mean cross-entropies in nats.
+            ``[0, 1]``; losses are means of that which ``training`` names, a cross-entropy in nats.
         data: The datamodule's identity: arguments, counts per split, preprocessing statistics, fingerprint.
-        training: How it was trained: epochs, the epoch kept, optimizer, execution.
+        training: How it was trained: epochs, the epoch kept, optimizer, loss (None or absent if it was not recorded),
+            execution.
         versions: Versions of Python packages, by name.
         created: Time in UTC, ISO 8601.
         sha256: Checksum of the record and the weights.
@@ -537,7 +538,7 @@ def _check_one_architecture(path: Path, members: "Iterator[ZooMember] | Any") ->
     for member in members:
         kinds.setdefault(json.dumps(member.architecture, sort_keys=True), member.number)
     if len(kinds) > 1:
-        (first, a), (second, b) = list(kinds.items())[:2]
+        (first, a), (second, b), *_ = kinds.items()
         raise ValueError(
             f"The zoo at {path} mixes architectures: member {a} is {first} and member {b} is {second}; "
             "keep each architecture in a folder of its own."

@@ -116,20 +116,6 @@ class KroneckerBlock:
             inner = self.in_factor + other.in_factor
         return replace(self, out_factor=self.out_factor + other.out_factor, in_factor=inner)
 
-    def eigenvalues(self, name: str = "a parameter") -> Spectrum:
-        """Return the eigenvalues of both factors; negative ones, which are rounding, become 0.
-
-        Args:
-            name: Name of the parameter, for errors.
-
-        Raises:
-            NonFiniteError: If a factor is not finite, or its eigenvalues cannot be found in double precision either.
-        """
-        out = symmetric_eigenvalues(self.out_factor, name)
-        if self.in_factor is None:
-            return Spectrum(out, out.new_ones(1))
-        return Spectrum(out, symmetric_eigenvalues(self.in_factor, name))
-
     @property
     def dense_sides(self) -> list[int]:
         """Sides of the one or two dense matrices that laplace-torch needs for the block.
@@ -236,7 +222,7 @@ class Factors:
         return self.outputs, self.likelihood, self.left_out, _shapes(self.blocks)
 
     def eigenvalues(self) -> dict[str, Spectrum]:
-        """Return the eigenvalues of every block.
+        """Return the eigenvalues of every block; negative ones, which are rounding, are 0.
 
         To be called on every rank, with the same factors: each finds the eigenvalues of a share of the matrices,
         and sends them to the others, so that all have the same numbers to the last bit.
@@ -245,7 +231,8 @@ class Factors:
             By the parameter's name.
 
         Raises:
-            NonFiniteError: As for :meth:`KroneckerBlock.eigenvalues`, on every rank.
+            NonFiniteError: If a factor is not finite, or its eigenvalues cannot be found in double precision either; on
+                every rank.
         """
         jobs = {(name, "out"): block.out_factor for name, block in self.blocks.items()}
         jobs |= {(n, "inner"): b.in_factor for n, b in self.blocks.items() if b.in_factor is not None}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -274,13 +275,10 @@ def _origin(network: nn.Module, probes: Tensor, changed: Tensor) -> str:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             found.append((module, [t.clone() for t in args if isinstance(t, Tensor)], _tensors(output)))
 
-        handles = [module.register_forward_hook(keep) for module in network.modules()]
-        try:
-            with torch.no_grad():
-                network(x.clone())
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for module in network.modules():
+                hooks.enter_context(module.register_forward_hook(keep))
+            network(x.clone())
         return found
 
     def mixed(before: list[Tensor], after: list[Tensor]) -> bool:

@@ -107,7 +107,7 @@ def describe_set(
         scale=scale,
         tolerance=scale.tolerance(epsilon),
         relative=scale.relative(epsilon),
-        fraction=np.count_nonzero(inside) / values.size,
+        fraction=int(np.count_nonzero(inside)) / values.size,
         smallest=float(values.min()),
         betti=betti,
         components_full=betti[0],

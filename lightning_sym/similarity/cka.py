@@ -149,7 +149,7 @@ class CKAMatrix(SimilarityMetric):
         made: list[list[Tensor]] = []
         floors = []  # of what is nothing but rounding
         for side, layers in enumerate((x, y)):
-            given = [None] * len(layers) if statistics is None else [own.compute() for own in statistics[side]]
+            given = [None] * len(layers) if statistics is None else [_of_channels(own) for own in statistics[side]]
             features = (
                 standardized(layer, scale=self.normalize == "channel", given=own)
                 for layer, own in zip(layers, given, strict=True)
@@ -352,6 +352,11 @@ class ChannelStatistics(SimilarityMetric):
         if self.n.ndim:
             moments = functools.reduce(_together, zip(*moments, strict=True))
         return moments[1], moments[2].sqrt()
+
+
+def _of_channels(statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
+    mean, norm = statistics.compute()
+    return mean.reshape(-1), norm.reshape(-1)
 
 
 def _together(one: tuple[Tensor, Tensor, Tensor], two: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

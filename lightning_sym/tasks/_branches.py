@@ -136,11 +136,6 @@ class BranchTask(ZooUserTask):
     def build(self) -> None:
         """Open zoos and set ``names``, ``branches``, ``lowers``, ``lower_of`` and ``members``."""
 
-    @property
-    def built(self) -> bool:
-        """Whether there are branches."""
-        return bool(self.branches)
-
     def held(self) -> list[nn.Parameter]:
         """Return the parameters that stay as they are in this epoch."""
         return []

@@ -23,15 +23,11 @@ class ZooUserTask(PopulationTask):
 
     own_batches = False
     places_members = False
+    _built = False
 
     @abstractmethod
     def build(self) -> None:
         """Open zoos and make what :meth:`make_population` and :attr:`numbers` need; not called twice."""
-
-    @property
-    @abstractmethod
-    def built(self) -> bool:
-        """Whether :meth:`build` has been called."""
 
     @property
     @abstractmethod
@@ -52,8 +48,9 @@ class ZooUserTask(PopulationTask):
             check_data(zoo, number, data, trial=trial)
 
     def _prepare(self) -> None:
-        if not self.built:
+        if not self._built:
             self.build()
+            self._built = True
 
     def configure_model(self) -> None:
         """Make the population, of the networks that ``setup`` has built."""

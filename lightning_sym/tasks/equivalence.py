@@ -491,8 +491,8 @@ class EquivalenceTask(PopulationTask):
                 "inputs."
             )
         losses = torch.tensor([entry["loss"] for entry in running], dtype=torch.float64)
-        for name, level in (("lowest", 0.0), ("lower_quartile", 0.25), ("median", 0.5), ("upper_quartile", 0.75)):
-            values[f"J/{name}"] = float(losses.quantile(level))
+        levels = {"lowest": 0.0, "lower_quartile": 0.25, "median": 0.5, "upper_quartile": 0.75}
+        values |= {f"J/{name}": float(losses.quantile(level)) for name, level in levels.items()}
         values["R/lowest"] = min(self.scales["held_out"].relative(entry["held_out"]) for entry in running)
         for name, value in values.items():
             self.log(name, value, prog_bar=name in ("search/found", "J/median"))

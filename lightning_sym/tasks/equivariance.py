@@ -14,7 +14,7 @@ from lightning_sym._text import unknown
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.tasks._optimizers import scheduled
-from lightning_sym.tasks.metrics import PopulationClassification
+from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 
 
 class EquivarianceTask(LightningModule):
@@ -90,7 +90,10 @@ class EquivarianceTask(LightningModule):
                 **{name: trial.defaults[name] for name in ("lr", "momentum") if trial.defaults.get(name) is not None},
             }
         )
-        self.train_metrics, self.val_metrics, self.test_metrics = (PopulationClassification(1) for _ in range(3))
+        self.train_metrics, self.val_metrics = self._make_metric(), self._make_metric()
+
+    def _make_metric(self) -> PopulationLoss:
+        return PopulationLoss(1) if self.likelihood == "regression" else PopulationClassification(1)
 
     # ---- training
 
@@ -116,7 +119,7 @@ class EquivarianceTask(LightningModule):
         """Add the gradient of the prior, where it is not implicit."""
         self.prior.add_gradients()
 
-    def _loss(self, batch: tuple[Tensor, Tensor], metrics: PopulationClassification) -> Tensor:
+    def _loss(self, batch: tuple[Tensor, Tensor], metrics: PopulationLoss) -> Tensor:
         """Return the mean loss of a batch and add it to a split's sums."""
         inputs, targets = batch[:2]
         outputs = self(inputs)
@@ -127,7 +130,6 @@ class EquivarianceTask(LightningModule):
                     f"{list(targets.shape)}; reshape them in the datamodule."
                 )
             loss: Tensor = (outputs - targets).square().sum() / len(outputs)
-            correct = torch.zeros(1, dtype=torch.int64, device=outputs.device)
         else:
             if targets.shape != outputs.shape[:1] or targets.is_floating_point():
                 raise ValueError(
@@ -135,15 +137,14 @@ class EquivarianceTask(LightningModule):
                     f"{list(targets.shape)}; for values choose likelihood regression."
                 )
             loss = F.cross_entropy(outputs, targets.long())
-            correct = (outputs.argmax(1) == targets).sum()[None]
-        metrics.add(torch.zeros(1, dtype=torch.int64, device=outputs.device), correct, loss.detach()[None], len(inputs))
+        row = torch.zeros(1, dtype=torch.int64, device=outputs.device)
+        metrics.add_step(row, loss.detach()[None], len(inputs), outputs.detach()[None], targets[None])
         return loss
 
-    def _log_split(self, split: str, metrics: PopulationClassification) -> None:
-        values = {name: float(value[0]) for name, value in metrics.values().items()}
+    def _log_split(self, split: str, metrics: PopulationLoss) -> None:
+        for name, value in metrics.values().items():
+            self.log(f"{split}/{name}", float(value[0]), prog_bar=split == "val")  # the same on every rank already
         metrics.reset()
-        for name in ("loss",) if self.likelihood == "regression" else ("accuracy", "loss"):
-            self.log(f"{split}/{name}", values[name], prog_bar=split == "val")  # the same on every rank already
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's training metrics."""
@@ -162,11 +163,11 @@ class EquivarianceTask(LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Evaluate a batch of the test split."""
-        self._loss(batch, self.test_metrics)
+        self._loss(batch, self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
         """Log the test metrics."""
-        self._log_split("test", self.test_metrics)
+        self._log_split("test", self.val_metrics)
 
     def predict_step(self, batch: tuple[Tensor, Tensor] | Tensor, batch_idx: int) -> Tensor:
         """Return class probabilities, or means. Shape ``[B, K]``."""
@@ -185,7 +186,7 @@ class EquivarianceTask(LightningModule):
         """
         strategy = self.trainer.strategy
         self.to(strategy.root_device)  # after a fit Lightning has moved the module to the CPU
-        metrics = PopulationClassification(1).to(strategy.root_device)
+        metrics = self._make_metric().to(strategy.root_device)
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         for inputs, targets in batches:
@@ -194,8 +195,7 @@ class EquivarianceTask(LightningModule):
                 self._loss((inputs, targets.to(strategy.root_device)), metrics)
         for module, training in modes:
             module.training = training
-        values = {name: float(value[0]) for name, value in metrics.values().items()}
-        return {"loss": values["loss"]} if self.likelihood == "regression" else values
+        return {name: float(value[0]) for name, value in metrics.values().items()}
 
     # ---- optimizer
 

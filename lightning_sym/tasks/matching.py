@@ -11,6 +11,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers
@@ -59,7 +60,8 @@ class MidpointPopulation(LoopPopulation):
         super().__init__(latent, range(len(pairs)))
         self.symmetry = symmetry
         self.started: dict[int, nn.Module] = {}
-        self.steps = dict.fromkeys(self.numbers, symmetry.identity())
+        with torch.device("cpu"):  # where elements are; Lightning makes populations on its own device
+            self.steps = dict.fromkeys(self.numbers, symmetry.identity())
         self._frozen = tuple(pairs), _batch_statistics(copy.deepcopy(pairs[0][0]))  # in a tuple: not registered
 
     def latent(self, number: int) -> nn.Module:
@@ -242,11 +244,6 @@ class MatchingTask(ZooUserTask):
         """The zoo, with the number of one member; after ``setup``."""
         return {"zoo": (self.model_zoo, self.pairs[0][0])}
 
-    @property
-    def built(self) -> bool:
-        """Whether the zoo is open."""
-        return self._opened is not None
-
     def build(self) -> None:
         """Open the zoo, load the members and find their symmetry."""
         zoo = ModelZoo.open(self.zoo, allow=self.allow)
@@ -348,7 +345,7 @@ class MatchingTask(ZooUserTask):
     def _match_latent(self, number: int) -> Element:
         """Match the second network to the latent one, from where the step before left off."""
         latent, step = self.population.latent(number), self.population.steps[number]
-        if not all(bool(parameter.isfinite().all()) for parameter in latent.parameters()):
+        if not parameters_to_vector(latent.parameters()).isfinite().all():
             return step  # its loss is not finite either, and stops it
         return weight_matching(
             self.symmetry, latent, self.population.started[number], initial=step, scales=False, **self._options

@@ -142,11 +142,6 @@ class PopulationClassification(PopulationLoss):
             labels = targets.argmax(-1) if targets.is_floating_point() else targets
             self.correct[rows] += (outputs.argmax(-1) == labels).sum(1) * (sizes > 0)
 
-    def add(self, rows: Tensor, correct: Tensor, losses: Tensor, size: int | Tensor) -> None:
-        """Add numbers of correctly classified images beside losses and sizes, see :meth:`add_step`; all ``[m]``."""
-        super().add_step(rows, losses, size, None, None)
-        self.correct[rows] += correct
-
     def compute(self) -> dict[str, Tensor]:
         """Return ``accuracy`` and ``loss``, shape ``[M]``, NaN for members that saw nothing; ``confusion``.
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fits import Interrupt, digits, quiet_trainer
 from helpers import assert_same, read_csv, read_rows
+from pytorch_lightning import Callback
 from torch import nn
 
 from lightning_sym.callbacks import ZooExport, ZooReport
@@ -40,6 +41,14 @@ class Diverging(ZooTask):
             next(iter(self.population.member_parameters(1))).data.fill_(torch.nan)
 
 
+class Gather(Callback):
+    """Writes down, on every rank, what all ranks have of their members."""
+
+    def on_train_end(self, trainer, task):
+        own = {number: (number, task.population.member_state(number)) for number in task.population.numbers[::-1]}
+        torch.save(task.gathered_by_member(own), f"{trainer.default_root_dir}/gathered-{trainer.global_rank}.pt")
+
+
 def scenarios(run):
     def fit(name, *callbacks, network=None, kind=ZooTask, data=None, task=None, folder=None, **settings):
         network = network or MultiLayerPerceptron(widths=(8,), image_size=8)
@@ -56,7 +65,7 @@ def scenarios(run):
     for execution in ("loop", "vmap"):
         task = {"keep": "best", "execution": execution}
         fit(f"members 1 {execution}", network=myrtle(), task=task)
-        fit(f"members 2 {execution}", network=myrtle(), task=task, **by_members)
+        fit(f"members 2 {execution}", Gather(), network=myrtle(), task=task, **by_members)
     fit("members 2 diverging", kind=Diverging, **by_members)
     for execution in ("loop", "vmap"):
         common = {"max_epochs": 3, "task": {"execution": execution}, **by_members}
@@ -168,6 +177,18 @@ def test_members_are_those_of_one_process(runs, execution):
     else:  # a call with other members besides differs by rounding
         assert_near(states(one), states(two))
     assert_near_metrics(one, two)
+
+
+def test_every_rank_can_have_what_all_ranks_know_of_their_members(runs):
+    path = runs / "members 2 loop"
+    weights = checkpoint(path)["state_dict"]
+    for rank in (0, 1):
+        found = torch.load(path / f"gathered-{rank}.pt", weights_only=True)
+        assert list(found) == [0, 1, 2]
+        for number, (said, state) in found.items():
+            assert said == number
+            prefix = f"population.members.{number:04d}."
+            assert_same(state, {name: weights[prefix + name] for name in state})
 
 
 def test_one_zoo_with_one_manifest(runs):

@@ -129,17 +129,17 @@ def test_effective_parameters_go_from_the_rank_to_nothing():
     network = relaxed_network()
     x, y = data(3, (2, *GRID), 3, "classification")
     found = evidence_of(network, x, y, "classification")
-    blocks = factors(network, [(x, y)]).blocks
-    count = len(blocks)
+    curvature = factors(network, [(x, y)])
+    count = len(curvature.blocks)
     small = found.effective_parameters(torch.full((count,), -60.0), per_tensor=True)
     large = found.effective_parameters(torch.full((count,), 60.0), per_tensor=True)
-    for name, block in blocks.items():
-        e = block.eigenvalues().products()
+    for name, spectrum in curvature.eigenvalues().items():
+        e = spectrum.products()
         e = e[e > 1e-13 * e.max()]
         # Eigenvalues that are rounding are far above such a small precision; they are left out.
         assert small[name].raw >= len(e) - 1e-8
         assert large[name].raw < 1e-8
-    rank = torch.linalg.matrix_rank(blocks["5.weight"].dense(), rtol=1e-12).item()
+    rank = torch.linalg.matrix_rank(curvature.blocks["5.weight"].dense(), rtol=1e-12).item()
     medium = found.effective_parameters(torch.full((count,), -25.0), per_tensor=True)["5.weight"].raw
     assert medium == pytest.approx(rank, abs=1e-3)
 

@@ -282,8 +282,9 @@ def test_the_trace_is_right_for_inputs_of_unit_norm():
 
 
 def test_eigenvalues_of_a_factored_layer_stay_small_problems():
-    block = found_blocks(*with_data("factored"), "classification")["0.theta1"]
-    spectrum = block.eigenvalues()
+    network, x, y = with_data("factored")
+    found = factors(network, [(x, y)])
+    block, spectrum = found.blocks["0.theta1"], found.eigenvalues()["0.theta1"]
     assert spectrum.out.shape == (2,)
     assert spectrum.inner.shape == (3, 24)
     assert spectrum.size == block.size == 2 * 3 * 24
@@ -351,14 +352,13 @@ def test_a_sparse_factored_layer_projects_the_factored_ones(ffc):
 @pytest.mark.parametrize("layer", ["factored", "conv groups", "conv depthwise", "p4 separable", "circular", "linear"])
 def test_eigenvalues_give_the_dense_log_determinant(layer, ffc):
     network, x, y = with_data(layer)
-    for block in found_blocks(network, x, y, "classification", ffc=ffc).values():
-        delta, h = 0.3, 1.7
-        spectrum = block.eigenvalues()
+    delta, h = 0.3, 1.7
+    curvature = factors(network, [(x, y)], ffc=ffc)
+    for block, spectrum in zip(curvature.blocks.values(), curvature.eigenvalues().values(), strict=True):
         dense = h * block.dense() + delta * torch.eye(block.size, dtype=torch.float64)
         expected = torch.linalg.slogdet(dense).logabsdet
         found = (h * spectrum.products() + delta).log().sum()
-        if spectrum.products().numel() != block.size:  # no block axes on either factor
-            raise AssertionError(block)
+        assert spectrum.products().numel() == block.size
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 

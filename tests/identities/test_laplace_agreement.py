@@ -10,12 +10,13 @@ from backpack import backpack, extend
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.scale_module import ScaleModule
 from curvature_references import GRID, LAYERS, data, jacobians, perturbed, relaxed_network, with_head
-from helpers import refused
+from helpers import assert_refused, refused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.curvature import Evidence, RelaxedKFLR, factors, parameter_groups, to_laplace
-from lightning_sym.layers import ResidualPathways
+from lightning_sym.curvature import laplace as laplace_module
+from lightning_sym.layers import FactoredFullyConnected, GroupConv, GroupLift, ResidualPathways
 from lightning_sym.networks import RelaxedNetwork
 
 with warnings.catch_warnings():
@@ -25,6 +26,8 @@ with warnings.catch_warnings():
     from laplace.curvature.backpack import BackPackGGN
     from laplace.laplace import _all_subclasses
     from laplace.utils.matrix import Kron
+
+    from lightning_sym.curvature._laplace_torch import _matrices
 
 CASES = [("classification", 0.0), ("regression", 0.0), ("regression", -0.7), ("regression", 0.4)]
 BATCHES = pytest.mark.parametrize("size", [7, 3], ids=["one batch", "several batches"])
@@ -247,6 +250,59 @@ def test_single_and_half_precision(dtype):
     expected = evidence.log_marginal_likelihood(torch.zeros(len(evidence.groups.names)))
     assert laplace.log_marginal_likelihood().item() == pytest.approx(expected, rel=1e-4)
     assert laplace(torch.randn(2, 1, 8, 8)).sum(1) == pytest.approx(1, abs=1e-5)
+
+
+def factored(channels: int, grid: int) -> nn.Sequential:
+    return nn.Sequential(FactoredFullyConnected(channels, 2, grid, 1), nn.Flatten())
+
+
+def depthwise(channels: int) -> nn.Sequential:
+    conv = nn.Conv2d(channels, channels, 3, groups=channels, bias=False)
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(channels, 2).requires_grad_(False))
+
+
+def pictures(channels: int, side: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(2, channels, side, side), torch.arange(2))]
+
+
+@pytest.mark.parametrize(
+    ("network", "loader", "words"),
+    [
+        # 33 blocks of 1024 x 1024, and one matrix of 9 * 3700 parameters; float32
+        (factored(33, 32), pictures(33, 32), r"matrices of 4\.3 GiB .* '0\.theta1' is 33792 x 33792"),
+        (depthwise(3700), pictures(3700, 3), r"matrices of 4\.1 GiB .* '0\.weight' is 33300 x 33300"),
+    ],
+    ids=["factored", "depthwise"],
+)
+def test_too_large(network, loader, words):
+    with pytest.raises(ValueError, match=words) as error:
+        to_laplace(network, loader)
+    assert "; use Evidence" in str(error.value)
+    assert str(error.value).count(". ") == 0, "one sentence"
+
+
+def test_the_limit_is_of_all_matrices_in_their_precision(monkeypatch):
+    network = factored(3, 4)  # theta1: 2 and 48; theta2: 1 and 6; biases: 2 and 1
+    size = 4 * (2**2 + 48**2 + 1 + 6**2 + 2**2 + 1)
+    monkeypatch.setattr(laplace_module, "_MOST_BYTES", size)
+    to_laplace(network, pictures(3, 4))
+    x, y = pictures(3, 4)[0]
+    assert_refused(lambda: to_laplace(network.double(), [(x.double(), y)]), says="GiB at most")
+    monkeypatch.setattr(laplace_module, "_MOST_BYTES", size - 1)
+    assert_refused(lambda: to_laplace(network.float(), pictures(3, 4)), says="GiB at most")
+
+
+@pytest.mark.parametrize("ffc", ["shared", "per_channel"])
+def test_the_sides_are_those_of_the_matrices(ffc):
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        *(nn.Conv2d(4, 2, 3, padding=1, groups=2), FactoredFullyConnected(2, 2, 4), GroupLift()),
+        *(GroupConv(2, 2, "depthwise_separable"), nn.Flatten(), nn.Linear(128, 2)),
+    )
+    blocks = factors(network, pictures(4, 4), ffc=ffc).blocks
+    assert len(blocks) == 14
+    for block in blocks.values():
+        assert block.dense_sides == [len(matrix) for matrix in _matrices(block)]
 
 
 def to_laplace_of_a_line(**settings):

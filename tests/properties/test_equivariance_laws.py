@@ -80,15 +80,6 @@ def test_pool_moves_by_half_a_shift_rounded_either_way(height, width, channels, 
 
 
 @LAW
-@given(even_sides, even_sides, seeds)
-def test_pool_does_not_depend_on_the_rest_of_the_batch(height, width, seed):
-    x = features(seed, 4, 2, height, width)
-    together = PolyphasePool()(x)
-    assert together.is_contiguous()
-    assert torch.equal(together, torch.cat([PolyphasePool()(one[None]) for one in x]))
-
-
-@LAW
 @given(sides, sides, sides, sides, counts, counts, st.integers(1, 6), seeds)
 def test_fully_connected_layers_are_affine_and_have_their_shapes(height, width, tall, wide, ins, outs, batch, seed):
     torch.manual_seed(seed)

@@ -74,6 +74,7 @@ def test_exported_members_are_the_kept_ones(tmp_path):
         assert member.training["epoch_kept"] == task.kept[number]["epoch"] + 1
         assert member.training["epochs"] == 2
         assert member.training["optimizer"] == "Adam"
+        assert member.training["loss"] == "CrossEntropy(label_smoothing=0.0)"
 
 
 def test_further_seeds_add_members_and_taken_numbers_are_refused_unless_overwritten(tmp_path):
