@@ -441,16 +441,6 @@ class IntertwinerGroup:
         check_integers(size=size)
         return size**2 if self.dense else size if self.positive_scales else 0
 
-    def log10_components(self, size: int) -> float:
-        """Return the decimal logarithm of the number of connected components for ``size`` >= 1 units.
-
-        Components: ``H!``, times ``2**H`` with signs; 2 for a dense group.
-        """
-        check_integers(size=size)
-        if self.dense:
-            return math.log10(2)
-        return math.lgamma(size + 1) / math.log(10) + (size * math.log10(2) if self.signs else 0.0)
-
     def _elements(self) -> str:
         """Return what the elements are, in words."""
         if self.dense:
