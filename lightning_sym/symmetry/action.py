@@ -144,9 +144,8 @@ class Action:
             source, scale = self.source_in(slot), self.scale[slot.rows]
             element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
             if slot.offset in self.structure.dense_places:
-                matrix = element.apply(self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0), dim=0)
-                identity = GroupElement.identity(len(source))
-                element = GroupElement._of(identity.permutation, identity.scale, matrix)
+                mixed = self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0)
+                element = GroupElement._of_dense(element.apply(mixed, dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
             if tap.shift is not None and slot.axes == (1,):  # the axis of batch norms
                 added = self.element.shift[tap.shift][torch.from_numpy(source)]
