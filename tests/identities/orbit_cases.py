@@ -74,6 +74,8 @@ NETWORKS = {
     "relu": (lambda: mlp(nn.ReLU(), nn.ReLU(), nn.ReLU()), (5,)),
     "tanh": (lambda: mlp(nn.Tanh(), nn.Tanh()), (5,)),
     "gelu": (lambda: mlp(nn.GELU(), nn.GELU()), (5,)),
+    "wide": (lambda: MultiLayerPerceptron((12, 9), image_size=4, num_classes=3), (1, 4, 4)),
+    "wide_tanh": (lambda: MultiLayerPerceptron((12, 9), image_size=4, num_classes=3, activation="tanh"), (1, 4, 4)),
     "prelu": (lambda: mlp(nn.PReLU(8), nn.PReLU(7)), (5,)),
     "square": (lambda: mlp(Polynomial(2), Polynomial(2)), (5,)),
     "gaussian": (lambda: MultiLayerPerceptron((6, 5), 1, 3, 3, "gaussian"), (1, 3, 3)),

@@ -2,10 +2,11 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import Program, assert_refused, of
 from orbit_cases import EXACT, LARGE, NETWORKS, difference, function_change, made, mlp
 from torch import nn
 from torch.nn import functional as F
@@ -216,30 +217,23 @@ def test_balance_is_what_gradient_flow_conserves(name: str) -> None:
         assert before[group].incoming.dtype == torch.float64
 
 
-class _NormsOfOneLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.one, self.two = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.BatchNorm2d(6)
-        self.head, self.other_head = nn.Conv2d(6, 2, 1), nn.Conv2d(6, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = self.one(self.layer(x)), self.two(self.layer(x.flip(2)))
-        return self.head(first.relu()), self.other_head(second.relu())
+def norms_of_one_layer(s: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return s.head(s.one(s.layer(x)).relu()), s.other_head(s.other(s.layer(x.flip(2))).relu())
 
 
-class _LayersOfOneNorm(_NormsOfOneLayer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.two = nn.Conv2d(3, 6, 3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.head(self.one(self.layer(x)).relu()), self.other_head(self.one(self.two(x)).relu())
+def layers_of_one_norm(s: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return s.head(s.one(s.layer(x)).relu()), s.other_head(s.one(s.other(x)).relu())
 
 
-@pytest.mark.parametrize(("kind", "dimension"), [(_NormsOfOneLayer, 24), (_LayersOfOneNorm, 18)])
-def test_a_shift_that_layers_or_norms_share_is_one(kind: type[nn.Module], dimension: int) -> None:
+@pytest.mark.parametrize(
+    ("function", "other", "dimension"),
+    [(norms_of_one_layer, of(nn.BatchNorm2d, 6), 24), (layers_of_one_norm, of(nn.Conv2d, 3, 6, 3), 18)],
+)
+def test_a_shift_that_layers_or_norms_share_is_one(function: Any, other: Any, dimension: int) -> None:
     torch.manual_seed(0)
-    network = kind().double().eval()
+    parts = {"layer": of(nn.Conv2d, 3, 6, 3), "one": of(nn.BatchNorm2d, 6), "other": other}
+    heads = dict.fromkeys(("head", "other_head"), of(nn.Conv2d, 6, 2, 1))
+    network = Program(function, {**parts, **heads}).double().eval()
     for buffer in network.buffers():
         if buffer.is_floating_point():
             buffer.copy_(torch.rand_like(buffer) + 0.5)
@@ -254,6 +248,5 @@ def test_a_shift_that_layers_or_norms_share_is_one(kind: type[nn.Module], dimens
         (canonicalize(symmetry, moved).network, canonicalize(symmetry, network).network),
     ]
     for left, right in pairs:
-        for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        assert difference(left, right) < 1e-12
     assert orbit_distance(symmetry, network, moved).upper < 1e-12

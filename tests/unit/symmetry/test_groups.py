@@ -132,20 +132,6 @@ def test_phi_is_sigma_of_the_matrix_times_the_inverse_of_sigma_of_the_unit(name)
         assert not group.shift(element).any()
 
 
-def test_the_worked_example():
-    a = torch.tensor([[0.0, 2.0], [3.0, 0.0]], dtype=torch.float64)
-    element = GroupElement.from_matrix(a)
-    assert element.permutation.tolist() == [1, 0]
-    assert element.scale.tolist() == [3.0, 2.0]
-    assert element.dense is None
-    relu = intertwiner_group("relu")
-    assert relu.contains(a)
-    assert torch.equal(relu.phi(element).matrix(), a)
-    x = torch.tensor([5.0, -7.0], dtype=torch.float64)
-    assert torch.relu(a @ x).tolist() == [0.0, 15.0]
-    assert element.apply(x.relu()).tolist() == [0.0, 15.0]
-
-
 MODULES = {
     "positive": [nn.ReLU(inplace=True), nn.LeakyReLU(0.3), nn.RReLU(), nn.PReLU(), nn.PReLU(5), nn.Threshold(0, 0),
         nn.ELU(0.0), nn.MaxPool2d(2), nn.AdaptiveMaxPool1d(1), nn.Sequential(nn.ReLU(), nn.Dropout())],
