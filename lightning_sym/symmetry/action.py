@@ -6,16 +6,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 # By which power of a weight's scale an optimiser's state moves.
 _POWERS = {
@@ -286,20 +282,3 @@ class Action:
 
 def _on_axis(vector: Floats, slot: Slot, tensor: Tensor) -> Tensor:
     return torch.from_numpy(on_axes(vector, slot.shape, slot.axes, tensor.ndim)).to(tensor)
-
-
-def on_axes(vector: Floats, shape: tuple[int, ...], axes: tuple[int, ...], ndim: int) -> Floats:
-    """Return numbers in the given shape on some axes, and with size 1 on all others.
-
-    Args:
-        vector: The numbers. Shape (size,).
-        shape: Sizes of the axes.
-        axes: The axes, rising.
-        ndim: The number of axes of the result.
-    """
-    return np.expand_dims(vector.reshape(shape), tuple(axis for axis in range(ndim) if axis not in axes))
-
-
-def odd(numbers: Floats) -> Bools:
-    """Return whether numbers are odd, up to rounding: as many flips change a sign."""
-    return np.asarray(np.mod(np.rint(numbers), 2) == 1)

@@ -13,18 +13,15 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lightning_sym.symmetry.action import odd
+from lightning_sym.symmetry.arrays import Floats, Ints, odd
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 # Columns of a group's table of signs: the generators, one per unit and column, that act on some slices.
 Pattern: TypeAlias = tuple[int, ...]
 

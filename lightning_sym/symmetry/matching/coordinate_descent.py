@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
+from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
-    Floats,
     Gain,
-    Ints,
     MatchingGroup,
     Pattern,
     Tables,
