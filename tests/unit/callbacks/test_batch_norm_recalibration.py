@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fits import Interrupt, quiet_trainer, saving
-from helpers import assert_refused, refused
+from helpers import assert_refused
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
@@ -519,13 +519,6 @@ def test_an_average_leaves_integer_buffers_alone_and_is_the_usual_one_otherwise(
 
 
 # ---- errors
-
-
-@pytest.mark.parametrize(
-    "refusal", [refused(BatchNormRecalibration, images=0), refused(BatchNormRecalibration, batch_size=-1)]
-)
-def test_bad_arguments(refusal):
-    refusal()
 
 
 class Empty(DigitsDataModule):

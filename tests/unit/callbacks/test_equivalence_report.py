@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fits import fit as fit_task
-from helpers import assert_refused, read_csv, refused, write_zoo
+from helpers import assert_refused, read_csv, write_zoo
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from safetensors.torch import load_file
 from scipy import ndimage
@@ -442,26 +442,6 @@ def test_grids_beyond_a_limit_are_left_out_and_said(tmp_path, settings, message)
     assert [note for note in plane.results.notes if re.search(f"no search-1d grid: {message}", note)]
     assert not [path.name for path in tmp_path.rglob("*grid*")]
     assert list(tmp_path.rglob("candidates.csv"))
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        refused(PlaneGrid, dimension=0),
-        refused(PlaneGrid, dimension=2.0),
-        refused(PlaneGrid, points=1),
-        refused(PlaneGrid, points=10.0),
-        refused(PlaneGrid, bound=0.0),
-        refused(PlaneGrid, epsilon=math.inf),
-        refused(EquivalenceReport, epsilon=0),
-        refused(EquivalenceReport, epsilon_unit="V"),
-        *(refused(EquivalenceReport, through=through) for through in ([], "search", ["teacher"])),
-        refused(EquivalenceReport, inputs=0),
-        refused(EquivalenceReport, precision="half"),
-    ],
-)
-def test_arguments_that_are_refused(refusal):
-    refusal()
 
 
 # ---- runs of all kinds
