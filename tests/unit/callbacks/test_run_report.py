@@ -6,13 +6,12 @@ import textwrap
 
 import pytest
 from experiments import HalfBlindTask
-from fits import fit, quiet_trainer
+from fits import digits, fit, quiet_trainer
 from helpers import assert_refused
 from pytorch_lightning import LightningModule
 
 import lightning_sym.callbacks
 from lightning_sym.callbacks import RunReport
-from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.reports import ResultTable, RunResults
 from lightning_sym.tasks import ZooTask
@@ -31,10 +30,6 @@ class Count(RunReport):
         return RunResults(
             [ResultTable("count", "how many there are", rows)], notes=["a note"], places={"it": "count.csv"}
         )
-
-
-def digits():
-    return DigitsDataModule(max_samples=60, batch_size=20)
 
 
 def zoo_task():
