@@ -6,8 +6,9 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import linalg
 
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import NOTHING, Bools, Floats, Ints, Plan, Squares
+from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares
 
 # Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), at which norms count as balanced.
 _BALANCED = 1e-13
