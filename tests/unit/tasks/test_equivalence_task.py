@@ -155,31 +155,6 @@ def test_files_that_are_no_teacher(tmp_path):
     assert_refused(load, tmp_path / "nan.safetensors", says="not finite")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"members": 0}, "members must be an integer >= 1"),
-        ({"points": 0}, "points must be an integer >= 1"),
-        ({"seed": -1}, "seed must be an integer >= 0"),
-        ({"tolerance": 0.0}, "tolerance must be a number > 0"),
-        ({"held_out": math.nan}, "held_out must be a number > 0"),
-        ({"milestones": [0.0]}, "each of milestones must be a number > 0"),
-        ({"independence": 1.0}, "independence must be in"),
-        ({"execution": "fast"}, "execution must be"),
-        ({"max_rounds": 2}, "needs round_steps"),
-        ({"member": 1}, "member 1 is of a zoo"),
-        ({"zoo": "somewhere", "teacher": 3}, "both say"),
-        ({"network": None}, "Give network"),
-        ({"teacher": -1}, "seed >= 0"),
-        ({"teacher": 3.5}, "seed >= 0"),
-        ({"optimizer": functools.partial(torch.optim.LBFGS)}, "LBFGS"),
-    ],
-)
-def test_arguments_that_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        EquivalenceTask(**{"network": two_unit(), **options})
-
-
 def test_wrong_number_of_weights():
     with pytest.raises(ValueError, match="3 weights, and MultiLayerPerceptron has 4 parameters"):
         EquivalenceTask(two_unit(), teacher=[1.0, 2.0, 3.0]).configure_model()
