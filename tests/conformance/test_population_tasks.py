@@ -56,10 +56,6 @@ def perceptron() -> MultiLayerPerceptron:
     return MultiLayerPerceptron(widths=(6,), image_size=8)
 
 
-def norm_free(task: type[PopulationTask], **settings: Any) -> PopulationTask:
-    return task(perceptron(), **{"members": 3, "optimizer": SGD, **settings})
-
-
 def curves(pairs: int = 3, **settings: Any) -> CurveTask:
     ends = [(perceptron().fresh(2 * n), perceptron().fresh(2 * n + 1)) for n in range(pairs)]
     return CurveTask(ends, **{"members": pairs, "optimizer": SGD, **settings})
@@ -67,9 +63,10 @@ def curves(pairs: int = 3, **settings: Any) -> CurveTask:
 
 def stitching(zoo: Path, **settings: Any) -> StitchingTask:
     own = {
-        "sites": ["activation2"],
+        "sites": ["activation2", "activation4"],
         "pairs": [[0, 1], [1, 0]],
         "maps": ["full", "group", "lasso", "assignment"],
+        "head_start": 0.5,
         "optimizer": SGD,
     }
     return StitchingTask(str(zoo), **{**own, **settings})
@@ -131,9 +128,9 @@ CASES = {
     "search": Case(lambda zoo, **s: search(**s), {"members": 1}, 0, 0, processes={"ddp_members_fork": 2}),
     "stitching": Case(
         stitching,
-        {"pairs": [[0, 1]], "maps": ["group"]},
+        {"pairs": [[1, 0]], "sites": ["activation4"], "maps": ["group"]},
         0,
-        1,
+        13,
         vmap=False,
         smooth={"batch_norm": "frozen"},
         processes={"ddp_fork": 3},
@@ -184,11 +181,12 @@ def assert_close_members(a: PopulationTask, b: PopulationTask) -> None:
 def test_a_member_is_bitwise_the_one_that_is_trained_alone(case, zoo, precision):
     """With gradients that are clipped, for each member by itself."""
     algorithm = "norm" if precision == "32-true" else "value"
-    options = {"max_epochs": 2, "gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm, "precision": precision}
+    options = {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm, "precision": precision}
     together, alone = case.make(zoo), case.make(zoo, **case.alone)
     fit(together, **options)
     fit(alone, **options)
     assert len(together.numbers) >= 2
+    assert {str(parameter.dtype) for parameter in together.population.parameters()} == {f"torch.float{precision[:2]}"}
     assert_same_member(together, alone, case.together, case.number)
     free = case.make(zoo, **case.alone)
     fit(free, **{**options, "gradient_clip_val": None})
@@ -331,6 +329,23 @@ def test_a_checkpoint_of_other_members_is_refused(case, zoo, tmp_path):
         fit(case.make(zoo, **case.alone), ckpt_path=tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match="holds no population: it was not written by a"):
         case.make(zoo).on_load_checkpoint({})
+
+
+@pytest.mark.parametrize("name", [name for name in RESUMED if name not in ("half-blind", "curve")])
+def test_a_task_comes_back_from_its_checkpoint_without_running_code(name, zoo, tmp_path):
+    make = functools.partial(RESUMED[name].make, zoo, **({"network": perceptron()} if "zoo" in name else {}))
+    task, other = make(), make()
+    trainer = fit(task)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = type(task).load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert again.identity() == task.identity()
+    for number in task.numbers:
+        assert_same_member(again, task, number, number)
+    if task.kept:  # otherwise a search has found nothing to test
+        expected = trainer.test(task, digits(), verbose=False)
+        assert quiet_trainer().test(again, digits(), verbose=False) == expected
+        settings = {"ckpt_path": tmp_path / "a.ckpt", "weights_only": True, "verbose": False}
+        assert quiet_trainer().test(other, digits(), **settings) == expected
 
 
 @every

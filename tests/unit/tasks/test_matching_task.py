@@ -116,17 +116,6 @@ def test_testing_reports_all_methods(fitted, matching_zoo, tmp_path):
     assert found["pair-0-1/weights/test_midpoint_loss"] < found["pair-0-1/unmatched/test_midpoint_loss"]
 
 
-def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
-    task = MatchingTask(str(matching_zoo), pairs=[[0, 2]])
-    trainer = fit(task, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = MatchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    for method in task.methods:
-        assert_same(task.matched((0, 2), method).state_dict(), again.matched((0, 2), method).state_dict())
-    other = MatchingTask(str(matching_zoo), pairs=[[0, 1]])
-    assert_refused(lambda: fit(other, ckpt_path=tmp_path / "a.ckpt"), says="The checkpoint has pairs")
-
-
 # ---- bad input
 
 

@@ -230,16 +230,3 @@ def test_a_subclass_adds_a_kind(matching_zoo):
 
 
 # ---- checkpoints
-
-
-def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
-    task = RotationTask(str(matching_zoo), members=[0], kinds=ALL, repeats=1)
-    trainer = fit(task, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = RotationTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert again.names == task.names
-    for a, b in zip(task.branches, again.branches, strict=True):
-        assert_same(a.state_dict(), b.state_dict())
-    other = RotationTask(str(matching_zoo), members=[2], repeats=1)
-    with pytest.raises(ValueError, match=r"The checkpoint has branches member-0/.* and this run has member-2/"):
-        fit(other, ckpt_path=tmp_path / "a.ckpt")

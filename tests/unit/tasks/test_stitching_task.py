@@ -67,36 +67,7 @@ def maps_of(task) -> dict[str, dict[str, torch.Tensor]]:
 # ---- maps do not interact
 
 
-FAMILIES = ["full", "rank(1)", "group", "lasso", "assignment", "softsort"]
 SITES = ["activation2", "activation4"]
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("64-true", 1e-10)])
-def test_one_fit_is_all_separate_fits(norm_zoo, precision, tolerance):
-    common = {"optimizer": sgd(weight_decay=1e-3, momentum=0.9), "head_start": 0.5}
-    everything = StitchingTask(str(norm_zoo), pairs=[[0, 1], [2, 0]], sites=SITES, maps=FAMILIES, **common)
-    trainer = fit(everything, precision=precision, gradient_clip_val=1.0)
-    together = maps_of(everything)
-    accuracies = everything.kept
-    assert len(together) == 2 * len(SITES) * len(FAMILIES)
-    for pair, site, family in (
-        ([0, 1], "activation2", "group"),
-        ([2, 0], "activation4", "full"),
-        ([0, 1], "activation4", "assignment"),
-    ):
-        alone = StitchingTask(str(norm_zoo), pairs=[pair], sites=[site], maps=[family], **common)
-        fit(alone, precision=precision, gradient_clip_val=1.0)
-        (name,) = alone.names
-        for key, value in maps_of(alone)[name].items():
-            torch.testing.assert_close(together[name][key], value, rtol=tolerance, atol=tolerance)
-            assert value.dtype == (torch.float64 if precision == "64-true" else torch.float32) or not (
-                value.is_floating_point()
-            )
-        mine = accuracies[everything.names.index(name)]
-        assert mine["epoch"] == alone.kept[0]["epoch"]
-        assert mine["metrics"]["accuracy"] == pytest.approx(alone.kept[0]["metrics"]["accuracy"], abs=tolerance)
-        assert mine["metrics"]["loss"] == pytest.approx(alone.kept[0]["metrics"]["loss"], rel=1e-4)
-    assert trainer.current_epoch == 2
 
 
 def test_the_halves_and_the_members_stay_as_they_are(norm_zoo):
@@ -508,27 +479,6 @@ def test_skip_connections_have_maps_of_their_own(residual_zoo):
         assert [len(branch.maps) for branch in task.branches] == counts
     task = StitchingTask(str(residual_zoo), sites=[["activation", "blocks.0.activation1"]], maps=["full"])
     assert_refused(fit, task, says=("2 values cross the upper network's cut", "and only 1 the lower network's"))
-
-
-def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
-    task = StitchingTask(
-        str(norm_zoo), pairs=[[0, 1]], sites=SITES, maps=["full", "group", "assignment"], optimizer=sgd()
-    )
-    trainer = fit(task)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = StitchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert again.names == task.names
-    for a, b in zip(again.branches, task.branches, strict=True):
-        assert_same(a.state_dict(), b.state_dict())
-    (expected,) = trainer.test(task, digits(), verbose=False)
-    (found,) = make_trainer().test(again, digits(), verbose=False)
-    assert found == expected
-    # After a fit everything is in one place.
-    logits = again(digits().normalize(digits().split_tensors("test").images[:3]))
-    assert logits.shape == (6, 3, 10)
-    other = StitchingTask(str(norm_zoo), pairs=[[0, 2]], maps=["full"])
-    with pytest.raises(ValueError, match=r"The checkpoint has branches pair-0-1/.* and this run has pair-0-2/"):
-        make_trainer().fit(other, digits(), ckpt_path=tmp_path / "a.ckpt")
 
 
 # ---- bad input

@@ -401,31 +401,6 @@ def test_test_and_predict_use_the_kept_weights(tmp_path):
     assert torch.equal(accuracy, expected)
 
 
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_checkpoint_holds_the_population_and_loads_safely(tmp_path, execution):
-    task = ZooTask(myrtle(), members=2, seed=5, execution=execution, optimizer=adam)
-    run = trainer(tmp_path, epochs=2)
-    run.fit(task, digits())
-    run.save_checkpoint(tmp_path / "zoo.ckpt")
-    checkpoint = torch.load(tmp_path / "zoo.ckpt", weights_only=True)
-    population = checkpoint["population"]
-    assert population["members"] == "5-6"
-    assert_same(population["kept"][6], task.kept[6])
-    assert "population.members.0006.conv1.weight" in checkpoint["state_dict"]
-    assert checkpoint["hyper_parameters"]["network"] == myrtle().architecture
-
-    again = ZooTask.load_from_checkpoint(tmp_path / "zoo.ckpt", weights_only=True)
-    assert_same(again.population.member_state(5), task.population.member_state(5))
-    assert_same(again.kept[5], task.kept[5])
-    assert again.history == task.history
-
-    fresh = ZooTask(myrtle(), members=2, seed=5, execution=execution)
-    (found,) = trainer(tmp_path).test(
-        fresh, digits(), ckpt_path=tmp_path / "zoo.ckpt", verbose=False, weights_only=True
-    )
-    assert found["test/accuracy"] == pytest.approx(float(task.split_metrics(digits())["test"]["accuracy"].mean()))
-
-
 # ---- bad settings
 
 
