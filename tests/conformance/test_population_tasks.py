@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from experiments import CurveTask, HalfBlindTask
-from fits import Interrupt, digits, fit, quiet_trainer, saving
+from fits import Interrupt, Poison, digits, fit, quiet_trainer, saving
 from helpers import assert_same, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
 from torch import Tensor, nn
@@ -229,19 +229,6 @@ def freeze_statistics(task: PopulationTask) -> None:
         task.training_batch = lambda batch, batch_idx: task.evaluation_batch(batch)
 
 
-class Poison(Callback):
-    """Makes a member's weights NaN before the eighth step, the third of the second epoch."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        if trainer.global_step == 7:
-            found = state(task, self.number)
-            nothing = {k: torch.full_like(v, math.nan) if v.is_floating_point() else v for k, v in found.items()}
-            task.population.set_member_state(self.number, nothing)
-
-
 @pytest.mark.parametrize("interval", [None, 3, "now"])
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 @every
@@ -255,7 +242,7 @@ def test_a_member_that_diverges_stops_and_the_others_go_on(case, zoo, execution,
     if interval != "now":
         monkeypatch.setattr(Divergence, "due", property(lambda self: len(self._notes) == interval))
     with pytest.warns(UserWarning, match=f"{well.member_title(1)} was stopped") as caught:
-        fit(hurt, None, Poison(1), max_epochs=3)
+        fit(hurt, None, Poison(), max_epochs=3)
     assert [str(w.message).partition(" was ")[2] for w in caught if "was stopped" in str(w.message)] == [
         "stopped in epoch 1, step 7: its training loss is not finite. The others go on."
     ]

@@ -7,7 +7,6 @@ import fits
 import pytest
 import torch
 from helpers import assert_refused
-from pytorch_lightning import Callback
 from safetensors.torch import save_file
 
 from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
@@ -170,23 +169,11 @@ def test_no_held_out_inputs():
         fit(EquivalenceTask(two_unit(), members=2, teacher=MIXED), inputs(val_samples=0))
 
 
-class Poison(Callback):
-    """Makes one candidate's weights NaN before a step."""
-
-    def __init__(self, step=2):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        if trainer.global_step == self.step:
-            state = {name: torch.full_like(value, math.nan) for name, value in task.population.member_state(1).items()}
-            task.population.set_member_state(1, state)
-
-
 def test_a_late_look_counts_no_milestone_of_a_candidate_that_diverged_before(monkeypatch):
     monkeypatch.setattr(Divergence, "due", False)
     task = EquivalenceTask(two_unit(), members=3, teacher=MIXED, stop_when_found=False, milestones=[1e9, 1e-30])
     with pytest.warns(UserWarning, match="Candidate 1 was stopped in epoch 0, step 0"):
-        fit(task, max_epochs=1, callbacks=[Poison(0)])
+        fit(task, max_epochs=1, callbacks=[fits.Poison(1, 0)])
     assert [entry["milestones"] for entry in task.all_outcomes().values()] == [[0, -1], [-1, -1], [0, -1]]
 
 

@@ -8,8 +8,7 @@ import fits
 import pytest
 import torch
 from helpers import assert_refused, assert_same, write_zoo
-from pytorch_lightning import LightningDataModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from pytorch_lightning import Trainer
 
 from lightning_sym.connectivity import barrier
 from lightning_sym.datamodules import Resized
@@ -134,12 +133,6 @@ def test_other_data_are_refused_or_said(matching_zoo):
 
 
 def test_other_datamodules_will_do(matching_zoo):
-    class Theirs(LightningDataModule):
-        def train_dataloader(self):
-            return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
-
     task = MatchingTask(str(matching_zoo), methods=["weights", "activations"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(task, Theirs())
+    fit(task, fits.Theirs())
     assert set(task.elements[0, 1]) == {"weights", "activations"}

@@ -11,9 +11,8 @@ import torch
 from fits import quiet_trainer
 from helpers import assert_refused, assert_same, randomize_statistics, write_zoo
 from jsonargparse import ArgumentParser
-from pytorch_lightning import Callback, LightningDataModule, Trainer
+from pytorch_lightning import Callback, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import Resized
@@ -528,18 +527,11 @@ def test_members_of_different_architecture_or_input_are_refused(matching_zoo, no
     assert_refused(lambda: fit(StitchingTask(str(matching_zoo)), small), says="trained with input_shape [1, 8, 8], and")
 
 
-class Theirs(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.filterwarnings("ignore:Total length of")
 def test_other_datamodules_will_do_for_trained_maps(matching_zoo):
-    fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), Theirs())
-    message = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
-    with pytest.raises(ValueError, match=message):
-        fit(StitchingTask(str(matching_zoo), maps=["full", "assignment"]), Theirs())
+    fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), fits.Theirs())
+    task = StitchingTask(str(matching_zoo), maps=["full", "assignment"])
+    says = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
+    assert_refused(fit, task, fits.Theirs(), says=says)
 
 
 class Dropping(Network):
