@@ -11,9 +11,8 @@ import torch
 from fits import quiet_trainer
 from helpers import assert_refused, assert_same, randomize_statistics, write_zoo
 from jsonargparse import ArgumentParser
-from pytorch_lightning import Callback, LightningDataModule, Trainer
+from pytorch_lightning import Callback, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import Resized
@@ -67,36 +66,7 @@ def maps_of(task) -> dict[str, dict[str, torch.Tensor]]:
 # ---- maps do not interact
 
 
-FAMILIES = ["full", "rank(1)", "group", "lasso", "assignment", "softsort"]
 SITES = ["activation2", "activation4"]
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("64-true", 1e-10)])
-def test_one_fit_is_all_separate_fits(norm_zoo, precision, tolerance):
-    common = {"optimizer": sgd(weight_decay=1e-3, momentum=0.9), "head_start": 0.5}
-    everything = StitchingTask(str(norm_zoo), pairs=[[0, 1], [2, 0]], sites=SITES, maps=FAMILIES, **common)
-    trainer = fit(everything, precision=precision, gradient_clip_val=1.0)
-    together = maps_of(everything)
-    accuracies = everything.kept
-    assert len(together) == 2 * len(SITES) * len(FAMILIES)
-    for pair, site, family in (
-        ([0, 1], "activation2", "group"),
-        ([2, 0], "activation4", "full"),
-        ([0, 1], "activation4", "assignment"),
-    ):
-        alone = StitchingTask(str(norm_zoo), pairs=[pair], sites=[site], maps=[family], **common)
-        fit(alone, precision=precision, gradient_clip_val=1.0)
-        (name,) = alone.names
-        for key, value in maps_of(alone)[name].items():
-            torch.testing.assert_close(together[name][key], value, rtol=tolerance, atol=tolerance)
-            assert value.dtype == (torch.float64 if precision == "64-true" else torch.float32) or not (
-                value.is_floating_point()
-            )
-        mine = accuracies[everything.names.index(name)]
-        assert mine["epoch"] == alone.kept[0]["epoch"]
-        assert mine["metrics"]["accuracy"] == pytest.approx(alone.kept[0]["metrics"]["accuracy"], abs=tolerance)
-        assert mine["metrics"]["loss"] == pytest.approx(alone.kept[0]["metrics"]["loss"], rel=1e-4)
-    assert trainer.current_epoch == 2
 
 
 def test_the_halves_and_the_members_stay_as_they_are(norm_zoo):
@@ -510,57 +480,7 @@ def test_skip_connections_have_maps_of_their_own(residual_zoo):
     assert_refused(fit, task, says=("2 values cross the upper network's cut", "and only 1 the lower network's"))
 
 
-def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
-    task = StitchingTask(
-        str(norm_zoo), pairs=[[0, 1]], sites=SITES, maps=["full", "group", "assignment"], optimizer=sgd()
-    )
-    trainer = fit(task)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = StitchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert again.names == task.names
-    for a, b in zip(again.branches, task.branches, strict=True):
-        assert_same(a.state_dict(), b.state_dict())
-    (expected,) = trainer.test(task, digits(), verbose=False)
-    (found,) = make_trainer().test(again, digits(), verbose=False)
-    assert found == expected
-    # After a fit everything is in one place.
-    logits = again(digits().normalize(digits().split_tensors("test").images[:3]))
-    assert logits.shape == (6, 3, 10)
-    other = StitchingTask(str(norm_zoo), pairs=[[0, 2]], maps=["full"])
-    with pytest.raises(ValueError, match=r"The checkpoint has branches pair-0-1/.* and this run has pair-0-2/"):
-        make_trainer().fit(other, digits(), ckpt_path=tmp_path / "a.ckpt")
-
-
 # ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pairs": []}, 'pairs must be "all" or a list'),
-        ({"pairs": "some"}, 'pairs must be "all" or a list'),
-        ({"pairs": 0}, "pairs must be at least 1, got 0"),
-        ({"pairs": [[0, 1, 2]]}, r"pairs must be lists of two members' numbers, .* got \[0, 1, 2\]"),
-        ({"pairs": [[1, 1]]}, r"pairs must be of two different members, got \[1, 1\]"),
-        ({"pairs": [[0, 1], [0, 1]]}, "pairs must be different"),
-        ({"ports": "some"}, 'ports must be "all" or "branch", got \'some\''),
-        ({"batch_norm": "train"}, 'batch_norm must be "batch" or "frozen", got \'train\''),
-        ({"init": "zeros"}, 'init must be "random" or "features", got \'zeros\''),
-        ({"head_start": 1.5}, r"head_start is a fraction of the epochs and must be in \[0, 1\], got 1.5"),
-        ({"head_start": float("nan")}, r"head_start is a fraction .* got nan"),
-        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
-        ({"maps": []}, "maps must be a list of families"),
-        ({"maps": "full"}, "maps must be a list of families"),
-        ({"maps": ["ful"]}, "Unknown stitching map 'ful'; .* Did you mean 'full'\\?"),
-        ({"maps": ["full", "full"]}, "maps must be different, got 'full' twice"),
-        ({"maps": ["rank(0)"]}, "rank needs an integer >= 1"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS searches along one direction for all members"),
-        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau would tie the members'"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
-        StitchingTask("zoo", **settings)
 
 
 @pytest.mark.parametrize(
@@ -590,13 +510,6 @@ def test_sites_of_other_resolution_are_refused(norm_zoo):
         fit(StitchingTask(str(norm_zoo), sites=[sites[0][::-1]], maps=["full"], resize=True))
 
 
-def test_missing_zoos_and_members_are_said(matching_zoo, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent: the folder does not exist. Train one first"):
-        fit(StitchingTask(str(tmp_path / "absent")))
-    shutil.copy(matching_zoo / "member-0002.safetensors", tmp_path)
-    assert_refused(lambda: fit(StitchingTask(str(tmp_path))), says="Stitching needs two members or more,")
-
-
 def test_members_of_different_architecture_or_input_are_refused(matching_zoo, norm_zoo, tmp_path):
     mixed = tmp_path / "mixed"
     mixed.mkdir()
@@ -614,18 +527,11 @@ def test_members_of_different_architecture_or_input_are_refused(matching_zoo, no
     assert_refused(lambda: fit(StitchingTask(str(matching_zoo)), small), says="trained with input_shape [1, 8, 8], and")
 
 
-class Theirs(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.filterwarnings("ignore:Total length of")
 def test_other_datamodules_will_do_for_trained_maps(matching_zoo):
-    fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), Theirs())
-    message = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
-    with pytest.raises(ValueError, match=message):
-        fit(StitchingTask(str(matching_zoo), maps=["full", "assignment"]), Theirs())
+    fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), fits.Theirs())
+    task = StitchingTask(str(matching_zoo), maps=["full", "assignment"])
+    says = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
+    assert_refused(fit, task, fits.Theirs(), says=says)
 
 
 class Dropping(Network):
