@@ -247,6 +247,7 @@ def test_stages_of_separable_kinds():
         (lambda: FullyConnected(0, 3, 4), "in_channels of FullyConnected must be an integer >= 1, got 0."),
         (lambda: CircularConv(2, 3.0), "out_channels of CircularConv must be an integer >= 1, got 3.0."),
         (lambda: CircularConv(2, 3, 4), "kernel_size of CircularConv must be odd, got 4."),
+        (lambda: GroupConv(0, 3), "in_channels of GroupConv must be an integer >= 1, got 0."),
         (lambda: GroupConv(2, 3, "full", 2), "kernel_size of GroupConv must be odd, got 2."),
         (lambda: FactoredFullyConnected(2, 3, (4, 0)), "grid of FactoredFullyConnected must be an integer >= 1 or a"),
         (lambda: FactoredFullyConnected(2, 3, 4, (1, 2, 3)), "out_grid of FactoredFullyConnected must be"),

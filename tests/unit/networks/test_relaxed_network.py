@@ -67,20 +67,6 @@ def test_what_is_learned_adds_its_parameters():
     assert count(["sfc", "sconv"], 2, 8, learn_positions=True) == plain + 2 * anchors
 
 
-def outputs(network, x):
-    """Return the shapes of channels and grids behind each block."""
-    shapes = []
-    hooks = [
-        module.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape[1:])))
-        for name, module in network.named_children()
-        if name.startswith("block")
-    ]
-    network(x)
-    for hook in hooks:
-        hook.remove()
-    return shapes
-
-
 @pytest.mark.parametrize(
     ("grid", "shapes"),
     [
@@ -95,8 +81,9 @@ def outputs(network, x):
 @pytest.mark.parametrize("paths", [["conv"], ["ffc", "conv"]], ids="-".join)
 def test_channels_and_grids_of_the_blocks(paths, grid, shapes):
     network = RelaxedNetwork(paths, 3, grid, in_channels=1)
-    height, width = (grid, grid) if isinstance(grid, int) else grid
-    assert outputs(network, torch.zeros(2, 1, height, width)) == shapes
+    images = torch.zeros(2, 1, *((grid, grid) if isinstance(grid, int) else grid))
+    blocks = [network.split(site)[0] for site in network.sites()[:-1]]
+    assert [tuple(block(images).shape[1:]) for block in blocks] == shapes
     last = shapes[-1][0]
     assert (network.hidden.in_features, network.hidden.out_features) == (last, 4 * last)
 
