@@ -177,15 +177,6 @@ class ChangesItsInput(nn.Module):
         return y + x
 
 
-class CallsTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x))
-
-
 class Own(nn.Module):
     def __init__(self):
         super().__init__()
@@ -222,7 +213,6 @@ def tied():
     ("make", "words"),
     [
         (ChangesItsInput, "input of module 'layer' is changed in place"),
-        (CallsTwice, "'layer' is called more than once"),
         (Pair, "one tensor, got tuple"),
         (unused, "'spare' .Linear. has trainable parameters but is not called"),
         (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), r"outputs of shape \[N, K\], got shape"),

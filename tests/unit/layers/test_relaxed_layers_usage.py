@@ -229,18 +229,6 @@ def test_names_of_paths():
     assert parameter_paths(ResidualPathways({"a": CircularConv(1, 1)})) == {"a.weight": ("", "a"), "a.bias": ("", "a")}
 
 
-def test_stages_of_separable_kinds():
-    layer = GroupConv(2, 3, "depthwise_separable")
-    x = features(2, 8, 4, 4)
-    r = layer.rotation(layer.spatial(x))
-    y = torch.einsum("ngcij,oc->ngoij", r.view(2, 4, 2, 4, 4), layer.weight) + layer.bias[:, None, None]
-    torch.testing.assert_close(layer(x), y.flatten(1, 2))
-    for kind, stage in (("full", "spatial"), ("separable", "rotation"), ("separable", "filters")):
-        layer = GroupConv(2, 3, kind)
-        with pytest.raises(ValueError, match=kind):
-            getattr(layer, stage)(*([x] if stage != "filters" else []))
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -256,6 +244,9 @@ def test_stages_of_separable_kinds():
         (lambda: SparseConv(2, 3, anchors=0), "anchors of SparseConv must be an integer >= 1, got 0."),
         (lambda: SparseFactoredFullyConnected(2, 3, 4, 2, out_anchors=5), "on 4 positions, got out_anchors=5; use 4"),
         (lambda: GroupConv(2, 3, "pointwize"), "Unknown kind of GroupConv 'pointwize'"),
+        (lambda: GroupConv(2, 3, "full").spatial(torch.zeros(2, 8, 4, 4)), "full"),
+        (lambda: GroupConv(2, 3, "separable").rotation(torch.zeros(2, 8, 4, 4)), "separable"),
+        (lambda: GroupConv(2, 3, "separable").filters(), "separable"),
         (lambda: PolyphasePool("l3"), "Unknown norm of PolyphasePool 'l3'"),
         (lambda: PolyphasePool(groups=0), "groups of PolyphasePool must be an integer >= 1"),
         (lambda: ResidualPathways(), "needs one path at least"),

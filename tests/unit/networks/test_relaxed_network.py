@@ -222,10 +222,6 @@ def test_relaxed_network_names_bad_arguments(arguments, text):
     assert_refused(lambda: RelaxedNetwork(**{"width": 1, **arguments}), says=text)
 
 
-def test_images_of_another_size():
-    assert_refused(RelaxedNetwork(["ffc"], 1, 8), torch.zeros(2, 3, 16, 16), says="expects features of shape")
-
-
 @pytest.mark.parametrize(("kind", "written"), [("fc", "weight"), ("ffc", "theta2"), ("sfc", "u2")])
 def test_relaxed_gain_starts_near_an_equivariant_network(kind, written):
     networks = []

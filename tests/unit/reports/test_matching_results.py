@@ -78,7 +78,7 @@ def test_logged_and_printed_are_barriers_with_recalibrated_statistics(curves):
     assert found.numbers["barrier/test_loss/weights"] == pytest.approx(0.2)
     assert found.headline == found.numbers["barrier/test_loss/weights"]
     assert set(found.files) == {"symmetry.txt", "symmetry.json"}
-    assert found.files["symmetry.txt"] == f"{symmetry}\n"
+    assert found.files["symmetry.txt"] == f"{symmetry}\n" == f"{found.texts['symmetry']}\n"
     assert [name for name, _ in found.figures] == ["interpolation", "barriers"]
     assert "95 % interval" in found.notes[0]
     text = printed(lambda console: console.print(found.shown))
