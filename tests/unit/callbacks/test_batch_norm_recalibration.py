@@ -307,19 +307,21 @@ def test_task_chooses_before_what_will_be_measured(tmp_path):
 # ---- targets
 
 
-class Halves(Normed):
-    """Two frozen networks, of the second of which one batch norm is measured."""
+class Choosing(Normed):
+    """Says what is measured by a function of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose=lambda task: [(task, None)]) -> None:
         super().__init__()
-        self.other = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        self.choose = choose
 
     def recalibration_targets(self):
-        return [(self.other, ["2"]), (self.features, iter(["1"]))]
+        return self.choose(self)
 
 
 def test_targets_of_the_task(tmp_path):
-    task, data = Halves(), digits()
+    """Two frozen networks, of the second of which one batch norm is measured."""
+    task, data = Choosing(lambda task: [(task.other, ["2"]), (task.features, iter(["1"]))]), digits()
+    task.other = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     assert isinstance(task, RecalibrationTargets)
     assert not isinstance(Normed(), RecalibrationTargets)
     before = statistics(task)
@@ -347,32 +349,20 @@ def test_targets_may_depend_on_exactness(tmp_path, exact):
 
 @pytest.mark.parametrize("targets", [[], [(nn.Linear(2, 2), None)]], ids=["none", "without"])
 def test_no_batch_norm_is_said_once(tmp_path, monkeypatch, targets):
-    class Other(Normed):
-        def recalibration_targets(self):
-            return targets
-
-    task = Other()
+    task = Choosing(lambda task: targets)
     messages: list[str] = []
     monkeypatch.setattr("lightning_sym.callbacks.batch_norm_recalibration.rank_zero_info", messages.append)
     trainer(tmp_path, BatchNormRecalibration(), max_epochs=3).fit(task, digits())
-    assert messages == ["BatchNormRecalibration does nothing: Other has no batch norm with running statistics."]
+    assert messages == ["BatchNormRecalibration does nothing: Choosing has no batch norm with running statistics."]
     assert len(task.found("val end")) == 4
 
 
 # ---- for other callbacks
 
 
-class Choosing(Normed):
-    """Says what is measured by what stands in ``chosen``."""
-
-    def recalibration_targets(self):
-        return self.chosen
-
-
 def test_context_manager_and_pairs_nest(tmp_path):
     callback, inside = BatchNormRecalibration(images=45, batch_size=45), BatchNormRecalibration(exact=True)
     task, data = Choosing(), digits()
-    task.chosen = [(task, None)]
     results = {}
 
     class Asking(Callback):
@@ -384,11 +374,11 @@ def test_context_manager_and_pairs_nest(tmp_path):
                 with callback.recalibrated(trainer, module):
                     results["mean"] = statistics(module)
                 assert equal(statistics(module), exact)
-                module.chosen = []
+                chosen, module.choose = module.choose, lambda task: []
                 with inside.recalibrated(trainer, module) as measured:
                     assert measured is False
                 assert equal(statistics(module), exact)  # what was measured before is not put back too early
-                module.chosen = [(module, None)]
+                module.choose = chosen
             assert equal(statistics(module), before)
             with pytest.raises(RuntimeError, match="inside"), callback.recalibrated(trainer, module):
                 raise RuntimeError("inside")
@@ -505,11 +495,6 @@ def test_a_task_without_statistics_needs_no_forward(tmp_path):
     trainer(tmp_path, BatchNormRecalibration()).validate(task, digits(), verbose=False)
 
 
-class Misnamed(Normed):
-    def recalibration_targets(self):
-        return [(self.features, ["1", "4"])]
-
-
 ZOO = MultiLayerPerceptron(widths=(8, 6), image_size=8)
 
 
@@ -519,7 +504,7 @@ ZOO = MultiLayerPerceptron(widths=(8, 6), image_size=8)
         (Normed, [{}], Empty(max_samples=90, batch_size=16), ValueError, "needs training images, and"),
         (Normed, [{}], None, TypeError, "needs a datamodule of lightning_sym.datamodules"),
         (Formless, [{}], digits(), ValueError, "Formless with images, and it has no forward method; define forward"),
-        (Misnamed, [{}], digits(), ValueError, "batch norm '4'"),
+        (lambda: Choosing(lambda task: [(task.features, ["1", "4"])]), [{}], digits(), ValueError, "batch norm '4'"),
         (lambda: ZooTask(ZOO, members=2), [{}], digits(), TypeError, "ZooTask evaluates the members of a population"),
         (Normed, [WeightAveraging, {}], digits(), ValueError,
          "keep=False) cannot put statistics back that WeightAveraging has swapped"),

@@ -1,7 +1,9 @@
 """MatchingReport: what it evaluates is what `barrier` says, and files and loggers hold the same."""
 
+import functools
 import json
 
+import fits
 import pytest
 import torch
 from fits import fit
@@ -11,13 +13,10 @@ from matplotlib.image import imread
 from lightning_sym.callbacks import MatchingReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.connectivity import barrier
-from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MyrtleCNN
 from lightning_sym.tasks import MatchingTask
 
-
-def digits():
-    return DigitsDataModule(batch_size=100, max_samples=300)
+digits = functools.partial(fits.digits, batch_size=100, max_samples=300)
 
 
 @pytest.fixture(scope="module")

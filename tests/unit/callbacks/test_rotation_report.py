@@ -1,7 +1,9 @@
 """RotationReport: the tables and the headline say what was found, and agree with the task."""
 
+import functools
 import json
 
+import fits
 import numpy as np
 import pytest
 from fits import fit
@@ -9,14 +11,12 @@ from helpers import read_csv
 from matplotlib.image import imread
 
 from lightning_sym.callbacks import RotationReport
-from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.tasks import RotationTask
 
 KINDS = ["group", "orthogonal", "none", "undo"]
 
 
-def digits():
-    return DigitsDataModule(batch_size=100, max_samples=300)
+digits = functools.partial(fits.digits, batch_size=100, max_samples=300)
 
 
 def test_a_run_leaves_tables_a_figure_and_a_headline(matching_zoo, tmp_path):

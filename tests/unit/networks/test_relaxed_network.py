@@ -94,24 +94,6 @@ def test_rectangular_images_end_in_a_mean():
     assert not hasattr(RelaxedNetwork(["conv"], 2, 8, 1), "mean")
 
 
-@pytest.mark.parametrize("paths", COMBINATIONS, ids="-".join)
-def test_every_combination_trains(paths):
-    torch.manual_seed(0)
-    network = RelaxedNetwork(paths, 2, 8, 1, 3)
-    x, labels = torch.randn(12, 1, 8, 8), torch.arange(12) % 3
-    optimizer = torch.optim.Adam(network.parameters(), 0.01)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(network(x), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert network(x).shape == (12, 3)
-    assert all(parameter.grad is not None for parameter in network.parameters())
-    assert losses[-1] < losses[0] - 0.02
-
-
 @pytest.mark.parametrize("paths", [[kind] for kind in KINDS], ids="-".join)
 def test_new_networks_are_not_dead(paths):
     x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -125,7 +107,7 @@ def test_new_networks_are_not_dead(paths):
 
 
 @pytest.mark.parametrize("paths", COMBINATIONS, ids="-".join)
-def test_sites_cuts_and_construction(paths):
+def test_sites_cuts_gradients_and_construction(paths):
     network = RelaxedNetwork(paths, 1, 8, 1, 3)
     x = torch.randn(2, 1, 8, 8)
     assert network.sites() == [f"activation{layer}" for layer in range(5)]
@@ -135,6 +117,8 @@ def test_sites_cuts_and_construction(paths):
     again = build(network.architecture)
     again.load_state_dict(network.state_dict())
     assert torch.equal(again(x), network(x))
+    nn.functional.cross_entropy(network(x), torch.arange(2)).backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
     first, second, other = (network.fresh(seed)(x) for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
