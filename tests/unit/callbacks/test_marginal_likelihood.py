@@ -9,7 +9,7 @@ import fits
 import pytest
 import torch
 from fits import Given, digits, quiet_trainer
-from helpers import assert_refused, read_csv, read_rows, refused
+from helpers import assert_refused, read_csv, read_rows
 from pytorch_lightning import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
@@ -284,19 +284,6 @@ def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
     assert task.prior.log_precisions == before
     shown = {path: values["precision"] for path, values in again.records[-1]["paths"].items()}
     assert shown["layer.noise"] == pytest.approx(math.exp(before["layer.noise.linear.weight"]))
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        *(refused(MarginalLikelihood, **bad) for bad in ({"burn_in": 0}, {"every_n_epochs": 0}, {"steps": 1.5})),
-        *(refused(MarginalLikelihood, **bad) for bad in ({"samples": 0}, {"lr": 0.0}, {"engine": "jax"})),
-        *(refused(MarginalLikelihood, **bad) for bad in ({"granularity": "per_weight"}, {"ffc": "dense"})),
-        refused(MarginalLikelihood, bounds=(1.0, -1.0), says="ascending"),
-    ],
-)
-def test_bad_settings_are_refused(refusal):
-    refusal()
 
 
 class Own(LightningModule):

@@ -94,19 +94,6 @@ def test_gradient_descent_conserves_to_first_order(tmp_path, norm):
         assert drifts[40][index] / drifts[20][index] == pytest.approx(0.5, rel=0.15)
 
 
-def test_weight_decay_balances(tmp_path):
-    task = Plain(lr=0.1, weight_decay=0.05)
-    with torch.no_grad():
-        task.network[0].weight.mul_(3)
-    fit(tmp_path, task, SymmetryMonitor(every_n_epochs=5), data=loader(24), max_epochs=150)
-    for group in ("0", "2"):
-        conserved = curve(tmp_path, group, "conserved")
-        assert conserved[-1] < 0.35 * conserved[0]
-    imbalance = curve(tmp_path, "0", "imbalance")
-    assert imbalance[-1] < 0.8 * imbalance[0]
-    assert all(b < a for a, b in zip(imbalance[2::4], imbalance[6::4], strict=False))
-
-
 # ---- when
 
 

@@ -1,13 +1,14 @@
 """ZooExport and ZooReport: what a fit leaves behind, and what they refuse before it starts."""
 
 import errno
+import functools
 import json
 import math
 import os
 
+import fits
 import pytest
 import torch
-from fits import fit as fit_task
 from helpers import assert_refused, read_csv
 from matplotlib.image import imread
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 import lightning_sym._files
 from lightning_sym.callbacks import ZooExport, ZooReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, member_file
@@ -41,13 +41,12 @@ def perceptron(width=8) -> MultiLayerPerceptron:
     return MultiLayerPerceptron(widths=(width,), image_size=8)
 
 
-def digits(**changes) -> DigitsDataModule:
-    return DigitsDataModule(**{"batch_size": 16, "max_samples": 48, **changes})
+digits = functools.partial(fits.digits, max_samples=48)
 
 
 def fit(path, *callbacks, task=None, data=None, **changes) -> ZooTask:
     task = task or ZooTask(perceptron(), members=2)
-    fit_task(task, data or digits(), *callbacks, folder=path, **{"max_epochs": 2, **changes})
+    fits.fit(task, data or digits(), *callbacks, folder=path, **{"max_epochs": 2, **changes})
     return task
 
 

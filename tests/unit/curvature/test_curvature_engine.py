@@ -177,15 +177,6 @@ class ChangesItsInput(nn.Module):
         return y + x
 
 
-class CallsTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x))
-
-
 class Own(nn.Module):
     def __init__(self):
         super().__init__()
@@ -222,7 +213,6 @@ def tied():
     ("make", "words"),
     [
         (ChangesItsInput, "input of module 'layer' is changed in place"),
-        (CallsTwice, "'layer' is called more than once"),
         (Pair, "one tensor, got tuple"),
         (unused, "'spare' .Linear. has trainable parameters but is not called"),
         (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), r"outputs of shape \[N, K\], got shape"),
@@ -278,6 +268,7 @@ compute = functools.partial(factors, perceptron(), batches())
         refused(compute, engine="autogard", says="Did you mean 'autograd'"),
         refused(compute, samples=0),
         refused(compute, ffc="per-channel", says="Did you mean 'per_channel'"),
+        refused(lambda: compute() + factors(nn.Linear(4, 3), batches()), says="same network"),
         refused(register_layer, int, says="subclasses of nn.Module", error=TypeError),
         refused(lambda: register_layer(Own)(int), says="subclass of Rule", error=TypeError),
     ],
@@ -440,11 +431,6 @@ def test_dense_blocks_follow_the_order_of_the_tensor():
         torch.testing.assert_close(inside[:, c, :, :, c], expected)
         torch.testing.assert_close(outside[c, :, :, c], expected)
     assert inside[:, 0, :, :, 1].abs().max() == 0
-
-
-def test_factors_of_different_networks_cannot_be_added():
-    one, other = factors(perceptron(), batches()), factors(nn.Linear(4, 3), batches())
-    assert_refused(lambda: one + other, says="same network")
 
 
 def test_columns_fall_back_where_vmap_fails():
