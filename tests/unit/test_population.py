@@ -223,10 +223,11 @@ def test_dropped_gradients(kind):
 # ---- carry_gradients
 
 
-def test_carrying_does_not_change_the_gradients_it_was_given():
+def test_carried_gradients_are_scaled_copies_of_those_that_were_given():
     parameter = nn.Parameter(torch.zeros(2))
     gradient = torch.tensor([1.0, -2.0])
-    carry_gradients(torch.tensor(5.0), [gradient], [parameter]).backward()
+    (carry_gradients(torch.tensor(5.0), [gradient], [parameter]) / 2).backward()
+    assert parameter.grad.tolist() == [0.5, -1.0]
     parameter.grad.mul_(0)
     assert gradient.tolist() == [1.0, -2.0]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import assert_refused, assert_same
 from safetensors.torch import save as save_safetensors
+from torch import nn
 
 import lightning_sym._files
 from lightning_sym import zoo as zoo_module
@@ -340,7 +341,8 @@ def test_headers_may_be_as_large_as_the_limit_and_no_larger(folder, monkeypatch)
     assert_refused(read_member, file, says="it is cut short, or not a safetensors file")
 
 
-def test_only_damaged_members(tmp_path):
+def test_no_members_and_only_damaged_ones(tmp_path):
+    assert_refused(ModelZoo.open, tmp_path, says="holds no members. Train some", error=FileNotFoundError)
     (tmp_path / member_file(0)).write_bytes(b"")
     with (
         pytest.warns(UserWarning, match="Left out"),
@@ -400,29 +402,24 @@ def test_class_path_in_the_manifest_is_not_used(folder):
     assert isinstance(zoo.load(0), MultiLayerPerceptron)
 
 
-USER_PACKAGE = """
-from torch import nn
-from lightning_sym.networks import Network
-
 class Tiny(Network):
+    """A network of the user's own package."""
+
     def __init__(self, size: int = 2) -> None:
         super().__init__()
         self.layer = nn.Linear(size, 2)
 
     def forward(self, x):
         return self.layer(x)
-"""
 
 
-def test_package_of_the_user_needs_allow(tmp_path, monkeypatch):
-    (tmp_path / "users_package_for_zoo.py").write_text(USER_PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    network = build({"class_path": "users_package_for_zoo.Tiny", "init_args": {"size": 5}}, ["users_package_for_zoo"])
-    write_member(tmp_path / "zoo", 0, network.state_dict(), architecture=network.architecture)
-    assert_refused(lambda: ModelZoo.open(tmp_path / "zoo").load(0), says="is not in the allow-list")
-    zoo = ModelZoo.open(tmp_path / "zoo", allow=["users_package_for_zoo"])
+def test_package_of_the_user_needs_allow(tmp_path):
+    network = build({"class_path": f"{__name__}.Tiny", "init_args": {"size": 5}}, [__name__])
+    add(tmp_path, 0, network)
+    assert_refused(lambda: ModelZoo.open(tmp_path).load(0), says="is not in the allow-list")
+    zoo = ModelZoo.open(tmp_path, allow=[__name__])
     for view in (zoo, zoo.filter(lambda member: True)):
-        assert torch.equal(view.load(0).layer.weight, network.layer.weight)
+        assert torch.equal(view.load(0).layer.weight, network.fresh(0).layer.weight)
 
 
 def test_passing_a_network(folder):
@@ -448,9 +445,8 @@ def test_weights_that_do_not_fit(folder):
 
 
 def _write_some(path: Path, first: int) -> None:
-    network = perceptron()
     for number in range(first, first + 5):
-        write_member(path, number, network.fresh(number).state_dict(), architecture=network.architecture)
+        add(path, number)
         rebuild_manifest(path)
 
 
