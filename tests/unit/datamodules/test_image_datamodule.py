@@ -136,18 +136,6 @@ def test_with_a_trainer(tiny, recorder):
     assert data.loads == 1
 
 
-def test_a_population_gets_a_row_per_member(tiny, recorder):
-    data = tiny(batch_size=9, shift=1)
-    task = recorder(data)
-    task.member_seeds = (4, 0, 2)
-    fit(task, data, num_sanity_val_steps=0)
-    alone = recorder(data)
-    alone.member_seeds = (0,)
-    fit(alone, data, num_sanity_val_steps=0)
-    assert [len(batch) for _, batch in task.seen] == [3] * 4
-    assert [batch[1] for _, batch in task.seen] == [batch[0] for _, batch in alone.seen]
-
-
 def test_overfit_batches_repeats_the_same_batches(tiny, recorder):
     data = tiny(batch_size=9)
     task = recorder(data)
