@@ -37,16 +37,6 @@ def test_smaller_training_sets_are_parts_of_larger_ones(tiny):
     assert numbers(few, "test") == [0, 1, 2]
 
 
-def test_setup_reads_once(tiny):
-    data = tiny(batch_size=4)
-    data.setup("fit")
-    before = data.split_tensors("train").images
-    data.setup("test")
-    data.test_dataloader()
-    assert data.loads == 1
-    assert data.split_tensors("train").images is before
-
-
 def test_sizes_are_known_before_the_data_are_read(tiny):
     data = tiny(transforms=[Quadrant()])
     assert data.num_classes == 40
