@@ -134,14 +134,19 @@ def test_quadrant_targets(numbered):
     assert both.output_names(("a", "b"))[:3] == ("a upper left", "b upper left", "a upper right")
 
 
-@pytest.mark.parametrize("transform", [Rotated(), Translated(2.5), Quadrant(), Quadrant(size=12), Resized(11)])
-def test_an_image_depends_on_its_index_and_the_split_only(numbered, transform):
-    source = numbered(1500, (1, 9, 7))  # more than one piece of work
+TRANSFORMS = [Rotated(), Translated(2.5), Quadrant(), Quadrant(target="digit", size=12), Resized(11)]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("shape", [(1, 9, 7), (3, 4, 5), (2, 1, 4)])
+def test_an_image_depends_on_its_index_and_the_split_only(numbered, transform, shape):
+    source = numbered(1500, shape)  # more than one piece of work
     before = source.images.clone()
     images, labels = transform(*source, "train")
     assert torch.equal(source.images, before)
     assert images.dtype == torch.uint8
-    assert tuple(images.shape[1:]) == transform.output_shape((1, 9, 7))
+    assert tuple(images.shape[1:]) == transform.output_shape(shape)
+    assert int(labels.max()) < transform.output_classes(10)
     for count in (1, 17, 1100):
         part, part_labels = transform(source.images[:count], source.labels[:count], "train")
         assert torch.equal(part, images[:count])
