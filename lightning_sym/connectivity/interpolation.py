@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.symmetry.tracing.capture import evaluating
+from lightning_sym.networks.modes import evaluating
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
+from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,18 @@ def test_ties_of_signs_and_keys() -> None:
     found = canonicalize(symmetry, network)
     again = canonicalize(symmetry, found.network)
     assert difference(again.network, found.network) == 0
+
+
+def test_units_that_only_the_places_of_their_weights_tell_apart_are_sorted() -> None:
+    network = nn.Sequential(nn.Linear(2, 2, bias=False), nn.GELU(), nn.Linear(2, 1)).double()
+    with torch.no_grad():
+        network[0].weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+        network[2].weight.fill_(1.0)
+    symmetry = trace_symmetry(network, torch.randn(4, 2, dtype=torch.float64))
+    swapped = symmetry.act(replace(symmetry.identity(), permutation=torch.tensor([1, 0])), network)
+    one, two = (canonicalize(symmetry, member) for member in (network, swapped))
+    assert difference(one.network, two.network) == 0
+    assert not one.notes
 
 
 @pytest.mark.parametrize("scales", ["balanced", "unit"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.matching.assignment_costs import (
@@ -21,7 +22,6 @@ from lightning_sym.symmetry.matching.assignment_costs import (
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent, best_blocks, block_systems
 from lightning_sym.symmetry.matching.weights import Match, match_of
-from lightning_sym.symmetry.tracing.capture import evaluating
 from lightning_sym.symmetry.watching import watched
 
 
