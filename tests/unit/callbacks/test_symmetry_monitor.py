@@ -165,15 +165,9 @@ def test_example_input_array_is_used(tmp_path):
 
 
 def test_two_monitors(tmp_path):
-    class Pair(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.second = sequential(1)
-
-        def forward(self, x):
-            return self.network(x) + self.second(x)
-
-    fit(tmp_path, Pair(), SymmetryMonitor(), SymmetryMonitor(network="second", prefix="second"))
+    pair = Program(lambda net, x: net.one(x) + net.two(x), {"one": sequential(), "two": sequential(1)})
+    monitors = SymmetryMonitor(network="network.one"), SymmetryMonitor(network="network.two", prefix="second")
+    fit(tmp_path, Plain(pair), *monitors)
     assert curve(tmp_path, "0", "imbalance") != [r["imbalance"] for r in rows(tmp_path, "second") if r["group"] == "0"]
     assert (tmp_path / "results" / "second_distance.csv").is_file()
 
