@@ -11,10 +11,10 @@ from lightning_sym.curvature import Evidence, PrecisionOptimizer, factors, param
 from lightning_sym.layers import FactoredFullyConnected
 
 
-def evidence_of(network, x, y, likelihood, granularity="per_tensor", temperature=1.0, **settings):
+def evidence_of(network, x, y, likelihood, granularity="per_tensor", **settings):
     groups = parameter_groups(network, granularity)
     found = factors(network, [(x, y)], likelihood, **settings)
-    return Evidence.of(network, found, groups, temperature=temperature)
+    return Evidence.of(network, found, groups)
 
 
 def exact_log_evidence(features, targets, prior_variance, sigma):

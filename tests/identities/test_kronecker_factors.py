@@ -237,15 +237,6 @@ def test_the_trace_is_right_for_inputs_of_unit_norm():
     assert abs(trace / expected - 1) < 1e-12
 
 
-def test_eigenvalues_of_a_factored_layer_stay_small_problems():
-    network, x, y = with_data("factored")
-    found = factors(network, [(x, y)])
-    block, spectrum = found.blocks["0.theta1"], found.eigenvalues()["0.theta1"]
-    assert spectrum.out.shape == (2,)
-    assert spectrum.inner.shape == (3, 24)
-    assert spectrum.size == block.size == 2 * 3 * 24
-
-
 def with_data(layer, count=5, likelihood="classification"):
     network, shape = with_head(layer)
     return network, *data(count, shape, 3, likelihood)

@@ -275,13 +275,6 @@ def test_statistics_change_only_between_the_hooks(tmp_path):
     assert changed == ["on_validation_epoch_start", "on_validation_epoch_end"] * 2
 
 
-def test_sanity_check_is_left_alone(tmp_path):
-    task, data = Normed(), digits()
-    before = statistics(task)
-    trainer(tmp_path, BatchNormRecalibration(), limit_train_batches=0, num_sanity_val_steps=1).fit(task, data)
-    assert all(equal(found, before) for found in task.found("val"))
-
-
 def test_task_chooses_before_what_will_be_measured(tmp_path):
     """What the task does in on_validation_start comes before, as a task that rounds its weights needs."""
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from backpack.context import CTX
-from helpers import assert_refused, refused
+from helpers import Program, assert_refused, of, refused
 from torch import Tensor, nn
 
 from lightning_sym.curvature import (
@@ -165,16 +165,14 @@ def test_operations_in_place_behind_a_layer_do_no_harm():
         assert torch.equal(block.out_factor, expected[name].out_factor)
 
 
-class ChangesItsInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
+def changes_its_input():
+    def forward(net, x):
         x = x + 0
-        y = self.layer(x)
+        y = net.layer(x)
         x.mul_(2)
         return y + x
+
+    return Program(forward, {"layer": of(nn.BatchNorm1d, 4)})
 
 
 class Own(nn.Module):
@@ -184,16 +182,6 @@ class Own(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.matrix.T
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.layer(x)
-        return y, y
 
 
 def unused():
@@ -212,8 +200,8 @@ def tied():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (ChangesItsInput, "input of module 'layer' is changed in place"),
-        (Pair, "one tensor, got tuple"),
+        (changes_its_input, "input of module 'layer' is changed in place"),
+        (lambda: Program(lambda net, x: (net.layer(x), x), {"layer": of(nn.Linear, 4, 3)}), "one tensor, got tuple"),
         (unused, "'spare' .Linear. has trainable parameters but is not called"),
         (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), r"outputs of shape \[N, K\], got shape"),
     ],

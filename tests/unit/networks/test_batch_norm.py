@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import Program, assert_refused, of
 from torch import Tensor, nn
 
 from lightning_sym._distributed import device_of, wide
@@ -188,21 +188,15 @@ def test_some_of_the_batch_norms(exact):
         torch.testing.assert_close(network[4].running_mean, inputs.mean((0, 2, 3)), **EXACT)
 
 
-class Branching(nn.Module):
-    """A batch norm that is there in training only, as the auxiliary heads of GoogLeNet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.BatchNorm1d(2)
-        self.auxiliary = nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.main(x) + (self.auxiliary(x) if self.training else 0)
+def with_auxiliary_head() -> nn.Module:
+    """Return a network with a batch norm that is there in training only, as the auxiliary heads of GoogLeNet."""
+    norms = {"main": of(nn.BatchNorm1d, 2), "auxiliary": of(nn.BatchNorm1d, 2)}
+    return Program(lambda net, x: net.main(x) + (net.auxiliary(x) if net.training else 0), norms)
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_batch_norms_that_are_not_reached_are_left_alone(exact):
-    network = Branching()
+    network = with_auxiliary_head()
     network(torch.randn(4, 2))
     before = statistics(network.auxiliary)
     assert recalibrate_batch_norm(network, [torch.randn(4, 2)], exact=exact) == ["main"]

@@ -5,7 +5,7 @@ import torch
 from helpers import assert_refused
 from torch import nn
 
-from lightning_sym.layers import GroupMax, PolyphasePool, ResidualPathways, parameter_paths
+from lightning_sym.layers import PolyphasePool, ResidualPathways, parameter_paths
 from lightning_sym.networks import RelaxedNetwork, build
 
 KINDS = ["fc", "ffc", "sfc", "conv", "sconv", "gconv", "gconv_full", "gconv_separable", "gconv_depthwise_separable"]
@@ -88,12 +88,6 @@ def test_channels_and_grids_of_the_blocks(paths, grid, shapes):
     assert (network.hidden.in_features, network.hidden.out_features) == (last, 4 * last)
 
 
-def test_rectangular_images_end_in_a_mean():
-    network = RelaxedNetwork(["conv"], 2, (8, 32), 1)
-    assert network.mean.kernel_size == (1, 4)
-    assert not hasattr(RelaxedNetwork(["conv"], 2, 8, 1), "mean")
-
-
 @pytest.mark.parametrize("paths", [[kind] for kind in KINDS], ids="-".join)
 def test_new_networks_are_not_dead(paths):
     x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -151,13 +145,6 @@ def test_a_block_is_the_mean_of_its_paths_unless_said_otherwise(scale):
     )
     expected = (fc + PolyphasePool()(conv + gconv)) * (scale or 1 / 3)
     torch.testing.assert_close(block(x), expected)
-
-
-def test_group_networks_lift_first_and_take_the_maximum_before_the_linear_layers():
-    names = [name for name, _ in RelaxedNetwork(["ffc", "gconv"], 2, 8, 1).named_children()]
-    assert names[0] == "lift"
-    assert names[-5:] == ["group_max", "flatten", "hidden", "activation4", "classifier"]
-    assert not any(isinstance(module, GroupMax) for module in RelaxedNetwork(["conv"], 2, 8).modules())
 
 
 def test_linear_layers_start_without_bias():
