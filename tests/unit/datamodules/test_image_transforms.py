@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_sym.datamodules import DigitsDataModule, ImageTransform, Quadrant, Resized, Rotated, Translated
+from lightning_sym.datamodules import ImageTransform, Quadrant, Resized, Rotated, Translated
 from lightning_sym.datamodules.transforms import paste, resize, rotate, translate
 
 
@@ -181,14 +181,14 @@ def test_resize_is_bilinear_and_rounded():
     assert resize(images, (1, 1)).item() == 139  # 138.75
 
 
-def test_transforms_compose_in_a_datamodule():
-    data = DigitsDataModule(transforms=[Resized(16), Rotated(30), Quadrant(target="digit"), Inverted()])
-    assert data.input_shape == (1, 32, 32)
-    assert data.image_size == (32, 32)
-    assert data.in_channels == 1
-    assert data.num_classes == 10
-    assert data.split_tensors("test").images.shape == (359, 1, 32, 32)
-    assert int(data.split_tensors("test").images[0].max()) == 255  # the canvas, inverted
+def test_transforms_compose_in_a_datamodule_whose_sizes_are_known_before_the_data_are_read(tiny):
+    data = tiny(transforms=[Resized(7), Rotated(30), Quadrant(), Inverted()])
+    assert (data.input_shape, data.image_size, data.in_channels) == ((2, 14, 14), (14, 14), 2)
+    assert (data.num_classes, data.class_names[10]) == (40, "0 upper right")
+    assert data.loads == 0
+    images = data.split_tensors("test").images
+    assert images.shape == (12, 2, 14, 14)
+    assert int(images[0].max()) == 255  # the canvas, inverted
 
 
 def test_config_is_plain_and_comes_back():
