@@ -155,7 +155,9 @@ def test_it_warns_when_it_has_not_arrived():
         project_to_birkhoff(matrix, max_iterations=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert project_to_birkhoff(matrix.float()).dtype == torch.float32
+        found = project_to_birkhoff(matrix.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), project_to_birkhoff(matrix, 1e-10, 200_000), rtol=0, atol=1e-6)
 
 
 # ---- rounding

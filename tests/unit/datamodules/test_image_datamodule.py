@@ -7,7 +7,7 @@ import torch
 from fits import fit
 from helpers import assert_refused
 
-from lightning_sym.datamodules import DigitsDataModule, Quadrant, Rotated, TensorLoader
+from lightning_sym.datamodules import DigitsDataModule, Rotated, TensorLoader
 from lightning_sym.datamodules.base import channel_statistics
 
 
@@ -35,16 +35,6 @@ def test_smaller_training_sets_are_parts_of_larger_ones(tiny):
     assert numbers(few, "train") == whole[:3]
     assert numbers(few, "val") == val[:3]
     assert numbers(few, "test") == [0, 1, 2]
-
-
-def test_sizes_are_known_before_the_data_are_read(tiny):
-    data = tiny(transforms=[Quadrant()])
-    assert data.num_classes == 40
-    assert data.input_shape == (2, 10, 12)
-    assert data.in_channels == 2
-    assert data.image_size == (10, 12)
-    assert data.class_names[10] == "0 upper right"
-    assert data.loads == 0
 
 
 def test_transforms_see_the_whole_source(tiny):
