@@ -198,21 +198,6 @@ def test_penalties_are_against_the_own_member(fitted):
     assert float(metrics["penalty/orthogonal"]) == pytest.approx(sum(by_site) / 2, abs=1e-7)
 
 
-def test_testing_uses_the_kept_weights(fitted, matching_zoo):
-    task = RotationTask(str(matching_zoo), members=[0], kinds=ALL, repeats=1)
-    trainer = fit(task)
-    kept = {index: record["state"] for index, record in task.kept.items()}
-    (found,) = trainer.test(task, digits(), verbose=False)
-    assert found["test_penalty/undo"] == 0.0
-    data = digits()
-    images, labels = data.normalize(data.split_tensors("test").images), data.split_tensors("test").labels
-    task.population.set_member_state(0, kept[0])
-    task.branches[0].eval()
-    accuracy = float((task.branches[0](images).argmax(1) == labels).double().mean())
-    clean = float((task.members["0"](images).argmax(1) == labels).double().mean())
-    assert found["test_penalty/group"] == pytest.approx(clean - accuracy, abs=1e-6)
-
-
 def test_a_subclass_adds_a_kind(matching_zoo):
     class Halved(RotationTask):
         known_kinds = (*RotationTask.known_kinds, "half")
