@@ -115,6 +115,7 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: surface(chunk=0), "chunk must be an integer >= 1"),
         (lambda: surface(dtype=torch.long), "dtype must be a floating dtype"),
         (lambda: surface(nn.Linear(1, 1)), r"shape of the outputs, \[21, 1, 1, 1\]"),
+        (lambda: surface(targets=torch.zeros(21, 2)), r"shape of the outputs, \[21, 1\]"),
         (lambda: surface(targets=torch.zeros(3, 1)), "21 inputs and 3 targets"),
         (lambda: surface(inputs=LINE[:0]), "at least one input"),
         (lambda: surface(inputs=LINE * NAN), "inputs holds numbers that are not finite"),
