@@ -162,8 +162,6 @@ def test_an_update_takes_so_many_steps_of_adam(tmp_path):
 
 def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
     class Watch(MarginalLikelihood):
-        """Writes down how far each update goes."""
-
         moved = ()
 
         def _update(self, trainer, number, epoch):

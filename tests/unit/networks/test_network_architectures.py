@@ -70,6 +70,11 @@ def test_activations_are_where_the_paper_counts_them(network: Network, positions
     assert network.sites() == [names[i] for i in positions]
 
 
+def test_site_names() -> None:
+    assert LeNet5().sites() == [f"activation{i}" for i in range(1, 5)]
+    assert CIFARResNet(width=2).sites()[:3] == ["activation", "blocks.0.activation1", "blocks.0.activation2"]
+
+
 @pytest.mark.parametrize("size", [8, 9, 28, 32, 45, (8, 33)])
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_channels_and_grids_of_the_blocks(paths, grid, shapes):
     images = torch.zeros(2, 1, *((grid, grid) if isinstance(grid, int) else grid))
     blocks = [network.split(site)[0] for site in network.sites()[:-1]]
     assert [tuple(block(images).shape[1:]) for block in blocks] == shapes
+    assert isinstance(getattr(network, "mean", None), nn.AvgPool2d) == (images.shape[2] != images.shape[3])
     last = shapes[-1][0]
     assert (network.hidden.in_features, network.hidden.out_features) == (last, 4 * last)
 
