@@ -4,14 +4,12 @@ from lightning_sym.similarity.cka import CKA, ChannelStatistics, CKAMatrix
 from lightning_sym.similarity.features import Features, features_of
 from lightning_sym.similarity.kernels import gram, hsic
 from lightning_sym.similarity.matrix import SimilarityMatrix
-from lightning_sym.similarity.measures import DEFAULT_MEASURES, MEASURES, Layer, Measure
+from lightning_sym.similarity.measures import Layer, Measure
 from lightning_sym.similarity.population import Link, PopulationSimilarity
 from lightning_sym.similarity.procrustes import GroupProcrustes, OrthogonalProcrustes
 
 __all__ = [
     "CKA",
-    "DEFAULT_MEASURES",
-    "MEASURES",
     "CKAMatrix",
     "ChannelStatistics",
     "Features",

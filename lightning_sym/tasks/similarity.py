@@ -15,8 +15,8 @@ from lightning_sym._distributed import summed
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
-from lightning_sym.similarity import DEFAULT_MEASURES, Features, Layer, Link, Measure, PopulationSimilarity, features_of
-from lightning_sym.similarity.measures import Setting
+from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
+from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_two
 from lightning_sym.tasks.population import check_words, first_difference

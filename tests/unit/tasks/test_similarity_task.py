@@ -15,7 +15,10 @@ from lightning_sym.tasks import SimilarityTask
 from lightning_sym.tasks import similarity as module
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
+]
 
 # Sums in float64 of features in float32, of other batches.
 ROUNDING = {"atol": 1e-5, "rtol": 1e-5}
@@ -163,7 +166,8 @@ def test_live_channels_are_counted(tmp_path):
     fits.fit(task, digits(), SimilarityReport(), folder=tmp_path)
     assert task.live["trained"] == {(0, 0): [(4, 6)], (0, 1): [(6, 6)]}
     rows = read_rows(tmp_path / "results" / "channels")
-    assert [row["live"] for row in rows] == [4, 6, 6, 6]
+    assert [(row["weights"], row["live"]) for row in rows][:2] == [("trained", 4), ("trained", 6)]
+    assert len(rows) == 4
     note = read_rows(tmp_path / "results" / "summary")[0]["note"]
     assert note.startswith("no interval")  # one pair
 
@@ -184,7 +188,7 @@ def test_pairs_are_drawn_and_intervals_are_over_models(matching_zoo, tmp_path):
 @pytest.mark.parametrize(
     "refusal",
     [
-        refused(SimilarityTask, "zoo", measures=["cca"], says=["No measure 'cca'", "cka_linear"]),
+        refused(SimilarityTask, "zoo", measures=["cca"], says=["Unknown measure 'cca'", "cka_linear"]),
         refused(SimilarityTask, "zoo", measures=[], says="measures must be a list of different names"),
         refused(SimilarityTask, "zoo", measures={"group": {"kernel": "max"}}, says="kernel"),
         refused(SimilarityTask, "zoo", measures={"cka_max": {"estimator": "minibatch"}}, says="statistics"),
@@ -202,11 +206,15 @@ def test_wrong_settings_are_one_sentence(refusal):
     refusal()
 
 
-def test_sites_and_numbers_that_are_not_there_are_one_sentence(matching_zoo):
-    for settings, says in (
-        ({"sites": ["relu"]}, "relu"),
-        ({"pairs": 4}, "at most the 3"),
-        ({"pairs": [[0, 9]]}, "No member 9"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            fits.fit(SimilarityTask(str(matching_zoo), **settings), digits())
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"sites": ["relu"]}, "relu"), ({"pairs": 4}, "at most the 3"), ({"pairs": [[0, 9]]}, "No member 9")],
+)
+def test_sites_and_numbers_that_are_not_there_are_one_sentence(matching_zoo, settings, says):
+    with pytest.raises(ValueError, match=says):
+        fits.fit(SimilarityTask(str(matching_zoo), **settings), digits())
+
+
+def test_data_that_do_not_come_as_they_are_are_refused(matching_zoo):
+    with pytest.raises(TypeError, match="needs an image datamodule"):
+        fits.fit(SimilarityTask(str(matching_zoo)), fits.Given(torch.randn(20, 1, 8, 8), torch.eye(10).repeat(2, 1)))
