@@ -273,11 +273,14 @@ class SimilarityTask(LightningModule):
         return torch.optim.SGD([self.nothing], lr=0.0)
 
     def on_fit_start(self) -> None:
-        """Begin anew, with the networks on the right device."""
+        """Bring the networks to the right device."""
         dtype = self.dtype if isinstance(self.dtype, torch.dtype) else None
         for network in self._networks.values():
             network.to(device=self.device, dtype=dtype)
-        self._squares = {}
+
+    def on_train_epoch_start(self) -> None:
+        """Begin anew."""
+        self._squares, self.images = {}, 0
         for one in self.collected:
             one.reset()  # type: ignore[operator]  # a PopulationSimilarity
 

@@ -9,8 +9,17 @@ from helpers import assert_same, read_csv, read_rows, refused, write_zoo
 
 from lightning_sym.callbacks import SimilarityReport
 from lightning_sym.datamodules import MNIST5kDataModule
-from lightning_sym.networks import LeNet5, MultiLayerPerceptron
-from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix, features_of
+from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron
+from lightning_sym.similarity import (
+    CKA,
+    Features,
+    GroupProcrustes,
+    Link,
+    OrthogonalProcrustes,
+    PopulationSimilarity,
+    SimilarityMatrix,
+    features_of,
+)
 from lightning_sym.tasks import SimilarityTask
 from lightning_sym.tasks import similarity as module
 from lightning_sym.zoo import ModelZoo
@@ -139,6 +148,44 @@ def test_layers_that_a_measure_cannot_compare_are_left_empty(tmp_path):
     rows = read_rows(tmp_path / "results" / "matrices")
     assert {row["note"] for row in rows if row["similarity"] is None} == {"not comparable"}
     assert (tmp_path / "results" / "heat_maps.png").stat().st_size > 0
+
+
+def test_a_network_whose_channels_are_tied_has_layers_of_different_kinds(tmp_path):
+    """The zero-padded shortcut of ResNet-20 ties half of the wider channels to the narrower ones."""
+    networks = [CIFARResNet(width=4, in_channels=1, image_size=8).fresh(seed).eval() for seed in (0, 1)]
+    zoo = write_zoo(tmp_path / "zoo", networks, digits())
+    task = SimilarityTask(str(zoo), measures={"group": None, "relu": {"measure": "group", "group": "relu"}}, nulls=[])
+    fits.fit(task, digits())
+    own, relu = (task.similarities[name]["trained"][0] for name in task.measures)
+    stem, wide = 0, task.layers[0].index("blocks.3.activation2")
+    assert own[stem, wide].isnan()
+    assert own.diagonal().isfinite().all()
+    assert relu.isfinite().all()
+    # A smaller group can do less.
+    assert own[wide, wide] < relu[wide, wide]
+
+
+def test_a_kernel_is_that_of_the_metric_also_where_batches_are_added_up():
+    features = {name: [torch.rand(8, 3, 2, 2, dtype=torch.float64) for _ in range(3)] for name in "abc"}
+    links = [Link("a", "b"), Link("a", "c"), Link("a", "b", shuffled=True)]
+    order = torch.roll(torch.arange(8), 3)
+    for metric in (CKA("linear", estimator="minibatch"), CKA("max"), CKA("laplace", estimator="biased")):
+        several = PopulationSimilarity(metric, ["low"], ["low"], links)
+        single = [SimilarityMatrix(metric, ["low"]) for _ in links]
+        for batch in range(3):
+            now = {name: {"low": own[batch]} for name, own in features.items()}
+            several.update({name: {"low": Features(own["low"])} for name, own in now.items()}, order)
+            for link, matrix in zip(links, single, strict=True):
+                second = now[link.second]["low"]
+                matrix.update(now[link.first], {"low": second[order] if link.shuffled else second})
+        expected = torch.stack([matrix.compute().view(1, 1) for matrix in single])
+        torch.testing.assert_close(several.compute(), expected, atol=1e-10, rtol=1e-10)
+        with pytest.raises(ValueError, match="give the order"):
+            several.update({name: {"low": Features(own[0])} for name, own in features.items()})
+        several.reset()
+        several.update({name: {"low": Features(own[0][:1])} for name, own in features.items()}, order[:1] * 0)
+        with pytest.warns(UserWarning, match="needs 4 samples|needs 2 samples"):
+            assert several.compute().isnan().all()
 
 
 def test_a_finished_run_reports_again_and_a_checkpoint_of_other_settings_is_refused(matching_zoo, tmp_path):
