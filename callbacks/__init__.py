@@ -7,6 +7,7 @@ from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.rotation_report import RotationReport
+from lightning_sym.callbacks.similarity_report import SimilarityReport
 from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.walk_report import WalkReport
@@ -23,6 +24,7 @@ __all__ = [
     "RecalibrationTargets",
     "RotationReport",
     "RunReport",
+    "SimilarityReport",
     "StitchingReport",
     "SymmetryMonitor",
     "WalkReport",

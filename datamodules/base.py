@@ -274,8 +274,12 @@ class ImageDataModule(InputDataModule):
     def train_dataloader(self) -> TensorLoader:
         """Return the shuffled and augmented training batches, with a row per member of a population.
 
-        It is an error (``ValueError``) if the training images do not fill one batch on every process.
+        For a task that trains nothing and names a split in ``epoch_split`` they are the images of that split, as they
+        are, each once. It is an error (``ValueError``) if the training images do not fill one batch on every process.
         """
+        split = None if self.trainer is None else getattr(self.trainer.lightning_module, "epoch_split", None)
+        if split is not None:
+            return self._loader(split, batch_size=self._eval_batch_size, dealt=True)
         seeds = None if self.trainer is None else getattr(self.trainer.lightning_module, "member_seeds", None)
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         return self._loader(

@@ -39,6 +39,7 @@ class EpochLoader(ABC):
         interleaved: How several processes share an epoch: each takes its part of every global batch (training), or
             each takes one contiguous part.
         drop_last: Leave out the last (global) batch if it is smaller than the others.
+        even: If interleaved: all processes have as many batches; the last one may be empty.
         rank: Index of this process, 0 <= rank < world_size.
         world_size: Number of processes.
 
@@ -55,6 +56,7 @@ class EpochLoader(ABC):
         *,
         interleaved: bool,
         drop_last: bool = False,
+        even: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -66,7 +68,7 @@ class EpochLoader(ABC):
         else:
             self._first, self._end = total * rank // world_size, total * (rank + 1) // world_size
             self._stride = batch_size
-        count = total if interleaved and drop_last else max(0, self._end - self._first)
+        count = total if interleaved and (drop_last or even) else max(0, self._end - self._first)
         self._length = count // self._stride if drop_last else -(-count // self._stride)
         self._layout = {"global_batch": batch_size * world_size, "images": total}
         self._position = 0  # batches given out in epoch self._epoch
@@ -79,7 +81,7 @@ class EpochLoader(ABC):
 
     def positions(self, index: int) -> slice:
         """Return which of the epoch's inputs make a batch of this process."""
-        first = self._first + index * self._stride
+        first = min(self._first + index * self._stride, self._end)
         return slice(first, min(first + self.batch_size, self._end))
 
     def __len__(self) -> int:
@@ -175,6 +177,8 @@ class TensorLoader(EpochLoader):
         drop_last: Leave out the last batch if it is smaller than the others (with seeds: the last global
             batch).
         reshuffle: False: every epoch has the order and the augmentation of epoch 0.
+        dealt: Without seeds: processes take whole batches in turn, in place of contiguous parts, so that the batches
+            are the same for any number of processes, and all have as many, of which the last may be empty.
         device: Where the batches are made. None: where ``images`` lie.
 
     Attributes:
@@ -207,6 +211,7 @@ class TensorLoader(EpochLoader):
         world_size: int = 1,
         drop_last: bool = False,
         reshuffle: bool = True,
+        dealt: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         check_images(images, labels)
@@ -220,9 +225,15 @@ class TensorLoader(EpochLoader):
         if isinstance(seeds, Sequence) and len(seeds) == 0:
             raise ValueError("seeds must hold at least one seed, got an empty sequence.")
 
-        shuffled = seeds is not None
+        whole = seeds is not None or dealt
         super().__init__(
-            len(images), batch_size, interleaved=shuffled, drop_last=drop_last, rank=rank, world_size=world_size
+            len(images),
+            batch_size,
+            interleaved=whole,
+            drop_last=drop_last,
+            even=dealt,
+            rank=rank,
+            world_size=world_size,
         )
         if drop_last and len(self) == 0:
             raise ValueError(too_large_batch(batch_size, world_size, len(images)))
@@ -230,7 +241,8 @@ class TensorLoader(EpochLoader):
         self._seeds = seeds if seeds is None or isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
         self._shift, self._flip = shift, flip
         self._reshuffle = reshuffle
-        own = slice(None) if shuffled else slice(self._first, self._end)
+        own = slice(None) if whole else slice(self._first, self._end)
+        self._offset = 0 if whole else self._first
         self.images = images[own].to(device)
         self.labels = labels[own].to(device)
         self._mean, self._scale = normalisation(mean, std, device)
@@ -279,7 +291,7 @@ class TensorLoader(EpochLoader):
         self, positions: slice, draws: tuple[Tensor, Tensor | None, Tensor | None] | None
     ) -> tuple[Tensor, Tensor]:
         if draws is None:
-            own = slice(positions.start - self._first, positions.stop - self._first)
+            own = slice(positions.start - self._offset, positions.stop - self._offset)
             return self.normalize(self.images[own]), self.labels[own]
         order, shift, flip = draws
         indices = order[..., positions]

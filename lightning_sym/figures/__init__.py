@@ -13,6 +13,7 @@ from lightning_sym.figures.equivalence_sets import (
 from lightning_sym.figures.equivalence_walks import walk_curves
 from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
+from lightning_sym.figures.similarity import Depth, HeatMap, similarity_depth, similarity_maps
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
     PenaltyPanel,
@@ -27,7 +28,9 @@ from lightning_sym.figures.zoo import confusion_matrix, validation_curves, zoo_o
 
 __all__ = [
     "Bars",
+    "Depth",
     "FoundPoint",
+    "HeatMap",
     "Lines",
     "PenaltyFamily",
     "PenaltyPanel",
@@ -51,6 +54,8 @@ __all__ = [
     "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",
+    "similarity_depth",
+    "similarity_maps",
     "sparsity_against_penalty",
     "symmetry_curves",
     "validation_curves",

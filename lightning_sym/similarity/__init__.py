@@ -1,17 +1,24 @@
 """How similar two networks' representations are, up to which symmetry."""
 
 from lightning_sym.similarity.cka import CKA, ChannelStatistics, CKAMatrix
-from lightning_sym.similarity.features import features_of
+from lightning_sym.similarity.features import Features, features_of
 from lightning_sym.similarity.kernels import gram, hsic
 from lightning_sym.similarity.matrix import SimilarityMatrix
+from lightning_sym.similarity.measures import Layer, Measure
+from lightning_sym.similarity.population import Link, PopulationSimilarity
 from lightning_sym.similarity.procrustes import GroupProcrustes, OrthogonalProcrustes
 
 __all__ = [
     "CKA",
     "CKAMatrix",
     "ChannelStatistics",
+    "Features",
     "GroupProcrustes",
+    "Layer",
+    "Link",
+    "Measure",
     "OrthogonalProcrustes",
+    "PopulationSimilarity",
     "SimilarityMatrix",
     "features_of",
     "gram",

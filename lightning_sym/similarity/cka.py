@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, TypeAlias, get_args
 
@@ -19,6 +20,82 @@ Normalize: TypeAlias = Literal["none", "channel"]
 
 _EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How kernels are made and compared; the settings are those of :class:`CKA`."""
+
+    kernel: Kernel
+    estimator: Estimator
+    normalize: Normalize
+    bandwidth: float | None
+
+    @property
+    def fewest(self) -> int:
+        """How many samples an estimate needs."""
+        return _FEWEST[self.estimator]
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the criterion is the unbiased one."""
+        return self.estimator != "biased"
+
+    def small(self, layers: Iterable[Tensor]) -> bool:
+        """Return whether a product of features with themselves is cheaper than a kernel: few numbers per sample."""
+        return self.kernel == "linear" and all(layer[0].numel() <= len(layer) for layer in layers)
+
+    def side(
+        self, layers: Sequence[Tensor], *, small: bool, statistics: Sequence["ChannelStatistics"] | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the layers of one network as they are compared with others, and the criterion of each with itself.
+
+        Args:
+            layers: Features, each of shape ``[N, C, positions]``.
+            small: Whether to return centred features of shape ``[N, D]`` in place of kernels ``[N, N]``; float64.
+            statistics: Of each layer's channels, if not their own.
+        """
+        given = [None] * len(layers) if statistics is None else [_of_channels(own) for own in statistics]
+        features = (
+            standardized(layer, scale=self.normalize == "channel", given=own)
+            for layer, own in zip(layers, given, strict=True)
+        )
+        if small:
+            made, floor = [centred_columns(layer) for layer in features], torch.zeros(len(layers))
+        else:
+            grams = [gram(layer, self.kernel, self.bandwidth) for layer in features]
+            eps = [16 * torch.finfo(each.dtype).eps for each in grams]  # of what is nothing but rounding
+            floor = torch.stack([(e * each.double()).square().mean() for e, each in zip(eps, grams, strict=True)])
+            made = [centred(each, unbiased=self.unbiased) for each in grams]
+        own = torch.stack([self._criterion(one, one, small) for one in made])
+        return made, torch.where(own > floor.to(own.device), own, 0.0)
+
+    def between(self, ours: Sequence[Tensor], theirs: Sequence[Tensor], *, small: bool) -> Tensor:
+        """Return the criteria of all pairs of layers, given as :meth:`side` returns them. Shape ``[A, B]``."""
+        return torch.stack([torch.stack([self._criterion(one, two, small) for two in theirs]) for one in ours])
+
+    def _criterion(self, one: Tensor, two: Tensor, small: bool) -> Tensor:
+        return (linear_hsic if small else inner)(one, two, unbiased=self.unbiased)
+
+    def criteria(
+        self,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        statistics: tuple[Sequence["ChannelStatistics"], Sequence["ChannelStatistics"]] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the criteria of all pairs of layers, and of each layer with itself; float64."""
+        small = self.small([*x, *y])
+        given = (None, None) if statistics is None else statistics
+        (ours, within_x), (theirs, within_y) = (
+            self.side(layers, small=small, statistics=own) for layers, own in zip((x, y), given, strict=True)
+        )
+        return self.between(ours, theirs, small=small), within_x, within_y
+
+
+def alignments(between: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the alignments, given the criteria of pairs of layers and of each with itself; NaN where one is 0."""
+    norms = torch.outer(x, y)
+    return torch.where(norms > 0, between / norms.sqrt(), math.nan)
 
 
 class CKAMatrix(SimilarityMetric):
@@ -75,6 +152,7 @@ class CKAMatrix(SimilarityMetric):
             )
         check_integers(first=first, second=second)
         self.kernel, self.estimator, self.normalize, self.bandwidth = kernel, estimator, normalize, bandwidth
+        self.alignment = Alignment(kernel, estimator, normalize, bandwidth)
         self._statistics = (statistics,)  # in a tuple: no part of the metric's state
         self._axes = axes or ([1] * first, [1] * second)
         self._layers = first, second
@@ -125,51 +203,16 @@ class CKAMatrix(SimilarityMetric):
                 getattr(self, name).append(layer.channels.clone())
             return
         self._first_size = self._first_size or samples
-        used = samples >= max(_FEWEST["minibatch"], self._first_size)
+        used = samples >= max(self.alignment.fewest, self._first_size)
         self.batches += torch.tensor([used, not used], device=self.batches.device)
         if used:
             (statistics,) = self._statistics
-            between, within_x, within_y = self._criteria(
+            between, within_x, within_y = self.alignment.criteria(
                 [layer.channels for layer in ours], [layer.channels for layer in theirs], statistics
             )
             self.between += between
             self.within_x += within_x
             self.within_y += within_y
-
-    def _criteria(
-        self,
-        x: Sequence[Tensor],
-        y: Sequence[Tensor],
-        statistics: tuple[Sequence["ChannelStatistics"], Sequence["ChannelStatistics"]] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the criteria of all pairs of layers, and of each layer with itself; float64."""
-        unbiased, n = self.estimator != "biased", len(x[0])
-        # A product of features with themselves is cheaper than a kernel where a sample has few numbers.
-        small = self.kernel == "linear" and all(layer[0].numel() <= n for layer in (*x, *y))
-        made: list[list[Tensor]] = []
-        floors = []  # of what is nothing but rounding
-        for side, layers in enumerate((x, y)):
-            given = [None] * len(layers) if statistics is None else [_of_channels(own) for own in statistics[side]]
-            features = (
-                standardized(layer, scale=self.normalize == "channel", given=own)
-                for layer, own in zip(layers, given, strict=True)
-            )
-            if small:
-                made.append([centred_columns(layer) for layer in features])
-                floors.append(torch.zeros(len(layers)))
-                continue
-            grams = [gram(layer, self.kernel, self.bandwidth) for layer in features]
-            eps = [16 * torch.finfo(each.dtype).eps for each in grams]
-            floors.append(
-                torch.stack([(e * each.double()).square().mean() for e, each in zip(eps, grams, strict=True)])
-            )
-            made.append([centred(each, unbiased=unbiased) for each in grams])
-        between = linear_hsic if small else inner
-        ours, theirs = made
-        within = [torch.stack([between(one, one, unbiased=unbiased) for one in layers]) for layers in made]
-        within = [torch.where(own > floor, own, 0.0) for own, floor in zip(within, floors, strict=True)]
-        pairs = [torch.stack([between(one, two, unbiased=unbiased) for two in theirs]) for one in ours]
-        return torch.stack(pairs), within[0], within[1]
 
     def compute(self) -> Tensor:
         """Return the alignments. Shape ``[first, second]`` (none for a single pair: torchmetrics), float64, at most 1.
@@ -183,16 +226,15 @@ class CKAMatrix(SimilarityMetric):
                 return self._undefined(f"none of {int(self.batches[1])} batches had 4 samples or more.")
         else:
             ours, theirs = ([self._whole(name) for name in names] for names in self._kept())
-            if len(ours[0]) < _FEWEST[self.estimator]:
-                needed = _FEWEST[self.estimator]
+            if len(ours[0]) < self.alignment.fewest:
+                needed = self.alignment.fewest
                 return self._undefined(f"the {self.estimator} estimator needs {needed} samples, got {len(ours[0])}.")
-            between, x, y = self._criteria(ours, theirs)
+            between, x, y = self.alignment.criteria(ours, theirs)
         for name, own in (("x", x), ("y", y)):
             constant = (own <= 0).nonzero().flatten().tolist()
             if constant:
                 undefined(f"the features of {name} at the layers {constant} are the same for all inputs.")
-        norms = torch.outer(x, y)
-        return torch.where(norms > 0, between / norms.sqrt(), math.nan)
+        return alignments(between, x, y)
 
     def _whole(self, name: str) -> Tensor:
         """Return the features of a layer, of all batches. Shape ``[N, C, positions]``."""

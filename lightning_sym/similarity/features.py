@@ -1,11 +1,12 @@
 """Features of two networks on the same inputs, brought into one form."""
 
+import copy
 import itertools
 import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,12 @@ class Features:
     def products(self) -> Tensor:
         """Return the sums of products of all pairs of channels about their means. Shape ``[C, C]``, float64."""
         return self._once("products", lambda: summed_products(self.centred(), self.centred()))
+
+    def reordered(self, order: Tensor) -> Self:
+        """Return the same features with samples in another order: place ``i`` has that of place ``order[i]``."""
+        moved = copy.copy(self)
+        moved.channels, moved._kept = self.channels[order.to(self.channels.device)], {}
+        return moved
 
     def pooled(self, sides: tuple[int, int]) -> Tensor:
         """Return the sums of the centred pixels in rectangles. Shape ``[N, C, positions / area]``."""

@@ -63,11 +63,12 @@ class SimilarityMatrix(Metric):
             )
         self.metrics = nn.ModuleList(one.clone() for row in rows for one in row)
 
-    def update(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    def update(self, first: Mapping[str, Tensor | Features], second: Mapping[str, Tensor | Features]) -> None:
         """Add a batch of features of both networks, of the same inputs in the same order.
 
         Args:
-            first: Features of the first network, by the names of its layers; others are ignored.
+            first: Features of the first network, by the names of its layers; others are ignored. As ``Features`` they
+                keep what the measures here need of one layer alone, for other matrices too.
             second: Those of the second.
 
         Raises:
@@ -83,7 +84,9 @@ class SimilarityMatrix(Metric):
             return
         kept: dict[Any, Features] = {}  # what metrics need of one layer alone is computed once
 
-        def shared(place: tuple[str, int], layer: Tensor, axes: Axes) -> Features:
+        def shared(place: tuple[str, int], layer: Tensor | Features, axes: Axes) -> Features:
+            if isinstance(layer, Features):
+                return layer
             if (place, axes) not in kept:
                 kept[place, axes] = Features(layer, axes, f"{place[0]} at layer {place[1]}")
             return kept[place, axes]

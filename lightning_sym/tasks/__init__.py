@@ -7,6 +7,7 @@ from lightning_sym.tasks.matching import MatchingTask
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.tasks.rotation import RotationTask
+from lightning_sym.tasks.similarity import SimilarityTask
 from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
 from lightning_sym.tasks.zoo import ZooTask
@@ -22,6 +23,7 @@ __all__ = [
     "PopulationLoss",
     "PopulationTask",
     "RotationTask",
+    "SimilarityTask",
     "SquaredDistance",
     "StitchingTask",
     "ZooTask",

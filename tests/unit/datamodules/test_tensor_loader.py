@@ -37,6 +37,15 @@ def test_without_seeds_gives_the_images_in_order_and_normalised(numbered):
     assert [len(batch) for batch, _ in make(numbered, drop_last=True)] == [6, 6, 6]
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_whole_batches_are_dealt_out_and_all_processes_have_as_many(numbered, processes):
+    loaders = [make(numbered, dealt=True, rank=rank, world_size=processes) for rank in range(processes)]
+    shares = [[labels.tolist() for _, labels in epoch(loader)] for loader in loaders]
+    assert {len(share) for share in shares} == {-(-4 // processes)}
+    dealt = [batch for turn in zip(*shares, strict=True) for batch in turn if batch]
+    assert dealt == [labels.tolist() for _, labels in make(numbered)]
+
+
 def test_order_is_the_documented_permutation(numbered):
     source = numbered(20)
     loader = make(numbered, seeds=7)

@@ -1,0 +1,240 @@
+"""How similar the layers of networks are, beside what comes for free."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from rich.table import Table
+from torch import Tensor
+
+from lightning_sym._statistics import bootstrap_over_models
+from lightning_sym.figures import Depth, HeatMap, similarity_depth, similarity_maps
+from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
+from lightning_sym.reports.table import ResultTable, RunResults
+
+Pair = tuple[int, int]
+UNITS = {
+    "similarity": "1: the same up to what the measure does not see; unitless; empty where layers cannot be compared",
+    "untrained": "the similarity of networks of the same architecture with fresh weights",
+    "shuffled": "the similarity when the second network is given the images in another order",
+    "above_untrained": "similarity less that of the untrained networks, mean over pairs",
+    "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
+    "std": "standard deviation over pairs, sample form",
+    "live": "channels that are not zero on all images",
+}
+_ZOOS = ("first", "other")
+_EXCESS = "above_untrained"
+
+
+@dataclass(frozen=True)
+class Similarities:
+    """What was measured.
+
+    Attributes:
+        values: By measure and kind (``trained``, ``untrained``, ``shuffled``), shape ``[pairs, layers of the first,
+            layers of the second]``.
+        pairs: Numbers of the members of each pair.
+        layers: Names of the layers of first and of second members.
+        live: By kind, zoo (0 or 1) and member: live channels and all channels of each layer.
+        one_zoo: Whether both members of a pair are of the same zoo.
+    """
+
+    values: Mapping[str, Mapping[str, Tensor]]
+    pairs: Sequence[Pair]
+    layers: tuple[Sequence[str], Sequence[str]]
+    live: Mapping[str, Mapping[tuple[int, int], Sequence[tuple[int, int]]]]
+    one_zoo: bool = True
+
+    @property
+    def models(self) -> list[Pair]:
+        """The pairs as pairs of different models: members of two zoos may have the same number."""
+        step = 0 if self.one_zoo else 1 + max(max(pair) for pair in self.pairs)
+        return [(first, second + step) for first, second in self.pairs]
+
+    def kinds(self, measure: str) -> dict[str, NDArray[np.float64]]:
+        """Return the values of a measure by column of the tables."""
+        found = {"similarity" if kind == "trained" else kind: each for kind, each in self.values[measure].items()}
+        if "untrained" in found:
+            found[_EXCESS] = found["similarity"] - found["untrained"]
+        return {name: each.double().numpy() for name, each in found.items()}
+
+    def partners(self, measure: str) -> list[int]:
+        """Return for each layer of the first the place of the layer of the second that it stands beside.
+
+        That is the one in the same place; where the networks have different numbers of layers, the most similar one.
+        """
+        first, second = map(len, self.layers)
+        if first == second:
+            return list(range(first))
+        return self.values[measure]["trained"].mean(0).nan_to_num(-math.inf).argmax(1).tolist()
+
+
+def similarity_results(found: Similarities, *, title: str, about: Mapping[str, Any]) -> RunResults:
+    """Say how similar networks are, layer by layer and beside the null values.
+
+    Args:
+        found: What was measured.
+        title: For tables and figures.
+        about: What is needed to make the tables again.
+    """
+    every = matrix_rows(found)
+    summary = _beside(found, every)
+    what = "similarity of layers of networks: "
+    numbers = {
+        f"similarity_mean/{measure}": float(np.mean([row["similarity"] for row in rows]))
+        for measure in found.values
+        if (rows := [row for row in summary if row["measure"] == measure and row["similarity"] is not None])
+    }
+    notes = [row["note"] for row in summary if row["note"].startswith("no interval")][:1]
+    return RunResults(
+        [
+            ResultTable("summary", what + "each layer with its like, over pairs", summary, UNITS, about),
+            ResultTable("matrices", what + "all layers with all, over pairs", every, UNITS, about),
+            ResultTable("pairs", what + "all layers with all, each pair", pair_rows(found), UNITS, about),
+            ResultTable("channels", "live channels of each network", channel_rows(found), UNITS, about),
+        ],
+        _figures(found, title),
+        numbers=numbers,
+        headline=next(iter(numbers.values()), None),
+        shown=_shown(summary, title),
+        notes=["mean ± standard deviation over pairs; in brackets 95 % interval for the mean, over models", *notes],
+        places={"picture": "depth.png", "maps": "heat_maps.png", "table": "summary.csv", "pairs": "pairs.csv"},
+    )
+
+
+def matrix_rows(found: Similarities) -> list[dict[str, Any]]:
+    """Return the similarity of each layer of the first with each of the second, beside the nulls, over pairs."""
+    rows = []
+    for measure in found.values:
+        kinds = found.kinds(measure)
+        table = np.stack(list(kinds.values()), axis=-1)  # pairs, layers, layers, kinds
+        flat = table.reshape(len(table), -1)
+        known = np.asarray(np.isfinite(flat).all(0))
+        ends = {end: np.full(flat.shape[1], np.nan) for end in ("mean", "std", "low", "high")}
+        note = "not comparable"
+        models = len({model for pair in found.models for model in pair})
+        if known.any():
+            interval = bootstrap_over_models(found.models, flat[:, known])
+            note = interval.note
+            for end, values in ends.items():
+                values[known] = getattr(interval, end)
+        shaped = {end: values.reshape(table.shape[1:]) for end, values in ends.items()}
+        for i, first in enumerate(found.layers[0]):
+            for j, second in enumerate(found.layers[1]):
+                row: dict[str, Any] = {"measure": measure, "first_layer": first, "second_layer": second}
+                row |= {"pairs": len(found.pairs), "models": models}
+                for k, kind in enumerate(kinds):
+                    row[kind] = finite(shaped["mean"][i, j, k])
+                    row |= {f"{kind}_{end}": finite(shaped[end][i, j, k]) for end in ("std", "low", "high")}
+                rows.append({**row, "note": note if np.isfinite(shaped["mean"][i, j]).any() else "not comparable"})
+    return rows
+
+
+def _beside(found: Similarities, every: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of each layer with the one that it stands beside."""
+    width = len(found.layers[1])
+    block = len(found.layers[0]) * width
+    return [
+        every[number * block + i * width + j]
+        for number, measure in enumerate(found.values)
+        for i, j in enumerate(found.partners(measure))
+    ]
+
+
+def pair_rows(found: Similarities) -> list[dict[str, Any]]:
+    """Return every similarity that was measured."""
+    return [
+        {
+            "measure": measure, "first": pair[0], "second": pair[1], "first_layer": first, "second_layer": second,
+            **{
+                "similarity" if kind == "trained" else kind: finite(float(values[number, i, j]))
+                for kind, values in kinds.items()
+            },
+        }
+        for measure, kinds in found.values.items()
+        for number, pair in enumerate(found.pairs)
+        for i, first in enumerate(found.layers[0])
+        for j, second in enumerate(found.layers[1])
+    ]  # fmt: skip
+
+
+def channel_rows(found: Similarities) -> list[dict[str, Any]]:
+    """Return the numbers of live channels of each network's layers."""
+    return [
+        {
+            "zoo": _ZOOS[side],
+            "member": number,
+            "weights": kind,
+            "layer": layer,
+            "live": live,
+            "channels": total,
+        }
+        for kind, networks in found.live.items()
+        for (side, number), layers in networks.items()
+        for layer, (live, total) in zip(found.layers[side], layers, strict=True)
+    ]
+
+
+def _live_share(found: Similarities, kind: str, side: int) -> list[float]:
+    """Return the fraction of live channels of each layer, mean over the members of a zoo."""
+    own = [layers for (zoo, _), layers in found.live.get(kind, {}).items() if zoo == side]
+    return [float(np.mean([live / channels for live, channels in layer])) for layer in zip(*own, strict=True)]
+
+
+def _figures(found: Similarities, title: str) -> Iterator[tuple[str, Figure]]:
+    other = 0 if found.one_zoo else 1
+    maps = [
+        HeatMap(measure, {kind: values.nanmean(0).numpy() for kind, values in kinds.items() if kind in found.live})
+        for measure, kinds in found.values.items()
+    ]
+    labels = {kind: (_labels(found, kind, 0), _labels(found, kind, other)) for kind in found.live}
+    yield "heat_maps", similarity_maps(maps, labels, title=f"Similarity, mean over pairs: {title}")
+    depths = [
+        Depth(measure, {kind: _along(values, found.partners(measure)) for kind, values in kinds.items()})
+        for measure, kinds in found.values.items()
+    ]
+    live = {kind: _live_share(found, kind, 0) for kind in found.live}
+    yield "depth", similarity_depth(depths, found.layers[0], live, title=f"Similarity over depth: {title}")
+
+
+def _labels(found: Similarities, kind: str, side: int) -> list[str]:
+    """Return the names of layers, with the share of channels that are live."""
+    shares = _live_share(found, kind, side)
+    return [f"{name}\n{share:.0%} live" for name, share in zip(found.layers[side], shares, strict=True)]
+
+
+def _along(values: Tensor, partners: Sequence[int]) -> NDArray[np.float64]:
+    """Return the similarity of each layer with the one it stands beside. Shape ``[layers, pairs]``."""
+    along: NDArray[np.float64] = torch.stack([values[:, i, j] for i, j in enumerate(partners)]).numpy()
+    return along
+
+
+def _shown(summary: Sequence[Row], title: str) -> Table:
+    nulls = [name for name in ("untrained", "shuffled") if name in summary[0]]
+    excess = ["above untrained"] if "untrained" in nulls else []
+    columns = ["layer", "similarity", *nulls, *excess]
+    lines: list[list[str] | None] = []
+    for measure in unique(summary, "measure"):
+        lines.append([f"[bold]{measure}[/bold]"])
+        for row in [row for row in summary if row["measure"] == measure]:
+            first, second = row["first_layer"], row["second_layer"]
+            cells = [_number(row, "similarity", spread=True), *(_number(row, name) for name in nulls)]
+            cells += [_number(row, _EXCESS, interval=True) for _ in excess]
+            lines.append([first if first == second else f"{first}, {second}", *cells])
+        lines.append(None)
+    return text_table(f"Similarity: {title}", columns, lines, whole=columns[1:], compact=True)
+
+
+def _number(row: Row, name: str, *, spread: bool = False, interval: bool = False) -> str:
+    if row[name] is None:
+        return "-"
+    text = f"{row[name]:{'+' if interval else ''}.3f}"
+    if spread and row[f"{name}_std"] is not None:
+        text += f" ± {row[f'{name}_std']:.3f}"
+    low, high = (numeric(row[f"{name}_{end}"]) for end in ("low", "high"))
+    return f"{text} \\[{low:.3f}, {high:.3f}]" if interval and math.isfinite(low) else text

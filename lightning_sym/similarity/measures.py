@@ -1,0 +1,121 @@
+"""Measures of similarity by name, for two networks whose layers and symmetry are known."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_sym._text import unknown
+from lightning_sym.similarity.cka import CKA
+from lightning_sym.similarity.features import Features, repeats
+from lightning_sym.similarity.kernels import Kernel
+from lightning_sym.similarity.procrustes import GroupProcrustes, OrthogonalProcrustes
+from lightning_sym.symmetry import ChannelGroup
+
+Setting: TypeAlias = bool | float | str | None
+
+_KERNELS: dict[str, Kernel] = {"cka_linear": "linear", "cka_max": "max", "cka_laplace": "laplace"}
+_SETTINGS = {
+    "group": ("group", "live", "center"),
+    "orthogonal": ("center",),
+    **dict.fromkeys(_KERNELS, ("estimator", "normalize", "bandwidth")),
+}
+MEASURES = tuple(_SETTINGS)
+DEFAULT_MEASURES = ("group", "orthogonal", "cka_linear", "cka_max")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of one layer before any data are seen.
+
+    Attributes:
+        group: What the network's own symmetry does to its channels.
+        example: Its features on two inputs.
+    """
+
+    group: ChannelGroup
+    example: Features
+
+
+class Measure:
+    """A measure of similarity by name.
+
+    Args:
+        title: What it is called in tables.
+        settings: Those of its class, and ``measure`` if it is not the title: one of ``group``, ``orthogonal``,
+            ``cka_linear``, ``cka_max``, ``cka_laplace``. For ``group`` the setting ``group`` names an activation whose
+            intertwiner group is used in place of the network's own.
+
+    Attributes:
+        title: As given.
+        kind: Which measure it is.
+        description: That, and the settings.
+
+    Raises:
+        ValueError: If there is no such measure or setting, or the setting is out of its range.
+
+    Example:
+        >>> Measure("live", {"measure": "group", "live": True}).kind
+        'group'
+    """
+
+    def __init__(self, title: str, settings: Mapping[str, Setting] | None = None) -> None:
+        given: dict[str, Any] = dict(settings or {})
+        self.title, self.kind = title, str(given.pop("measure", title))
+        if self.kind not in MEASURES:
+            raise ValueError(unknown("measure", self.kind, MEASURES))
+        for name in given:
+            if name not in _SETTINGS[self.kind]:
+                raise ValueError(unknown(f"setting of {self.kind}", name, _SETTINGS[self.kind]))
+        self.description: dict[str, Setting] = {"measure": self.kind, **given}
+        self._group = given.pop("group", None)
+        self._settings = given
+        self._example = self._cka() if self.kind in _KERNELS else self._procrustes(self._group or "relu")
+
+    def _cka(self) -> CKA:
+        return CKA(_KERNELS[self.kind], **self._settings)
+
+    def _procrustes(self, group: ChannelGroup | str, other: ChannelGroup | None = None) -> GroupProcrustes:
+        if self.kind == "orthogonal":
+            return OrthogonalProcrustes(**self._settings)
+        return GroupProcrustes(group, other, **self._settings)
+
+    def metric(self, first: Sequence[Layer], second: Sequence[Layer]) -> Metric | list[list[Metric]]:
+        """Return what :class:`SimilarityMatrix` takes for the layers of two networks."""
+        if self.kind in _KERNELS:
+            return self._cka()
+        return [[self._between(one, two) for two in second] for one in first]
+
+    def _between(self, one: Layer, two: Layer) -> Metric:
+        own = self.kind == "group" and self._group is None
+        try:
+            repeats(one.example, two.example)
+        except ValueError as error:
+            return Incomparable(str(error))
+        if own and one.group.inside != two.group.inside:
+            return Incomparable("their channels have groups of different kinds.")
+        return self._procrustes(*((one.group, two.group) if own else (self._group or "relu",)))
+
+
+class Incomparable(Metric):
+    """Stands for a measure of two layers that cannot be compared by it: the value is NaN.
+
+    Args:
+        reason: Why.
+    """
+
+    full_state_update = False
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def update(self, x: Tensor | Features, y: Tensor | Features) -> None:
+        """Take no notice."""
+
+    def compute(self) -> Tensor:
+        """Return NaN."""
+        return torch.tensor(torch.nan, dtype=torch.float64)

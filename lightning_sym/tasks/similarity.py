@@ -1,0 +1,428 @@
+"""How similar the members of a zoo are, layer by layer, beside what comes for free; nothing is trained."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import LightningModule
+from rich.progress import track
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sym._checks import check_integers
+from lightning_sym._distributed import summed
+from lightning_sym._random import derive_seed, generator
+from lightning_sym._text import unknown
+from lightning_sym.networks import Network
+from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
+from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_two
+from lightning_sym.tasks.population import check_words, first_difference
+from lightning_sym.zoo import ModelZoo
+
+Null = Literal["untrained", "shuffled"]
+
+TRAINED = "trained"
+NULLS: tuple[Null, ...] = ("untrained", "shuffled")
+_DEAD = 1e-7  # a channel whose norm is smaller, relative to the largest of its layer, is dead
+
+
+class SimilarityTask(LightningModule):
+    """Compare the layers of pairs of trained networks, by several measures, beside their null values.
+
+    The fit is one pass over a split of the data, as the datamodule normalises it and without augmentation, in which
+    every network sees every image once; nothing is trained. For each pair of members, each layer of the first is
+    compared with each of the second. A similarity means nothing by itself; each stands beside two that come for free:
+
+    - ``untrained``: of two networks of the same architecture with fresh weights, one for each member; batch norms have
+      their initial statistics;
+    - ``shuffled``: of the trained networks, where the second is given the images of each batch in another order, in
+      which none keeps its place.
+
+    The measures, with their settings (see :class:`lightning_sym.similarity.GroupProcrustes`,
+    :class:`~lightning_sym.similarity.OrthogonalProcrustes` and :class:`~lightning_sym.similarity.CKA`):
+
+    - ``group`` (``live``, ``center``, ``group``): Procrustes, up to what the network's own traced symmetry does to the
+      channels of a layer; with ``group`` the name of an activation: up to its intertwiner group, as in the paper;
+    - ``orthogonal`` (``center``);
+    - ``cka_linear``, ``cka_max``, ``cka_laplace`` (``estimator``, ``normalize``, ``bandwidth``).
+
+    Two layers that a measure cannot compare (grids that do not fit, groups of different kinds) have the value NaN.
+
+    With several processes whole batches are dealt out, so that the results are the same up to rounding. Features are
+    computed once for each network and batch, kernels once for each layer of each network. CKA keeps the features of all
+    images, on every process, unless its estimator is ``minibatch``; bound them by ``limit_train_batches``.
+
+    Args:
+        zoo: The zoo's folder.
+        other_zoo: Folder of the zoo that second members come from, of any architecture; default the same zoo.
+        pairs: Numbers of the members of each pair. ``"all"``: every two members once, or with another zoo each of one
+            with each of the other. A number: so many of these, drawn.
+        sites: Names of the layers to be compared, or ``"all"``: the networks' sites.
+        other_sites: The same for the members of the other zoo.
+        measures: Names of measures, or settings by name; a measure under a name of one's own says which it is with
+            ``measure``. Default group, orthogonal, cka_linear, cka_max.
+        split: The images: ``"train"``, ``"val"`` or ``"test"``.
+        nulls: What each similarity stands beside: some of ``"untrained"``, ``"shuffled"``; default both.
+        seed: Seed of all that is drawn: pairs, fresh weights, orders. >= 0.
+        allow: Packages of your own whose networks the zoos may hold, see ``ModelZoo.open``.
+
+    Attributes:
+        pairs: The pairs; before ``setup`` they are known only if they were given.
+        layers: Names of the layers of first and of second members; after ``setup``.
+        similarities: By measure and kind (``trained``, ``untrained``, ``shuffled``): shape ``[pairs, layers of the
+            first, layers of the second]``, float64. After the epoch.
+        live: By kind (``trained``, ``untrained``), zoo (0 or 1) and member: for each layer the number of channels that
+            are not zero on all images, and of all channels.
+        images: How many images were seen.
+
+    Logged at the end of the epoch: ``similarity/<measure>/<layer>``, the mean over pairs of the similarity of a layer
+    with the same layer of the second network, and ``similarity_untrained/...``, ``similarity_shuffled/...``; none if
+    the layers of first and second have different names.
+
+    A checkpoint holds the results. A fit that was interrupted before them begins anew.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Godfrey, Brown, Emerson, Kvinge (2022), "On the Symmetries of Deep Learning Models and their Internal
+        Representations", arXiv:2205.14258, section 5. The nulls are ours. docs/theory/similarity.md.
+
+    Example:
+        >>> SimilarityTask("runs/zoo-mnist5k/zoo", measures={"group": {"live": True}}).pairs
+        []
+    """
+
+    def __init__(
+        self,
+        zoo: str,
+        other_zoo: str | None = None,
+        pairs: Literal["all"] | int | list[list[int]] = "all",
+        sites: Literal["all"] | list[str] = "all",
+        other_sites: Literal["all"] | list[str] = "all",
+        measures: list[str] | dict[str, dict[str, Setting] | None] | None = None,
+        split: Literal["train", "val", "test"] = "test",
+        nulls: Sequence[Null] = NULLS,
+        seed: int = 0,
+        allow: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        check_words(("split", split, ("train", "val", "test")))
+        check_integers(0, seed=seed)
+        if isinstance(nulls, str) or len(set(nulls)) < len(nulls):
+            raise ValueError(f"nulls must be a list of different ones of {', '.join(NULLS)}, got {nulls!r}.")
+        for null in nulls:
+            if null not in NULLS:
+                raise ValueError(unknown("null", null, NULLS))
+        if other_zoo is None and other_sites != "all":
+            raise ValueError(f"other_sites {other_sites} are those of another zoo; give other_zoo, or use sites.")
+        self._measures = _measures(measures)
+        self.zoo = str(zoo)
+        self.other_zoo = None if other_zoo is None else str(other_zoo)
+        self._drawn: int | None = None
+        if isinstance(pairs, int):
+            check_integers(pairs=pairs)
+            self._drawn = pairs
+        given = pairs != "all" and self._drawn is None
+        self.pairs: list[Pair] = check_pairs(pairs, same=other_zoo is not None) if given else []
+        self.split, self.seed = split, seed
+        self.nulls: tuple[Null, ...] = tuple(null for null in NULLS if null in nulls)
+        self.allow = tuple(allow or ())
+        self.save_hyperparameters()
+        self._sites = _checked_sites("sites", sites), _checked_sites("other_sites", other_sites)
+        self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
+
+        self.layers: tuple[list[str], list[str]] = ([], [])
+        self.similarities: dict[str, dict[str, Tensor]] = {}
+        self.live: dict[str, dict[tuple[int, int], list[tuple[int, int]]]] = {}
+        self.images = 0
+        self._zoos: list[ModelZoo] = []
+        self._networks: dict[str, Network] = {}  # by name; not registered, so in no checkpoint
+        self._squares: dict[str, list[Tensor]] = {}
+        self._limit_val_batches: int | float | None = None
+
+    # ---- the networks
+
+    @property
+    def epoch_split(self) -> str:
+        """The split that datamodules give for the epoch, each image once and as it is."""
+        return self.split
+
+    @property
+    def measures(self) -> list[str]:
+        """The names of the measures."""
+        return list(self._measures)
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is measured: ``trained``, and the nulls."""
+        return [TRAINED, *self.nulls]
+
+    @property
+    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
+        """The zoos that first and second members come from, each with the number of one member; after ``setup``."""
+        return {
+            name: (zoo, self.pairs[0][i])
+            for i, (name, zoo) in enumerate(zip(("zoo", "other_zoo"), self._zoos, strict=False))
+        }
+
+    def setup(self, stage: str) -> None:
+        """Open the zoos, load members, find their symmetry, and make what adds up; on every process.
+
+        Raises:
+            FileNotFoundError: If there is no zoo.
+            TypeError: If the data are not of ``lightning_sym.datamodules``.
+            ValueError: If members, sites or data do not fit.
+        """
+        data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if not callable(getattr(data, "split_tensors", None)):
+            raise TypeError(
+                "SimilarityTask needs an image datamodule of lightning_sym.datamodules, whose images come as they are, "
+                f"each once; got {type(data).__name__}."
+            )
+        if not self._networks:
+            self._build(data)
+        for zoo, number in self.zoos.values():
+            check_data(zoo, number, data, trial=trial)
+        # There is nothing to validate; a pass over the validation split would be for nothing.
+        self._limit_val_batches, self.trainer.limit_val_batches = self.trainer.limit_val_batches, 0
+
+    def teardown(self, stage: str) -> None:
+        """Give the trainer its settings back."""
+        if self._limit_val_batches is not None:
+            self.trainer.limit_val_batches = self._limit_val_batches
+
+    def _build(self, data: Any) -> None:
+        first = ModelZoo.open(self.zoo, allow=self.allow)
+        zoos = [first] if self.other_zoo is None else [first, ModelZoo.open(self.other_zoo, allow=self.allow)]
+        if len(zoos) == 1:
+            require_two(first, "Similarity")
+        self.pairs = self.pairs or self._some(
+            list(combinations(first.numbers, 2) if len(zoos) == 1 else product(first.numbers, zoos[1].numbers))
+        )
+        self._zoos = zoos
+        networks: dict[str, Network] = {}
+        known: list[list[Layer]] = []
+        layers: list[list[str]] = []
+        for side, zoo in enumerate(zoos):
+            for number in self._numbers(side):
+                networks[self._name(side, number)] = network = zoo.load(number)
+                if "untrained" in self.nulls:
+                    fresh = network.fresh(derive_seed("untrained", self.seed, side, number))
+                    networks[self._name(side, number, "untrained")] = fresh.to(next(network.parameters()).dtype)
+            number = self._numbers(side)[0]
+            network = networks[self._name(side, number)]
+            sites, wanted = network.sites(), self._sites[side]
+            names = sites if wanted == "all" else wanted
+            if unknown_names := [name for name in names if name not in sites]:
+                raise ValueError(unknown("site", unknown_names[0], sites))
+            example = example_input(zoo, number, network, data)
+            symmetry, features = trace_symmetry(network, example), features_of(network, names, example)
+            groups = [symmetry.channels(name) for name in names]
+            known.append(
+                [Layer(one, Features(features[name], one.axes)) for name, one in zip(names, groups, strict=True)]
+            )
+            layers.append(names)
+        for network in networks.values():
+            network.requires_grad_(False).eval()
+        self.layers = layers[0], layers[-1]
+        self._axes = [[layer.group.axes for layer in own] for own in known]
+        self._channels = [[layer.example.size for layer in own] for own in known]
+        self._networks = networks
+        self.collected = nn.ModuleList(
+            PopulationSimilarity(measure.metric(known[0], known[-1]), *self.layers, self._links)
+            for measure in self._measures.values()
+        )
+
+    def _some(self, pairs: list[Pair]) -> list[Pair]:
+        """Return all pairs, or as many as are to be drawn."""
+        if self._drawn is None:
+            return pairs
+        if self._drawn > len(pairs):
+            raise ValueError(f"pairs must be at most the {len(pairs)} that there are, got {self._drawn}.")
+        drawn = torch.randperm(len(pairs), generator=generator("pairs", self.seed))[: self._drawn]
+        return [pairs[place] for place in sorted(drawn.tolist())]
+
+    def _numbers(self, side: int) -> list[int]:
+        """Return the numbers of a zoo's members that are in a pair."""
+        places = (0, 1) if len(self._zoos) == 1 else (side,)
+        return sorted({pair[place] for pair in self.pairs for place in places})
+
+    def _name(self, side: int, number: int, kind: str = TRAINED) -> str:
+        """Return the name of a network: a member, or its untrained counterpart."""
+        zoo = "member" if side == 0 else "other"
+        return f"{zoo} {number}" + (", untrained" if kind == "untrained" else "")
+
+    @property
+    def _links(self) -> list[Link]:
+        """What is compared: all pairs of one kind, then of the next."""
+        other = len(self._zoos) - 1
+        return [
+            Link(self._name(0, first, kind), self._name(other, second, kind), kind == "shuffled")
+            for kind in self.kinds
+            for first, second in self.pairs
+        ]
+
+    # ---- the pass over the data
+
+    def configure_optimizers(self) -> Optimizer:
+        """Return one that moves nothing."""
+        return torch.optim.SGD([self.nothing], lr=0.0)
+
+    def on_fit_start(self) -> None:
+        """Bring the networks to the right device."""
+        dtype = self.dtype if isinstance(self.dtype, torch.dtype) else None
+        for network in self._networks.values():
+            network.to(device=self.device, dtype=dtype)
+
+    def on_train_epoch_start(self) -> None:
+        """Begin anew."""
+        self._squares, self.images = {}, 0
+        for one in self.collected:
+            one.reset()  # type: ignore[operator]  # a PopulationSimilarity
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Add a batch of images, which all networks see."""
+        images = batch[0]
+        if len(images):
+            self._add(images, batch_idx * self.trainer.world_size + self.trainer.global_rank)
+        return (0.0 * self.nothing).sum()
+
+    def _add(self, images: Tensor, number: int) -> None:
+        features: dict[str, dict[str, Features]] = {}
+        for name, network in self._networks.items():
+            side = int(name.startswith("other"))
+            values = features_of(network, self.layers[side], images)
+            features[name] = {
+                layer: Features(values.pop(layer), axes, f"{name} at {layer}")
+                for layer, axes in zip(self.layers[side], self._axes[side], strict=True)
+            }
+            squares = [layer.channels.double().square().sum((0, 2)) for layer in features[name].values()]
+            before = self._squares.get(name, [torch.zeros_like(one) for one in squares])
+            self._squares[name] = [one + two for one, two in zip(before, squares, strict=True)]
+        order = _another_order(len(images), generator("shuffled", self.seed, number))
+        for one in self.collected:
+            one.update(features, order)  # type: ignore[operator]
+        self.images += len(images)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Look at nothing: all that is to be seen is seen in the epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Compute all similarities, log them, and end the fit."""
+        found = list(zip(self._measures, self.collected, strict=True))
+        bar = self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
+        for name, one in track(found, description="comparing", transient=True) if bar else found:
+            values = one.compute()  # type: ignore[operator]
+            one.reset()  # type: ignore[operator]  # what is kept for it can be large
+            self.similarities[name] = dict(zip(self.kinds, values.split(len(self.pairs)), strict=True))
+        self.live = self._live_channels()
+        self.images = int(summed(torch.tensor(self.images, device=self.device)))
+        for name, values in self.logged().items():
+            self.log(name, values)
+        self.trainer.should_stop = True
+
+    def _live_channels(self) -> dict[str, dict[tuple[int, int], list[tuple[int, int]]]]:
+        live: dict[str, dict[tuple[int, int], list[tuple[int, int]]]] = {}
+        for kind in (TRAINED, *(["untrained"] if "untrained" in self.nulls else [])):
+            live[kind] = {}
+            for side in range(len(self._zoos)):
+                for number in self._numbers(side):
+                    own = [summed(one).sqrt() for one in self._own_squares(self._name(side, number, kind), side)]
+                    live[kind][side, number] = [(int((n > _DEAD * n.max()).sum()), len(n)) for n in own]
+        return live
+
+    def _own_squares(self, name: str, side: int) -> list[Tensor]:
+        """Return the sums of squares of a network's channels; zeros if this process saw no image."""
+        none = [torch.zeros(size, dtype=torch.float64, device=self.device) for size in self._channels[side]]
+        return self._squares.get(name, none)
+
+    def logged(self) -> dict[str, float]:
+        """Return means over pairs, of layers with the same name in both networks, by what they are logged as."""
+        if self.layers[0] != self.layers[1]:
+            return {}
+        return {
+            f"similarity{'' if kind == TRAINED else '_' + kind}/{measure}/{layer}": float(
+                values[:, place, place].mean()
+            )
+            for measure, kinds in self.similarities.items()
+            for kind, values in kinds.items()
+            for place, layer in enumerate(self.layers[0])
+        }
+
+    # ---- checkpoints
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint and the run that loads it must have in common, as plain values by name."""
+        return {
+            "pairs": [list(pair) for pair in self.pairs],
+            "layers": [list(names) for names in self.layers],
+            "measures": {name: measure.description for name, measure in self._measures.items()},
+            "split": self.split,
+            "kinds": self.kinds,
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the results."""
+        checkpoint["similarity"] = {
+            **self.identity(),
+            "similarities": self.similarities,
+            "live": self.live,
+            "images": self.images,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the results back.
+
+        Raises:
+            ValueError: If there are none, or they are of other networks or measures.
+        """
+        saved = checkpoint.get("similarity")
+        if saved is None:
+            raise ValueError(f"The checkpoint holds no similarities: it was not written by a {type(self).__name__}.")
+        if not saved["similarities"]:
+            raise ValueError(
+                "The checkpoint was written before all images had been seen, and holds no similarities; start the run "
+                "anew, without ckpt_path."
+            )
+        for name, mine in self.identity().items():
+            if saved[name] != mine:
+                theirs, ours = first_difference(saved[name], mine)
+                raise ValueError(
+                    f"The checkpoint has {name} {theirs} and this run has {ours}; use the settings that it was made "
+                    "with, which the config.yaml of its run holds."
+                )
+        self.similarities, self.live, self.images = saved["similarities"], saved["live"], saved["images"]
+
+
+def _measures(given: list[str] | dict[str, dict[str, Setting] | None] | None) -> dict[str, Measure]:
+    """Return the measures by name.
+
+    Raises:
+        ValueError: If there are none, one is named twice, or one is not known.
+    """
+    given = list(DEFAULT_MEASURES) if given is None else given
+    names = [given] if isinstance(given, str) else list(given)
+    if isinstance(given, str) or not names or len(set(names)) < len(names):
+        raise ValueError(f"measures must be a list of different names, or settings by name, got {given!r}.")
+    settings: Mapping[str, Mapping[str, Setting] | None] = given if isinstance(given, dict) else dict.fromkeys(names)
+    return {name: Measure(name, settings[name]) for name in names}
+
+
+def _checked_sites(name: str, sites: Literal["all"] | list[str]) -> Literal["all"] | list[str]:
+    if sites == "all":
+        return "all"
+    if isinstance(sites, str) or not sites or len(set(sites)) < len(sites):
+        raise ValueError(f'{name} must be "all" or a list of different names, got {sites!r}.')
+    return list(sites)
+
+
+def _another_order(count: int, source: torch.Generator) -> Tensor:
+    """Return a random permutation in which nothing keeps its place: a cycle through all. Shape ``[count]``, int64."""
+    cycle = torch.randperm(count, generator=source)
+    order = torch.empty_like(cycle)
+    order[cycle] = cycle.roll(1)
+    return order
