@@ -1,8 +1,7 @@
 """The networks whose prior precisions are learned: that of a task with one, or the members of a population."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +9,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lightning_sym.callbacks._checks import lacking
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks.batch_norm import batch_norms
@@ -17,8 +17,8 @@ from lightning_sym.networks.batch_norm import batch_norms
 Number = int | None  # of a member; None for the only network of a task
 
 
-class LearnedNetworks(ABC):
-    """What :class:`lightning_sym.callbacks.MarginalLikelihood` asks of a task.
+class LearnedNetworks:
+    """What :class:`lightning_sym.callbacks.MarginalLikelihood` asks of a task; this is for one with a single network.
 
     Attributes:
         prior: The task's prior.
@@ -33,30 +33,12 @@ class LearnedNetworks(ABC):
         self.prior: GaussianPrior = task.prior
         self.numbers: list[Number] = list(self.prior.members)
 
-    @abstractmethod
     def running(self) -> list[Number]:
         """Return the networks that were not stopped; to be called on every rank."""
-
-    @abstractmethod
-    def network(self, number: Number) -> nn.Module:
-        """Return a network at its present weights, the same on every rank; to be called on every rank."""
-
-    @abstractmethod
-    def batches(self, data: InputDataModule) -> Iterable[Any]:
-        """Return this rank's share of the training data, not augmented."""
-
-    @abstractmethod
-    def test(self, data: InputDataModule) -> dict[Number, dict[str, float]]:
-        """Return ``loss`` and, for a classification, ``accuracy`` on the test split; to be called on every rank."""
-
-
-class OneNetwork(LearnedNetworks):
-    """That of a task that has, maybe, a method ``evaluate``."""
-
-    def running(self) -> list[Number]:
         return self.numbers
 
     def network(self, number: Number) -> nn.Module:
+        """Return a network at its present weights, the same on every rank; to be called on every rank."""
         trainer = self.task.trainer
         self.task.to(trainer.strategy.root_device)  # after a fit Lightning has moved the module to the CPU
         if trainer.world_size > 1:
@@ -66,9 +48,14 @@ class OneNetwork(LearnedNetworks):
         return self.prior.network
 
     def batches(self, data: InputDataModule) -> Iterable[Any]:
+        """Return this rank's share of the training data, not augmented."""
         return data.curvature_dataloader()
 
     def test(self, data: InputDataModule) -> dict[Number, dict[str, float]]:
+        """Return ``loss`` and, for a classification, ``accuracy`` on the test split; to be called on every rank.
+
+        There are none without test images, or if the task has no method ``evaluate``.
+        """
         loader: Any = data.test_dataloader() if is_overridden("test_dataloader", data) else None
         evaluate = getattr(self.task, "evaluate", None)
         return {} if loader in (None, []) or evaluate is None else {None: evaluate(loader)}
@@ -102,7 +89,7 @@ class Members(LearnedNetworks):
                 buffer.copy_(strategy.reduce(buffer, reduce_op="mean"))
         return network
 
-    def batches(self, data: InputDataModule) -> Iterator[Any]:
+    def batches(self, data: InputDataModule) -> Iterable[Any]:
         """Return this rank's share; with ``ddp_members``, where every rank has all the data, a part of each batch."""
         trainer = self.task.trainer
         rank, size = (trainer.global_rank, trainer.world_size) if self.task.member_parallel else (0, 1)
@@ -132,8 +119,8 @@ def learned_networks(task: LightningModule) -> LearnedNetworks:
             f"MarginalLikelihood learns the precisions of task.prior, and {type(task).__name__} has none; set "
             "self.prior to a lightning_sym.curvature.GaussianPrior in its constructor (prior_precision of ZooTask)."
         )
-    kind = OneNetwork if None in prior.members else Members
-    if missing := [name for name in kind.needs if not hasattr(task, name)]:
+    kind = LearnedNetworks if None in prior.members else Members
+    if missing := lacking(task, kind.needs):
         raise TypeError(
             f"MarginalLikelihood works with populations such as lightning_sym.tasks.ZooTask, and {type(task).__name__} "
             f"has no {' and no '.join(missing)}; give it that, or a prior without members."

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -301,8 +302,7 @@ class EquivalenceReport(RunReport):
             points = [FoundWeights("teacher", vector, 0.0, 0.0, None), *task.orbit_points(needed - 1)]
         else:
             images = task.orbit_points(max(1, needed // 2))
-            points = [point for pair in zip(searched, images, strict=False) for point in pair]
-            points += [*searched[len(images) :], *images[len(searched) :]]
+            points = [point for pair in zip_longest(searched, images) for point in pair if point is not None]
         vectors = torch.stack([point.weights.double() for point in points])
         accepted = independent(vectors[1:] - vectors[0], task.independence)
         return [points[0], *(points[1 + index] for index in accepted)][:needed]

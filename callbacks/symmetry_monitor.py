@@ -224,8 +224,7 @@ class SymmetryMonitor(AfterFit):
                 number: meter.start(self._state(pl_module, number), distance=self.distance)
                 for number in self._own(trainer, pl_module)
             }
-            for part in gather(own):
-                self._starts.update(part)
+            self._starts |= _of_all_ranks(own)
             done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
             self._measure(trainer, pl_module, _epochs(trainer, begun=done))
 
@@ -261,7 +260,6 @@ class SymmetryMonitor(AfterFit):
     def _measure(self, trainer: Trainer, pl_module: LightningModule, epoch: float) -> None:
         """Add a point; to be called on every rank."""
         assert self._meter is not None
-        members: dict[int, dict[str, Any]] = {}
         own = {}
         for number in self._own(trainer, pl_module):
             start = self._starts[number]
@@ -269,9 +267,7 @@ class SymmetryMonitor(AfterFit):
                 self._forms[number] = self._meter.forms(start["state"])
             forms = self._forms[number] if self.distance else None
             own[number] = self._meter.values(self._state(pl_module, number), start, forms)
-        for part in gather(own):
-            members.update(part)
-        point = {"step": trainer.global_step, "epoch": epoch, "members": dict(sorted(members.items()))}
+        point = {"step": trainer.global_step, "epoch": epoch, "members": _of_all_ranks(own)}
         self._points.append(point)
         if trainer.is_global_zero and self.active:
             scalars = monitor_scalars(point, self.prefix, named=_has_members(pl_module))
@@ -341,6 +337,11 @@ class SymmetryMonitor(AfterFit):
 def _has_members(pl_module: LightningModule) -> bool:
     """Return whether a task trains several networks, which it has by number."""
     return not lacking(pl_module, _OF_POPULATIONS)
+
+
+def _of_all_ranks(own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return what all ranks know of their members, in order; to be called on every rank."""
+    return dict(sorted(item for part in gather(own) for item in part.items()))
 
 
 def _example(trainer: Trainer, pl_module: LightningModule) -> Any:

@@ -184,10 +184,10 @@ class ModelZoo:
         """
         if number in self.members:
             return self.members[number]
-        name = member_file(number)
+        name = member_file(number) if isinstance(number, int) else ""
         if name in self.damaged:
             raise ValueError(f"Member {number} cannot be used: {self.path / name}: {self.damaged[name]}.")
-        raise ValueError(f"No member {number} in {self.path}; it has members {ranges(self.numbers)}.")
+        raise ValueError(f"No member {number!r} in {self.path}; it has members {ranges(self.numbers)}.")
 
     def state(self, number: int) -> dict[str, Tensor]:
         """Return one member's parameters and buffers, on the CPU, after checking its checksum.

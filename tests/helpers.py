@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_sym.networks import Network
 from lightning_sym.zoo import rebuild_manifest, write_member
@@ -56,6 +57,17 @@ def refused(call: Callable[..., Any], /, *arguments: Any, **settings: Any) -> An
     names = [name for name in settings if name not in ("says", "error")]
     title = " ".join([getattr(call, "__name__", "call").replace("<lambda>", ""), *(names or words)])
     return pytest.param(functools.partial(assert_refused, call, *arguments, **settings), id=title.strip())
+
+
+# ---- metrics
+
+
+def measured(metric: Metric, x: Tensor, y: Tensor, cuts: Sequence[int] = ()) -> Tensor:
+    """Return what a metric says of two tensors, of which it gets the samples in chunks that begin at the cuts."""
+    metric.reset()
+    for pair in zip(x.tensor_split(tuple(cuts)), y.tensor_split(tuple(cuts)), strict=True):
+        metric.update(*pair)
+    return metric.compute()
 
 
 # ---- examples, and what a run left behind

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.symmetry.tracing.capture import evaluating
+from lightning_sym.networks.modes import evaluating
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -347,39 +347,31 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
         ValueError: If not; one sentence that names the first difference.
     """
 
-    def kinds(network: nn.Module) -> dict[str, str]:
-        return {
-            f"module {name!r}" if name else "whole network": f"{type(module).__module__}.{type(module).__qualname__}"
+    def parts(network: nn.Module) -> dict[str, str]:
+        found = {
+            f"module {name!r}" if name else "whole network": f"a {type(module).__module__}.{type(module).__qualname__}"
             for name, module in network.named_modules(remove_duplicate=False)
         }
-
-    def tensors(network: nn.Module) -> dict[str, str]:
         own: dict[Tensor, str] = {}
-        found = {}
-        for kind, named in (
-            ("parameter", network.named_parameters(remove_duplicate=False)),
-            ("buffer", network.named_buffers(remove_duplicate=False)),
-        ):
-            for name, tensor in named:
-                if is_lazy(tensor):
-                    raise ValueError(f"The {kind} {name!r} is not initialised yet; call both networks once before.")
-                first = own.setdefault(tensor, name)
-                tie = "" if first == name else f", tied to {first!r}"
-                shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-                found[f"{kind} {name!r}"] = f"of shape {shape} and dtype {dtype}{tie}"
+        parameters = (("parameter", *named) for named in network.named_parameters(remove_duplicate=False))
+        buffers = (("buffer", *named) for named in network.named_buffers(remove_duplicate=False))
+        for kind, name, tensor in (*parameters, *buffers):
+            if is_lazy(tensor):
+                raise ValueError(f"The {kind} {name!r} is not initialised yet; call both networks once before.")
+            first = own.setdefault(tensor, name)
+            tie = "" if first == name else f", tied to {first!r}"
+            shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            found[f"{kind} {name!r}"] = f"of shape {shape} and dtype {dtype}{tie}"
         return found
 
-    for describe, is_what in ((kinds, "a "), (tensors, "")):
-        first, second = describe(a), describe(b)
-        for name in (*first, *second):
-            if first.get(name) == second.get(name):
-                continue
-            if name not in first or name not in second:
-                which = "first" if name in first else "second"
-                raise ValueError(f"The networks differ in structure: only the {which} has the {name}.")
+    first, second = parts(a), parts(b)
+    for name in (*first, *second):
+        if name not in first or name not in second:
+            which = "first" if name in first else "second"
+            raise ValueError(f"The networks differ in structure: only the {which} has the {name}.")
+        if first[name] != second[name]:
             raise ValueError(
-                f"The networks differ: the {name} is {is_what}{first[name]} in the first and "
-                f"{is_what}{second[name]} in the second."
+                f"The networks differ: the {name} is {first[name]} in the first and {second[name]} in the second."
             )
 
 
@@ -419,14 +411,11 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
             if value.ndim != 0:
                 raise ValueError(f"loss must return the mean over a batch, a scalar; got shape {list(value.shape)}.")
             sums[0] += value.to(sums) * size
-            if labels.shape == outputs.shape[:1] and outputs.ndim == 2 and outputs.shape[1] > 1 and _is_integer(labels):
+            integer = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+            if integer and labels.shape == outputs.shape[:1] and outputs.ndim == 2 and outputs.shape[1] > 1:
                 sums[1] += (outputs.argmax(1) == labels).sum()
                 sums[2] += size
             sums[3] += size
 
     together(run)
     return sums
-
-
-def _is_integer(labels: Tensor) -> bool:
-    return not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)

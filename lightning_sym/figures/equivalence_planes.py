@@ -159,7 +159,7 @@ def log_contour(
     """
     grid, places = shared.checked_grid(values, axis, 2)
     figure, (axes,) = panels(7.4, 6.4)
-    lines = _draw_levels(figure, [axes], [(grid, places)], [scale], epsilon)
+    lines = _draw_levels(figure, [axes], [(grid, places)], scale, epsilon)
     handles = shared.draw_points(axes, points, 2, _ends(places)) + lines
     axes.set(xlabel=_FIRST, ylabel=_SECOND)
     shared.finish(figure, handles + _exact_lines(axes, places, overlay), title, warning)
@@ -198,7 +198,7 @@ def planes_beside(
     """
     grids = [shared.checked_grid(*pair, 2) for pair in zip(values, axes, strict=True)]
     figure, both = panels(12.6, 6.4, 2)
-    lines = _draw_levels(figure, both, grids, [scale], epsilon)
+    lines = _draw_levels(figure, both, grids, scale, epsilon)
     handles: list[Artist] = []
     for panel, (_, places), found, name in zip(both, grids, points, names, strict=True):
         shown = shared.draw_points(panel, found, 2, _ends(places))
@@ -215,7 +215,6 @@ def class_stack_figure(
     labels: Sequence[str],
     axis: ArrayLike,
     *,
-    scales: Sequence[Scale] = (),
     epsilon: float | None = None,
     title: str = "",
     warning: str | None = None,
@@ -226,7 +225,6 @@ def class_stack_figure(
         slices: J to one target per slice; NaN and inf as in :func:`log_contour`. Shape ``[S, n, n]``.
         labels: Above each slice. Length ``S``.
         axis: Coordinates of both axes, ascending. Shape ``[n]``.
-        scales: J0 and V of every target, all marked on the colour bar; length ``S``, or one for all, or none.
         epsilon: Where J is this, a line is drawn; > 0.
         title: Above the figure.
         warning: Below the title in red.
@@ -240,14 +238,12 @@ def class_stack_figure(
     stack = shared.checked("slices", slices, [None, None, None])
     if not 0 < len(stack) == len(labels):
         raise ValueError(f"slices must have one slice per label, at least one, got {len(stack)} and {len(labels)}.")
-    if len(scales) not in {0, 1, len(stack)}:
-        raise ValueError(f"scales must have {len(stack)} entries, or one or none, got {len(scales)}.")
     grids = [shared.checked_grid(values, axis, 2) for values in stack]
     rows = -(-len(stack) // 4)
     columns = -(-len(stack) // rows)
     size = 2.6 + 2.7 * columns, 1.3 + 2.8 * rows
     figure, small = panels(*size, len(stack), columns, sharex=True, sharey=True)
-    lines = _draw_levels(figure, small, grids, scales, epsilon)
+    lines = _draw_levels(figure, small, grids, None, epsilon)
     for panel, label in zip(small, labels, strict=True):
         panel.set_title(label, fontsize=10)
     for panel in small[max(0, len(small) - columns) :]:
@@ -320,20 +316,24 @@ def _draw_levels(
     figure: Figure,
     small: list[Axes],
     grids: Sequence[tuple[Values, Values]],
-    scales: Sequence[Scale],
+    scale: Scale | None,
     epsilon: float | None,
 ) -> list[Artist]:
     """Fill panels with ln J, in one scale of colours, and draw the line of epsilon; return it for the legend."""
     if epsilon is not None:
         check_numbers("> 0", epsilon=epsilon)
-    baselines = [level for scale in scales for level in (scale.zero, scale.constant)]
-    levels = _log_levels([grid for grid, _ in grids], [epsilon or np.nan, *baselines])
+    marks = [] if scale is None else [("$J_0$", scale.zero), ("V", scale.constant)]
+    marks += [] if epsilon is None else [(r"$\epsilon$", epsilon)]
+    levels = _log_levels([grid for grid, _ in grids], [value for _, value in marks])
     there = False
     for panel, (grid, places) in zip(small, grids, strict=True):
         filled = _fill(panel, grid, places, levels)
         if epsilon is not None:
             there |= _level(panel, shared.roots(grid, epsilon), places, 1, color="white", linewidth=1.5)
-    _bar(figure, filled, small, scales, epsilon)
+    bar = figure.colorbar(filled, ax=small, pad=0.02, aspect=28)
+    low, high = bar.ax.get_ylim()
+    bar.set_ticks([tick for tick in MaxNLocator(9, integer=True).tick_values(low, high) if low <= tick <= high])
+    shared.mark_scale(bar, marks, logarithmic=True)
     if epsilon is None:
         return []
     name = rf"J = $\epsilon$ = {shared.number(epsilon)}" + ("" if there else _ABSENT)
@@ -363,22 +363,3 @@ def _level(
     )
     lines.set_path_effects(shared.HALO)
     return True
-
-
-def _bar(
-    figure: Figure, filled: QuadContourSet, axes: list[Axes], scales: Sequence[Scale], epsilon: float | None
-) -> None:
-    """Add the colour bar of ln J with its marks; of several scales it names the lowest and the highest."""
-    bar = figure.colorbar(filled, ax=axes, pad=0.02, aspect=28)
-    low, high = bar.ax.get_ylim()
-    bar.set_ticks([tick for tick in MaxNLocator(9, integer=True).tick_values(low, high) if low <= tick <= high])
-    marks = []
-    for name, levels in (("$J_0$", [s.zero for s in scales]), ("V", [s.constant for s in scales])):
-        positive = [level for level in levels if np.isfinite(level) and level > 0]
-        if positive and max(positive) > 1.05 * min(positive):
-            marks += [(f"least {name}", min(positive)), (f"largest {name}", max(positive))]
-        elif positive:
-            marks.append((name, positive[0]))
-    if epsilon is not None:
-        marks.append((r"$\epsilon$", epsilon))
-    shared.mark_scale(bar, marks, logarithmic=True)

@@ -250,21 +250,13 @@ def _figures(
         if one.grid.dimension in (2, 3) or one.settings.umap:
             yield from grid_figures(one, scale, exact, search.title)
     planes = {one.through: one for one in grids if one.grid.dimension == 2}
-    if "search" in planes and "orbit" in planes:
-        left, right = planes["search"], planes["orbit"]
-        yield (
-            "beside",
-            planes_beside(
-                (left.values, right.values),
-                (left.axis, right.axis),
-                (left.markers(), right.markers()),
-                scale,
-                names=("through points of the search", "through the teacher's orbit"),
-                epsilon=left.epsilon,
-                title=search.title,
-                warning=scale.warning(left.epsilon),
-            ),
-        )
+    if {"search", "orbit"} <= planes.keys():
+        both = planes["search"], planes["orbit"]
+        values, axes, markers = zip(*((one.values, one.axis, one.markers()) for one in both), strict=True)
+        names = "through points of the search", "through the teacher's orbit"
+        epsilon = both[0].epsilon
+        said: Any = {"epsilon": epsilon, "title": search.title, "warning": scale.warning(epsilon)}
+        yield "beside", planes_beside(values, axes, markers, scale, names=names, **said)
 
 
 def _shown(points: Sequence[Row]) -> Table:

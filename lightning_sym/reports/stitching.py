@@ -161,10 +161,8 @@ def _figures(summary: Sequence[Row], title: str, sites_differ: bool) -> Iterator
     kinds = [kind for kind in unique(summary, "batch_norm") if kind != NO_NORM] or [NO_NORM]
     best = _Grid(summary, _best_kind(summary))
     if not sites_differ:
-        yield (
-            "penalties",
-            penalty_curves([_panel(kind, summary) for kind in kinds], title=f"Stitching penalty: {title}"),
-        )
+        panels = [_panel(kind, summary) for kind in kinds]
+        yield "penalties", penalty_curves(panels, title=f"Stitching penalty: {title}")
     else:
         below, above = unique(summary, "site"), unique(summary, "target_site")
         for family in best.families:
@@ -175,15 +173,11 @@ def _figures(summary: Sequence[Row], title: str, sites_differ: bool) -> Iterator
             figure = penalty_heat_map(values, below, above, f"Stitching penalty, {family}: {title}")
             yield _map_name(summary, family), figure
     if any(family.startswith("lasso") for family in best.families):
+        names = "sparsity", "penalty", "penalty_std"
         families = [
-            SparsityFamily(
-                family,
-                best.column(family, "sparsity"),
-                best.column(family, "penalty"),
-                std=best.column(family, "penalty_std"),
-                baseline=not trained,
-            )
+            SparsityFamily(family, sparsity, penalty, std, baseline=not trained)
             for family, trained in best.families.items()
+            for sparsity, penalty, std in [[best.column(family, name) for name in names]]
         ]
         yield "sparsity", sparsity_against_penalty(families, best.places, title=f"Sparsity: {title}")
 

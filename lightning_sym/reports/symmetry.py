@@ -1,9 +1,11 @@
 """How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
 
 import copy
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import getitem
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -257,13 +259,7 @@ def _figures(
     points: Sequence[Point], kinds: Mapping[str, GroupKind], name: str, network: str, distance: bool
 ) -> Iterator[tuple[str, Figure]]:
     def over_time(*keys: str) -> list[list[float]]:
-        found = []
-        for point in points:
-            values: list[Any] = list(point["members"].values())
-            for key in keys:
-                values = [value[key] for value in values]
-            found.append(values)
-        return found
+        return [[functools.reduce(getitem, keys, values) for values in point["members"].values()] for point in points]
 
     curves = {
         quantity: {g: over_time("groups", g, quantity) for g, kind in kinds.items() if quantity in kind.quantities}

@@ -53,19 +53,15 @@ def zoo_results(
     def figures() -> Iterator[tuple[str, Figure]]:
         confusion = splits["test"]["confusion"].numpy()
         if len(accuracy):
-            yield "validation_curves", validation_curves(accuracy, numbers, epochs=epochs, kept=kept)
+            when: Any = {"epochs": epochs, "kept": kept}
+            yield "validation_curves", validation_curves(accuracy, numbers, **when)
             said = "all stopped" if mean is None else f"mean test accuracy {100 * mean:.2f} %"
-            overview = zoo_overview(
-                accuracy,
-                numbers,
-                confusion,
-                epochs=epochs,
-                kept=kept,
-                class_names=class_names,
-                title=f"A zoo of {len(numbers)} {network}, {said}",
-                confusion_title="Test confusion, mean over members",
+            when["title"] = f"A zoo of {len(numbers)} {network}, {said}"
+            heading = "Test confusion, mean over members"
+            yield (
+                "zoo",
+                zoo_overview(accuracy, numbers, confusion, class_names=class_names, confusion_title=heading, **when),
             )
-            yield "zoo", overview
         title = f"{network}, {len(numbers)} members, test split"
         yield "confusion", confusion_matrix(confusion, class_names=class_names, title=title)
 

@@ -6,16 +6,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 # By which power of a weight's scale an optimiser's state moves.
 _POWERS = {
@@ -144,9 +140,8 @@ class Action:
             source, scale = self.source_in(slot), self.scale[slot.rows]
             element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
             if slot.offset in self.structure.dense_places:
-                matrix = element.apply(self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0), dim=0)
-                identity = GroupElement.identity(len(source))
-                element = GroupElement._of(identity.permutation, identity.scale, matrix)
+                mixed = self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0)
+                element = GroupElement._of_dense(element.apply(mixed, dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
             if tap.shift is not None and slot.axes == (1,):  # the axis of batch norms
                 added = self.element.shift[tap.shift][torch.from_numpy(source)]
@@ -287,20 +282,3 @@ class Action:
 
 def _on_axis(vector: Floats, slot: Slot, tensor: Tensor) -> Tensor:
     return torch.from_numpy(on_axes(vector, slot.shape, slot.axes, tensor.ndim)).to(tensor)
-
-
-def on_axes(vector: Floats, shape: tuple[int, ...], axes: tuple[int, ...], ndim: int) -> Floats:
-    """Return numbers in the given shape on some axes, and with size 1 on all others.
-
-    Args:
-        vector: The numbers. Shape (size,).
-        shape: Sizes of the axes.
-        axes: The axes, rising.
-        ndim: The number of axes of the result.
-    """
-    return np.expand_dims(vector.reshape(shape), tuple(axis for axis in range(ndim) if axis not in axes))
-
-
-def odd(numbers: Floats) -> Bools:
-    """Return whether numbers are odd, up to rounding: as many flips change a sign."""
-    return np.asarray(np.mod(np.rint(numbers), 2) == 1)

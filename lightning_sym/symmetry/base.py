@@ -8,23 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
+from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.tracing.capture import Mark, copied, evaluating, state_tensors
+from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Symmetry:
@@ -255,12 +253,7 @@ class Symmetry:
         for element in elements:
             if not isinstance(element, Element):
                 raise TypeError(f"expected an element of this symmetry, got {type(element).__name__}")
-            if (
-                element.group != self.fingerprint
-                or len(element.permutation) != self.units
-                or len(element.log_scale) != self.scales
-                or len(element.sign) != self.signs
-            ):
+            if element.group != self.fingerprint:
                 raise ValueError(
                     "the element belongs to the symmetry of another network; expected one made by this symmetry's "
                     "identity() or sample()"
@@ -283,23 +276,22 @@ class Symmetry:
         """
         self._own(second, first)
         permutation = first.permutation.numpy()
-        dense = []
-        for index, cell in enumerate(self.structure.dense):
-            dense.append(second.dense[self._cell_after(cell, permutation)] @ first.dense[index])
+        after = (second.dense[self._cell_after(cell, permutation)] for cell in self.structure.dense)
+        dense = tuple(later @ earlier for later, earlier in zip(after, first.dense, strict=True))
         shift = []
-        before, after = Action(self.structure, first), Action(self.structure, second)
+        before, behind = Action(self.structure, first), Action(self.structure, second)
         for index, (places, size) in enumerate(self.structure.shifts):
             slot = self.structure.slots[places[-1]]
             old = torch.from_numpy(before.source_in(slot))
             later = torch.zeros(size, dtype=torch.float64)
-            later[old] = torch.from_numpy(after.scale[slot.rows]) * first.shift[index][old] + second.shift[index]
+            later[old] = torch.from_numpy(behind.scale[slot.rows]) * first.shift[index][old] + second.shift[index]
             shift.append(later)
         return Element(
             self.fingerprint,
             first.permutation[second.permutation],
             first.log_scale + self._pulled(second.log_scale, self.structure.scale_table, permutation),
             first.sign * self._pulled(second.sign, self.structure.sign_table, permutation),
-            tuple(dense),
+            dense,
             tuple(shift),
         )
 

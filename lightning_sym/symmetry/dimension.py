@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,16 +162,8 @@ def local_dimension(
     exact = copy.deepcopy(network).double().requires_grad_(True)
     exact.train(training)
     transform: Callable[[Tensor], Tensor] = (lambda y: F.log_softmax(y, -1)) if log_softmax else (lambda y: y)
-
-    folded = torch.zeros(0, count, dtype=torch.float64, device=tensors[0].device)
-    equations = 0
     rows = _rows_of_batch(exact, arguments, transform) if training else _rows(exact, arguments, transform)
-    for block in rows:
-        equations += len(block)
-        folded = torch.cat([folded, block])
-        if len(folded) > 2 * count:
-            folded = torch.linalg.qr(folded, mode="r").R
-    values = torch.linalg.svdvals(folded).cpu() if folded.numel() else torch.zeros(0, dtype=torch.float64)
+    equations, values = _singular_values(rows, torch.zeros(0, count, dtype=torch.float64, device=tensors[0].device))
     largest = float(values[0]) if len(values) else 0.0
     rank = int((values > tolerance * largest).sum())
     relative = values / largest if largest > 0 else values
@@ -203,6 +195,22 @@ def local_dimension(
         notes=tuple(notes),
         **{kind: sum(found[kind] for found in groups.values()) for kind in _KINDS},
     )
+
+
+def _singular_values(blocks: Iterable[Tensor], folded: Tensor) -> tuple[int, Tensor]:
+    """Return the number of rows, and the singular values of all rows together, on the CPU.
+
+    Args:
+        blocks: The rows, some at a time.
+        folded: No rows, with as many columns.
+    """
+    count = 0
+    for block in blocks:
+        count += len(block)
+        folded = torch.cat([folded, block])
+        if len(folded) > 2 * folded.shape[1]:
+            folded = torch.linalg.qr(folded, mode="r").R
+    return count, torch.linalg.svdvals(folded).cpu() if folded.numel() else folded.new_zeros(0, device="cpu")
 
 
 def _flat(output: Any, transform: Callable[[Tensor], Tensor]) -> Tensor:

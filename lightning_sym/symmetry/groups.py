@@ -96,6 +96,12 @@ class GroupElement:
         return element
 
     @classmethod
+    def _of_dense(cls, matrix: Tensor) -> Self:
+        """Return the element of an invertible matrix, without the checks."""
+        unit = cls.identity(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        return cls._of(unit.permutation, unit.scale, matrix)
+
+    @classmethod
     def identity(
         cls, size: int, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None
     ) -> Self:
@@ -133,8 +139,7 @@ class GroupElement:
             return cls._of(*monomial)
         if not _invertible(matrix, tolerance):
             raise ValueError(f"The matrix of shape {list(matrix.shape)} is not invertible, so no group element has it.")
-        unit = cls.identity(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        return cls._of(unit.permutation, unit.scale, matrix)
+        return cls._of_dense(matrix)
 
     @property
     def size(self) -> int:
@@ -156,11 +161,7 @@ class GroupElement:
                 raise ValueError(f"Elements of one {what} can be composed, got {mine} and {its}.")
         if self.dense is not None or other.dense is not None:
             # apply, so that P D times a dense matrix stays O(H^2)
-            return GroupElement._of(
-                torch.arange(self.size, device=self.scale.device),
-                torch.ones_like(self.scale),
-                self.apply(other.matrix(), dim=0),
-            )
+            return GroupElement._of_dense(self.apply(other.matrix(), dim=0))
         # (A B x)_i = d[p[i]] (B x)_{p[i]} = d[p[i]] e[q[p[i]]] x_{q[p[i]]}: permutation q[p], and the old unit
         # j = q[k] is scaled by e[j], then by d[k].
         q = other.permutation
@@ -347,8 +348,7 @@ class IntertwinerGroup:
             magnitudes = (scale * torch.randn(size, dtype=dtype, **options)).exp()
         if self.dense:
             left, right = (random_orthogonal(size, generator, dtype=dtype) for _ in range(2))
-            unit = GroupElement.identity(size, dtype=dtype, device=generator.device)
-            return GroupElement._of(unit.permutation, unit.scale, left * magnitudes @ right)
+            return GroupElement._of_dense(left * magnitudes @ right)
         if self.signs:
             magnitudes = magnitudes * (1 - 2 * torch.randint(2, (size,), **options)).to(dtype)
         order = torch.randperm(size, **options) if self.permutations else torch.arange(size, device=generator.device)
@@ -440,16 +440,6 @@ class IntertwinerGroup:
         """Return the dimension of the continuous part for ``size`` >= 1 units: ``H**2``, ``H`` or 0."""
         check_integers(size=size)
         return size**2 if self.dense else size if self.positive_scales else 0
-
-    def log10_components(self, size: int) -> float:
-        """Return the decimal logarithm of the number of connected components for ``size`` >= 1 units.
-
-        Components: ``H!``, times ``2**H`` with signs; 2 for a dense group.
-        """
-        check_integers(size=size)
-        if self.dense:
-            return math.log10(2)
-        return math.lgamma(size + 1) / math.log(10) + (size * math.log10(2) if self.signs else 0.0)
 
     def _elements(self) -> str:
         """Return what the elements are, in words."""

@@ -38,7 +38,7 @@ def tolerance_of(precision: torch.dtype) -> float:
 
     1e-10 in double precision; in lower ones a thousand roundings (1.2e-4 in single precision), at most a tenth.
     """
-    return min(max(_EXACT, 1000 * torch.finfo(precision).eps), 0.1) if precision != torch.float64 else _EXACT
+    return min(max(_EXACT, 1000 * torch.finfo(precision).eps), 0.1)
 
 
 class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,9 +12,10 @@ from torch.nn.utils import parametrize
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.tracing.capture import capture, constant_names, evaluating, state_tensors
+from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.rules import leaf_types
 from lightning_sym.symmetry.tracing.structure import build_structure
 from lightning_sym.symmetry.tracing.walk import Walk

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_sym._text import unknown
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, build
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.tasks._optimizers import scheduled
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 
@@ -187,14 +188,11 @@ class EquivarianceTask(LightningModule):
         strategy = self.trainer.strategy
         self.to(strategy.root_device)  # after a fit Lightning has moved the module to the CPU
         metrics = self._make_metric().to(strategy.root_device)
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        for inputs, targets in batches:
-            inputs = strategy.precision_plugin.convert_input(inputs.to(strategy.root_device))
-            with strategy.precision_plugin.forward_context():
-                self._loss((inputs, targets.to(strategy.root_device)), metrics)
-        for module, training in modes:
-            module.training = training
+        with evaluating(self):
+            for inputs, targets in batches:
+                inputs = strategy.precision_plugin.convert_input(inputs.to(strategy.root_device))
+                with strategy.precision_plugin.forward_context():
+                    self._loss((inputs, targets.to(strategy.root_device)), metrics)
         return {name: float(value[0]) for name, value in metrics.values().items()}
 
     # ---- optimizer

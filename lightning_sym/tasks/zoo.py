@@ -114,6 +114,11 @@ class ZooTask(PopulationTask):
         )
         if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
             network = build(network)
+        if not isinstance(network, Network):
+            raise TypeError(
+                f"network must be a lightning_sym Network, got {type(network).__name__}; wrap any other module: "
+                "Network.wrap(lambda: YourModule(...))."
+            )
         self._template = (network,)  # in a tuple: the template's weights are no part of the population
         self.members = members
         self.label_smoothing = label_smoothing

@@ -1,49 +1,112 @@
-"""Two and three processes find the similarities that one does: whole batches are dealt out, each image counts once."""
+"""Similarities from two and three processes are those of one with all the batches, whoever has which."""
 
 import pytest
 import torch
-from fits import digits
-from helpers import read_csv
+from scenarios import load, outcome
 
-from lightning_sym.callbacks import SimilarityReport
-from lightning_sym.tasks import SimilarityTask
+from lightning_sym.similarity import CKA, ChannelStatistics, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix
 
 pytestmark = pytest.mark.ddp
 
-
-def scenarios(run, matching_zoo):
-    for name, settings in {
-        "3": {"processes": 3},  # five batches: one process has an empty one
-        "2": {"processes": 2},
-        "1": {"processes": 1},
-    }.items():
-        measures = ["group", "orthogonal", "cka_linear", "cka_max"]
-        streamed = {"measure": "cka_linear", "estimator": "minibatch"}
-        task = SimilarityTask(str(matching_zoo), measures={**dict.fromkeys(measures), "streamed": streamed})
-        data = digits(eval_batch_size=18, max_samples=81)
-        run.fit(name, task, data, SimilarityReport(), **settings)
-
-
-def found(path):
-    return torch.load(path / "last.ckpt", weights_only=True)["similarity"]
-
-
-@pytest.mark.parametrize("processes", ["2", "3"])
-def test_similarities_nulls_and_live_channels_are_the_same(runs, processes):
-    one, several = found(runs / "1"), found(runs / processes)
-    assert one["images"] == several["images"] == 81
-    assert one["live"] == several["live"]
-    assert list(one["similarities"]) == ["group", "orthogonal", "cka_linear", "cka_max", "streamed"]
-    for measure, kinds in one["similarities"].items():
-        assert list(kinds) == ["trained", "untrained", "shuffled"]
-        for kind, values in kinds.items():
-            assert values.shape == (3, 2, 2)
-            torch.testing.assert_close(several["similarities"][measure][kind], values, atol=1e-6, rtol=0)
+# Which of five batches each rank has, by the name of the sharing and the number of processes.
+SHARES = {
+    "even": {2: [[0, 2], [1, 3, 4]], 3: [[0, 3], [1, 4], [2]]},
+    "first without": {2: [[], [0, 1, 2, 3, 4]], 3: [[], [0, 1, 2], [3, 4]]},
+    "last without": {2: [[0, 1, 2, 3, 4], []], 3: [[4, 3, 2, 1, 0], [], []]},
+    "nothing": {2: [[], []], 3: [[], [], []]},
+}
+METRICS = {
+    "relu": lambda: GroupProcrustes("relu"),
+    "relu live centred": lambda: GroupProcrustes("relu", live=True, center=True),
+    "tanh": lambda: GroupProcrustes("tanh"),
+    "identity": lambda: GroupProcrustes("identity", center=True),
+    "orthogonal": OrthogonalProcrustes,
+    "linear": CKA,
+    "linear channel biased": lambda: CKA(normalize="channel", estimator="biased"),
+    "max": lambda: CKA("max"),
+    "laplace": lambda: CKA("laplace"),
+    "minibatch": lambda: CKA(estimator="minibatch"),
+}
+ROUNDING = {"atol": 1e-12, "rtol": 1e-12}  # sums in another order
 
 
-def test_the_report_is_the_same(runs):
-    one, two = (read_csv(runs / name / "results" / "summary.csv") for name in ("1", "2"))
-    assert len(one) == len(two) == 5 * 2
-    for a, b in zip(one, two, strict=True):
-        for column in ("similarity", "untrained", "shuffled", "above_untrained"):
-            assert float(b[column]) == pytest.approx(float(a[column]), abs=1e-6)
+def batches():
+    source = torch.Generator().manual_seed(0)
+    return [
+        [
+            torch.randn(6, c, side, side, generator=source, dtype=torch.float64).relu()
+            for c, side in ((3, 4), (4, 4), (5, 2))
+        ]
+        for _ in range(5)
+    ]
+
+
+def pair(make, numbers, *, later):
+    metric = make()
+    for x, y, _ in (batches()[number] for number in numbers):
+        metric.update(x, y)
+    values = {"value": metric.compute()}
+    if (
+        later
+    ):  # goes on after a value was asked for; where a rank has nothing new, torchmetrics would not ask the others
+        for x, y, _ in (batches()[number] for number in numbers):
+            metric.update(x, 2 * y)
+        values["later"] = metric.compute()
+    return values
+
+
+def matrix(make, numbers):
+    metric = SimilarityMatrix(make(), ["a", "b", "c"], ["b", "c"])
+    for number in numbers:
+        layers = dict(zip("abc", batches()[number], strict=True))
+        metric.update(layers, layers)
+    return {"value": metric.compute()}
+
+
+def statistics(numbers):
+    metric = ChannelStatistics()
+    for number in numbers:
+        metric.update(batches()[number][0])
+    return dict(zip(("mean", "norm"), metric.compute(), strict=True))
+
+
+def work(rank, world, folder):
+    results = {}
+    for sharing, shares in SHARES.items():
+        numbers = shares[world][rank] if world > 1 else [] if sharing == "nothing" else range(5)
+        for name, make in METRICS.items():
+            results[f"{name}, {sharing}"] = outcome(pair, make, numbers, later=sharing == "even")
+            results[f"matrix of {name}, {sharing}"] = outcome(matrix, make, numbers)
+        if sharing != "nothing":
+            results[f"statistics, {sharing}"] = outcome(statistics, numbers)
+    return results
+
+
+def scenarios(run):
+    for world in (3, 2, 1):
+        run.processes(world, work)
+
+
+@pytest.fixture(scope="module")
+def results(runs):
+    return {world: load(runs, world) for world in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("sharing", SHARES)
+@pytest.mark.parametrize("kind", [*METRICS, *(f"matrix of {name}" for name in METRICS), "statistics"])
+def test_several_processes_are_one(results, kind, sharing):
+    if sharing == "nothing" and kind == "statistics":
+        return  # there are none of nothing
+    (one,) = (result[f"{kind}, {sharing}"] for result in results[1])
+    for world in (2, 3):
+        ranks = [result[f"{kind}, {sharing}"] for result in results[world]]
+        for rank in ranks:
+            assert isinstance(rank, dict), rank
+            for name, value in one.items():
+                if sharing == "nothing":
+                    assert value.isnan().all()
+                    assert rank[name].isnan().all()
+                else:
+                    assert value.isfinite().all()
+                    torch.testing.assert_close(rank[name], value, **ROUNDING)
+                    assert torch.equal(rank[name], ranks[0][name]), "bitwise the same on all ranks"

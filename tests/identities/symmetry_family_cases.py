@@ -11,6 +11,7 @@ not a list of examples:
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from helpers import Fixed, Program, buffer, of, parameter
+from numpy import s_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -197,6 +199,11 @@ def names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
+def usual_parts(function: Any, a: Any, b: Any) -> dict[str, Any]:
+    """Return the first and the last layer, `a` and `b`, of a program that reads them."""
+    return {name: make for name, make in (("a", a), ("b", b)) if make and name in names(function.__code__)}
+
+
 class Family:
     """Adds cases to a family: as the decorator of a program, or as a row of a table.
 
@@ -219,8 +226,7 @@ class Family:
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             key = f"{self.name}: {function.__name__}"
             assert key not in CASES, key
-            usual = {part: make for part, make in {"a": a, "b": b}.items() if make and part in names(function.__code__)}
-            make = lambda: randomise(Program(function, {**usual, **given}))  # noqa: E731
+            make = lambda: randomise(Program(function, usual_parts(function, a, b) | given))  # noqa: E731
             CASES[key] = Case(self.name, make, example, whole, fresh=sizes if fresh is None else fresh, **settings)
             return function
 
@@ -239,45 +245,57 @@ tables = Family("tables", SEQUENCE)
 UNITS = group([8], 8)
 EMPTY = group()
 
-tables.row("parameter_cut_to_length", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[: x.shape[1]])), pos=parameter(12, 8))
-tables.row("embedding_weight_cut_to_length", UNITS, lambda s, x: s.b(relu(s.a(x) + s.wpe.weight[: x.shape[1]])),
-    wpe=of(nn.Embedding, 12, 8))
-tables.row("embedding_of_arange", UNITS, lambda s, x: s.b(relu(s.a(x) + s.wpe(torch.arange(x.shape[1])))),
-    wpe=of(nn.Embedding, 12, 8))
-tables.row("functional_embedding_of_arange", UNITS,
-    lambda s, x: s.b(relu(s.a(x) + F.embedding(torch.arange(x.shape[1]), s.pos))), pos=buffer(12, 8))
-tables.row("embedding_of_a_buffer_of_positions", UNITS, lambda s, x: s.b(relu(s.a(x) + s.wpe(s.ids[:, : x.shape[1]]))),
-    wpe=of(nn.Embedding, 12, 8), ids=lambda: torch.arange(12)[None])
-tables.row("buffer_cut_to_length", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[: x.shape[1]])), pos=buffer(12, 8))
-tables.row("narrow", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos.narrow(0, 0, x.shape[1]))), pos=parameter(12, 8))
-tables.row("index_select_of_arange", UNITS,
-    lambda s, x: s.b(relu(s.a(x) + s.pos.index_select(0, torch.arange(x.shape[1])))), pos=parameter(12, 8))
-tables.row("advanced_index", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[torch.arange(x.shape[1])])),
-    pos=parameter(12, 8))
+def added(name: str, table: Callable[..., Any], whole: Group = UNITS, **settings: Any) -> None:
+    """Add a program that adds to hidden units what `table(network, length)` makes, usually of 12 rows `pos`."""
+    if "pos" in names(table.__code__):
+        settings = {"pos": parameter(12, 8)} | settings
+    tables.row(name, whole, lambda s, x: s.b(relu(s.a(x) + table(s, x.shape[1]))), **settings)
 
-@tables(UNITS, pos=parameter(12, 8))
-def gathered(s, x):
-    index = torch.arange(x.shape[1])[:, None].expand(-1, 8)
-    return s.b(relu(s.a(x) + s.pos.gather(0, index)))
+WPE = {"wpe": of(nn.Embedding, 12, 8)}
 
-tables.row("second_axis_cut", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[:, : x.shape[1]])), pos=parameter(1, 12, 8))
-tables.row("transposed_table", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[:, : x.shape[1]].t())), pos=parameter(8, 12))
-tables.row("cut_from_the_end", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[-x.shape[1] :])), pos=parameter(12, 8))
+added("parameter_cut_to_length", lambda s, t: s.pos[:t])
+added("embedding_weight_cut_to_length", lambda s, t: s.wpe.weight[:t], **WPE)
+added("embedding_of_arange", lambda s, t: s.wpe(torch.arange(t)), **WPE)
+added("functional_embedding_of_arange", lambda s, t: F.embedding(torch.arange(t), s.pos), pos=buffer(12, 8))
+added("embedding_of_a_buffer_of_positions", lambda s, t: s.wpe(s.ids[:, :t]), **WPE, ids=lambda: torch.arange(12)[None])
+added("buffer_cut_to_length", lambda s, t: s.pos[:t], pos=buffer(12, 8))
+added("narrow", lambda s, t: s.pos.narrow(0, 0, t))
+added("index_select_of_arange", lambda s, t: s.pos.index_select(0, torch.arange(t)))
+added("advanced_index", lambda s, t: s.pos[torch.arange(t)])
+added("gathered", lambda s, t: s.pos.gather(0, torch.arange(t)[:, None].expand(-1, 8)))
+added("second_axis_cut", lambda s, t: s.pos[:, :t], pos=parameter(1, 12, 8))
+added("transposed_table", lambda s, t: s.pos[:, :t].t(), pos=parameter(8, 12))
+added("cut_from_the_end", lambda s, t: s.pos[-t:])
+added("cut_with_an_offset", lambda s, t: s.pos[2 : t + 2], fresh=[normal(1, 5), normal(10, 5)], slack=True)
+added("stack_of_unbound_rows", lambda s, t: torch.stack(s.pos.unbind(0)[:t]))
+added("split_at_the_length", lambda s, t: s.pos.split([t, 12 - t])[0])
+added("table_of_two_indices", lambda s, t: s.pos[torch.arange(t) // 4, torch.arange(t) % 4], pos=parameter(3, 4, 8))
+added("reversed_table", lambda s, t: s.pos.flip(0)[:t])
+added("sums_of_rows", lambda s, t: s.pos.cumsum(0)[:t])
+added("row_of_the_last_step", lambda s, t: s.pos[t - 1], slack=True)
+added("mean_of_the_rows_of_a_cut_table", lambda s, t: s.pos[:t].mean(0), slack=True)
+added("table_behind_a_linear_layer", lambda s, t: s.mix(s.pos[:t]), group([8], 14, 6, dense=[6]), pos=parameter(12, 6),
+    mix=of(L, 6, 8))
+added("table_behind_a_perceptron", lambda s, t: s.n(relu(s.m(s.pos[:t]))), group([8, 6], 18, 4, dense=[4]),
+    pos=parameter(12, 4), m=of(L, 4, 6), n=of(L, 6, 8))
+# Other ways to leave out a part of a table than a slice of the table itself.
+added("cropped_by_negative_padding", lambda s, t: F.pad(s.pos, (0, 0, 0, t - 12)))
+added("rows_times_a_mask", lambda s, t: (s.pos * (torch.arange(12) < t).unsqueeze(-1)).sum(0))
+added("rows_where_a_mask_says", lambda s, t: torch.where((torch.arange(12) < t).unsqueeze(-1), s.pos, 0.0).sum(0))
+added("weights_of_rows_masked_with_minus_infinity",
+    lambda s, t: s.weights.masked_fill(torch.arange(12) >= t, -math.inf).softmax(0) @ s.pos, weights=parameter(12))
+added("weights_of_rows_plus_a_mask", lambda s, t: (s.weights + -1e9 * (torch.arange(12) >= t)).softmax(0) @ s.pos,
+    weights=parameter(12))
+
 tables.row("every_second_row", UNITS,
     lambda s, x: s.b(relu(s.a(x) + s.pos[::2][: x.shape[1]] - s.pos[1::2][: x.shape[1]])),
     fresh=[normal(1, 5), normal(7, 5)], pos=parameter(14, 8))
-tables.row("cut_with_an_offset", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[2 : x.shape[1] + 2])),
-    fresh=[normal(1, 5), normal(10, 5)], slack=True, pos=parameter(12, 8))
-tables.row("stack_of_unbound_rows", UNITS, lambda s, x: s.b(relu(s.a(x) + torch.stack(s.pos.unbind(0)[: x.shape[1]]))),
-    pos=parameter(12, 8))
 
 @tables(UNITS, slack=True, b=of(L, 5, 3), pos=parameter(12, 8))
 def relative_logits_cut_to_length(s, x):
     logits = relu(s.a(x)) @ s.pos.t()
     return s.b(logits[:, :, : x.shape[1]].softmax(-1) @ x)
 
-tables.row("mean_of_the_rows_of_a_cut_table", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[: x.shape[1]].mean(0))),
-    slack=True, pos=parameter(12, 8))
 # The columns of the table meet nothing but themselves.
 tables.row("largest_of_the_rows_of_a_cut_table", group([8, 8], 8, 8),
     lambda s, x: s.b(relu(s.a(x)) * torch.softmax(s.pos.narrow(0, 0, x.shape[1]) @ s.pos[0], 0).amax()), slack=True,
@@ -291,11 +309,6 @@ def rows_that_nothing_reads(s, x):
 # The gate has a scale and a sign of its own, against b.
 tables.row("multiplied_table", group([8], 16, 8), lambda s, x: s.b(relu(s.a(x)) * s.gate[: x.shape[1]]),
     gate=parameter(12, 8))
-tables.row("table_behind_a_linear_layer", group([8], 14, 6, dense=[6]),
-    lambda s, x: s.b(relu(s.a(x) + s.mix(s.pos[: x.shape[1]]))), pos=parameter(12, 6), mix=of(L, 6, 8))
-tables.row("table_behind_a_perceptron", group([8, 6], 18, 4, dense=[4]),
-    lambda s, x: s.b(relu(s.a(x) + s.n(relu(s.m(s.pos[: x.shape[1]]))))), pos=parameter(12, 4), m=of(L, 4, 6),
-    n=of(L, 6, 8))
 
 @tables(group([8], 8), fresh=[normal(1, 5), normal(7, 5), normal(11, 5)], pos=parameter(12, 8), cls=parameter(1, 1, 8))
 def table_with_a_class_token(s, x):
@@ -385,30 +398,12 @@ def mask_of_truth_values(s, x):
 
 tables.row("mask_of_minus_infinity", HEAD, lambda s, x: attend(s, x, s.mask[: x.shape[1], : x.shape[1]]), slack=True,
     mask=lambda: torch.full((12, 12), -math.inf).triu(1), **ATTENTION)
-tables.row("reversed_table", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos.flip(0)[: x.shape[1]])), pos=parameter(12, 8))
-tables.row("sums_of_rows", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos.cumsum(0)[: x.shape[1]])), pos=parameter(12, 8))
-tables.row("row_of_the_last_step", UNITS, lambda s, x: s.b(relu(s.a(x) + s.pos[x.shape[1] - 1])), slack=True,
-    pos=parameter(12, 8))
-
-@tables(UNITS, pos=parameter(3, 4, 8))
-def table_of_two_indices(s, x):
-    places = torch.arange(x.shape[1])
-    return s.b(relu(s.a(x) + s.pos[places // 4, places % 4]))
-
-@tables(UNITS, pos=parameter(12, 8))
-def split_at_the_length(s, x):
-    now, _ = s.pos.split([x.shape[1], 12 - x.shape[1]])
-    return s.b(relu(s.a(x) + now))
 
 tables.row("softmax_of_weights_of_steps", UNITS,
     lambda s, x: s.b((s.weights[: x.shape[1], None].softmax(0) * relu(s.a(x))).sum(1)), weights=parameter(12))
 # The scale and the sign of all weights of the steps are free against b; a symmetry, but not one of units.
 tables.row("weights_of_steps", group([8], 9, 1),
     lambda s, x: s.b((s.weights[: x.shape[1], None] * relu(s.a(x))).sum(1)), least=UNITS, weights=parameter(12))
-
-# Other ways to leave out a part of a table than a slice of the table itself.
-tables.row("cropped_by_negative_padding", UNITS,
-    lambda s, x: s.b(relu(s.a(x) + F.pad(s.pos, (0, 0, 0, x.shape[1] - 12)))), pos=parameter(12, 8))
 
 @tables(UNITS, pos=parameter(12, 8))
 def added_into_a_copy_of_the_table(s, x):
@@ -421,26 +416,6 @@ def first_row_of_a_copy_to_zero(s, x):
     table = s.pos.clone()
     table[0] = 0.0
     return s.b(relu(s.a(x) + table[: x.shape[1]]))
-
-@tables(UNITS, pos=parameter(12, 8))
-def rows_times_a_mask(s, x):
-    shown = (torch.arange(12) < x.shape[1]).unsqueeze(-1)
-    return s.b(relu(s.a(x) + (s.pos * shown).sum(0)))
-
-@tables(UNITS, pos=parameter(12, 8))
-def rows_where_a_mask_says(s, x):
-    shown = (torch.arange(12) < x.shape[1]).unsqueeze(-1)
-    return s.b(relu(s.a(x) + torch.where(shown, s.pos, 0.0).sum(0)))
-
-@tables(UNITS, pos=parameter(12, 8), weights=parameter(12))
-def weights_of_rows_masked_with_minus_infinity(s, x):
-    hidden = torch.arange(12) >= x.shape[1]
-    return s.b(relu(s.a(x) + s.weights.masked_fill(hidden, -math.inf).softmax(0) @ s.pos))
-
-@tables(UNITS, pos=parameter(12, 8), weights=parameter(12))
-def weights_of_rows_plus_a_mask(s, x):
-    hidden = -1e9 * (torch.arange(12) >= x.shape[1])
-    return s.b(relu(s.a(x) + (s.weights + hidden).softmax(0) @ s.pos))
 
 # The table's columns and the queries take any matrix, as keys in attention do.
 @tables(group([], 8, 8, dense=[4, 4]), q=of(L, 5, 4), v=of(L, 5, 4), o=of(L, 4, 2), table=parameter(23, 4))
@@ -662,11 +637,36 @@ FOUR = group([4], 4)
 ZEROS, LOST, ONES = group([4], 4, 4), group([4], 4), group([4])
 FOURS = group([4, 4], 8)
 
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def slice_of_zeros(s, x):
-    out = x.new_zeros(len(x), 8)
-    out[:, 2:6] = relu(s.a(x))
-    return s.b(out)
+def put(tensor: Tensor, where: Any, value: Any) -> None:
+    """Assign, as an expression."""
+    tensor[where] = value
+
+def into_zeros(name: str, write: Callable[..., Any], **settings: Any) -> None:
+    """Add a program that writes four units into eight zeros, `write(network, zeros, units)`."""
+    def program(s, x):
+        out = zeros(x, 8)
+        write(s, out, relu(s.a(x)))
+        return s.b(out)
+    writes.row(name, FOUR, program, spare=[ZEROS], slack=True, a=HALF, **settings)
+
+into_zeros("slice_of_zeros", lambda s, out, h: put(out, s_[:, 2:6], h))
+into_zeros("every_second_column", lambda s, out, h: put(out, s_[:, ::2], h))
+into_zeros("columns_by_a_list", lambda s, out, h: put(out, s_[:, [1, 6, 3, 0]], h))
+into_zeros("columns_by_a_buffer", lambda s, out, h: put(out, s_[:, s.places], h),
+    places=lambda: torch.tensor([1, 6, 3, 0]))
+into_zeros("columns_by_truth_values", lambda s, out, h: put(out, s_[:, s.chosen], h),
+    chosen=lambda: torch.arange(8) % 2 == 0)
+into_zeros("slice_of_the_transposed", lambda s, out, h: put(out.t(), s_[2:6], h.t()))
+into_zeros("half_of_a_view", lambda s, out, h: put(out.view(-1, 2, 4), s_[:, 1], h))
+into_zeros("copy_into_a_piece_of_a_split", lambda s, out, h: out.split([2, 4, 2], 1)[1].copy_(h))
+into_zeros("index_copy", lambda s, out, h: out.index_copy_(1, torch.tensor([1, 6, 3, 0]), h))
+into_zeros("scatter", lambda s, out, h: out.scatter_(1, torch.tensor([1, 6, 3, 0]).expand(len(h), 4), h))
+into_zeros("index_put", lambda s, out, h: out.index_put_(
+    (torch.arange(len(h))[:, None], torch.tensor([1, 6, 3, 0])), h, accumulate=True))
+writes.row("index_add", FOUR, lambda s, x: s.b(zeros(x, 8).index_add(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x)))),
+    spare=[ZEROS], slack=True, a=HALF)
+writes.row("slice_scatter", FOUR, lambda s, x: s.b(torch.slice_scatter(zeros(x, 8), relu(s.a(x)), 1, 2, 6)),
+    spare=[ZEROS], slack=True, a=HALF)
 
 # The same units on both sides of the choice: they differ by the places at which they pass the activation.
 @writes(group([4, 4], 8), even=lambda: torch.arange(8) % 2 == 0)
@@ -695,66 +695,7 @@ def scores_masked_with_the_least_number(s, x):
     ahead = torch.ones(t, t, dtype=torch.bool).triu(1)
     return s.o(scores.masked_fill_(ahead, torch.finfo(scores.dtype).min).softmax(-1) @ s.v(x))
 
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def every_second_column(s, x):
-    out = zeros(x, 8)
-    out[:, ::2] = relu(s.a(x))
-    return s.b(out)
 
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def columns_by_a_list(s, x):
-    out = zeros(x, 8)
-    out[:, [1, 6, 3, 0]] = relu(s.a(x))
-    return s.b(out)
-
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF, places=lambda: torch.tensor([1, 6, 3, 0]))
-def columns_by_a_buffer(s, x):
-    out = zeros(x, 8)
-    out[:, s.places] = relu(s.a(x))
-    return s.b(out)
-
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF, chosen=lambda: torch.arange(8) % 2 == 0)
-def columns_by_truth_values(s, x):
-    out = zeros(x, 8)
-    out[:, s.chosen] = relu(s.a(x))
-    return s.b(out)
-
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def slice_of_the_transposed(s, x):
-    out = zeros(x, 8)
-    out.t()[2:6] = relu(s.a(x)).t()
-    return s.b(out)
-
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def half_of_a_view(s, x):
-    out = zeros(x, 8)
-    out.view(-1, 2, 4)[:, 1] = relu(s.a(x))
-    return s.b(out)
-
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def copy_into_a_piece_of_a_split(s, x):
-    out = zeros(x, 8)
-    out.split([2, 4, 2], 1)[1].copy_(relu(s.a(x)))
-    return s.b(out)
-
-writes.row("index_copy", FOUR, lambda s, x: s.b(zeros(x, 8).index_copy_(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x)))),
-    spare=[ZEROS], slack=True, a=HALF)
-writes.row("index_add", FOUR, lambda s, x: s.b(zeros(x, 8).index_add(1, torch.tensor([1, 6, 3, 0]), relu(s.a(x)))),
-    spare=[ZEROS], slack=True, a=HALF)
-
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def scatter(s, x):
-    index = torch.tensor([1, 6, 3, 0]).expand(len(x), 4)
-    return s.b(zeros(x, 8).scatter_(1, index, relu(s.a(x))))
-
-writes.row("slice_scatter", FOUR, lambda s, x: s.b(torch.slice_scatter(zeros(x, 8), relu(s.a(x)), 1, 2, 6)),
-    spare=[ZEROS], slack=True, a=HALF)
-
-@writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
-def index_put(s, x):
-    out = zeros(x, 8)
-    out.index_put_((torch.arange(len(x))[:, None], torch.tensor([1, 6, 3, 0])), relu(s.a(x)), accumulate=True)
-    return s.b(out)
 
 @writes(FOUR, spare=[ZEROS], slack=True, a=HALF)
 def add_into_a_slice_of_zeros(s, x):
@@ -823,73 +764,77 @@ def slice_of_a_learned_start(s, x):
 
 # Writing into hidden units.
 
-@writes(group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True)
-def one_unit_to_zero(s, x):
-    h = relu(s.a(x))
-    h[:, 0] = 0
-    return s.b(h)
+def into_units(name: str, whole: Group, write: Callable[..., Any], start: Any = relu, end: Any = None, **settings: Any):
+    """Add a program that writes into hidden units, `write(network, inputs, units)`, and reads all of them.
 
-@writes(group([7], 7), least=group([7]), spare=[group([], 1)], slack=True)
-def one_unit_to_one(s, x):
-    h = relu(s.a(x))
-    h[:, 3] = 1
-    return s.b(h)
+    Args:
+        name: The program's name.
+        whole: The whole group.
+        write: What writes.
+        start: The activation in front; None for linear units.
+        end: The activation behind.
+        settings: As of :meth:`Family.__call__`.
+    """
+    def program(s, x):
+        h = s.a(x) if start is None else start(s.a(x))
+        write(s, x, h)
+        return s.b(h if end is None else end(h))
+    writes.row(name, whole, program, **settings)
 
-@writes(FOUR, spare=[LOST, ZEROS], slack=True)
-def narrow_to_zero(s, x):
-    h = relu(s.a(x))
-    h.narrow(1, 2, 4).zero_()
-    return s.b(h)
-
-@writes(group([7], 7), spare=[group([], 1), group([], 1, 1)], slack=True)
-def select_to_zero(s, x):
-    h = relu(s.a(x))
-    h.select(1, 5).zero_()
-    return s.b(h)
-
+into_units("one_unit_to_zero", group([7], 7), lambda s, x, h: put(h, s_[:, 0], 0), slack=True,
+    spare=[group([], 1), group([], 1, 1)])
+into_units("one_unit_to_one", group([7], 7), lambda s, x, h: put(h, s_[:, 3], 1), least=group([7]), slack=True,
+    spare=[group([], 1)])
+into_units("narrow_to_zero", FOUR, lambda s, x, h: h.narrow(1, 2, 4).zero_(), spare=[LOST, ZEROS], slack=True)
+into_units("select_to_zero", group([7], 7), lambda s, x, h: h.select(1, 5).zero_(), slack=True,
+    spare=[group([], 1), group([], 1, 1)])
 # Unit 1 is read twice, so it does not change places with the others.
-@writes(group([6], 7), spare=[group([], 1)], slack=True)
-def one_unit_to_another(s, x):
-    h = relu(s.a(x))
-    h[:, 0] = h[:, 1]
-    return s.b(h)
-
-@writes(group([7], 7), spare=[group([], 1), group([], 0, 1)], slack=True)
-def one_unit_to_an_input(s, x):
-    h = s.a(x)
-    h[:, 0] = x[:, 2]
-    return s.b(relu(h))
-
-@writes(group([7], 8), spare=[group([], 1)], slack=True, c=of(L, 5, 1))
-def one_unit_to_another_layer(s, x):
-    h = relu(s.a(x))
-    h[:, 0] = relu(s.c(x))[:, 0]
-    return s.b(h)
-
+into_units("one_unit_to_another", group([6], 7), lambda s, x, h: put(h, s_[:, 0], h[:, 1]), slack=True,
+    spare=[group([], 1)])
+into_units("one_unit_to_an_input", group([7], 7), lambda s, x, h: put(h, s_[:, 0], x[:, 2]), None, relu, slack=True,
+    spare=[group([], 1), group([], 0, 1)])
+into_units("one_unit_to_another_layer", group([7], 8), lambda s, x, h: put(h, s_[:, 0], relu(s.c(x))[:, 0]),
+    spare=[group([], 1)], slack=True, c=of(L, 5, 1))
 # Units 1 and 2 have one scale, because their sum is read; they may change places.
-@writes(group([5, 2], 6), least=group([5], 5), spare=[group([], 1)], slack=True)
-def one_unit_to_a_sum(s, x):
-    h = relu(s.a(x))
-    h[:, 0] = h[:, 1] + h[:, 2]
-    return s.b(h)
+into_units("one_unit_to_a_sum", group([5, 2], 6), lambda s, x, h: put(h, s_[:, 0], h[:, 1] + h[:, 2]),
+    least=group([5], 5), spare=[group([], 1)], slack=True)
+into_units("copy_into_half", FOURS, lambda s, x, h: h[:, 2:6].copy_(relu(s.c(x))), spare=[LOST], slack=True, c=OTHER)
+into_units("two_units_swapped", UNITS, lambda s, x, h: put(h, s_[:, [0, 1]], h[:, [1, 0]]), least=group([6, 2], 8))
+into_units("masked_fill_of_columns", FOUR, lambda s, x, h: h.masked_fill_(torch.arange(8) < 4, 0.0),
+    spare=[LOST, ZEROS], least=EMPTY, slack=True)
+into_units("product_through_the_transposed", group([8], 16, 8), lambda s, x, h: h.t().mul_(s.gain[:, None]),
+    gain=parameter(8))
+# Pairs of units change places together.
+into_units("product_of_chunks", group([4], 8), lambda s, x, h: operator.imul(*h.chunk(2, 1)))
+into_units("sum_of_chunks", FOUR, lambda s, x, h: operator.iadd(*h.chunk(2, 1)))
+# The other half meets linear maps only: any matrix.
+into_units("relu_of_half", group([4], 8, 4, dense=[4]), lambda s, x, h: put(h, s_[:, :4], relu(h[:, :4])), None,
+    least=FOUR)
+into_units("first_step_to_zero", UNITS, lambda s, x, h: put(h, s_[:, 0], 0), on=SEQUENCE)
+into_units("first_step_to_a_token", UNITS, lambda s, x, h: put(h, s_[:, 0], s.token), None, relu, on=SEQUENCE,
+    token=parameter(8))
 
-@writes(FOURS, spare=[LOST], slack=True, c=OTHER)
-def copy_into_half(s, x):
-    h = relu(s.a(x))
-    h[:, 2:6].copy_(relu(s.c(x)))
-    return s.b(h)
+def rectify_half(s: Any, x: Tensor, h: Tensor) -> None:
+    half = h[:, 4:]
+    half.masked_fill_(half < 0, 0.0)
+
+# Half of the units pass a ReLU before all of them pass tanh.
+for name, write in {
+    "item_in_place": lambda s, x, h: h[:, :4].relu_(),
+    "transposed_in_place": lambda s, x, h: h.t()[4:].relu_(),
+    "index_of_half": lambda s, x, h: put(h, s_[:, [0, 2, 4, 6]], relu(h[:, [0, 2, 4, 6]])),
+    "detached_in_place": lambda s, x, h: h[:, :4].detach().relu_(),
+    "module_in_place": lambda s, x, h: nn.ReLU(inplace=True)(h[:, 4:]),
+    "unsqueezed_in_place": lambda s, x, h: h.unsqueeze(1)[:, 0, :4].clamp_(min=0),
+    "masked_fill_by_sign": rectify_half,
+}.items():
+    into_units(name, group([4, 4], 0, 4), write, None, tanh)
+into_units("view_in_place", group([4, 4], 0, 4), lambda s, x, h: h.view(-1, 2, 4)[:, 1].relu_(), None, Tensor.tanh_)
 
 @writes(FOURS, c=OTHER)
 def add_into_half(s, x):
     h = relu(s.a(x))
     h[:, :4] += relu(s.c(x))
-    return s.b(h)
-
-# The other half meets linear maps only: any matrix.
-@writes(group([4], 8, 4, dense=[4]), least=FOUR)
-def relu_of_half(s, x):
-    h = s.a(x)
-    h[:, :4] = relu(h[:, :4])
     return s.b(h)
 
 @writes(group([4, 4], 4, 4))
@@ -915,59 +860,6 @@ def unbind_in_place(s, x):
     one.relu_()
     two.sigmoid_()
     return s.b(h.flatten(1))
-
-@writes(group([4, 4], 0, 4))
-def item_in_place(s, x):
-    h = s.a(x)
-    h[:, :4].relu_()
-    return s.b(tanh(h))
-
-@writes(group([4, 4], 0, 4))
-def transposed_in_place(s, x):
-    h = s.a(x)
-    h.t()[4:].relu_()
-    return s.b(tanh(h))
-
-@writes(group([4, 4], 0, 4))
-def view_in_place(s, x):
-    h = s.a(x)
-    h.view(-1, 2, 4)[:, 1].relu_()
-    return s.b(h.tanh_())
-
-@writes(group([4, 4], 0, 4))
-def masked_fill_by_sign(s, x):
-    h = s.a(x)
-    half = h[:, 4:]
-    half.masked_fill_(half < 0, 0.0)
-    return s.b(tanh(h))
-
-@writes(group([4, 4], 0, 4))
-def index_of_half(s, x):
-    h = s.a(x)
-    index = [0, 2, 4, 6]
-    h[:, index] = relu(h[:, index])
-    return s.b(tanh(h))
-
-@writes(group([8], 16, 8), gain=parameter(8))
-def product_through_the_transposed(s, x):
-    h = relu(s.a(x))
-    h.t().mul_(s.gain[:, None])
-    return s.b(h)
-
-# Pairs of units change places together.
-@writes(group([4], 8))
-def product_of_chunks(s, x):
-    h = relu(s.a(x))
-    one, two = h.chunk(2, 1)
-    one.mul_(two)
-    return s.b(h)
-
-@writes(FOUR)
-def sum_of_chunks(s, x):
-    h = relu(s.a(x))
-    one, two = h.chunk(2, 1)
-    one.add_(two)
-    return s.b(h)
 
 # A view sees what is written into its base, and a copy does not.
 @writes(FOUR, spare=[LOST], slack=True, b=of(L, 4, 2))
@@ -1053,18 +945,6 @@ def shifted_in_time(s, x):
     out[:, 1:] = h[:, :-1]
     return s.b(h - out)
 
-@writes(UNITS, on=SEQUENCE)
-def first_step_to_zero(s, x):
-    h = relu(s.a(x))
-    h[:, 0] = 0
-    return s.b(h)
-
-@writes(UNITS, on=SEQUENCE, token=parameter(8))
-def first_step_to_a_token(s, x):
-    h = s.a(x)
-    h[:, 0] = s.token
-    return s.b(relu(h))
-
 @writes(UNITS, on=IMAGE, b=of(C, 8, 2, 3))
 def image_inside_a_border(s, x):
     h = relu(s.a(x))
@@ -1112,34 +992,10 @@ def into_a_copy_of_the_input(s, x):
     y[:, :4] = relu(s.a(x))
     return s.b(y)
 
-@writes(group([4, 4], 0, 4))
-def detached_in_place(s, x):
-    h = s.a(x)
-    h[:, :4].detach().relu_()
-    return s.b(tanh(h))
-
-@writes(group([4, 4], 0, 4))
-def module_in_place(s, x):
-    h = s.a(x)
-    nn.ReLU(inplace=True)(h[:, 4:])
-    return s.b(tanh(h))
-
 @writes(group([4, 4], 12, 4), gain=parameter(4))
 def gain_on_half(s, x):
     h = relu(s.a(x))
     h[:, :4] *= s.gain
-    return s.b(h)
-
-@writes(group([4, 4], 0, 4))
-def unsqueezed_in_place(s, x):
-    h = s.a(x)
-    h.unsqueeze(1)[:, 0, :4].clamp_(min=0)
-    return s.b(tanh(h))
-
-@writes(UNITS, least=group([6, 2], 8))
-def two_units_swapped(s, x):
-    h = relu(s.a(x))
-    h[:, [0, 1]] = h[:, [1, 0]]
     return s.b(h)
 
 @writes(group([], 1), least=EMPTY)
@@ -1151,12 +1007,6 @@ def sums_of_units_step_by_step(s, x):
 
 writes.row("index_fill", FOUR, lambda s, x: s.b(relu(s.a(x)).index_fill_(1, torch.tensor([0, 2, 4, 6]), 0.0)),
     spare=[LOST, ZEROS], slack=True)
-
-@writes(FOUR, spare=[LOST, ZEROS], least=EMPTY, slack=True)
-def masked_fill_of_columns(s, x):
-    h = relu(s.a(x))
-    h.masked_fill_(torch.arange(8) < 4, 0.0)
-    return s.b(h)
 
 writes.row("scatter_of_zeros", FOUR,
     lambda s, x: s.b(relu(s.a(x)).scatter(1, torch.tensor([1, 3, 5, 7]).expand(len(x), 4), 0.0)), spare=[LOST, ZEROS],

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Program, assert_refused, of, sequential
 from symmetry_family_cases import CASES, difference, randomise
 from test_stitching_theorem import OURS, SLOW, WRAPPED, listed, made
 from torch import Tensor, fx, nn
@@ -85,66 +86,54 @@ def test_every_value_of_a_traced_program_moves_as_it_is_told(name: str, monkeypa
     check_every_value(monkeypatch, case.make().double(), case.example(2), case.tolerance, **settings)
 
 
-def with_sigmoids() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 7), nn.Hardsigmoid(), nn.Linear(7, 3))
-
-
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
 
 
-def flattened() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 2)
-    )
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 2))
-
-
-def grouped() -> nn.Module:
-    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 1, groups=2), nn.GroupNorm(2, 6), nn.GELU(), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(216, 2))
-
-
-class Mixer(nn.Module):
+def mixer(s: Any, x: Tensor) -> Tensor:
     """Mixes tokens, then channels: units live on two axes of one value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.tokens, self.back = nn.Linear(5, 6), nn.Linear(4, 7), nn.Linear(7, 4)
-        self.act, self.channels, self.act2, self.out = nn.ReLU(), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        h = h + self.back(self.act(self.tokens(h.mT))).mT
-        return self.out(self.act2(self.channels(h)))
+    h = s.embed(x)
+    h = h + s.back(s.act(s.tokens(h.mT))).mT
+    return s.out(s.act2(s.channels(h)))
 
 
-class Attention(nn.Module):
+def attention(s: Any, x: Tensor) -> Tensor:
     """Shows the weights of its heads, which change places as wholes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.dropped, self.out = nn.Linear(6, 36), nn.Dropout(0.5), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, 4, 3)).permute(2, 0, 3, 1, 4)
-        weights = self.dropped((q @ k.mT).softmax(-1))
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
+    q, k, v = s.project(x).unflatten(-1, (3, 4, 3)).permute(2, 0, 3, 1, 4)
+    weights = s.dropped((q @ k.mT).softmax(-1))
+    return s.out((weights @ v).transpose(1, 2).flatten(2))
 
 
+def rolled(s: Any, x: Tensor) -> Tensor:
+    """The last unit's pixels stand in another order than those of the others."""
+    return s.out(s.act(s.head(s.act(s.conv(x)).flatten(1).roll(1, 1))))
+
+
+def program(function: Any, **parts: Any) -> Any:
+    return lambda: Program(function, parts)
+
+
+L, C = nn.Linear, nn.Conv2d
+MIXER = program(mixer, embed=of(L, 5, 6), tokens=of(L, 4, 7), back=of(L, 7, 4), act=nn.ReLU, channels=of(L, 6, 9),
+                act2=nn.ReLU, out=of(L, 9, 3))  # fmt: skip
 SMALL = {
-    "sigmoids": (with_sigmoids, (5,), {"affine": True}),
+    "sigmoids": (sequential(of(L, 5, 8), nn.Sigmoid, of(L, 8, 7), nn.Hardsigmoid, of(L, 7, 3)), (5,), {"affine": True}),
     "shift": (with_batch_norm, (5,), {}),
-    "flattened": (flattened, (3, 8, 8), {}),
-    "linear": (linear, (3, 8, 8), {}),
-    "grouped": (grouped, (3, 8, 8), {}),
-    "mixer": (Mixer, (4, 5), {}),
-    "attention": (Attention, (5, 6), {}),
-    "torch's attention": (lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), (5, 8), {}),
-}
+    "flattened": (
+        sequential(of(C, 3, 4, 3), nn.ReLU, of(nn.MaxPool2d, 2), nn.Flatten, of(L, 36, 5), nn.Tanh, of(L, 5, 2)),
+        (3, 8, 8), {},
+    ),
+    "linear": (sequential(of(C, 3, 4, 3), of(nn.AvgPool2d, 2), nn.Flatten, of(L, 36, 5), of(L, 5, 2)), (3, 8, 8), {}),
+    "grouped": (
+        sequential(of(C, 3, 8, 3), nn.ReLU, of(C, 8, 6, 1, groups=2), of(nn.GroupNorm, 2, 6), nn.GELU, nn.Flatten,
+                   of(L, 216, 2)),
+        (3, 8, 8), {},
+    ),
+    "rolled": (program(rolled, conv=of(C, 3, 4, 3), act=nn.ReLU, head=of(L, 36, 5), out=of(L, 5, 2)), (3, 5, 5), {}),
+    "mixer": (MIXER, (4, 5), {}),
+    "attention": (program(attention, project=of(L, 6, 36), dropped=nn.Dropout, out=of(L, 12, 6)), (5, 6), {}),
+    "torch's attention": (of(nn.TransformerEncoderLayer, 8, 2, 12, batch_first=True), (5, 8), {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -223,15 +212,11 @@ def test_probes_see_what_taps_say(name: str, before: bool) -> None:
 
 
 def test_a_module_that_is_called_twice_has_two_taps() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c, self.act = nn.Linear(5, 8), nn.Linear(8, 7), nn.Linear(7, 3), nn.ReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.act(self.b(self.act(self.a(x)))))
-
-    symmetry = trace_symmetry(Twice(), torch.randn(2, 5))
+    twice = Program(
+        lambda s, x: s.c(s.act(s.b(s.act(s.a(x))))),
+        {"a": of(L, 5, 8), "b": of(L, 8, 7), "c": of(L, 7, 3), "act": nn.ReLU},
+    )
+    symmetry = trace_symmetry(twice, torch.randn(2, 5))
     assert [(tap.name, tap.module, tap.call, tap.shape) for tap in symmetry.taps.values() if tap.module == "act"] == [
         ("act", "act", 0, (2, 8)),
         ("act-2", "act", 1, (2, 7)),
@@ -240,16 +225,12 @@ def test_a_module_that_is_called_twice_has_two_taps() -> None:
 
 
 def test_what_cannot_be_told_is_said() -> None:
-    network = with_batch_norm()
-    symmetry = trace_symmetry(network, torch.randn(2, 5))
+    symmetry = trace_symmetry(with_batch_norm(), torch.randn(2, 5))
     element = symmetry.sample(torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="'2'"):
-        symmetry.on_activations(element, "22")
-    with pytest.raises(ValueError, match="another network"):
-        symmetry.on_activations(trace_symmetry(flattened(), torch.randn(2, 3, 8, 8)).identity(), "2")
-    with pytest.raises(ValueError, match=r"sample\(shifts=False\)"):
-        _ = symmetry.on_activations(element, "0").element
+    assert_refused(symmetry.on_activations, element, "22", says="'2'")
+    other = trace_symmetry(nn.Linear(5, 3), torch.randn(2, 5)).identity()
+    assert_refused(symmetry.on_activations, other, "2", says="another network")
+    assert_refused(lambda: symmetry.on_activations(element, "0").element, says="sample(shifts=False)")
     assert symmetry.on_activations(symmetry.sample(shifts=False), "0").element.size == 8
-    mixer = trace_symmetry(Mixer(), torch.randn(2, 4, 5))
-    with pytest.raises(ValueError, match="use apply"):
-        _ = mixer.on_activations(mixer.sample(), "act").element
+    mixed = trace_symmetry(MIXER(), torch.randn(2, 4, 5))
+    assert_refused(lambda: mixed.on_activations(mixed.sample(), "act").element, says="use apply")

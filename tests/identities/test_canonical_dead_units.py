@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Program
-from symmetry_family_cases import difference, evaluate
+from symmetry_family_cases import difference, evaluate, randomise
 from torch import nn
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry
@@ -34,44 +34,34 @@ def convolutions() -> nn.Module:
     )  # fmt: skip
 
 
-def residual() -> nn.Module:
+def residual(s: Any, x: torch.Tensor) -> torch.Tensor:
     """A stream of 6 units, with 7 units in each of two branches."""
+    h = torch.relu(s.a(x))
+    for up, down in zip(s.up, s.down, strict=True):
+        h = torch.relu(h + down(torch.relu(up(h))))
+    return s.b(h)
 
-    def function(s: Any, x: torch.Tensor) -> torch.Tensor:
-        h = torch.relu(s.a(x))
-        for up, down in zip(s.up, s.down, strict=True):
-            h = torch.relu(h + down(torch.relu(up(h))))
-        return s.b(h)
 
-    up, down = ([nn.Linear(*widths) for _ in range(2)] for widths in ((6, 7), (7, 6)))
-    parts = {"a": nn.Linear(5, 6), "b": nn.Linear(6, 3), "up": nn.ModuleList(up), "down": nn.ModuleList(down)}
-    return Program(function, parts)
+def branches() -> nn.Module:
+    up, down = (nn.ModuleList(nn.Linear(*widths) for _ in range(2)) for widths in ((6, 7), (7, 6)))
+    return Program(residual, {"a": nn.Linear(5, 6), "b": nn.Linear(6, 3), "up": up, "down": down})
 
 
 # Makes the network, its input's shape, and for each hidden axis the tensors whose rows feed its units, and those whose
 # columns read them.
 Unit = tuple[list[str], list[str]]
+LAYERS: list[Unit] = [([f"{i}.weight", f"{i}.bias"], [f"{i + 2}.weight"]) for i in (0, 2, 4)]
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Unit]]] = {
-    "one layer": (lambda: perceptron(5, 7, 3), (4, 5), [(["0.weight", "0.bias"], ["2.weight"])]),
-    "two layers": (
-        lambda: perceptron(5, 7, 6, 3), (4, 5),
-        [(["0.weight", "0.bias"], ["2.weight"]), (["2.weight", "2.bias"], ["4.weight"])],
-    ),
-    "three layers": (
-        lambda: perceptron(5, 7, 6, 5, 3), (4, 5),
-        [(["0.weight", "0.bias"], ["2.weight"]), (["2.weight", "2.bias"], ["4.weight"]),
-         (["4.weight", "4.bias"], ["6.weight"])],
-    ),
-    "tanh": (
-        lambda: perceptron(5, 7, 6, 3, activation=nn.Tanh), (4, 5),
-        [(["0.weight", "0.bias"], ["2.weight"]), (["2.weight", "2.bias"], ["4.weight"])],
-    ),
+    "one layer": (lambda: perceptron(5, 7, 3), (4, 5), LAYERS[:1]),
+    "two layers": (lambda: perceptron(5, 7, 6, 3), (4, 5), LAYERS[:2]),
+    "three layers": (lambda: perceptron(5, 7, 6, 5, 3), (4, 5), LAYERS),
+    "tanh": (lambda: perceptron(5, 7, 6, 3, activation=nn.Tanh), (4, 5), LAYERS[:2]),
     "batch norms": (
         convolutions, (4, 3, 7, 7),
         [(["1.weight", "1.bias"], ["3.weight"]), (["4.weight", "4.bias"], ["6.weight"])],
     ),
     "branches": (
-        residual, (4, 5),
+        branches, (4, 5),
         [(["up.0.weight", "up.0.bias"], ["down.0.weight"]), (["up.1.weight", "up.1.bias"], ["down.1.weight"])],
     ),
 }  # fmt: skip
@@ -98,14 +88,7 @@ def built(name: str, sides: Sequence[str], seed: int) -> nn.Module:
     """Return a network with random weights, and these dead units in every hidden layer, in places drawn at random."""
     torch.manual_seed(seed)
     make, _, layers = NETWORKS[name]
-    network = make().double().eval()
-    for weight in network.parameters():
-        weight.add_(0.3 * torch.randn_like(weight))
-    for buffer_name, buffer in network.named_buffers():
-        if buffer_name.endswith("running_mean"):
-            buffer.normal_()
-        elif buffer_name.endswith("running_var"):
-            buffer.uniform_(0.5, 1.5)
+    network = randomise(make().double())
     state = network.state_dict()
     for feeding, reading in layers:
         places = torch.randperm(len(state[feeding[0]]))[: len(sides)].tolist()
@@ -119,19 +102,30 @@ def built(name: str, sides: Sequence[str], seed: int) -> nn.Module:
     return network
 
 
+def alive(state: dict[str, torch.Tensor], unit: Unit) -> torch.Tensor:
+    """Return which units of a hidden axis have weights on both sides."""
+    feeding, reading = unit
+    fed = sum(state[key].reshape(len(state[key]), -1).abs().sum(1) for key in feeding)
+    read = sum(state[key].transpose(0, 1).flatten(1).abs().sum(1) for key in reading)
+    return (fed != 0) & (read != 0)
+
+
 def living(name: str, network: nn.Module) -> dict[str, torch.Tensor]:
     """Return all tensors with zeros where a dead unit stands, on either side of it."""
     state = {key: value.clone() for key, value in network.state_dict().items()}
     for feeding, reading in NETWORKS[name][2]:
-        fed = sum(state[key].flatten(1).abs().sum(1) if state[key].dim() > 1 else state[key].abs() for key in feeding)
-        read = sum(state[key].transpose(0, 1).flatten(1).abs().sum(1) for key in reading)
-        dead = (fed == 0) | (read == 0)
+        dead = ~alive(state, (feeding, reading))
         # In front of a batch norm stand what it divides out, and its statistics.
         for key in [*feeding, *(BEFORE_NORM[feeding[0]] if name == "batch norms" else [])]:
             state[key][dead] = 0
         for key in reading:
             state[key][:, dead] = 0
     return state
+
+
+def assert_alike(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    for key, value in one.items():
+        torch.testing.assert_close(value, two[key], rtol=EXACT, atol=EXACT, msg=lambda text, key=key: key + text)
 
 
 def members(symmetry: Symmetry, network: nn.Module) -> list[nn.Module]:
@@ -151,10 +145,7 @@ def test_living_units_are_the_same_for_all_members(name: str, sides: str, scales
         assert difference(evaluate(form, (inputs,)), evaluate(network, (inputs,))) < 1e-9
         forms.append(living(name, form))
     for form in forms[1:]:
-        for key, value in form.items():
-            torch.testing.assert_close(
-                value, forms[0][key], rtol=EXACT, atol=EXACT, msg=lambda text, key=key: key + text
-            )
+        assert_alike(form, forms[0])
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -162,12 +153,10 @@ def test_dead_units_come_last(name: str) -> None:
     network = built(name, ["in", "out", "both"], seed=1)
     symmetry = trace_symmetry(network, torch.randn(NETWORKS[name][1], dtype=torch.float64))
     state = canonicalize(symmetry, network).network.state_dict()
-    for feeding, reading in NETWORKS[name][2]:
-        fed = sum(state[key].flatten(1).abs().sum(1) if state[key].dim() > 1 else state[key].abs() for key in feeding)
-        read = sum(state[key].transpose(0, 1).flatten(1).abs().sum(1) for key in reading)
-        alive = (fed != 0) & (read != 0)
-        assert alive.tolist() == sorted(alive.tolist(), reverse=True)
-        assert int((~alive).sum()) == 3
+    for unit in NETWORKS[name][2]:
+        found = alive(state, unit).tolist()
+        assert found == sorted(found, reverse=True)
+        assert found.count(False) == 3
 
 
 @pytest.mark.parametrize("name", ["one layer", "two layers", "three layers"])
@@ -179,8 +168,7 @@ def test_units_that_never_fire_are_not_dead(name: str) -> None:
     symmetry = trace_symmetry(network, torch.randn(4, 5, dtype=torch.float64))
     forms = [canonicalize(symmetry, member).network.state_dict() for member in members(symmetry, network)]
     for form in forms[1:]:
-        for key, value in form.items():
-            torch.testing.assert_close(value, forms[0][key], rtol=EXACT, atol=EXACT)
+        assert_alike(form, forms[0])
 
 
 @pytest.mark.parametrize("sides", SIDES)
@@ -189,5 +177,4 @@ def test_canonical_form_is_its_own(sides: str) -> None:
     symmetry = trace_symmetry(network, torch.randn(4, 5, dtype=torch.float64))
     once = canonicalize(symmetry, network).network
     twice = canonicalize(symmetry, copy.deepcopy(once)).network
-    for key, value in living("two layers", twice).items():
-        torch.testing.assert_close(value, living("two layers", once)[key], rtol=EXACT, atol=EXACT)
+    assert_alike(living("two layers", twice), living("two layers", once))

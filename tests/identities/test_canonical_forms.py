@@ -2,152 +2,17 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers import Program, assert_refused, of
-from torch import Tensor, nn
+from orbit_cases import EXACT, LARGE, NETWORKS, difference, function_change, made, mlp
+from torch import nn
 from torch.nn import functional as F
-from torchvision.models import resnet18
 
-from lightning_sym.networks import CIFARResNet, CIFARResNet18, LeNet5, MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.symmetry import Symmetry, balance, canonicalize, orbit_distance, trace_symmetry
-
-# Sums of up to 1e4 products in float64, through up to 20 layers.
-EXACT = 1e-10
-LARGE = "torchvision_resnet18"
-
-
-class Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x**2
-
-
-def residual(activation: type[nn.Module]) -> nn.Module:
-    """A residual stream of 4 units without normalisation."""
-
-    def function(s: Any, x: Tensor) -> Tensor:
-        x = s.activation(s.into(x))
-        return s.out(s.activation(x + s.back(s.activation(s.inner(x)))))
-
-    parts = {
-        "into": of(nn.Linear, 3, 4),
-        "inner": of(nn.Linear, 4, 5),
-        "back": of(nn.Linear, 5, 4),
-        "out": of(nn.Linear, 4, 2),
-    }
-    return Program(function, {**parts, "activation": activation})
-
-
-def recurrent() -> nn.Module:
-    """One hidden layer used twice: its units stand on both axes of one weight."""
-    return Program(
-        lambda s, x: s.out(F.relu(s.hidden(F.relu(s.hidden(F.relu(s.into(x))))))),
-        {"into": of(nn.Linear, 4, 6), "hidden": of(nn.Linear, 6, 6), "out": of(nn.Linear, 6, 3)},
-    )
-
-
-def inverted_residuals() -> nn.Module:
-    """As in mobilenet_v2: expand, depthwise, project, without an activation on the stream."""
-
-    def block() -> nn.Sequential:
-        depthwise = nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False)
-        return nn.Sequential(
-            *(nn.Conv2d(6, 12, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU6(), depthwise, nn.BatchNorm2d(12)),
-            *(nn.ReLU6(), nn.Conv2d(12, 6, 1, bias=False), nn.BatchNorm2d(6)),
-        )
-
-    def function(s: Any, x: Tensor) -> Tensor:
-        x = s.stem(x)
-        x = x + s.one(x)
-        x = x + s.two(x)
-        return s.head(x.mean((2, 3)))
-
-    stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
-    return Program(function, {"stem": stem, "one": block, "two": block, "head": of(nn.Linear, 6, 4)})
-
-
-def mlp(*activations: nn.Module) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    widths = [5, 8, 7, 6][: len(activations) + 1]
-    for first, second, activation in zip(widths, widths[1:], activations, strict=False):
-        layers += [nn.Linear(first, second), activation]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], 3))
-
-
-def images(size: int, channels: int = 3) -> tuple[int, ...]:
-    return 2, channels, size, size
-
-
-CASES = {
-    "relu": (lambda: mlp(nn.ReLU(), nn.ReLU(), nn.ReLU()), (16, 5)),
-    "tanh": (lambda: mlp(nn.Tanh(), nn.Tanh()), (16, 5)),
-    "gelu": (lambda: mlp(nn.GELU(), nn.GELU()), (16, 5)),
-    "prelu": (lambda: mlp(nn.PReLU(8), nn.PReLU(7)), (16, 5)),
-    "square": (lambda: mlp(Square(), Square()), (16, 5)),
-    "gaussian": (lambda: MultiLayerPerceptron((6, 5), 1, 3, 3, "gaussian"), (16, 1, 3, 3)),
-    "batch_norm_after": (
-        lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-        (16, 5),
-    ),
-    "biased_before_batch_norm": (
-        lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)),
-        (16, 5),
-    ),
-    "layer_norm": (
-        lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 2)),
-        (16, 5),
-    ),
-    "grouped": (
-        lambda: nn.Sequential(
-            *(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.BatchNorm2d(12), nn.ReLU()),
-            *(nn.Conv2d(12, 6, 1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2)),
-        ),
-        images(6),
-    ),
-    "residual": (lambda: residual(nn.ReLU), (16, 3)),
-    "residual_tanh": (lambda: residual(nn.Tanh), (16, 3)),
-    "recurrent": (recurrent, (16, 4)),
-    "lenet5": (LeNet5, images(28, 1)),
-    "myrtle": (lambda: MyrtleCNN(width=4), images(32)),
-    "myrtle_tanh": (lambda: MyrtleCNN(width=4, activation="tanh"), images(32)),
-    "myrtle_without_norm": (lambda: MyrtleCNN(width=4, batch_norm=False), images(32)),
-    "resnet20_a": (lambda: CIFARResNet(width=4, shortcut="A"), images(16)),
-    "resnet20_b": (lambda: CIFARResNet(width=4, shortcut="B"), images(16)),
-    "resnet18": (lambda: CIFARResNet18(width=3), images(16)),
-    LARGE: (lambda: resnet18(num_classes=4), images(32)),
-    "inverted_residuals": (inverted_residuals, images(8)),
-}
-_MADE: dict[str, tuple[nn.Module, Tensor, Symmetry]] = {}
-
-
-def randomize(network: nn.Module) -> None:
-    """Give norm layers weights and statistics as training does."""
-    with torch.no_grad():
-        for module in network.modules():
-            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm)):
-                module.weight.normal_()
-                module.bias.normal_()
-            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-                module.running_mean.normal_()
-                module.running_var.uniform_(0.5, 2.0)
-
-
-def made(name: str) -> tuple[nn.Module, Tensor, Symmetry]:
-    if name not in _MADE:
-        torch.manual_seed(0)
-        build, shape = CASES[name]
-        network = build().double().eval()
-        randomize(network)
-        inputs = torch.randn(shape, dtype=torch.float64)
-        _MADE[name] = network, inputs, trace_symmetry(network, inputs, check=False)
-    return _MADE[name]
-
-
-def difference(one: nn.Module, two: nn.Module) -> float:
-    pairs = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
-    return max(float((a - b).abs().max() / (1 + a.abs().max())) for a, b in pairs if a.is_floating_point())
+from lightning_sym.symmetry import balance, canonicalize, orbit_distance, trace_symmetry
 
 
 def squared_norm(network: nn.Module) -> float:
@@ -157,19 +22,17 @@ def squared_norm(network: nn.Module) -> float:
 @pytest.mark.parametrize(
     ("name", "scales"),
     # One pass over 11 million weights in float64 is enough.
-    [(name, scales) for name in CASES for scales in ("balanced", "unit") if name != LARGE or scales == "balanced"],
+    [(name, scales) for name in NETWORKS for scales in ("balanced", "unit") if name != LARGE or scales == "balanced"],
 )
 def test_one_form_for_the_whole_orbit(name: str, scales: str) -> None:
-    network, inputs, symmetry = made(name)
+    network, _, symmetry = made(name)
     before = copy.deepcopy(network)
     found = canonicalize(symmetry, network, scales=scales)
     assert difference(network, before) == 0
     assert found.converged
     assert not found.dead
     assert not found.notes
-    with torch.no_grad():
-        outputs = network(inputs)
-        assert float((found.network(inputs) - outputs).abs().max()) <= EXACT * float(outputs.abs().max())
+    assert function_change(made(name), network, found.network) <= EXACT
     assert difference(symmetry.act(found.element, network), found.network) == 0
     assert difference(canonicalize(symmetry, found.network, scales=scales).network, found.network) <= EXACT
     for seed in range(1 if name == LARGE else 2):
@@ -251,19 +114,29 @@ def test_ties_of_signs_and_keys() -> None:
     symmetry = trace_symmetry(network, torch.randn(4, 2, dtype=torch.float64))
     found = canonicalize(symmetry, network, signs=False)
     for seed in range(6):
-        element = symmetry.sample(torch.Generator().manual_seed(seed), signs=False)
-        assert (
-            difference(canonicalize(symmetry, symmetry.act(element, network), signs=False).network, found.network) == 0
-        )
+        member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed), signs=False), network)
+        assert difference(canonicalize(symmetry, member, signs=False).network, found.network) == 0
     found = canonicalize(symmetry, network)
     again = canonicalize(symmetry, found.network)
     assert difference(again.network, found.network) == 0
 
 
+def test_units_that_only_the_places_of_their_weights_tell_apart_are_sorted() -> None:
+    network = nn.Sequential(nn.Linear(2, 2, bias=False), nn.GELU(), nn.Linear(2, 1)).double()
+    with torch.no_grad():
+        network[0].weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+        network[2].weight.fill_(1.0)
+    symmetry = trace_symmetry(network, torch.randn(4, 2, dtype=torch.float64))
+    swapped = symmetry.act(replace(symmetry.identity(), permutation=torch.tensor([1, 0])), network)
+    one, two = (canonicalize(symmetry, member) for member in (network, swapped))
+    assert difference(one.network, two.network) == 0
+    assert not one.notes
+
+
 @pytest.mark.parametrize("scales", ["balanced", "unit"])
 def test_dead_units_are_reported(scales: str) -> None:
-    network = copy.deepcopy(made("relu")[0])
-    _, inputs, symmetry = made("relu")
+    network, _, symmetry = made("relu")
+    network = copy.deepcopy(network)
     with torch.no_grad():
         network[0].weight[2] = 0
         network[0].bias[2] = 0
@@ -275,14 +148,13 @@ def test_dead_units_are_reported(scales: str) -> None:
     else:
         assert found.dead["0"].nonzero().flatten().tolist() == [2]
     assert all(bool(torch.isfinite(p).all()) for p in found.network.parameters())
-    with torch.no_grad():
-        assert float((found.network(inputs) - network(inputs)).abs().max()) <= EXACT
+    assert function_change(made("relu"), network, found.network) <= EXACT
     assert difference(canonicalize(symmetry, found.network, scales=scales).network, found.network) <= EXACT
 
 
 def test_dead_batch_norm() -> None:
-    _, inputs, symmetry = made("myrtle")
-    network = copy.deepcopy(made("myrtle")[0])
+    network, _, symmetry = made("myrtle")
+    network = copy.deepcopy(network)
     with torch.no_grad():
         network.norm2.weight[1] = 0
         network.norm2.bias[1] = 0
@@ -290,32 +162,7 @@ def test_dead_batch_norm() -> None:
     found = canonicalize(symmetry, network)
     assert {name: int(units.sum()) for name, units in found.dead.items()} == {"conv2": 1, "conv3": 1}
     assert all(bool(torch.isfinite(t).all()) for t in found.network.state_dict().values())
-    with torch.no_grad():
-        assert float((found.network(inputs) - network(inputs)).abs().max()) <= EXACT
-
-
-def test_signs_that_biases_take_up() -> None:
-    """Flips of sigmoids change the biases, and the signs further on (docs/theory/intertwiners.md, 1.4)."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = nn.Sequential(
-            nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 5), nn.BatchNorm1d(5),
-            nn.Sigmoid(), nn.Linear(5, 3),
-        ).double().eval()  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(8, 4, dtype=torch.float64, generator=generator)
-    symmetry = trace_symmetry(network, inputs, affine=True)
-    assert len(symmetry.structure.absorbed) == 3
-    form = canonicalize(symmetry, network)
-    for _ in range(5):
-        member = symmetry.act(symmetry.sample(generator), network)
-        found = canonicalize(symmetry, member)
-        assert difference(found.network, form.network) <= EXACT
-        assert difference(symmetry.act(found.element, member), found.network) == 0
-        with torch.no_grad():
-            assert float((found.network(inputs) - network(inputs)).abs().max()) <= EXACT
-        assert difference(canonicalize(symmetry, member, inplace=True).network, member) == 0
-        assert difference(member, form.network) <= EXACT
+    assert function_change(made("myrtle"), network, found.network) <= EXACT
 
 
 def test_invertible_matrices_are_left() -> None:
@@ -383,30 +230,23 @@ def test_balance_is_what_gradient_flow_conserves(name: str) -> None:
         assert before[group].incoming.dtype == torch.float64
 
 
-class _NormsOfOneLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.one, self.two = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.BatchNorm2d(6)
-        self.head, self.other_head = nn.Conv2d(6, 2, 1), nn.Conv2d(6, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = self.one(self.layer(x)), self.two(self.layer(x.flip(2)))
-        return self.head(first.relu()), self.other_head(second.relu())
+def norms_of_one_layer(s: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return s.head(s.one(s.layer(x)).relu()), s.other_head(s.other(s.layer(x.flip(2))).relu())
 
 
-class _LayersOfOneNorm(_NormsOfOneLayer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.two = nn.Conv2d(3, 6, 3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.head(self.one(self.layer(x)).relu()), self.other_head(self.one(self.two(x)).relu())
+def layers_of_one_norm(s: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return s.head(s.one(s.layer(x)).relu()), s.other_head(s.one(s.other(x)).relu())
 
 
-@pytest.mark.parametrize(("kind", "dimension"), [(_NormsOfOneLayer, 24), (_LayersOfOneNorm, 18)])
-def test_a_shift_that_layers_or_norms_share_is_one(kind: type[nn.Module], dimension: int) -> None:
+@pytest.mark.parametrize(
+    ("function", "other", "dimension"),
+    [(norms_of_one_layer, of(nn.BatchNorm2d, 6), 24), (layers_of_one_norm, of(nn.Conv2d, 3, 6, 3), 18)],
+)
+def test_a_shift_that_layers_or_norms_share_is_one(function: Any, other: Any, dimension: int) -> None:
     torch.manual_seed(0)
-    network = kind().double().eval()
+    parts = {"layer": of(nn.Conv2d, 3, 6, 3), "one": of(nn.BatchNorm2d, 6), "other": other}
+    heads = dict.fromkeys(("head", "other_head"), of(nn.Conv2d, 6, 2, 1))
+    network = Program(function, {**parts, **heads}).double().eval()
     for buffer in network.buffers():
         if buffer.is_floating_point():
             buffer.copy_(torch.rand_like(buffer) + 0.5)
@@ -421,6 +261,5 @@ def test_a_shift_that_layers_or_norms_share_is_one(kind: type[nn.Module], dimens
         (canonicalize(symmetry, moved).network, canonicalize(symmetry, network).network),
     ]
     for left, right in pairs:
-        for a, b in zip(left.state_dict().values(), right.state_dict().values(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        assert difference(left, right) < 1e-12
     assert orbit_distance(symmetry, network, moved).upper < 1e-12

@@ -5,29 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import assert_refused
-from torch import Tensor, nn
+from helpers import refused
+from orbit_cases import residual
+from torch import nn
 
-from lightning_sym.networks import Gaussian
+from lightning_sym.networks import Gaussian, Polynomial
 from lightning_sym.symmetry import LocalDimension, local_dimension, trace_symmetry
-
-
-class Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x**2
-
-
-class Residual(nn.Module):
-    """A residual stream of 4 units with 5 units inside the branch."""
-
-    def __init__(self, activation: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.into, self.inner, self.back, self.out = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 2)
-        self.first, self.second, self.third = activation(), activation(), activation()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(self.into(x))
-        return self.out(self.third(x + self.back(self.second(self.inner(x)))))
 
 
 def leaky() -> nn.Module:
@@ -88,9 +71,9 @@ CASES = {
     "gelu": (lambda: deep(nn.GELU), None, {}, 0, 0, NOTHING),
     "gaussian": (lambda: deep(Gaussian), None, {}, 0, 0, NOTHING),
     "leaky": (lambda: deep(leaky), None, {"seed": 0}, 8, 8, NOTHING),
-    "square": (lambda: deep(Square), None, {"seed": 0}, 8, 8, NOTHING),
+    "square": (lambda: deep(lambda: Polynomial(2)), None, {"seed": 0}, 8, 8, NOTHING),
     # One scale per channel of the stream.
-    "residual": (lambda: Residual(leaky), None, {"seed": 5}, 9, 9, NOTHING),
+    "residual": (lambda: residual(leaky), None, {"seed": 5}, 9, 9, NOTHING),
     # The product map, 2 x 3 weights and 2 biases, is all that the function shows.
     "linear": (lambda: deep(nn.Identity), None, {}, 46 - 8, 32, NOTHING),
     "shallow": (shallow, None, {}, 4, 4, NOTHING),
@@ -150,20 +133,13 @@ def test_rank_saturates_with_the_inputs() -> None:
     assert found[-1].notes == ()
 
 
-def test_folding_keeps_the_singular_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measured(lambda: deep(leaky))
+@pytest.mark.parametrize("training", [False, True])
+def test_singular_values_depend_on_no_way_to_make_the_jacobian(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    """In parts or at once; sample by sample or, as in training mode, for all: there is no batch norm."""
+    whole = measured(lambda: deep(leaky), samples=60)
     monkeypatch.setattr("lightning_sym.symmetry.dimension._CHUNK", 8 * 46 * 2 * 7)
-    parts = measured(lambda: deep(leaky))
-    assert torch.allclose(whole.singular_values, parts.singular_values, rtol=0, atol=1e-12 * whole.singular_values[0])
-
-
-def test_batch_and_samples_agree() -> None:
-    # Without batch norm, training mode changes nothing but the way the Jacobian is made.
-    apart = measured(lambda: deep(leaky), samples=60)
-    together = measured(lambda: deep(leaky), samples=60, training=True)
-    assert torch.allclose(
-        apart.singular_values, together.singular_values, rtol=0, atol=1e-12 * apart.singular_values[0]
-    )
+    other = measured(lambda: deep(leaky), samples=60, training=training)
+    assert torch.allclose(whole.singular_values, other.singular_values, rtol=0, atol=1e-12 * whole.singular_values[0])
 
 
 def test_network_stays_as_it_is() -> None:
@@ -187,11 +163,19 @@ def test_convolutions() -> None:
     assert "nullity                    3" in str(found)
 
 
-def test_local_dimension_names_bad_arguments() -> None:
-    network, inputs = shallow(), torch.randn(8, 3)
-    symmetry = trace_symmetry(network, inputs)
-    assert_refused(local_dimension, symmetry, network, inputs, tolerance=0)
-    assert_refused(local_dimension, symmetry, network, inputs, max_parameters=0)
-    assert_refused(local_dimension, symmetry, network, inputs, max_parameters=20)
-    assert_refused(local_dimension, symmetry, network, inputs[:0], says="a batch of at least one sample")
-    assert_refused(lambda: local_dimension(symmetry, deep(nn.ReLU), inputs), says="expected shape")
+NETWORK, INPUTS = shallow(), torch.randn(8, 3)
+GIVEN = trace_symmetry(NETWORK, INPUTS, check=False), NETWORK, INPUTS
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        refused(local_dimension, *GIVEN, tolerance=0),
+        refused(local_dimension, *GIVEN, max_parameters=0),
+        refused(local_dimension, *GIVEN, max_parameters=20),
+        refused(local_dimension, *GIVEN[:2], INPUTS[:0], says="a batch of at least one sample"),
+        refused(local_dimension, GIVEN[0], deep(nn.ReLU), INPUTS, says="expected shape"),
+    ],
+)
+def test_refused_arguments(refusal: Callable[[], None]) -> None:
+    refusal()

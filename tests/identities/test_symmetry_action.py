@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Program, buffer, of, parameter, sequential
-from symmetry_family_cases import C, L
+from symmetry_family_cases import A, B, C, L, usual_parts
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.convnext import CNBlock
@@ -88,7 +88,8 @@ def functional(
     note: str | None = None,
     **parts: Any,
 ) -> Case:
-    """Return a case of a program; further keywords make its parts."""
+    """Return a case of a program; further keywords make its parts, besides the usual ``a`` and ``b``."""
+    parts = usual_parts(function, A, B) | parts
     return Case(lambda: Program(function, parts), shape, *args, dense=dense, shifts=shifts, note=note)
 
 
@@ -113,13 +114,21 @@ LINEAR_CASES = {
         a=parameter(5, 8), b=parameter(8, 2)),
     "matmul": functional(lambda s, x: torch.relu(x @ s.a + s.b) @ s.c, VECTOR, [8], 8, 0, a=parameter(5, 8),
         b=parameter(8), c=parameter(8, 2)),
+    # A vector in front of a matrix, and behind one; whatever acts between two factors is undone by the other.
+    "vector_behind": functional(lambda s, x: torch.relu(s.a(x)) @ s.v, VECTOR, [8], 8, 0, v=parameter(8)),
+    "vector_in_front": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.v @ s.w)), VECTOR, [8, 4], 12, 4, [f(8)],
+        dense=[4], v=parameter(4), w=parameter(4, 8)),
+    "vector_in_front_of_matrices": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.v @ s.w)), SEQUENCE, [8, 4], 12, 4,
+        [f(8)], dense=[4], v=parameter(4), w=parameter(5, 4, 8)),
+    "vector_times_vector": functional(lambda s, x: s.b(torch.relu(s.a(x)) * (s.v @ s.w)), VECTOR, [8, 4], 12, 4, [f(8)],
+        dense=[4], v=parameter(4), w=parameter(4)),
     "einsum": functional(lambda s, x: torch.einsum("bi,oi->bo", torch.relu(torch.einsum("bi,oi->bo", x, s.a)), s.b),
         VECTOR, [8], 8, 0, a=parameter(8, 5), b=parameter(2, 8)),
     # Encoder and decoder share a weight: scales would have to be their own inverses, and ReLU admits no signs.
-    "tied_autoencoder": functional(
-        lambda s, x: F.linear(torch.relu(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 0, a=parameter(8, 5)),
-    "tied_autoencoder_tanh": functional(
-        lambda s, x: F.linear(torch.tanh(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 8, a=parameter(8, 5)),
+    "tied_autoencoder": functional(lambda s, x: F.linear(torch.relu(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 0,
+        a=parameter(8, 5)),
+    "tied_autoencoder_tanh": functional(lambda s, x: F.linear(torch.tanh(F.linear(x, s.a)), s.a.t()), VECTOR, [8], 0, 8,
+        a=parameter(8, 5)),
     "embedding": Case(sequential(of(nn.Embedding, 10, 6), FLAT, of(L, 18, 5), RELU, of(L, 5, 2)),
         lambda: torch.arange(6).reshape(2, 3), [6, 5], 11, 6, [f(5)], dense=[6]),
     # A residual stream between an embedding and its transpose: signed permutations.
@@ -133,7 +142,7 @@ LINEAR_CASES = {
     "dropout": Case(sequential(of(L, 5, 8), RELU, nn.Dropout, of(L, 8, 7), nn.AlphaDropout, of(L, 7, 2)), VECTOR,
         [8, 7], 15, 7, [f(8)], dense=[7]),
     "bilinear_two_inputs": functional(lambda s, x, y: s.c(torch.relu(s.a(x)) * s.b(y)),
-        lambda: (torch.randn(2, 5), torch.randn(2, 4)), [8], 16, 8, a=of(L, 5, 8), b=of(L, 4, 8), c=of(L, 8, 2)),
+        lambda: (torch.randn(2, 5), torch.randn(2, 4)), [8], 16, 8, b=of(L, 4, 8), c=of(L, 8, 2)),
 }  # fmt: skip
 
 CONVOLUTION_CASES = {
@@ -147,6 +156,11 @@ CONVOLUTION_CASES = {
     "depthwise": Case(sequential(of(C, 3, 8, 3, padding=1), of(nn.BatchNorm2d, 8), RELU,
         of(C, 8, 8, 3, groups=8, padding=1), of(nn.BatchNorm2d, 8), nn.ReLU6, of(C, 8, 4, 1), RELU,
         of(nn.AdaptiveAvgPool2d, 1), FLAT, of(L, 4, 2)), IMAGE, [8, 4], 28, 16, shifts=16),
+    # The bias is read behind both uses: one scale for each channel.
+    "depthwise_used_twice": functional(lambda s, x: s.c(F.relu(s.g(F.relu(s.g(s.a(x)))))), IMAGE, [4], 4, 0,
+        a=of(C, 3, 4, 1), g=of(C, 4, 4, 1, groups=4), c=of(C, 4, 2, 1)),
+    "grouped_used_twice": functional(lambda s, x: s.c(F.relu(s.g(F.relu(s.g(s.a(x)))))), IMAGE, [4], 4, 0, [2**2 * 2],
+        a=of(C, 3, 4, 1), g=of(C, 4, 4, 1, groups=2), c=of(C, 4, 2, 1)),
     "depth_multiplier": Case(sequential(of(C, 3, 4, 3), RELU, of(C, 4, 8, 3, groups=4), RELU, of(C, 8, 2, 1), FLAT),
         IMAGE, [4, 8], 12, 0, [f(4), 2**4]),
     "grouped": Case(sequential(of(C, 3, 8, 3), RELU, of(C, 8, 12, 3, groups=4), RELU, of(C, 12, 2, 1), FLAT), IMAGE,
@@ -220,8 +234,8 @@ NORM_CASES = {
     "rms_norm": Case(sequential(of(L, 5, 8), of(nn.RMSNorm, 8), RELU, of(L, 8, 2)), VECTOR, [8], 8, 8),
     "rms_norm_linear": Case(sequential(of(L, 5, 8), of(nn.RMSNorm, 8), of(L, 8, 2)), VECTOR, [8], 8, 16),
     "written_out_rms_norm": functional(
-        lambda s, x: (lambda h: s.b(s.g * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)))(s.a(x)),
-        VECTOR, [8], 8, 16, a=of(L, 5, 8), g=parameter(8), b=of(L, 8, 2)),
+        lambda s, x: (lambda h: s.b(s.g * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)))(s.a(x)), VECTOR,
+        [8], 8, 16, g=parameter(8)),
 }  # fmt: skip
 
 MOVEMENT_CASES = {
@@ -229,34 +243,32 @@ MOVEMENT_CASES = {
         a=of(C, 3, 4, 3, padding=1), b=of(C, 3, 5, 3, padding=1), n=of(nn.BatchNorm2d, 12), c=of(C, 12, 2, 1)),
     "cat_with_itself": functional(lambda s, x: s.c(torch.cat([F.relu(s.a(x))] * 2, 1)), IMAGE, [4], 4, 0,
         a=of(C, 3, 4, 3), c=of(C, 8, 2, 1)),
-    "cat_of_tokens": functional(lambda s, x: s.c(torch.relu(torch.cat([s.t.expand(2, 1, 8), s.a(x)], 1))), SEQUENCE,
-        [8], 8, 0, a=of(L, 5, 8), t=parameter(1, 1, 8), c=of(L, 8, 2)),
-    "slices": functional(lambda s, x: (lambda h: s.c(torch.cat([F.relu(h[:, :3]), F.gelu(h[:, 3:])], 1)))(s.a(x)),
-        VECTOR, [3, 5], 3, 0, a=of(L, 5, 8), c=of(L, 8, 2)),
+    "cat_of_tokens": functional(lambda s, x: s.b(torch.relu(torch.cat([s.t.expand(2, 1, 8), s.a(x)], 1))), SEQUENCE,
+        [8], 8, 0, t=parameter(1, 1, 8)),
+    "slices": functional(lambda s, x: (lambda h: s.b(torch.cat([F.relu(h[:, :3]), F.gelu(h[:, 3:])], 1)))(s.a(x)),
+        VECTOR, [3, 5], 3, 0),
     "split_sizes": functional(
-        lambda s, x: (lambda p, q: s.c(torch.cat([torch.tanh(q), torch.relu(p)], 1)))(*s.a(x).split([3, 5], 1)),
-        VECTOR, [3, 5], 3, 5, a=of(L, 5, 8), c=of(L, 8, 2)),
-    "unbind": functional(lambda s, x: (lambda p, q: s.c(torch.relu(p) * q))(*s.a(x).reshape(2, 2, 8).unbind(1)), VECTOR,
-        [8], 16, 8, a=of(L, 5, 16), c=of(L, 8, 2)),
+        lambda s, x: (lambda p, q: s.b(torch.cat([torch.tanh(q), torch.relu(p)], 1)))(*s.a(x).split([3, 5], 1)), VECTOR,
+        [3, 5], 3, 5),
+    "unbind": functional(lambda s, x: (lambda p, q: s.b(torch.relu(p) * q))(*s.a(x).reshape(2, 2, 8).unbind(1)), VECTOR,
+        [8], 16, 8, a=of(L, 5, 16)),
     "index_select": functional(
-        lambda s, x: s.c(torch.relu(s.a(x)).index_select(1, torch.tensor([3, 0, 7, 5, 1, 2, 6, 4]))), VECTOR, [8], 8, 0,
-        a=of(L, 5, 8), c=of(L, 8, 2)),
+        lambda s, x: s.b(torch.relu(s.a(x)).index_select(1, torch.tensor([3, 0, 7, 5, 1, 2, 6, 4]))), VECTOR, [8], 8,
+        0),
     # Half of the units is never read: these four change places among themselves.
-    "index_some": functional(lambda s, x: s.c(torch.relu(s.a(x))[:, [0, 2, 4, 6]]), VECTOR, [4, 4], 8, 0, a=of(L, 5, 8),
+    "index_some": functional(lambda s, x: s.c(torch.relu(s.a(x))[:, [0, 2, 4, 6]]), VECTOR, [4, 4], 8, 0,
         c=of(L, 4, 2)),
-    "flip_and_roll_of_units": functional(
-        lambda s, x: s.c(torch.relu(s.a(x)).flip(1).roll(2, 1)), VECTOR, [8], 8, 0, a=of(L, 5, 8), c=of(L, 8, 2)),
+    "flip_and_roll_of_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).flip(1).roll(2, 1)), VECTOR, [8], 8, 0),
     "stack": functional(lambda s, x: s.c(torch.stack([torch.relu(s.a(x)), torch.relu(s.b(x))], 1).sum(1)), VECTOR, [8],
-        8, 0, a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)),
+        8, 0, b=of(L, 5, 8), c=of(L, 8, 2)),
     "tokens": functional(lambda s, x: s.c(torch.relu(s.b(torch.relu(s.a(x)).flatten(2).transpose(1, 2))).mean(1)),
         IMAGE, [8, 6], 14, 0, a=of(C, 3, 8, 3), b=of(L, 8, 6), c=of(L, 6, 2)),
     "patches": functional(
         lambda s, x: s.b(torch.relu(s.a(x)).reshape(2, 8, 3, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(2, 9, 32)),
         IMAGE, [8], 8, 0, a=of(C, 3, 8, 3), b=of(L, 32, 6)),
-    "repeat": functional(
-        lambda s, x: s.b(torch.relu(s.a(x)).repeat_interleave(2, 1)), VECTOR, [8], 8, 0, a=of(L, 5, 8), b=of(L, 16, 2)),
-    "in_place_relu": functional(lambda s, x: (lambda h: s.c(h.relu_() + h))(s.a(x)), VECTOR, [8], 8, 0, a=of(L, 5, 8),
-        c=of(L, 8, 2)),
+    "repeat": functional(lambda s, x: s.b(torch.relu(s.a(x)).repeat_interleave(2, 1)), VECTOR, [8], 8, 0,
+        b=of(L, 16, 2)),
+    "in_place_relu": functional(lambda s, x: (lambda h: s.b(h.relu_() + h))(s.a(x)), VECTOR, [8], 8, 0),
     "in_place_modules": Case(sequential(of(L, 5, 8), of(nn.ReLU, inplace=True), of(L, 8, 7),
         of(nn.LeakyReLU, inplace=True), of(L, 7, 2)), VECTOR, [8, 7], 15, 0),
 }  # fmt: skip
@@ -282,34 +294,27 @@ def masked_attention(s: Any, x: Tensor) -> Any:
 
 
 MOVEMENT_CASES |= {
-    "add_in_place": functional(add_in_place, VECTOR, [8], 8, 0, a=of(L, 5, 8), b=of(L, 8, 8), c=of(L, 8, 2)),
-    "write_into_slice": functional(write_into_slice, VECTOR, [4, 4], 8, 4, [f(4)], dense=[4], a=of(L, 5, 8),
-        c=of(L, 8, 2)),
+    "add_in_place": functional(add_in_place, VECTOR, [8], 8, 0, b=of(L, 8, 8), c=of(L, 8, 2)),
+    "write_into_slice": functional(write_into_slice, VECTOR, [4, 4], 8, 4, [f(4)], dense=[4], c=of(L, 8, 2)),
 }  # fmt: skip
 
 CONSTANT_CASES = {
     # A table that is part of the program cannot move, one that is part of the state can.
     "position_constant": functional(lambda s, x: s.b(torch.relu(s.a(x) + torch.linspace(-1, 1, 40).reshape(5, 8))),
-        SEQUENCE, [], 0, 0, a=of(L, 5, 8), b=of(L, 8, 2)),
-    "position_buffer": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0, a=of(L, 5, 8),
-        p=buffer(5, 8), b=of(L, 8, 2)),
-    "position_parameter": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0, a=of(L, 5, 8),
-        p=parameter(1, 5, 8), b=of(L, 8, 2)),
+        SEQUENCE, [], 0, 0),
+    "position_buffer": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0, p=buffer(5, 8)),
+    "position_parameter": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0,
+        p=parameter(1, 5, 8)),
     # The same for all units: they may change places, but adding a number stops scales.
-    "time_constant": functional(lambda s, x: s.b(torch.relu(s.a(x) + torch.arange(5)[:, None])), SEQUENCE, [8], 0, 0,
-        a=of(L, 5, 8), b=of(L, 8, 2)),
+    "time_constant": functional(lambda s, x: s.b(torch.relu(s.a(x) + torch.arange(5)[:, None])), SEQUENCE, [8], 0, 0),
     "time_factor": functional(lambda s, x: s.b(torch.relu(s.a(x) * torch.linspace(1, 2, 5)[:, None])), SEQUENCE, [8], 8,
-        0, a=of(L, 5, 8), b=of(L, 8, 2)),
+        0),
     # Different factors for different units: scales pass, permutations do not.
-    "unit_factor": functional(lambda s, x: s.b(torch.relu(s.a(x)) * torch.arange(1.0, 9.0)), SEQUENCE, [], 8, 0,
-        a=of(L, 5, 8), b=of(L, 8, 2)),
-    "scalars": functional(lambda s, x: s.b(torch.relu(-2 * s.a(x) / 3)), VECTOR, [8], 8, 0, a=of(L, 5, 8),
-        b=of(L, 8, 2)),
-    "scalar_added": functional(lambda s, x: s.b(torch.relu(s.a(x) + 1)), VECTOR, [8], 0, 0, a=of(L, 5, 8),
-        b=of(L, 8, 2)),
+    "unit_factor": functional(lambda s, x: s.b(torch.relu(s.a(x)) * torch.arange(1.0, 9.0)), SEQUENCE, [], 8, 0),
+    "scalars": functional(lambda s, x: s.b(torch.relu(-2 * s.a(x) / 3)), VECTOR, [8], 8, 0),
+    "scalar_added": functional(lambda s, x: s.b(torch.relu(s.a(x) + 1)), VECTOR, [8], 0, 0),
     # The gate's own magnitude and sign are free against the next weight.
-    "scalar_gate": functional(lambda s, x: s.b(F.relu(s.a(x)) * s.g), VECTOR, [8], 9, 1, a=of(L, 5, 8), b=of(L, 8, 2),
-        g=parameter()),
+    "scalar_gate": functional(lambda s, x: s.b(F.relu(s.a(x)) * s.g), VECTOR, [8], 9, 1, g=parameter()),
 }  # fmt: skip
 
 GATE_CASES = {
@@ -318,35 +323,32 @@ GATE_CASES = {
     "glu": functional(lambda s, x: s.d(F.glu(s.g(x))), VECTOR, [8], 8, 8, g=of(L, 5, 16), d=of(L, 8, 2)),
     "prelu": Case(sequential(of(L, 5, 8), of(nn.PReLU, 8), of(L, 8, 2)), VECTOR, [8], 8, 0),
     "prelu_one_slope": Case(sequential(of(L, 5, 8), nn.PReLU, of(L, 8, 2)), VECTOR, [8], 8, 0),
-    "product_with_itself": functional(lambda s, x: (lambda h: s.b(h * h))(s.a(x)), VECTOR, [8], 8, 8, a=of(L, 5, 8),
-        b=of(L, 8, 2)),
-    "quotient": functional(lambda s, x: s.c(s.a(x) / (s.b(x).square() + 1)), VECTOR, [8], 8, 16, a=of(L, 5, 8),
-        b=of(L, 5, 8), c=of(L, 8, 2)),
+    "product_with_itself": functional(lambda s, x: (lambda h: s.b(h * h))(s.a(x)), VECTOR, [8], 8, 8),
+    "quotient": functional(lambda s, x: s.c(s.a(x) / (s.b(x).square() + 1)), VECTOR, [8], 8, 16, b=of(L, 5, 8),
+        c=of(L, 8, 2)),
     "addcmul": functional(lambda s, x: s.d(torch.addcmul(s.a(x), torch.relu(s.b(x)), s.c(x))), VECTOR, [8], 16, 8,
-        a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 5, 8), d=of(L, 8, 2)),
+        b=of(L, 5, 8), c=of(L, 5, 8), d=of(L, 8, 2)),
+    "masks_of_comparisons": functional(
+        lambda s, x: s.b(F.relu(s.a(x)).masked_fill(s.mask == 0, 0.0) * (x != 0).any()), VECTOR, [8], 8, 0,
+        mask=lambda: torch.ones(8)),
     # A leaky ReLU written out, a threshold that scales would move, and a maximum of two (positive scales in common).
-    "where": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, 0.1 * h)))(s.a(x)), VECTOR, [8], 8, 0,
-        a=of(L, 5, 8), b=of(L, 8, 2)),
+    "where": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, 0.1 * h)))(s.a(x)), VECTOR, [8], 8, 0),
     "where_threshold": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0.1, h, 0.1 * h)))(s.a(x)), VECTOR, [8],
-        0, 0, a=of(L, 5, 8), b=of(L, 8, 2)),
+        0, 0),
     "where_else_one": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, torch.ones(()))))(s.a(x)), VECTOR,
-        [8], 0, 0, a=of(L, 5, 8), b=of(L, 8, 2)),
-    "maximum": functional(lambda s, x: s.c(torch.maximum(s.a(x), s.b(x))), VECTOR, [8], 8, 0, a=of(L, 5, 8),
-        b=of(L, 5, 8), c=of(L, 8, 2)),
-    "minimum_with_constant": functional(
-        lambda s, x: s.c(torch.minimum(s.a(x), torch.tensor(0.5))), VECTOR, [8], 0, 0, a=of(L, 5, 8), c=of(L, 8, 2)),
+        [8], 0, 0),
+    "maximum": functional(lambda s, x: s.c(torch.maximum(s.a(x), s.b(x))), VECTOR, [8], 8, 0, b=of(L, 5, 8),
+        c=of(L, 8, 2)),
+    "minimum_with_constant": functional(lambda s, x: s.b(torch.minimum(s.a(x), torch.tensor(0.5))), VECTOR, [8], 0, 0),
     # No rule of its own: units move together, and the notes say that scales were given up.
     "lerp": functional(lambda s, x: s.c(torch.relu(torch.lerp(s.a(x), s.b(x), 0.3))), VECTOR, [8], 0, 0, note="lerp",
-        a=of(L, 5, 8), b=of(L, 5, 8), c=of(L, 8, 2)),
+        b=of(L, 5, 8), c=of(L, 8, 2)),
     # A cumulative sum over time is linear, and leaves the units alone.
-    "cumsum_over_time": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(1)), SEQUENCE, [8], 8, 0, a=of(L, 5, 8),
-        b=of(L, 8, 2)),
-    "cumsum_over_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(-1)), SEQUENCE, [], 0, 0, note="cumsum",
-        a=of(L, 5, 8), b=of(L, 8, 2)),
-    "softmax_over_units": functional(lambda s, x: s.b(s.a(x).softmax(-1)), VECTOR, [8], 0, 0, a=of(L, 5, 8),
-        b=of(L, 8, 2)),
-    "sum_over_units": functional(
-        lambda s, x: s.b(torch.relu(s.a(x)).sum(1, keepdim=True)), VECTOR, [8], 0, 0, a=of(L, 5, 8), b=of(L, 1, 2)),
+    "cumsum_over_time": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(1)), SEQUENCE, [8], 8, 0),
+    "cumsum_over_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).cumsum(-1)), SEQUENCE, [], 0, 0, note="cumsum"),
+    "softmax_over_units": functional(lambda s, x: s.b(s.a(x).softmax(-1)), VECTOR, [8], 0, 0),
+    "sum_over_units": functional(lambda s, x: s.b(torch.relu(s.a(x)).sum(1, keepdim=True)), VECTOR, [8], 0, 0,
+        b=of(L, 1, 2)),
 }  # fmt: skip
 
 BLOCK_CASES = {
@@ -374,7 +376,7 @@ BLOCK_CASES = {
     "convnext": Case(sequential(of(C, 3, 8, 3), of(CNBlock, 8, 0.5, 0.0), of(C, 8, 2, 1), FLAT), IMAGE, [8, 32], 24,
         25),
     "stochastic_depth": functional(lambda s, x: s.c(torch.relu((lambda h: h + s.p(s.b(h)))(torch.relu(s.a(x))))),
-        VECTOR, [8], 8, 0, a=of(L, 5, 8), b=of(L, 8, 8), p=of(StochasticDepth, 0.5, "row"), c=of(L, 8, 2)),
+        VECTOR, [8], 8, 0, b=of(L, 8, 8), p=of(StochasticDepth, 0.5, "row"), c=of(L, 8, 2)),
     "lstm": functional(lambda s, x: s.o(s.l(x)[0]), SEQUENCE, [], 0, 0, note="lstm in l: no rule",
         l=of(nn.LSTM, 5, 8, batch_first=True), o=of(L, 8, 2)),
     "rnn": functional(lambda s, x: s.o(torch.relu(s.i(s.l(x)[0]))), SEQUENCE, [6], 6, 0, note="rnn_tanh in l: no rule",
@@ -389,8 +391,8 @@ ATTENTION_CASES = {
     "masked_attention": functional(masked_attention, SEQUENCE, [8, 8], 16, 16, [1], dense=[8, 8], q=of(L, 5, 8),
         k=of(L, 5, 8), v=of(L, 5, 8), o=of(L, 8, 2)),
     "causal_attention": functional(
-        lambda s, x: s.o(F.scaled_dot_product_attention(s.q(x), s.k(x), s.v(x), is_causal=True)),
-        SEQUENCE, [8, 8], 16, 16, [1], dense=[8, 8], q=of(L, 5, 8), k=of(L, 5, 8), v=of(L, 5, 8), o=of(L, 8, 2)),
+        lambda s, x: s.o(F.scaled_dot_product_attention(s.q(x), s.k(x), s.v(x), is_causal=True)), SEQUENCE, [8, 8], 16,
+        16, [1], dense=[8, 8], q=of(L, 5, 8), k=of(L, 5, 8), v=of(L, 5, 8), o=of(L, 8, 2)),
     "self_attention": functional(lambda s, x: (lambda h: s.o(s.m(h, h, h, need_weights=False)[0]))(s.i(x)), SEQUENCE,
         [8, 8, 8, 8], 32, 32, [2], dense=[8, 8, *HEADS], i=of(L, 5, 8),
         m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
@@ -429,46 +431,29 @@ ATTENTION_CASES = {
 }  # fmt: skip
 
 
-# Positive scales, signs, the exponent aside (docs/theory/intertwiners.md, 1.2), for eight units.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
-    "relu": (F.relu, 8, 0),
-    "clamp": (lambda x: x.clamp(min=0), 8, 0),
-    "leaky_relu": (lambda x: F.leaky_relu(x, 0.3), 8, 0),
-    "relu_squared": (lambda x: F.relu(x) ** 2, 8, 0),
-    "abs": (torch.abs, 8, 8),
-    "leaky_relu(-1)": (lambda x: F.leaky_relu(x, -1.0), 8, 8),
-    "square": (lambda x: x**2, 8, 8),
-    "square_method": (lambda x: x.square(), 8, 8),
-    "cube": (lambda x: x**3, 8, 8),
-    "sign": (torch.sign, 8, 8),
-    "sigmoid": (torch.sigmoid, 0, 0),
-    "gaussian": (lambda x: torch.exp(-x.square()), 0, 8),
-    "cos": (torch.cos, 0, 8),
-    "tanh": (torch.tanh, 0, 8),
-    "sin": (torch.sin, 0, 8),
-    "erf": (torch.erf, 0, 8),
-    "atan": (torch.atan, 0, 8),
-    "softsign": (F.softsign, 0, 8),
-    "hardtanh": (F.hardtanh, 0, 8),
-    "softshrink": (F.softshrink, 0, 8),
-    "hardshrink": (F.hardshrink, 0, 8),
-    "tanhshrink": (F.tanhshrink, 0, 8),
-    "gelu": (F.gelu, 0, 0),
-    "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), 0, 0),
-    "silu": (F.silu, 0, 0),
-    "softplus": (F.softplus, 0, 0),
-    "elu": (F.elu, 0, 0),
-    "celu": (F.celu, 0, 0),
-    "selu": (F.selu, 0, 0),
-    "mish": (F.mish, 0, 0),
-    "relu6": (F.relu6, 0, 0),
-    "hardswish": (F.hardswish, 0, 0),
-    "hardsigmoid": (F.hardsigmoid, 0, 0),
-    "logsigmoid": (F.logsigmoid, 0, 0),
-    "rrelu": (F.rrelu, 8, 0),
-    "threshold": (lambda x: F.threshold(x, 0.1, 0.0), 0, 0),
-    "exp": (torch.exp, 0, 0),
-}
+# By how many of eight units have positive scales, and how many signs (docs/theory/intertwiners.md, 1.2), the exponent
+# aside.
+ACTIVATIONS: dict[tuple[int, int], dict[str, Callable[[Tensor], Tensor]]] = {
+    (8, 0): {
+        "relu": F.relu, "clamp": lambda x: x.clamp(min=0), "leaky_relu": lambda x: F.leaky_relu(x, 0.3),
+        "relu_squared": lambda x: F.relu(x) ** 2, "rrelu": F.rrelu,
+    },
+    (8, 8): {
+        "abs": torch.abs, "leaky_relu(-1)": lambda x: F.leaky_relu(x, -1.0), "square": lambda x: x**2,
+        "square_method": lambda x: x.square(), "cube": lambda x: x**3, "sign": torch.sign,
+    },
+    (0, 8): {
+        "gaussian": lambda x: torch.exp(-x.square()), "cos": torch.cos, "tanh": torch.tanh, "sin": torch.sin,
+        "erf": torch.erf, "atan": torch.atan, "softsign": F.softsign, "hardtanh": F.hardtanh,
+        "softshrink": F.softshrink, "hardshrink": F.hardshrink, "tanhshrink": F.tanhshrink,
+    },
+    (0, 0): {
+        "sigmoid": torch.sigmoid, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "silu": F.silu, "softplus": F.softplus, "elu": F.elu, "celu": F.celu, "selu": F.selu, "mish": F.mish,
+        "relu6": F.relu6, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "logsigmoid": F.logsigmoid,
+        "threshold": lambda x: F.threshold(x, 0.1, 0.0), "exp": torch.exp,
+    },
+}  # fmt: skip
 
 CASES = {
     **LINEAR_CASES,
@@ -481,10 +466,10 @@ CASES = {
     **ATTENTION_CASES,
     **{
         f"activation_{name}": functional(
-            lambda s, x, activation=activation: s.b(activation(s.a(x))),
-            VECTOR, [8], scales, signs, a=of(L, 5, 8), b=of(L, 8, 2),
+            lambda s, x, activation=activation: s.b(activation(s.a(x))), VECTOR, [8], scales, signs
         )
-        for name, (activation, scales, signs) in ACTIVATIONS.items()
+        for (scales, signs), activations in ACTIVATIONS.items()
+        for name, activation in activations.items()
     },
 }  # fmt: skip
 

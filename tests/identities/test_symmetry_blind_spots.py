@@ -63,24 +63,23 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_MODULE_RULES", dict(rules._MODULE_RULES))
 
 
+def passed(**allowed: bool) -> Any:
+    return lambda trace, module, value: trace.elementwise(value, **allowed)
+
+
+# By module, a rule that allows too much, and the right one.
+RULES: dict[type[nn.Module], tuple[Any, Any]] = {
+    Bend: (passed(positive_scales=True), passed()),
+    Ranked: (passed(positive_scales=True), lambda trace, module, value: trace.fix(value, "each has its own factor")),
+    Greatest: (passed(positive_scales=True, signs=True), passed(positive_scales=True)),
+    Positive: (passed(positive_scales=True, signs=True), passed(positive_scales=True)),
+}
+
+
 def register(*, wrong: bool) -> None:
     """Give the modules of this file rules, which either allow too much or are right."""
-
-    @register_rule(Bend)
-    def bend(trace: Any, module: nn.Module, value: Any) -> Any:
-        return trace.elementwise(value, positive_scales=True) if wrong else trace.permutations_only(value)
-
-    @register_rule(Ranked)
-    def ranked(trace: Any, module: nn.Module, value: Any) -> Any:
-        return trace.elementwise(value, positive_scales=True) if wrong else trace.fix(value, "each has its own factor")
-
-    @register_rule(Greatest)
-    def greatest(trace: Any, module: nn.Module, value: Any) -> Any:
-        return trace.elementwise(value, positive_scales=True, signs=wrong)
-
-    @register_rule(Positive)
-    def positive(trace: Any, module: nn.Module, value: Any) -> Any:
-        return trace.elementwise(value, positive_scales=True, signs=wrong)
+    for module, (generous, right) in RULES.items():
+        register_rule(module)(generous if wrong else right)
 
 
 def program(function: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
@@ -295,53 +294,10 @@ def test_network_without_a_finite_output_is_refused_as_nothing_can_be_tested() -
 # Things that a tracer meets and cannot know: it is right about them, or says in one sentence why not.
 
 
-class Cached(nn.Module):
-    """Keeps a transformed weight from one call to the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.kept = L(5, 8), L(8, 3), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kept is None:
-            self.kept = self.a.weight.t().clone()
-        return self.b(torch.relu(x @ self.kept + self.a.bias))
-
-
-class CachedAtStart(nn.Module):
-    """Computes with a copy of a weight that was made by the constructor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = L(5, 8), L(8, 3)
-        self.kept = self.a.weight.detach().clone()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.relu(F.linear(x, self.kept.to(x.dtype), self.a.bias)))
-
-
-class Listed(nn.Module):
-    """Reads its weight through a plain list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = L(5, 8), L(8, 3)
-        self.weights = [self.a.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.relu(F.linear(x, self.weights[0], self.a.bias)))
-
-
-class Locked(nn.Module):
-    """Holds something that cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.lock = L(5, 8), L(8, 3), threading.Lock()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.lock:
-            return self.b(torch.relu(self.a(x)))
+def cached(s: Any, x: Tensor) -> Any:
+    if not hasattr(s, "kept"):
+        s.kept = s.a.weight.t().clone()
+    return s.b(torch.relu(x @ s.kept + s.a.bias))
 
 
 class Doubled(torch.autograd.Function):
@@ -376,10 +332,13 @@ def ensemble(s: Any, x: Tensor) -> Any:
 
 STRANGE: dict[str, Callable[[], nn.Module]] = {
     "torch.cond": program(cond, **E1),
-    "cache of a weight": Cached,
-    "copy of a weight": CachedAtStart,
-    "list of weights": Listed,
-    "lock": Locked,
+    "cache of a weight": program(cached, **E1),
+    "copy of a weight": edited(program(lambda s, x: s.b(torch.relu(F.linear(x, s.kept.to(x.dtype), s.a.bias))), **E1),
+        lambda network: setattr(network, "kept", network.a.weight.clone())),
+    "list of weights": edited(program(lambda s, x: s.b(torch.relu(F.linear(x, s.kept[0], s.a.bias))), **E1),
+        lambda network: setattr(network, "kept", [network.a.weight])),
+    "lock, which cannot be copied": edited(program(lambda s, x: s.b(torch.relu(s.a(x))), **E1),
+        lambda network: setattr(network, "kept", threading.Lock())),
     "vmap over samples": program(lambda s, x: torch.vmap(lambda row: s.b(torch.relu(s.a(row))))(x), **E1),
     "vmap over members": program(ensemble, w=lambda: nn.Parameter(torch.randn(3, 8, 5)),
         v=lambda: nn.Parameter(torch.randn(3, 8)), o=lambda: nn.Parameter(torch.randn(8, 2))),

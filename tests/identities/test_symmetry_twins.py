@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, of
-from symmetry_family_cases import L, difference, evaluate
+from helpers import Fixed, Program, of
+from symmetry_family_cases import L, difference, evaluate, randomise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -35,27 +35,27 @@ def image(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Conv2d(3, 8, 3), *(layer() for layer in layers), nn.Conv2d(8, 2, 1))
 
 
-class Masked(nn.Module):
-    """A linear layer of which some weights are cut."""
-
-    def __init__(self, mask: Tensor, *, persistent: bool = True) -> None:
-        super().__init__()
-        self.linear = L(8, 8)
-        self.register_buffer("mask", mask, persistent=persistent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(F.linear(x, self.linear.weight * self.mask, self.linear.bias))
+def kept(tensor: Tensor, persistent: bool) -> Any:
+    """Return a part of a program that becomes a buffer, saved or not."""
+    return tensor if persistent else Fixed(lambda: tensor)
 
 
-class Routed(nn.Module):
-    """Half of the units, chosen by a buffer, pass one activation and half another one."""
+def cut_linear(s: Any, x: Tensor) -> Tensor:
+    return torch.relu(F.linear(x, s.linear.weight * s.mask, s.linear.bias))
 
-    def __init__(self, order: list[int], *, persistent: bool = True) -> None:
-        super().__init__()
-        self.register_buffer("order", torch.tensor(order), persistent=persistent)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x[:, self.order[:4]].relu(), x[:, self.order[4:]].sigmoid()], 1)
+def masked(mask: Tensor, *, persistent: bool = True) -> nn.Module:
+    """Return a linear layer of which some weights are cut."""
+    return Program(cut_linear, {"linear": of(L, 8, 8), "mask": kept(mask, persistent)})
+
+
+def route(s: Any, x: Tensor) -> Tensor:
+    return torch.cat([x[:, s.order[:4]].relu(), x[:, s.order[4:]].sigmoid()], 1)
+
+
+def routed(order: list[int], *, persistent: bool = True) -> nn.Module:
+    """Return a module in which half of the units, chosen by a buffer, pass one activation and half another one."""
+    return Program(route, {"order": kept(torch.tensor(order), persistent)})
 
 
 class Power(nn.Module):
@@ -135,13 +135,12 @@ class Heads(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Factors(nn.Module):
-    def __init__(self, factors: list[float], *, persistent: bool) -> None:
-        super().__init__()
-        self.register_buffer("factors", torch.tensor(factors), persistent=persistent)
+def multiply(s: Any, x: Tensor) -> Tensor:
+    return torch.relu(x) * s.factors
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x) * self.factors
+
+def scaled(factors: list[float], *, persistent: bool) -> nn.Module:
+    return Program(multiply, {"factors": kept(torch.tensor(factors), persistent)})
 
 
 class Counting(nn.Module):
@@ -158,13 +157,12 @@ class Counting(nn.Module):
         return torch.relu(x)
 
 
-class Attention(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, heads, batch_first=True)
+def attend_to_itself(s: Any, x: Tensor) -> Tensor:
+    return s.attention(x, x, x, need_weights=False)[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+
+def attention(heads: int) -> nn.Module:
+    return Program(attend_to_itself, {"attention": of(nn.MultiheadAttention, 8, heads, batch_first=True)})
 
 
 def tied(tie: bool) -> Callable[[], nn.Module]:
@@ -205,12 +203,12 @@ N = nn.BatchNorm1d
 # The network, its twin, the shape of the inputs.
 Pair = tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]
 REFUSED: dict[str, Pair] = {
-    "pruned": (between(of(Masked, FULL), nn.ReLU), between(of(Masked, cut()), nn.ReLU), VECTOR),
-    "dense, of a pruned one": (between(of(Masked, torch.arange(64).reshape(8, 8) % 8 < 4)), between(of(Masked, cut())),
+    "pruned": (between(of(masked, FULL), nn.ReLU), between(of(masked, cut()), nn.ReLU), VECTOR),
+    "dense, of a pruned one": (between(of(masked, torch.arange(64).reshape(8, 8) % 8 < 4)), between(of(masked, cut())),
         VECTOR),
-    "pruned, mask not saved": (between(of(Masked, FULL, persistent=False)),
-        between(of(Masked, cut(), persistent=False)), VECTOR),
-    "heads of torch's attention": (of(Attention, 1), of(Attention, 4), SEQUENCE),
+    "pruned, mask not saved": (between(of(masked, FULL, persistent=False)),
+        between(of(masked, cut(), persistent=False)), VECTOR),
+    "heads of torch's attention": (of(attention, 1), of(attention, 4), SEQUENCE),
     "heads in a plain attribute": (of(Heads, 1), of(Heads, 4), SEQUENCE),
     "more heads": (of(Heads, 4), of(Heads, 2), SEQUENCE),
     "heads of an encoder": (encoder(nhead=1), encoder(nhead=4), SEQUENCE),
@@ -224,9 +222,9 @@ REFUSED: dict[str, Pair] = {
     "eps of a batch norm": (between(of(N, 8)), between(of(N, 8, eps=0.1)), VECTOR),
     "eps of an instance norm": (image(of(nn.InstanceNorm2d, 8, eps=0, affine=True)),
         image(of(nn.InstanceNorm2d, 8, eps=0.1, affine=True)), IMAGE),
-    "order of routing": (between(of(Routed, STRAIGHT)), between(of(Routed, CROSSED)), VECTOR),
-    "order of routing, not saved": (between(of(Routed, STRAIGHT, persistent=False)),
-        between(of(Routed, CROSSED, persistent=False)), VECTOR),
+    "order of routing": (between(of(routed, STRAIGHT)), between(of(routed, CROSSED)), VECTOR),
+    "order of routing, not saved": (between(of(routed, STRAIGHT, persistent=False)),
+        between(of(routed, CROSSED, persistent=False)), VECTOR),
     "range of hardtanh": (between(of(nn.Hardtanh, -1, 1)), between(of(nn.Hardtanh, -1, 3)), VECTOR),
     "threshold": (between(of(nn.Threshold, 0.0, 0.0)), between(of(nn.Threshold, 0.5, 0.0)), VECTOR),
     "value of a threshold": (between(of(nn.Threshold, 0.0, 0.0)), between(of(nn.Threshold, 0.0, 1.0)), VECTOR),
@@ -237,8 +235,8 @@ REFUSED: dict[str, Pair] = {
     "constant in the repr": (between(of(Power, 1.0)), between(of(Power, 2.0)), VECTOR),
     "name of an activation": (between(of(Silent, "relu")), between(of(Silent, "tanh")), VECTOR),
     "activation that is a function": (between(of(Silent, F.relu)), between(of(Silent, F.gelu)), VECTOR),
-    "buffer that is not saved": (between(of(Factors, ALIKE, persistent=False)),
-        between(of(Factors, APART, persistent=False)), VECTOR),
+    "buffer that is not saved": (between(of(scaled, ALIKE, persistent=False)),
+        between(of(scaled, APART, persistent=False)), VECTOR),
     "shared weights": (tied(False), tied(True), VECTOR),
     "private attribute": (between(of(Hidden, leaky, 1.0)), between(of(Hidden, leaky, 0.1)), VECTOR),
     "number in a dictionary": (between(ITEM({"slope": 1.0})), between(ITEM({"slope": 0.1})), VECTOR),
@@ -263,8 +261,8 @@ OTHER_TENSORS: dict[str, Pair] = {
     "torch's pruning": (between(nn.ReLU), pruned, VECTOR),
     "weight norm": (between(nn.ReLU), normed, VECTOR),
     "no bias": (between(nn.ReLU), lambda: nn.Sequential(L(5, 8, bias=False), nn.ReLU(), L(8, 2)), VECTOR),
-    "buffer that is saved": (between(of(Factors, ALIKE, persistent=False)),
-        between(of(Factors, ALIKE, persistent=True)), VECTOR),
+    "buffer that is saved": (between(of(scaled, ALIKE, persistent=False)),
+        between(of(scaled, ALIKE, persistent=True)), VECTOR),
 }  # fmt: skip
 
 # Refusing is allowed, being wrong is not: other architectures, most of them with the same symmetry.
@@ -290,13 +288,13 @@ SIMILAR: dict[str, Pair] = {
 }  # fmt: skip
 
 ACCEPTED: dict[str, Pair] = {
-    "equal mask": (between(of(Masked, cut())), between(of(Masked, cut())), VECTOR),
-    "mask that is a state": (between(of(Masked, FULL.float())), between(of(Masked, torch.rand(8, 8))), VECTOR),
-    "equal order": (between(of(Routed, CROSSED)), between(of(Routed, CROSSED)), VECTOR),
-    "equal factors": (between(of(Factors, APART, persistent=False)), between(of(Factors, APART, persistent=False)),
+    "equal mask": (between(of(masked, cut())), between(of(masked, cut())), VECTOR),
+    "mask that is a state": (between(of(masked, FULL.float())), between(of(masked, torch.rand(8, 8))), VECTOR),
+    "equal order": (between(of(routed, CROSSED)), between(of(routed, CROSSED)), VECTOR),
+    "equal factors": (between(of(scaled, APART, persistent=False)), between(of(scaled, APART, persistent=False)),
         VECTOR),
-    "factors that are a state": (between(of(Factors, APART, persistent=True)),
-        between(of(Factors, ALIKE, persistent=True)), VECTOR),
+    "factors that are a state": (between(of(scaled, APART, persistent=True)),
+        between(of(scaled, ALIKE, persistent=True)), VECTOR),
     "rate of dropout": (between(nn.ReLU, of(nn.Dropout, 0.1)), between(nn.ReLU, of(nn.Dropout, 0.7)), VECTOR),
     "momentum of a batch norm": (between(of(N, 8)), between(of(N, 8, momentum=None)), VECTOR),
     "integers that evaluation does not read": (between(of(Counting, 0)), between(of(Counting, 1000)), VECTOR),
@@ -307,15 +305,7 @@ ACCEPTED: dict[str, Pair] = {
 def made(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Return a network with random weights and statistics, in evaluation mode."""
     torch.manual_seed(seed)
-    network = make().double().eval()
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight.add_(0.3 * torch.randn_like(weight))
-        for module in network.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
-                module.running_mean.normal_()
-                module.running_var.uniform_(0.5, 1.5)
-    return network
+    return randomise(make().double())
 
 
 def worst_change(network: nn.Module, twin: nn.Module, inputs: Tensor) -> float:

@@ -138,6 +138,8 @@ $ ModelZoo.open("empty")
 FileNotFoundError: The zoo at .../empty holds no members. Train some into it first.
 $ ModelZoo.open("zoo").load(7)
 ValueError: No member 7 in zoo; it has members 0-1.
+$ ModelZoo.open("zoo").load("0")
+ValueError: No member '0' in zoo; it has members 0-1.
 $ MNISTDataModule(download=False).setup("fit")
 FileNotFoundError: MNIST is not in .../data/MNIST/raw (missing: ...); copy them there, or set root to a folder that has
 them (now 'data'), or set download to true.
@@ -150,6 +152,9 @@ ValueError: widths[1] must be an integer >= 1, got 0.
 $ perceptron(4)(larger)
 ValueError: MultiLayerPerceptron was built for images of shape [N, 1, 8, 8] and cannot take [2, 1, 28, 28]; use data of
 the kind that it was trained on.
+$ ZooTask(torch.nn.Linear(64, 10))
+TypeError: network must be a lightning_sym Network, got Linear; wrap any other module: Network.wrap(lambda:
+YourModule(...)).
 $ ZooTask(perceptron(4), members=0)
 ValueError: members must be an integer >= 1, got 0.
 $ StitchingTask("zoo", maps=["ful"])

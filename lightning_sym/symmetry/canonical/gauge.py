@@ -6,8 +6,9 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import linalg
 
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import NOTHING, Bools, Floats, Ints, Plan, Squares
+from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares
 
 # Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), at which norms count as balanced.
 _BALANCED = 1e-13
@@ -63,16 +64,14 @@ class ScaleGauge:
             The generators of each level, and those that are left and act on both sides. Each of shape (generators,).
         """
         plan = self.plan
-        pending = plan.class_of >= 0
         levels: list[Bools] = []
         while True:
             count = self.squares.present(self._without(*levels)).astype(np.float64)
             up, down = plan.up_used @ count > 0, plan.down_used @ count > 0
-            peel = pending & (up != down)
+            peel = (plan.class_of >= 0) & (up != down)
             if not peel.any():
-                return levels, pending & up & down
-            levels.append(peel)
-            pending &= ~peel
+                return levels, (plan.class_of >= 0) & up & down
+            levels.append(peel)  # from now on they act on neither side of anything
 
     def _factor(self, mask: Floats, log_scale: Floats | None = None) -> Floats:
         """Return by what the scales (those found so far) multiply the squares at each position."""

@@ -3,22 +3,16 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.action import on_axes
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
-Bools: TypeAlias = NDArray[np.bool_]
 
 # Sums of squares below are zero: their logarithms mean nothing.
 NOTHING = 1e-280

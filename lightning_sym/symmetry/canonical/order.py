@@ -8,18 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sym.symmetry.action import odd, on_axes
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.norms import (
-    NOTHING,
-    Bools,
-    Floats,
-    Ints,
-    Plan,
-    classes_of,
-    joint_sums,
-    module_of,
-)
+from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, classes_of, joint_sums, module_of
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Keys of units that differ by less, relative to the largest, are ties: rounding differs between orbit members.

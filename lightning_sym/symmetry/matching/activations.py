@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.matching.assignment_costs import (
@@ -21,7 +22,6 @@ from lightning_sym.symmetry.matching.assignment_costs import (
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent, best_blocks, block_systems
 from lightning_sym.symmetry.matching.weights import Match, match_of
-from lightning_sym.symmetry.tracing.capture import evaluating
 from lightning_sym.symmetry.watching import watched
 
 
@@ -153,12 +153,11 @@ class ActivationMoments:
         n = sums["n"]
         mean_x, mean_y = sums["x"] / n, sums["y"] / n
         centred = sums["xy"] / n - mean_x[:, None] * mean_y[None, :]
-        scale = []
-        for square, mean in ((sums["xx"], mean_x), (sums["yy"], mean_y)):
+        for square, mean, axis in ((sums["xx"], mean_x, 1), (sums["yy"], mean_y, 0)):
             variance = square / n - mean.square()
-            alive = variance > 1e-12 * (square / n)
-            scale.append(torch.where(alive, torch.where(alive, variance, 1.0).rsqrt(), 0.0))
-        return centred * scale[0][:, None] * scale[1][None, :]
+            scale = torch.where(variance > 1e-12 * (square / n), variance.rsqrt(), 0.0)
+            centred = centred * scale.unsqueeze(axis)
+        return centred
 
 
 def _passes_through(module: nn.Module) -> bool:
@@ -215,24 +214,7 @@ def activation_matching(
     """
     if measure not in ("correlation", "product"):
         raise ValueError(f"measure must be 'correlation' or 'product', got {measure!r}.")
-    if isinstance(data, ActivationMoments):
-        check_networks(symmetry, a=a, b=b)
-        if data.symmetry.fingerprint != symmetry.fingerprint:
-            raise ValueError("the moments are those of another architecture; expected moments of a and b")
-        moments = data
-    else:
-        moments = ActivationMoments(symmetry, a, b)
-
-        def run() -> None:
-            for batch in data:
-                moments.update(batch)  # type: ignore[arg-type]
-
-        together(run)
-        moments.reduce()
-    if not moments._sums or min(moments.samples.values()) == 0:
-        raise ValueError(
-            "there are no activations; pass at least one batch, and a network whose modules show its units."
-        )
+    moments = _moments_of(symmetry, a, b, data)
     if measure == "product" and signs and symmetry.structure.absorbed:
         raise ValueError(
             "products do not show which activations were flipped to offset - x (affine=True); pass "
@@ -278,3 +260,26 @@ def _gain(moments: ActivationMoments, group: MatchingGroup, name: str, measure: 
     # Of several signs that show in one place any one will do; a unit's own is the more exact choice.
     visible = [k for k in (*group.free, *group.shared) if k in moments.visible_signs[name]]
     return Gain({tuple(visible[:1] if signs else ()): table}, signs, group.shared)
+
+
+def _moments_of(symmetry: Symmetry, a: nn.Module, b: nn.Module, data: Batches | ActivationMoments) -> ActivationMoments:
+    """Return the moments over the batches of all ranks, or those that were given."""
+    if isinstance(data, ActivationMoments):
+        check_networks(symmetry, a=a, b=b)
+        if data.symmetry.fingerprint != symmetry.fingerprint:
+            raise ValueError("the moments are those of another architecture; expected moments of a and b")
+        moments = data
+    else:
+        moments = ActivationMoments(symmetry, a, b)
+
+        def run() -> None:
+            for batch in data:
+                moments.update(batch)  # type: ignore[arg-type]
+
+        together(run)
+        moments.reduce()
+    if not min(moments.samples.values(), default=0):
+        raise ValueError(
+            "there are no activations; pass at least one batch, and a network whose modules show its units."
+        )
+    return moments

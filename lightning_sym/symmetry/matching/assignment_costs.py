@@ -4,6 +4,7 @@ Every parameter is cut into slices along the axes on which an axis group stands.
 slices with the other's are the gains, one table of them for each set of signs that acts on the slices.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -12,18 +13,15 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lightning_sym.symmetry.action import odd
+from lightning_sym.symmetry.arrays import Floats, Ints, odd
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 # Columns of a group's table of signs: the generators, one per unit and column, that act on some slices.
 Pattern: TypeAlias = tuple[int, ...]
 
@@ -273,47 +271,32 @@ class Gain:
         given = [dict(zip(self.shared, values, strict=True)) for values in choices]
         return [(signs, Gain(_folded(self.parts, signs), True)) for signs in given]
 
-    def _split(self) -> tuple[dict[Pattern, Tensor], dict[int, Tensor]]:
+    def _split(self, parts: Mapping[Pattern, Tensor]) -> tuple[dict[Pattern, Tensor], dict[int, Tensor]]:
         """Return the parts on which signs meet (or none acts), and the part of each sign that is alone."""
-        joint, single = {}, {}
-        for pattern, part in self.parts.items():
-            if len(pattern) == 1 and pattern[0] not in self.met:
-                single[pattern[0]] = part
-            else:
-                joint[pattern] = part
-        return joint, single
+        alone = [pattern for pattern in parts if len(pattern) == 1 and pattern[0] not in self.met]
+        joint = {pattern: part for pattern, part in parts.items() if pattern not in alone}
+        return joint, {pattern[0]: parts[pattern] for pattern in alone}
 
     def total(self) -> Tensor:
         """Return the gain of each pair. Shape (size, size), dtype and device of the parts."""
-        joint, single = self._split()
-        best: Tensor | None = None
-        for signs in itertools.product((1.0, -1.0), repeat=len(self.met)) if joint else ():
-            value = _folded(joint, dict(zip(self.met, signs, strict=True)))[()]
-            best = value if best is None else torch.maximum(best, value)
-        for part in single.values():
-            best = part.abs() if best is None else best + part.abs()
-        assert best is not None
-        return best
+        joint, single = self._split(self.parts)
+        best = [functools.reduce(torch.maximum, (_folded(joint, own)[()] for own in self._options()))] if joint else []
+        return functools.reduce(torch.add, [*best, *(part.abs() for part in single.values())])
+
+    def _options(self) -> list[dict[int, float]]:
+        """Return all choices of the signs that meet others."""
+        choices = itertools.product((1.0, -1.0), repeat=len(self.met))
+        return [dict(zip(self.met, signs, strict=True)) for signs in choices]
 
     def signs_at(self, rows: Ints, columns: Ints) -> dict[int, Floats]:
         """Return the best signs of pairs, by generator. Each of shape (pairs,)."""
-        joint, single = self._split()
         at = torch.from_numpy(rows), torch.from_numpy(columns)
-
-        def values(part: Tensor) -> Floats:
-            return np.asarray(part.cpu()[at].double().numpy())
-
-        result = {k: np.where(values(part) < 0, -1.0, 1.0) for k, part in single.items()}
+        joint, single = self._split({pattern: part.cpu()[at].double() for pattern, part in self.parts.items()})
+        result = {k: np.where(part.numpy() < 0, -1.0, 1.0) for k, part in single.items()}
         if self.met:
-            options = list(itertools.product((1.0, -1.0), repeat=len(self.met)))
-            held = [(pattern, values(part)) for pattern, part in joint.items()]
-            table = np.zeros((len(options), len(rows)))
-            for number, option in enumerate(options):
-                of = dict(zip(self.met, option, strict=True))
-                for pattern, value in held:
-                    table[number] += math.prod(of[k] for k in pattern) * value
-            chosen = np.array(options)[table.argmax(0)]
-            result |= {k: chosen[:, i] for i, k in enumerate(self.met)}
+            options = self._options()
+            best = torch.stack([_folded(joint, option)[()] for option in options]).numpy().argmax(0)
+            result |= {k: np.array([option[k] for option in options])[best] for k in self.met}
         return result
 
     def of(self, chosen: "Chosen") -> float:

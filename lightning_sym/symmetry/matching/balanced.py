@@ -2,20 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_sym._distributed import wide
+from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.capture import state_tensors
-
-Floats: TypeAlias = NDArray[np.float64]
 
 
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:

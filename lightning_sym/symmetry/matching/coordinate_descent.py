@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
+from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
-    Floats,
     Gain,
-    Ints,
     MatchingGroup,
     Pattern,
     Tables,
@@ -147,10 +146,6 @@ class Descent:
         self._tolerance = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0) * max(norm, 1e-300)
         self._products = {name: self._product(name, self.current[name]) for name in self.target}
         self._rows: dict[tuple[int, Pattern], Tensor] = {}
-        self._dense_cells: dict[int, list[int]] = {}
-        for cell_index, cell in enumerate(symmetry.structure.dense):
-            owner = next(g.index for g in self.groups if np.isin(cell[0], g.units))
-            self._dense_cells.setdefault(owner, []).append(cell_index)
         # By group, those whose gains change with its units' places: its own, too, if it stands on two axes at once.
         self._neighbours = {
             g.index: {h.index for h in self.groups if h.tensors & g.tensors and (h is not g or g.quadratic)}
@@ -253,10 +248,10 @@ class Descent:
             return False
         matrix = gain.parts[()]
         dense = list(self.symmetry.identity().dense)
-        for cell_index in self._dense_cells.get(group.index, ()):
-            places = np.searchsorted(group.units, self.symmetry.structure.dense[cell_index])
-            at = torch.from_numpy(places).to(matrix.device)
-            dense[cell_index] = polar_factor(matrix[at[:, None], at[None, :]])
+        for index, cell in enumerate(self.symmetry.structure.dense):
+            if cell[0] in group.units:
+                at = torch.from_numpy(np.searchsorted(group.units, cell)).to(matrix.device)
+                dense[index] = polar_factor(matrix[at[:, None], at[None, :]])
         return self._try(replace(self.symmetry.identity(), dense=tuple(dense)), group.tensors)
 
     def _improve_blocks(self, system: Blocks) -> bool:
@@ -372,7 +367,7 @@ class Descent:
             yield self.objective
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Descended:
     """The best of several descents.
 

@@ -9,9 +9,9 @@ from scipy import sparse
 from torch import Tensor, nn
 
 from lightning_sym._linear_algebra import best_scales
+from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.matching.assignment_costs import Floats, Ints
 from lightning_sym.symmetry.matching.balanced import along, squared_distance, working
 
 

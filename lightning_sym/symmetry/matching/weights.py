@@ -20,7 +20,7 @@ from lightning_sym.symmetry.matching.magnitudes import refined
 
 
 @dataclass(frozen=True, eq=False)
-class Match:
+class Match(Descended):
     """An element that brings one network near to another.
 
     Attributes:
@@ -37,13 +37,9 @@ class Match:
         method: "weights" or "activations".
     """
 
-    element: Element
     network: nn.Module
-    objective: tuple[float, ...]
     distance_before: float
     distance_after: float
-    sweeps: int
-    restarts: tuple[float, ...]
     method: str
 
 
@@ -148,7 +144,8 @@ def match_of(
     symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended, method: str, *, refine: torch.device | None
 ) -> Match:
     """Move ``b`` by what was found, refined on a device if one is given, and report how near to ``a`` that is."""
-    element = found.element if refine is None else refined(symmetry, a, b, found.element, refine)
-    network = symmetry.act(element, b)
+    if refine is not None:
+        found = replace(found, element=refined(symmetry, a, b, found.element, refine))
+    network = symmetry.act(found.element, b)
     distances = parameter_distance(a, b), parameter_distance(a, network)
-    return Match(element, network, found.objective, *distances, found.sweeps, found.restarts, method)
+    return Match(found.element, found.objective, found.sweeps, found.restarts, network, *distances, method)

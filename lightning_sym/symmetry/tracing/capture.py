@@ -159,18 +159,6 @@ def attributes_kept(network: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-@contextlib.contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and back afterwards."""
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 class _Recorder:
     """Forward hooks that note which operations of the graph each module added, and which result is its output."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.memory import choose
 from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, numbered, values_in
+from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, filled, numbered, values_in
 
 # Elementwise operations.
 
@@ -60,19 +60,13 @@ def _cast(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
     return _pass(trace, value)
 
 
-def _number(number: Any, shape: Sequence[int]) -> Value:
-    """Return a constant that is one number everywhere."""
-    # In double precision, which holds the least number of every type: masks are filled with it.
-    return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
-
-
 def _binary(product: bool, divide: bool = False) -> Rule:
     def rule(trace: Trace, one: Any, two: Any, *args: Any, **kwargs: Any) -> Value:
         if kwargs.get("rounding_mode"):
             return trace.permutations_only(rule(trace, one, two))
         if isinstance(one, Value) and isinstance(two, Value):
             if product and not divide and (one.is_zero or two.is_zero):
-                return _number(0.0, trace.output_shape())
+                return filled(0.0, trace.output_shape())
             return trace.join(one, two, product=product, divide=divide)
         value = one if isinstance(one, Value) else two
         if not isinstance(one, Value) and divide:
@@ -107,7 +101,7 @@ def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
 
     parts = []
     for part in (one, two):
-        value = trace.carry(part, trace.move(part, expand), expand) if isinstance(part, Value) else _number(part, shape)
+        value = trace.carry(part, trace.move(part, expand), expand) if isinstance(part, Value) else filled(part, shape)
         if mask.by_size:  # for an input of another size, another mask
             value = replace(trace.free_of(value, spread, "chosen by positions"), sources=value.sources)
         parts.append(value)
@@ -272,7 +266,11 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     shape = trace.output_shape()
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
-    values = [replace(v, labels=tuple(_whole(trace, v, label, axis) for label in v.labels)) for v in values]
+    spread = trace.constraints.spread  # a unit that fills a whole tensor lives on the axis of joining as well
+    values = [
+        replace(v, labels=tuple(label if label.axes else spread(label, axis, v.shape[axis]) for label in v.labels))
+        for v in values
+    ]
     others = {label.axes for value in values for label in value.labels if axis not in label.axes}
     result: list[Label] = []
     for axes in others:
@@ -313,11 +311,6 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             if label is not None:
                 trace.fix(value.with_labels(label), "joined tensors carry labels on different axes")
     return trace.disjoint(Value(shape, tuple(result)))
-
-
-def _whole(trace: Trace, value: Value, label: Label, axis: int) -> Label:
-    """A unit that fills a whole tensor lives on the axis of joining as well as anywhere."""
-    return trace.constraints.spread(label, axis, value.shape[axis]) if not label.axes else label
 
 
 @register_rule("aten::stack")

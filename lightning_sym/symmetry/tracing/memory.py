@@ -25,23 +25,23 @@ class Memory:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._written = {self._memory(node, None) for user in graph.nodes for node in written_by(user)}
+        self._written = {self._memory((node, None)) for user in graph.nodes for node in written_by(user)}
         self._places: dict[int, list[Place]] = {}
 
     @staticmethod
-    def _tensor(node: fx.Node, item: int | None) -> Tensor:
-        value = node.meta["val"]
-        tensor: Tensor = value if item is None else value[item]
+    def _tensor(place: Place) -> Tensor:
+        node, item = place
+        tensor: Tensor = node.meta["val"] if item is None else node.meta["val"][item]
         return tensor
 
     @classmethod
-    def _memory(cls, node: fx.Node, item: int | None) -> int:
-        return int(cls._tensor(node, item).untyped_storage()._cdata)
+    def _memory(cls, place: Place) -> int:
+        return int(cls._tensor(place).untyped_storage()._cdata)
 
     @classmethod
     def _elements(cls, place: Place) -> Tensor:
         """Return the numbers of the elements of memory that a tensor shows, in its shape."""
-        tensor = cls._tensor(*place)
+        tensor = cls._tensor(place)
         elements = torch.full((), tensor.storage_offset())
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             elements = elements[..., None] + torch.arange(size) * stride
@@ -52,9 +52,9 @@ class Memory:
         value = node.meta.get("val") if self._written else None
         items = [None] if isinstance(value, Tensor) else range(len(value)) if isinstance(value, (list, tuple)) else []
         for item in items:
-            tensor = self._tensor(node, item)
+            tensor = self._tensor((node, item))
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                memory = self._memory(node, item)
+                memory = self._memory((node, item))
                 if memory in self._written:
                     self._places.setdefault(memory, []).append((node, item))
 
@@ -71,7 +71,7 @@ class Memory:
                 value = [value if at == item else old for at, old in enumerate(environment[node])]
             environment[node] = value
 
-        places = self._places[self._memory(target, None)]
+        places = self._places[self._memory((target, None))]
         elements = {place: self._elements(place) for place in places}
         written = elements[target, None]
         if all(torch.equal(own, written) for own in elements.values()):

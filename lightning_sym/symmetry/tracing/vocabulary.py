@@ -88,6 +88,12 @@ def values_in(arguments: Any) -> list[Value]:
     return [value for value in torch.utils._pytree.tree_leaves(arguments) if isinstance(value, Value)]
 
 
+def filled(number: Any, shape: Sequence[int]) -> Value:
+    """Return a constant that is one number everywhere."""
+    # In double precision, which holds the least number of every type: masks are filled with it.
+    return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
+
+
 def numbered(label: Label) -> Ints:
     """Number the positions that one unit and tag hold, in order."""
     _, inverse = np.unique(np.stack([label.atom.ravel(), label.tag.ravel()]), axis=1, return_inverse=True)
@@ -185,10 +191,6 @@ class Trace:
             if not label.axes:
                 return self.constraints.spread(label, axis, value.shape[axis])
         return None
-
-    def unlabelled(self, shape: Sequence[int]) -> Value:
-        """Return a value on which nothing acts."""
-        return Value(tuple(shape))
 
     def output_shape(self, index: int | None = None) -> tuple[int, ...]:
         """Return the shape of the result of the operation at hand (of one of its results)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.tracing.memory import overwrite
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
-from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, filled
 
 
 def _elements(value: Value) -> Tensor:
@@ -29,7 +29,7 @@ def _put(trace: Trace, base: Value, where: Tensor, new: Any, *, add: bool = Fals
         if new.shape != shape:
             new = trace.move(new, lambda t: t.expand(shape))
     else:
-        new = Value(tuple(where.shape), concrete=torch.full(where.shape, new, dtype=torch.float64))
+        new = filled(new, where.shape)
     if add:
         new = trace.join(trace.move(base, lambda t: t.reshape(-1)[where]), new, product=False)
     return overwrite(trace, base, where, new)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fits import Interrupt, quiet_trainer, saving
-from helpers import assert_refused, refused
+from helpers import assert_refused
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
@@ -257,13 +257,6 @@ def test_training_is_bitwise_the_same(tmp_path):
     assert equal(results[0], results[2])
 
 
-def test_keep_leaves_what_was_measured(tmp_path):
-    task, data = Normed(), digits()
-    trainer(tmp_path, BatchNormRecalibration(keep=True)).validate(task, data, verbose=False)
-    check(statistics(task), one_pass(task, list(images(data)[:80].split(40))))
-    assert equal(statistics(task), task.found("val")[0])
-
-
 @pytest.mark.parametrize("where", ["val step", "interrupt", "second target"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_error_puts_everything_back(tmp_path, where, keep):
@@ -448,26 +441,6 @@ def test_context_manager_and_pairs_nest(tmp_path):
     check(results["exact"], population(task, x), counts=False)
 
 
-def test_recalibrate_says_whether_there_was_anything(tmp_path):
-    class Asking(Callback):
-        def on_test_start(self, trainer, module):
-            nothing = BatchNormRecalibration()
-            with nothing.recalibrated(trainer, module) as measured:
-                self.measured = measured
-
-    class Plain(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm2d(1, track_running_stats=False)
-
-        def test_step(self, batch, batch_idx):
-            self.norm(batch[0])
-
-    asking = Asking()
-    trainer(tmp_path, asking).test(Plain(), digits(), verbose=False)
-    assert asking.measured is False
-
-
 # ---- checkpoints
 
 
@@ -548,13 +521,6 @@ def test_an_average_leaves_integer_buffers_alone_and_is_the_usual_one_otherwise(
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    "refusal", [refused(BatchNormRecalibration, images=0), refused(BatchNormRecalibration, batch_size=-1)]
-)
-def test_bad_arguments(refusal):
-    refusal()
-
-
 class Empty(DigitsDataModule):
     def curvature_dataloader(self):
         x, y = self.split_tensors("train")
@@ -566,6 +532,12 @@ class Formless(Normed):
 
     def validation_step(self, batch, batch_idx):
         pass
+
+
+def test_a_task_without_statistics_needs_no_forward(tmp_path):
+    task = Formless()
+    task.features = nn.BatchNorm2d(1, track_running_stats=False)
+    trainer(tmp_path, BatchNormRecalibration()).validate(task, digits(), verbose=False)
 
 
 class Misnamed(Normed):

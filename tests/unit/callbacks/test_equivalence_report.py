@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fits import fit as fit_task
-from helpers import assert_refused, read_csv, refused
+from helpers import assert_refused, read_csv, write_zoo
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from safetensors.torch import load_file
 from scipy import ndimage
@@ -22,7 +22,6 @@ from lightning_sym.callbacks import EquivalenceReport, PlaneGrid
 from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import EquivalenceTask
-from lightning_sym.zoo import rebuild_manifest, write_member
 
 MIXED = [0.8, -0.6, 0.7, 0.5]  # slopes 0.56 and 0.30
 SAME_SIGN = [0.8, 0.6, 0.7, 0.5]  # slopes 0.86 and 0
@@ -445,26 +444,6 @@ def test_grids_beyond_a_limit_are_left_out_and_said(tmp_path, settings, message)
     assert list(tmp_path.rglob("candidates.csv"))
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        refused(PlaneGrid, dimension=0),
-        refused(PlaneGrid, dimension=2.0),
-        refused(PlaneGrid, points=1),
-        refused(PlaneGrid, points=10.0),
-        refused(PlaneGrid, bound=0.0),
-        refused(PlaneGrid, epsilon=math.inf),
-        refused(EquivalenceReport, epsilon=0),
-        refused(EquivalenceReport, epsilon_unit="V"),
-        *(refused(EquivalenceReport, through=through) for through in ([], "search", ["teacher"])),
-        refused(EquivalenceReport, inputs=0),
-        refused(EquivalenceReport, precision="half"),
-    ],
-)
-def test_arguments_that_are_refused(refusal):
-    refusal()
-
-
 # ---- runs of all kinds
 
 
@@ -516,14 +495,11 @@ class Odd(Network):
 
 @pytest.fixture(scope="module")
 def odd_zoo(tmp_path_factory):
-    path, data = tmp_path_factory.mktemp("odd") / "zoo", gaussian(shape=[4])
-    for number in range(2):
-        network = Odd().fresh(number)
+    members = [Odd().fresh(number) for number in range(2)]
+    for member in members:
         for _ in range(20):
-            network(torch.randn(50, 4) * 2 + 1)  # running statistics
-        write_member(path, number, network.state_dict(), architecture=network.architecture, data=data.identity())
-    rebuild_manifest(path)
-    return path
+            member(torch.randn(50, 4) * 2 + 1)  # running statistics
+    return write_zoo(tmp_path_factory.mktemp("odd") / "zoo", members, gaussian(shape=[4]))
 
 
 @pytest.mark.parametrize("execution", ["loop", "vmap"])

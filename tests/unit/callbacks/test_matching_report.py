@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from fits import fit
-from helpers import read_csv, refused, write_zoo
+from helpers import read_csv, write_zoo
 from matplotlib.image import imread
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,15 +95,3 @@ def test_batch_norms_are_recalibrated(recalibrate, tmp_path, capsys):
         if (row["method"], row["split"], row["batch_norm"]) == (method, "test", "recalibrated")
     ]
     assert ends[0] == pytest.approx(ends[1], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        refused(MatchingReport, points=1),
-        refused(MatchingReport, train_batches=0),
-        refused(MatchingReport, recalibrate="never"),
-    ],
-)
-def test_settings_out_of_range_are_refused(refusal):
-    refusal()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fits import Interrupt, digits, saving
 from fits import fit as fit_task
-from helpers import assert_refused, read_csv, read_rows, refused
+from helpers import assert_refused, read_csv, read_rows
 from matplotlib.image import imread
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -198,19 +198,6 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) if float(x.sum()) > 0 else self.linear(-x)
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        refused(SymmetryMonitor, every_n_epochs=0),
-        refused(SymmetryMonitor, every_n_steps=0),
-        *(refused(SymmetryMonitor, members=members) for members in ([], [1, 1], "best")),
-        refused(SymmetryMonitor, prefix="a/b"),
-    ],
-)
-def test_bad_arguments(refusal):
-    refusal()
 
 
 def with_example(example) -> Other:

@@ -1,18 +1,17 @@
 """Lines and means of networks, and barriers with closed forms."""
 
-import copy
 import math
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import assert_refused, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.connectivity import Barrier, average, barrier, interpolate
 from lightning_sym.connectivity.interpolation import curve_losses
-from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, batch_norms, recalibrate_batch_norm
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, recalibrate_batch_norm
 
 torch.set_num_threads(1)
 
@@ -136,12 +135,6 @@ def test_the_first_difference_is_named(a, b, message):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("t", [math.nan, math.inf])
-def test_t_must_be_finite(t):
-    with pytest.raises(ValueError, match=f"t must be finite, got {t}"):
-        interpolate(nn.ReLU(), nn.ReLU(), t)
-
-
 # ---- means
 
 
@@ -160,27 +153,10 @@ def test_average():
                 assert torch.equal(result[name], value)
 
 
-def test_average_of_two_is_the_middle_and_of_equal_ones_themselves():
-    a, b = perceptron(0), perceptron(1)
-    for x, y in zip(average([a, b]).parameters(), interpolate(a, b, 0.5).parameters(), strict=True):
-        torch.testing.assert_close(x, y, atol=1e-15, rtol=1e-15)
-    a = a.float()
+def test_the_mean_of_equal_networks_is_the_network():
+    a = perceptron(0).float()
     for x, y in zip(average([a] * 7).parameters(), a.parameters(), strict=True):
         assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize(
-    ("networks", "weights", "message"),
-    [
-        ([], None, "at least one network"),
-        ([nn.ReLU()], [1, 2], "one number for each of 1 networks, got 2"),
-        ([nn.ReLU()] * 2, [1, -1], "a sum other than 0"),
-        ([nn.ReLU()] * 2, [1, math.nan], "must be finite"),
-    ],
-)
-def test_average_rejects(networks, weights, message):
-    with pytest.raises(ValueError, match=message):
-        average(networks, weights)
 
 
 # ---- barriers
@@ -225,16 +201,6 @@ def test_both_definitions_where_the_ends_differ():
     # The other way round it is the same.
     back = barrier(Product(1, 1), Product(0, 0), data, points=101, loss=F.mse_loss)
     assert back.loss_barrier == pytest.approx(found.loss_barrier)
-
-
-@pytest.mark.parametrize("make", [perceptron, myrtle])
-def test_barrier_to_itself_is_zero(make):
-    network = make(0)
-    data = [batch(shape=(1, 8, 8) if make is myrtle else (1, 4, 4), seed=seed) for seed in range(2)]
-    found = barrier(network, network, data, points=5)
-    assert found.loss_barrier == found.loss_barrier_mean == 0
-    assert found.accuracy_barrier == found.accuracy_barrier_mean == 0
-    assert (found.loss == found.loss[0]).all()
 
 
 def test_every_sample_counts_once():
@@ -314,12 +280,14 @@ def test_curve_of_another_kind():
     assert_refused(curve_losses, scratch, place, [], [], says="at least one point")
 
 
-def test_progress_bar(capsys):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_shows_progress_where_it_is_asked_for(monkeypatch, capsys, rank):
+    monkeypatch.setattr("lightning_sym.connectivity.interpolation.rank", lambda: rank)
     network = perceptron(0)
     barrier(network, network, [batch()], points=2)
     assert capsys.readouterr().out == ""
     barrier(network, network, [batch()], points=2, progress=True)
-    assert "points on the curve" in capsys.readouterr().out
+    assert ("points on the curve" in capsys.readouterr().out) == (rank == 0)
 
 
 def test_networks_in_half_precision():
@@ -341,32 +309,36 @@ def test_loss_that_is_not_finite_names_the_point(recalibrate):
         barrier(a, b, [batch(shape=shape)], points=5)
 
 
+def refused_barrier(says, make=perceptron, **settings):
+    return refused(lambda: barrier(make(0), make(1), **{"data": [batch()], **settings}), says=says)
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "refusal",
     [
-        ({"data": []}, "data has no samples"),
-        ({"data": [batch(0)]}, "data has no samples"),
-        ({"data": iter([batch()])}, "data is read once for every point, and this iterator"),
-        ({"data": 3}, "data must be a list or loader of batches, got int"),
-        ({"data": batch()}, r"data must give pairs \(images, labels\), got a Tensor"),
-        ({"data": [(*batch(), 0)]}, r"data must give pairs \(images, labels\), got a tuple"),
-        ({"recalibration_data": iter([])}, "recalibration_data is read once for every point"),
-        ({"points": 1}, "points must be an integer >= 2, got 1"),
-        ({"points": 2.5}, "points must be an integer >= 2"),
-        ({"recalibrate": True}, "the network has no batch norm"),
-        ({"recalibrate": "yes"}, "recalibrate must be True, False or 'auto', got 'yes'"),
-        ({"loss": lambda x, y: F.cross_entropy(x, y, reduction="none")}, r"a scalar; got shape \[12\]"),
+        refused(interpolate, nn.ReLU(), nn.ReLU(), math.nan, says="t must be finite, got nan"),
+        refused(interpolate, nn.ReLU(), nn.ReLU(), math.inf, says="t must be finite, got inf"),
+        refused(average, [], says="at least one network"),
+        refused(average, [nn.ReLU()], [1, 2], says="one number for each of 1 networks, got 2"),
+        refused(average, [nn.ReLU()] * 2, [1, -1], says="a sum other than 0"),
+        refused(average, [nn.ReLU()] * 2, [1, math.nan], says="must be finite"),
+        refused_barrier("data has no samples", data=[]),
+        refused_barrier("data has no samples", data=[batch(0)]),
+        refused_barrier("data is read once for every point, and this iterator", data=iter([batch()])),
+        refused_barrier("data must be a list or loader of batches, got int", data=3),
+        refused_barrier("data must give pairs (images, labels), got a Tensor", data=batch()),
+        refused_barrier("data must give pairs (images, labels), got a tuple", data=[(*batch(), 0)]),
+        refused_barrier("recalibration_data is read once for every point", recalibration_data=iter([])),
+        refused_barrier("At t =", myrtle, data=[batch(shape=(1, 8, 8))], recalibration_data=[]),
+        refused_barrier("points must be an integer >= 2, got 1", points=1),
+        refused_barrier("points must be an integer >= 2", points=2.5),
+        refused_barrier("the network has no batch norm", recalibrate=True),
+        refused_barrier("recalibrate must be True, False or 'auto', got 'yes'", recalibrate="yes"),
+        refused_barrier("a scalar; got shape [12]", loss=lambda x, y: F.cross_entropy(x, y, reduction="none")),
     ],
 )
-def test_barrier_rejects(settings, message):
-    with pytest.raises(ValueError, match=message):
-        barrier(perceptron(0), perceptron(1), **{"data": [batch()], **settings})
-
-
-def test_no_data_for_statistics():
-    a = myrtle(0)
-    assert_refused(lambda: barrier(a, copy.deepcopy(a), [batch(shape=(1, 8, 8))], recalibration_data=[]), says="At t =")
-    assert batch_norms(a)
+def test_refused_arguments(refusal):
+    refusal()
 
 
 @pytest.mark.gpu

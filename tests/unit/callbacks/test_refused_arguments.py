@@ -1,0 +1,36 @@
+"""Arguments of callbacks that are out of range are refused by the constructor, by name."""
+
+import math
+
+import pytest
+from helpers import refused
+
+from lightning_sym.callbacks import (
+    BatchNormRecalibration,
+    EquivalenceReport,
+    MatchingReport,
+    PlaneGrid,
+    SymmetryMonitor,
+    WalkReport,
+    ZooReport,
+)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        *(refused(BatchNormRecalibration, **bad) for bad in ({"images": 0}, {"batch_size": -1})),
+        *(refused(EquivalenceReport, **bad) for bad in ({"epsilon": 0}, {"epsilon_unit": "V"}, {"inputs": 0})),
+        *(refused(EquivalenceReport, through=through) for through in ([], "search", ["teacher"])),
+        refused(EquivalenceReport, precision="half"),
+        *(refused(MatchingReport, **bad) for bad in ({"points": 1}, {"train_batches": 0}, {"recalibrate": "never"})),
+        *(refused(PlaneGrid, **bad) for bad in ({"dimension": 0}, {"dimension": 2.0}, {"points": 1}, {"points": 10.0})),
+        *(refused(PlaneGrid, **bad) for bad in ({"bound": 0.0}, {"epsilon": math.inf})),
+        *(refused(SymmetryMonitor, **bad) for bad in ({"every_n_epochs": 0}, {"every_n_steps": 0}, {"prefix": "a/b"})),
+        *(refused(SymmetryMonitor, members=members) for members in ([], [1, 1], "best")),
+        *(refused(WalkReport, **bad) for bad in ({"step_size": 0}, {"chain_steps": 9}, {"direction": "back"})),
+        refused(ZooReport, rows=-1),
+    ],
+)
+def test_arguments_out_of_range_are_refused(refusal):
+    refusal()
