@@ -87,3 +87,17 @@ class CurveTask(PopulationTask):
 
     def make_member(self, number: int) -> nn.Module:
         return Curve(*self.pairs[number], points=self.points)
+
+
+class SmallCNN(Network):
+    """A convolution, a batch norm if wanted, and a linear map."""
+
+    def __init__(self, norm: bool = False, num_classes: int = 10) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 3, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
+        self.act = nn.ReLU()
+        self.last = nn.Linear(48, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norm(self.first(x))).flatten(1))

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning import Callback, LightningModule, Trainer
+import torch
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
@@ -67,6 +68,29 @@ class Interrupt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.place == "end":
             raise RuntimeError("interrupted")
+
+
+class Poison(Callback):
+    """Makes a member's weights NaN before a step, by default the third of the second epoch of :func:`digits`."""
+
+    def __init__(self, number: int = 1, step: int = 7) -> None:
+        self.number, self.step = number, step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        population = pl_module.population
+        if trainer.global_step == self.step and self.number in population.numbers:
+            state = population.member_state(self.number)
+            nothing = {k: v * torch.nan if v.is_floating_point() else v for k, v in state.items()}
+            population.set_member_state(self.number, nothing)
+
+
+class Theirs(LightningDataModule):
+    """Eight images as somebody else's data, which know neither members nor what they are."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
+
+    val_dataloader = train_dataloader
 
 
 class Given(InputDataModule):

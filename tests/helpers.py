@@ -3,6 +3,7 @@
 import csv
 import functools
 import importlib.util
+import io
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -90,6 +92,13 @@ def read_csv(file: Path) -> list[dict[str, str]]:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the rows of ``results/NAME.json``."""
     return json.loads(file.with_suffix(".json").read_text())["rows"]
+
+
+def printed(show: Callable[[Console], Any]) -> str:
+    """Return what ``show(console)`` prints, in one line and without borders."""
+    console = Console(file=io.StringIO(), width=80)
+    show(console)
+    return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
 def assert_same(a: object, b: object, where: str = "") -> None:

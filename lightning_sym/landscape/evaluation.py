@@ -124,10 +124,10 @@ class LossSurface:
             raise ValueError(f"There are {len(self.inputs)} inputs and {len(self.targets)} targets; pass one for each.")
 
         self._spaces: dict[str, Tensor] = {}
-        self._line = self._closed_form(network, inputs, targets)
         self._network, self._flat = self._private(network)
         self._frozen = {name: value for name, value in self._network.named_parameters() if name not in self._shapes}
         self._width = self._check_outputs()
+        self._line = self._closed_form(network, inputs, targets)
         self._blocks = self._input_blocks()
         self._first: FirstLayer | None = None
         try:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fits import Poison
 from helpers import assert_same
 from pytorch_lightning import Callback
 from safetensors.torch import load_file
@@ -47,15 +48,6 @@ class Stop(Callback):
             raise RuntimeError("interrupted")
 
 
-class Poison(Callback):
-    """Makes one candidate NaN, which is on the second of two processes."""
-
-    def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        if trainer.global_step == 2 and 1 in task.slots:
-            state = task.population.member_state(1)
-            task.population.set_member_state(1, {name: value * float("nan") for name, value in state.items()})
-
-
 def breaking_grids():
     """Return a context in which the second block of a 3D grid fails, on the first process."""
     on, blocks = LossSurface.on, []
@@ -91,7 +83,7 @@ def scenarios(run):
 
     fit("2 loop", processes=2)
     fit("2 vmap", processes=2, execution="vmap")
-    fit("2 poisoned", Poison(), processes=2)
+    fit("2 poisoned", Poison(1, 2), processes=2)  # a candidate of the second process
     fit("2 part", Stop(), processes=2, fails="RuntimeError: interrupted")
     fit("2 resumed", processes=2, ckpt_path=step("2 part"))
     message = "were placed on 2 process(es) and those of this run on 1"
@@ -106,7 +98,7 @@ def scenarios(run):
     fit("too few", processes=2, task={"members": 1, "points": 1}, dimensions={}, fails=message)
     fit("1 loop")
     fit("1 vmap", execution="vmap")
-    fit("1 poisoned", Poison())
+    fit("1 poisoned", Poison(1, 2))
 
 
 def search(path, rank=0):

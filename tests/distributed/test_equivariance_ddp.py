@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
+from experiments import SmallCNN
 from fits import digits
 from helpers import assert_same, read_csv
 from pytorch_lightning import Callback
-from torch import nn
 
 from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import Quadrant
-from lightning_sym.networks import Network, RelaxedNetwork
+from lightning_sym.networks import RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask
 
 pytestmark = pytest.mark.ddp
@@ -48,20 +48,6 @@ class Broken(MarginalLikelihood):
         if trainer.global_rank == trainer.world_size - 1:
             weight.data.view(-1)[0] = math.nan
         super().on_train_epoch_end(trainer, pl_module)
-
-
-class SmallCNN(Network):
-    """A convolution, a batch norm if wanted, and a linear map."""
-
-    def __init__(self, norm=False, num_classes=10):
-        super().__init__()
-        self.first = nn.Conv2d(1, 3, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
-        self.act = nn.ReLU()
-        self.last = nn.Linear(48, num_classes)
-
-    def forward(self, x):
-        return self.last(self.act(self.norm(self.first(x))).flatten(1))
 
 
 def scenarios(run):

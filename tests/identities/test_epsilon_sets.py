@@ -128,14 +128,6 @@ def test_the_hole_of_the_paper_closes(factor: float, expected: tuple[int, ...]) 
     assert betti_numbers(throat(101) < factor * CLOSING) == expected
 
 
-def test_a_cone_of_two_sheets_is_joined_at_its_tip() -> None:
-    x, y, z = box(61, 3)
-    values = (x**2 + y**2 - z**2 + 0.2) ** 2
-    assert betti_numbers(values < 0.9 * 0.04) == (2, 0, 0)
-    assert betti_numbers(values < 1.1 * 0.04) == (1, 0, 0)
-    assert joining_levels(values, [(30, 30, 15), (30, 30, 45)])[0, 1] == pytest.approx(0.04, rel=1e-12)
-
-
 def test_too_coarse_a_grid_has_spurious_holes_and_is_told() -> None:
     coarse, fine = (describe_set(throat(n), 4 / (n - 1), 0.0025, FunctionScale(1.0, 1.0)) for n in (50, 161))
     assert coarse.betti[1] > 10

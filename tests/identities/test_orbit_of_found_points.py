@@ -40,33 +40,6 @@ def two(vectors: Tensor, target: Tensor) -> OrbitDistances:
     return orbit_distances(TWO, vectors, target, LINE[:2])
 
 
-def search(target: Tensor, restarts: int = 400, steps: int = 1500) -> Tensor:
-    """Return weights with J < 1e-12 that Adam finds from PyTorch's initialisation, with both moments 1/2."""
-    source = torch.Generator().manual_seed(0)
-    bounds = torch.tensor([1.0, 1.0, 0.5**0.5, 0.5**0.5], dtype=torch.float64)
-    start = bounds * (2 * torch.rand(restarts, 4, generator=source, dtype=torch.float64) - 1)
-    weights = start.requires_grad_(True)
-    optimizer = torch.optim.Adam([weights], lr=0.03)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1e-3 ** (1 / steps))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (slopes(weights) - slopes(target)).square().sum().backward()
-        optimizer.step()
-        schedule.step()
-    found = weights.detach()
-    return found[(slopes(found) - slopes(target)).square().sum(-1) / 2 < 1e-12]
-
-
-@pytest.mark.parametrize(("weights", "least"), [(MIXED, 80), (SAME_SIGN, 150)], ids=["mixed", "same sign"])
-def test_found_points_are_on_the_orbit_of_a_mixed_target_and_on_many_orbits_otherwise(weights, least) -> None:
-    target = torch.tensor(weights, dtype=torch.float64)
-    found = two(search(target), target)
-    assert len(found.distances) > least
-    assert found.kind == "exact"
-    assert float(found.plain.median()) > 0.3
-    assert float(found.distances.max()) < 1e-5 if weights == MIXED else float(found.distances.median()) > 0.3
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "tanh", "gelu"])
 def test_members_of_the_orbit_of_one_hidden_layer_are_at_distance_0(activation: str, bias: bool) -> None:

@@ -1,5 +1,7 @@
 """Loop, vmap and plain autograd are the same computation."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +74,12 @@ def train_alone(network: Network, number: int, row: int, data: list[tuple[Tensor
     return member, losses
 
 
+def assert_members_agree(one: Population, other: Population, tolerance: dict[str, float]) -> None:
+    for number in MEMBERS:
+        a, b = one.member_state(number), other.member_state(number)
+        torch.testing.assert_close(a, b, **tolerance)  # names, dtypes, and running statistics too
+
+
 def test_loop_is_bitwise_a_plain_loop(network, dtype):
     data = batches(3, dtype)
     population = LoopPopulation(network, MEMBERS)
@@ -87,12 +95,8 @@ def test_loop_and_vmap_agree(network, dtype):
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     data = batches(3, dtype)
     populations = [kind(network, MEMBERS) for kind in (LoopPopulation, VmapPopulation)]
-
     images, labels = data[0]
-    loop, stacked = (
-        kind(network, MEMBERS).step(images, labels, CrossEntropy(SMOOTHING))
-        for kind in (LoopPopulation, VmapPopulation)
-    )
+    loop, stacked = (copy.deepcopy(one).step(images, labels, CrossEntropy(SMOOTHING)) for one in populations)
     assert loop.losses.dtype == stacked.losses.dtype == dtype
     torch.testing.assert_close(loop.losses, stacked.losses, **tolerance)
     torch.testing.assert_close(loop.outputs, stacked.outputs, **tolerance)
@@ -103,17 +107,13 @@ def test_loop_and_vmap_agree(network, dtype):
 
     losses = [train(population, data) for population in populations]
     torch.testing.assert_close(losses[0], losses[1], **tolerance)
-    for number in MEMBERS:
-        a, b = (population.member_state(number) for population in populations)
-        assert a.keys() == b.keys()
-        for name in a:  # running statistics of batch norm are among them
-            assert a[name].dtype == b[name].dtype
-            torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+    assert_members_agree(*populations, tolerance)
     # Of the same weights: evaluation would amplify what rounding made of them in training.
     populations[0].load_state_dict(populations[1].state_dict())
     evaluated = [population.eval()(images[0]) for population in populations]
     torch.testing.assert_close(evaluated[0], evaluated[1], **tolerance)
-    assert not any(torch.equal(value, network.fresh(MEMBERS[0]).state_dict()[name]) for name, value in a.items())
+    start, trained = network.fresh(MEMBERS[0]).state_dict(), populations[0].member_state(MEMBERS[0])
+    assert not any(torch.equal(value, start[name]) for name, value in trained.items())
 
 
 def test_channels_last_agrees(dtype):
@@ -124,7 +124,4 @@ def test_channels_last_agrees(dtype):
     kernels = [value for value in last.parameters() if value.dim() == 4]
     assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)
     torch.testing.assert_close(train(plain, data), train(last, data), **tolerance)
-    for number in MEMBERS:
-        a, b = plain.member_state(number), last.member_state(number)
-        for name in a:
-            torch.testing.assert_close(a[name], b[name], **tolerance)
+    assert_members_agree(plain, last, tolerance)

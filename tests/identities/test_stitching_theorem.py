@@ -217,50 +217,6 @@ def test_buffers_of_the_network_itself_move_with_it():
     check_theorem(source, images)
 
 
-# ---- which group acts at a port
-
-
-def groups(case, **settings) -> dict[str, list[str]]:
-    source, _ = made(case, **settings)
-    names = ("permutations", "positive_scales", "signs", "dense")
-    return {
-        site: ["+".join(name for name in names if getattr(crossing.group, name)) for crossing in source.crossings(site)]
-        for site in source.sites
-    }
-
-
-@pytest.mark.parametrize(
-    ("case", "group"),
-    [
-        ("perceptron", "permutations+positive_scales"),
-        ("perceptron tanh", "permutations+signs"),
-        ("lenet", "permutations+positive_scales"),
-        ("lenet gelu", "permutations"),
-        ("myrtle", "permutations+positive_scales"),
-        ("myrtle constant", "permutations+positive_scales"),
-        ("resnet20", "permutations+positive_scales"),
-        ("resnet20 B leaky", "permutations+positive_scales"),
-        ("resnet18 gelu", "permutations"),
-    ],
-)
-def test_ports_have_the_group_of_the_activation(case, group):
-    found = groups(OURS[case])
-    assert found
-    assert all(own == group for ports in found.values() for own in ports), found
-
-
-def test_a_max_pool_takes_the_signs_away():
-    found = groups(OURS["myrtle tanh"])
-    # Max pools follow the second and the third activation, and the fourth.
-    assert found["activation1"] == ["permutations+signs"]
-    assert [found[f"activation{i}"] for i in (2, 3, 4)] == [["permutations"]] * 3
-
-
-def test_linear_networks_have_dense_ports():
-    found = groups(OURS["perceptron identity"])
-    assert all("dense" in ports[0] for ports in found.values()), found
-
-
 # ---- maps that are fitted to features
 
 
@@ -307,14 +263,3 @@ def test_fitted_maps_find_what_was_planted(architecture, activation, family, tol
         assert error(stitched, images, expected) < tolerance, site
         with torch.no_grad():
             assert torch.equal(stitched(images).argmax(1), expected.argmax(1))  # penalty 0
-
-
-@pytest.mark.parametrize("family", ["full", "rank(5)", "orthogonal", "procrustes"])
-def test_other_families_find_it_where_their_group_allows(family):
-    source, _ = made(wide("tanh", "perceptron"))  # signs and permutations are orthogonal
-    images = torch.randn(100, 1, 3, 3, dtype=torch.float64)
-    _, target = planted_in(source, images)
-    with torch.no_grad():
-        expected = source.network(images)
-    site = "activation2"
-    assert error(fitted(source, target, site, family, images), images, expected) < 3e-7

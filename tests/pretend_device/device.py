@@ -81,8 +81,6 @@ class PretendTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents=None):
-        if self.grad_fn is not None or torch._C._functorch.is_functorch_wrapped_tensor(self):
-            return f"PretendTensor({tuple(self.shape)}, {self.dtype}, grad_fn={type(self.grad_fn).__name__})"
         return f"Pretend({self._e!r})"
 
     device = property(lambda self: DEVICE)
@@ -99,16 +97,10 @@ class PretendTensor(torch.Tensor):
             args = (torch.device(SLOT, 0), *args[1:])
         return torch._C.TensorBase.to(self, *args, **kwargs)
 
-    def cuda(self, device=None, non_blocking=False, **kwargs):
-        return self.to("cuda", non_blocking=non_blocking, **kwargs)
-
     def numpy(self, *, force=False):
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(f"can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() {NAME}")
-
-    def __array__(self, *args, **kwargs):
-        return self.numpy()
 
     def tolist(self):
         return self.detach().cpu().tolist()

@@ -25,10 +25,13 @@ if __name__ == "__main__":
     installation.install()
 sys.path.append(str(Path(__file__).parents[1]))  # after this folder, which has a scenarios.py too
 
+import fits
 import matplotlib as mpl
+import pytest
 import torch
-from helpers import write_zoo
-from pytorch_lightning import Callback, Trainer
+from fits import Interrupt, fit
+from helpers import assert_same, write_zoo
+from pytorch_lightning import Callback
 from pytorch_lightning.loggers import TensorBoardLogger
 
 import lightning_sym
@@ -47,7 +50,7 @@ from lightning_sym.callbacks import (
 )
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule, Quadrant
+from lightning_sym.datamodules import GaussianInputsDataModule, Quadrant
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwork
 from lightning_sym.stitching import STITCHING_MAPS
 from lightning_sym.tasks import EquivalenceTask, EquivarianceTask, MatchingTask, RotationTask, StitchingTask, ZooTask
@@ -68,17 +71,15 @@ def scenario(function):
 
 
 class Watch(Callback):
-    """Checks that a fit is on the device, counts what waits for it within steps, and interrupts it."""
+    """Checks that a fit is on the device, and counts what waits for it within steps."""
 
-    def __init__(self, place, on="cuda"):
-        self.place, self.on = place, on
+    def __init__(self, on):
+        self.on = on
         self.waits = collections.Counter()
 
     def on_train_batch_start(self, trainer, task, batch, batch_idx):
         for tensor in (*(batch if isinstance(batch, (list, tuple)) else [batch]), *task.parameters()):
             assert tensor.device.type == self.on, f"on {tensor.device}"
-        if self.place == (trainer.current_epoch, batch_idx):
-            raise InterruptionError
         self.recording = device.recorded_waits(self.waits)
         self.recording.__enter__()
 
@@ -86,11 +87,7 @@ class Watch(Callback):
         self.recording.__exit__(None, None, None)
 
 
-class InterruptionError(Exception):
-    pass
-
-
-def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=False, accelerator="gpu", **settings):
+def run(folder, make_task, make_callbacks, make_data, interrupt="1 1", waits=False, accelerator="gpu", **settings):
     """Fit and test; fit as far as an interruption, and resume; the same has to come out.
 
     Args:
@@ -98,7 +95,7 @@ def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=Fa
         make_task: Makes the task.
         make_callbacks: Makes its callbacks, given the folder of the run.
         make_data: Makes the data.
-        interrupt: Epoch and batch, or None.
+        interrupt: Where, see `fits.Interrupt`; None: nowhere.
         waits: Whether steps may wait for the device.
         accelerator: Accelerator of the trainer.
         settings: Settings of the trainer.
@@ -106,24 +103,18 @@ def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=Fa
     Returns:
         The task of the uninterrupted run.
     """
-    on = "cuda" if accelerator == "gpu" else "cpu"
 
-    def once(name, place=None, resumed=None):
+    def once(name, place="", resumed=None):
         torch.manual_seed(0)
         path = folder / name
-        watch, task, data = Watch(place, on), make_task(), make_data()
+        watch, task, data = Watch("cuda" if accelerator == "gpu" else "cpu"), make_task(), make_data()
         saving = RunCheckpoint(
             path, filename="last", enable_version_counter=False, every_n_train_steps=1, save_on_train_epoch_end=True
         )
-        trainer = Trainer(
-            **{"max_epochs": 2, "enable_progress_bar": False, "enable_model_summary": False, **settings},
-            accelerator=accelerator,
-            devices=1,
-            default_root_dir=path,
-            logger=[MetricsCSV(path), TensorBoardLogger(path, "", "")],
-            callbacks=[watch, *make_callbacks(path), saving],
-        )
-        trainer.fit(task, data, ckpt_path=resumed, weights_only=True)
+        callbacks = [Interrupt(place), watch, *make_callbacks(path), saving]
+        loggers = [MetricsCSV(path), TensorBoardLogger(path, "", "")]
+        options = {"max_epochs": 2, "accelerator": accelerator, "devices": 1, "logger": loggers, **settings}
+        trainer = fit(task, data, *callbacks, folder=path, ckpt_path=resumed, **options)
         if resumed is None:
             trainer.test(task, data, verbose=False)
         ours = {site: count for site, count in watch.waits.items() if site.startswith(PACKAGES)}
@@ -132,36 +123,22 @@ def run(folder, make_task, make_callbacks, make_data, interrupt=(1, 1), waits=Fa
 
     task = once("whole")
     if interrupt is not None:
-        with contextlib.suppress(InterruptionError):
+        with pytest.raises(RuntimeError, match="interrupted"):
             once("first", interrupt)
-            raise AssertionError("the fit was not interrupted")
         once("second", resumed=folder / "first" / "last.ckpt")
-        whole, second = (torch.load(folder / name / "last.ckpt", weights_only=True) for name in ("whole", "second"))
+        whole, second = (
+            torch.load(folder / name / "last.ckpt", "cpu", weights_only=True) for name in ("whole", "second")
+        )
         for key in whole.keys() - {"loops", "callbacks"}:  # which hold folders, and counts of restarts
-            check_same(whole[key], second[key], key)
+            assert_same(whole[key], second[key], key)
     return task
-
-
-def check_same(one, two, where):
-    """Check that two values are the same, tensors of any device bitwise."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one.cpu(), two.cpu()) or repr(one.cpu()) == repr(two.cpu()), f"{where} differs"
-    elif isinstance(one, dict):
-        for key in one.keys() & two.keys():
-            check_same(one[key], two[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        for index, pair in enumerate(zip(one, two, strict=True)):
-            check_same(*pair, f"{where}/{index}")
 
 
 # ---- what runs are made of
 
 adam = functools.partial(torch.optim.Adam, lr=0.01)
+digits = functools.partial(fits.digits, max_samples=48)
 cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=2)
-
-
-def digits(**changes):
-    return DigitsDataModule(**{"batch_size": 16, "max_samples": 48, **changes})
 
 
 def perceptron():
@@ -298,7 +275,7 @@ SCENARIOS |= {
         of_a_zoo,
         task=functools.partial(MatchingTask, methods=["weights", "activations"]),
         callbacks=[barriers],
-        interrupt=(0, 1),
+        interrupt="0 1",
         waits=True,  # for the check of activations in the one epoch that there is
     ),
     "matching_straight_through": functools.partial(
@@ -306,7 +283,7 @@ SCENARIOS |= {
         task=MatchingTask,
         callbacks=[barriers],
         make=perceptron,
-        interrupt=(0, 1),
+        interrupt="0 1",
         waits=True,  # for the assignments, which are made on the CPU in every step
     ),
 }
@@ -330,7 +307,7 @@ def equivalence(folder, execution, *callbacks, **data):
         lambda _: [make() for make in callbacks],
         lambda: GaussianInputsDataModule(samples=128, batch_size=32, val_samples=64, **data),
         precision="64-true",
-        interrupt=(0, 1),
+        interrupt="0 1",
     )
 
 
@@ -348,7 +325,7 @@ SCENARIOS |= {
         callbacks=[plane(PlaneGrid(1, 5))],
         make=perceptron,
         members=1,
-        interrupt=(0, 1),
+        interrupt="0 1",
     ),
 }
 
@@ -368,7 +345,7 @@ def equivalence_of_a_network_with_buffers(folder):
         lambda: search(myrtle(), members=2, teacher=numbers),
         lambda path: [],
         digits,
-        interrupt=(0, 1),
+        interrupt="0 1",
     )
 
 

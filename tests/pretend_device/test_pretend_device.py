@@ -42,30 +42,13 @@ def why_not() -> str:
     return ""
 
 
-on_the_pretend_device = [pytest.mark.pretend_device, pytest.mark.skipif(bool(why_not()), reason=why_not())]
-
-
-def outcome(script: str) -> tuple[int, str]:
-    """Run a script without any real GPU; return its exit status and what it printed."""
+@pytest.mark.pretend_device
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("script", ["scenarios.py", "functions.py", "bugs.py"])
+def test_all_is_well_on_the_pretend_device(script: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run([sys.executable, HERE / script], capture_output=True, text=True, env=environment, check=False)
-    return done.returncode, done.stdout + done.stderr
-
-
-class TestOnThePretendDevice:
-    pytestmark = on_the_pretend_device
-
-    def test_every_task_and_callback_fits_resumes_and_tests(self) -> None:
-        status, said = outcome("scenarios.py")
-        assert status == 0, said
-
-    def test_functions_find_what_they_find_on_the_cpu(self) -> None:
-        status, said = outcome("functions.py")
-        assert status == 0, said
-
-    def test_planted_bugs_are_found(self) -> None:
-        status, said = outcome("bugs.py")
-        assert status == 0, said
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def names_used(script: str) -> set[str]:

@@ -3,7 +3,7 @@ from helpers import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sym.datamodules import Quadrant, Resized, Rotated, TensorLoader, Translated
+from lightning_sym.datamodules import TensorLoader
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -86,25 +86,3 @@ def test_resuming_gives_the_rest(count, batch, seed, number, position):
     fresh.set_epoch(number)
     assert_same(list(fresh), whole[position:])
     assert len(list(fresh)) == len(whole)  # only the first iteration is shortened
-
-
-@LAW
-@given(
-    st.sampled_from([Rotated(), Translated(1.3), Quadrant(), Quadrant(target="digit", size=6), Resized(5)]),
-    st.integers(1, 12),
-    st.integers(1, 12),
-    st.integers(1, 3),
-    st.integers(1, 6),
-    st.integers(1, 6),
-    st.sampled_from(["train", "test"]),
-)
-def test_transforms_are_prefix_stable_and_keep_their_promise(transform, few, more, channels, height, width, split):
-    random = torch.Generator().manual_seed(few)
-    images = torch.randint(0, 256, (few + more, channels, height, width), dtype=torch.uint8, generator=random)
-    numbers = torch.arange(few + more) % 10
-    whole, part = transform(images, numbers, split), transform(images[:few], numbers[:few], split)
-    assert whole[0].dtype == torch.uint8
-    assert tuple(whole[0].shape[1:]) == transform.output_shape((channels, height, width))
-    assert int(whole[1].max()) < transform.output_classes(10)
-    assert torch.equal(whole[0][:few], part[0])
-    assert torch.equal(whole[1][:few], part[1])

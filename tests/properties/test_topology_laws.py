@@ -61,14 +61,6 @@ def test_betti_numbers_are_those_of_the_chain_complex(inside: NDArray[np.bool_])
     assert sum((-1) ** k * count for k, count in enumerate(found)) == euler
 
 
-@given(hnp.arrays(np.bool_, hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=9)), st.data())
-@settings(max_examples=100, deadline=None)
-def test_betti_numbers_stay_under_flips_and_transposition(inside: NDArray[np.bool_], data: st.DataObject) -> None:
-    axes = data.draw(st.lists(st.sampled_from(range(inside.ndim)), unique=True))
-    order = data.draw(st.permutations(range(inside.ndim)))
-    assert betti_numbers(np.flip(inside, axes).transpose(order)) == betti_numbers(inside)
-
-
 @given(masks)
 @settings(max_examples=50, deadline=None)
 def test_pieces_are_numbered_and_faces_join_less(inside: NDArray[np.bool_]) -> None:

@@ -109,17 +109,6 @@ def test_the_quadric_is_the_class_inside_the_plane(seed, side):
     torch.testing.assert_close(residuals, slopes(weights) - same_sign.target, rtol=0, atol=EXACT)
 
 
-@given(seed=seeds)
-@LAW
-def test_residuals_vanish_at_members_of_a_plane(seed):
-    mixed = TwoUnitClass(gaussian(seed, 2))
-    member = mixed.optimal_path(1)[0]
-    plane = random_plane(seed, 2, centre=gaussian(seed + 4, 4))
-    through = WeightPlane.through(torch.stack([plane.centre, member, plane.points[1]]))
-    assert float(mixed.residuals(through, through.coordinates(member)).abs().max()) < 1e-12
-    assert float(mixed.residuals(through, through.coordinates(member) + 0.1).abs().max()) > 1e-6
-
-
 @given(seed=seeds, by_slopes=st.booleans())
 @LAW
 def test_the_optimal_path_joins_the_two_components_at_the_barrier(seed, by_slopes):

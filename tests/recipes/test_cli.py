@@ -12,28 +12,23 @@ import torch
 import yaml
 from commands import QUIET, SMALL, call, succeed
 from helpers import read_csv
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import LearningRateMonitor
 from safetensors.torch import load_file
+from torch import nn
 
 from lightning_sym import __version__
 from lightning_sym.callbacks import ZooExport, ZooReport
 from lightning_sym.cli import main
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
-from lightning_sym.zoo import ModelZoo
-
-THEIR_MODULE = '''
-import torch
-from pytorch_lightning import Callback, LightningModule
-from torch import nn
-
-from lightning_sym.networks import Network
 from lightning_sym.tasks import ZooTask
+from lightning_sym.zoo import ModelZoo
 
 
 class SizelessNetwork(Network):
-    """Takes no image_size and no in_channels."""
+    """A network of a user that takes no image_size and no in_channels."""
 
     def __init__(self, hidden: int = 4, num_classes: int = 3) -> None:
         super().__init__()
@@ -55,7 +50,7 @@ class SquareNetwork(SizelessNetwork):
 
 
 class TheirTask(ZooTask):
-    """A task of their own."""
+    """A task of a user."""
 
 
 class NetworklessTask(LightningModule):
@@ -76,25 +71,14 @@ class NetworklessTask(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Interrupt(Callback):
+class Leave(Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         raise KeyboardInterrupt
 
 
 class Break(Callback):
     def on_train_epoch_end(self, trainer, pl_module):
-        raise RuntimeError("broken\\non purpose")
-'''
-
-
-@pytest.fixture(scope="session")
-def theirs(tmp_path_factory):
-    """Modules of a user, which stay imported."""
-    folder = tmp_path_factory.mktemp("theirs")
-    (folder / "their_experiments.py").write_text(THEIR_MODULE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield
+        raise RuntimeError("broken\non purpose")
 
 
 @pytest.fixture
@@ -162,12 +146,11 @@ def test_the_traceback_is_shown_when_asked_for(monkeypatch):
     assert call("fit", *SMALL, "--model.members=0").status == 1
 
 
-@pytest.mark.usefixtures("theirs")
 def test_errors_and_interrupts_while_training():
     args = ["fit", *SMALL, *QUIET, "--trainer.max_epochs=1"]
-    result = call(*args, "--run_dir=a", "--trainer.callbacks+=their_experiments.Break")
+    result = call(*args, "--run_dir=a", "--trainer.callbacks+=test_cli.Break")
     assert (result.status, result.error) == (1, "RuntimeError: broken on purpose")
-    result = call(*args, "--run_dir=b", "--trainer.callbacks+=their_experiments.Interrupt")
+    result = call(*args, "--run_dir=b", "--trainer.callbacks+=test_cli.Leave")
     assert result.status == 130
     assert result.err == "lightning-sym: interrupted; go on with --ckpt_path last\n"
 
@@ -267,41 +250,38 @@ def test_sizes_of_the_network_follow_from_the_data(built):
         }
 
 
-@pytest.mark.usefixtures("theirs")
 def test_networks_and_tasks_of_ones_own():
     Path("mine.yaml").write_text(
         """
         trainer: {max_epochs: 1}
         model:
-          class_path: their_experiments.TheirTask
+          class_path: test_cli.TheirTask
           init_args:
             members: 2
-            network: {class_path: their_experiments.SizelessNetwork, init_args: {hidden: 5}}
+            network: {class_path: test_cli.SizelessNetwork, init_args: {hidden: 5}}
         data: {class_path: DigitsDataModule, init_args: {max_samples: 64}}
         """
     )
     succeed("fit", "--config=mine.yaml", "--run_dir=run", "--trainer.callbacks+=ZooExport", *QUIET)
-    zoo = ModelZoo.open("run/zoo", allow=["their_experiments"])
+    zoo = ModelZoo.open("run/zoo", allow=["test_cli"])
     assert zoo.architecture == {
-        "class_path": "their_experiments.SizelessNetwork",
+        "class_path": "test_cli.SizelessNetwork",
         "init_args": {"hidden": 5, "num_classes": 10},
     }
     # Their task and network come back from the checkpoint as well.
     succeed("test", "--ckpt_path=run/checkpoints/last.ckpt", "--data=DigitsDataModule", "--run_dir=tested", *QUIET)
 
 
-@pytest.mark.usefixtures("theirs")
 def test_a_network_of_ones_own_is_told_that_sizes_are_pairs():
-    network = "--model.network=their_experiments.SquareNetwork"
+    network = "--model.network=test_cli.SquareNetwork"
     result = call("fit", "--model=ZooTask", network, "--data=DigitsDataModule", "--run_dir=run")
     assert result.status == 1
     assert result.error.startswith("image_size of the network takes int, and that of the data is the pair (8, 8);")
 
 
-@pytest.mark.usefixtures("theirs")
 def test_a_task_without_a_network_argument():
     args = ["--data=DigitsDataModule", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", *QUIET]
-    succeed("fit", "--model=their_experiments.NetworklessTask", "--run_dir=run", *args)
+    succeed("fit", "--model=test_cli.NetworklessTask", "--run_dir=run", *args)
     saved = torch.load("run/checkpoints/last.ckpt", weights_only=True)["hyper_parameters"]
     assert "network" not in saved
     assert saved["width"] == 3

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from experiments import SmallCNN
 from fits import Interrupt, digits, fit
 from helpers import assert_same
 from pytorch_lightning import LightningModule
@@ -15,7 +16,7 @@ from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.datamodules import Quadrant
-from lightning_sym.networks import Network, RelaxedNetwork
+from lightning_sym.networks import RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask
 
 pytestmark = pytest.mark.filterwarnings("ignore:(The dirpath has changed from|Checkpoint directory .* is not empty)")
@@ -23,20 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(The dirpath has changed from|Ch
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
-
-
-class NormedCNN(Network):
-    """A convolution, a batch norm and a linear map."""
-
-    def __init__(self, num_classes=10):
-        super().__init__()
-        self.first = nn.Conv2d(1, 3, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm2d(3)
-        self.act = nn.ReLU()
-        self.last = nn.Linear(48, num_classes)
-
-    def forward(self, x):
-        return self.last(self.act(self.norm(self.first(x))).flatten(1))
 
 
 class Own(LightningModule):
@@ -73,8 +60,8 @@ TASKS = {
     "adam": lambda: relaxed(ADAM),
     "sgd": lambda: relaxed(SGD),
     "own": Own,
-    "loop": lambda: ZooTask(NormedCNN(), members=2, optimizer=ADAM, prior_precision=1.0),
-    "vmap": lambda: ZooTask(NormedCNN(), members=2, optimizer=ADAM, prior_precision=1.0, execution="vmap"),
+    "loop": lambda: ZooTask(SmallCNN(norm=True), members=2, optimizer=ADAM, prior_precision=1.0),
+    "vmap": lambda: ZooTask(SmallCNN(norm=True), members=2, optimizer=ADAM, prior_precision=1.0, execution="vmap"),
 }
 
 
@@ -170,6 +157,6 @@ def test_a_checkpoint_of_another_task_is_refused(whole, tmp_path):
 def test_precisions_of_other_members_are_refused(whole):
     _, marginal, trainer = whole("loop")
     other = MarginalLikelihood()
-    other.setup(trainer, ZooTask(NormedCNN(), members=3, prior_precision=1.0), "fit")
+    other.setup(trainer, ZooTask(SmallCNN(norm=True), members=3, prior_precision=1.0), "fit")
     with pytest.raises(ValueError, match="precisions of other networks than this run"):
         other.load_state_dict(marginal.state_dict())

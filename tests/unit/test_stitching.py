@@ -237,20 +237,6 @@ def test_each_stitched_network_has_its_own_statistics():
     assert torch.equal(frozen.batch_norms()["upper.norm2"].running_mean, start)
 
 
-def test_soft_and_hard():
-    a, b = cnn(), cnn(1)
-    stitched = StitchedNetwork(a, b, "activation2", family="group", batch_norm="frozen")
-    images = torch.rand(3, 3, 8, 8)
-    soft = stitched(images)
-    stitched.set_mode("hard")
-    hard = stitched(images)
-    assert not torch.allclose(soft, hard)
-    matrix = stitched.stitching_maps[0].matrix()
-    assert torch.equal(matrix.bool().sum(0), torch.ones(4, dtype=torch.int64))
-    stitched.set_mode("soft")
-    assert torch.equal(stitched(images), soft)
-
-
 def test_regularisers_and_projections_are_those_of_all_maps():
     a, b = resnet(), resnet(1)
     stitched = StitchedNetwork(a, b, "blocks.0.activation1", family="group")

@@ -539,16 +539,3 @@ def test_odd_networks_of_a_zoo_compute_as_in_evaluation_with_the_teachers_buffer
     torch.nn.utils.vector_to_parameters(corner, trainable)
     expected = float((candidate(x[:500]) - teacher(x[:500])).square().mean().detach())
     assert float(grid["J"][0, 2]) == pytest.approx(expected, rel=1e-9)
-
-
-def test_same_seeds_give_the_same_files(tmp_path):
-    grids = [PlaneGrid(2, 5), PlaneGrid(3, 5)]
-    files = []
-    for name in "ab":
-        torch.manual_seed(ord(name))
-        fit(tmp_path / name, search(points=4, **LENIENT), EquivalenceReport(grids, epsilon=2.0), max_epochs=2)
-        files.append({path.name: path.read_bytes() for path in (tmp_path / name / "results").iterdir()})
-    assert files[0].keys() == files[1].keys()
-    assert len(files[0]) == 7 + 7 + 2  # tables and weights, figures, grids
-    for name, content in files[0].items():
-        assert content == files[1][name], name

@@ -9,7 +9,7 @@ import fits
 import pytest
 import torch
 from fits import Given, digits, quiet_trainer
-from helpers import assert_refused, read_csv, read_rows, refused
+from helpers import Program, assert_refused, read_csv, read_rows
 from pytorch_lightning import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
@@ -37,16 +37,10 @@ pytestmark = [
 ]
 
 
-class Part(nn.Module):
-    """A linear map of some of the inputs."""
-
-    def __init__(self, first: int, last: int, outputs: int) -> None:
-        super().__init__()
-        self.first, self.last = first, last
-        self.linear = nn.Linear(last - first, outputs, bias=False)
-
-    def forward(self, x):
-        return self.linear(x[:, self.first : self.last])
+def part(first: int, last: int, outputs: int) -> nn.Module:
+    """Return a linear map of some of the inputs."""
+    linear = nn.Linear(last - first, outputs, bias=False)
+    return Program(lambda net, x: net.linear(x[:, first:last]), {"linear": linear})
 
 
 class TwoPaths(Network):
@@ -54,7 +48,7 @@ class TwoPaths(Network):
 
     def __init__(self, num_classes: int = 2) -> None:
         super().__init__()
-        paths = {"signal": Part(0, 3, num_classes), "noise": Part(3, 6, num_classes)}
+        paths = {"signal": part(0, 3, num_classes), "noise": part(3, 6, num_classes)}
         self.layer = ResidualPathways(paths, scale=1)
 
     def forward(self, x):
@@ -168,8 +162,6 @@ def test_an_update_takes_so_many_steps_of_adam(tmp_path):
 
 def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
     class Watch(MarginalLikelihood):
-        """Writes down how far each update goes."""
-
         moved = ()
 
         def _update(self, trainer, number, epoch):
@@ -286,22 +278,7 @@ def test_a_trained_task_goes_on_from_its_precisions(tmp_path):
     assert shown["layer.noise"] == pytest.approx(math.exp(before["layer.noise.linear.weight"]))
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        *(refused(MarginalLikelihood, **bad) for bad in ({"burn_in": 0}, {"every_n_epochs": 0}, {"steps": 1.5})),
-        *(refused(MarginalLikelihood, **bad) for bad in ({"samples": 0}, {"lr": 0.0}, {"engine": "jax"})),
-        *(refused(MarginalLikelihood, **bad) for bad in ({"granularity": "per_weight"}, {"ffc": "dense"})),
-        refused(MarginalLikelihood, bounds=(1.0, -1.0), says="ascending"),
-    ],
-)
-def test_bad_settings_are_refused(refusal):
-    refusal()
-
-
 class Own(LightningModule):
-    """A task that is none of ours."""
-
     def __init__(self):
         super().__init__()
         self.network = TwoPaths()
@@ -388,8 +365,6 @@ def test_tests_alone_need_no_datamodule(tmp_path):
 
 
 class WithoutTest(Given):
-    """Training data only."""
-
     test_dataloader = InputDataModule.test_dataloader
 
 

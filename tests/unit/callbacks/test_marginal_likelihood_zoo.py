@@ -27,8 +27,6 @@ pytestmark = [
 
 
 class SmallCNN(Network):
-    """Two convolutions and a linear map, with batch norms if wanted."""
-
     def __init__(self, norm=False, num_classes=10):
         super().__init__()
         self.first = nn.Conv2d(1, 3, 3, padding=1)

@@ -18,8 +18,6 @@ from lightning_sym.tasks import ZooTask
 
 
 class Count(RunReport):
-    """Says how many members there are."""
-
     needs = ("numbers",)
     example = "ZooTask"
     calls = 0

@@ -1,15 +1,16 @@
 """The report of a stitching fit: what it evaluates, when, and what it leaves behind."""
 
+import functools
 import json
 import math
 
+import fits
 import pytest
 import torch
 from fits import fit
 from helpers import read_csv, write_zoo
 
 from lightning_sym.callbacks import BatchNormRecalibration, StitchingReport
-from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MyrtleCNN
 from lightning_sym.tasks import StitchingTask
 
@@ -19,8 +20,7 @@ pytestmark = [
 ]
 
 
-def digits():
-    return DigitsDataModule(batch_size=20, max_samples=100)
+digits = functools.partial(fits.digits, batch_size=20, max_samples=100)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fits import Interrupt, digits, saving
 from fits import fit as fit_task
-from helpers import assert_refused, read_csv, read_rows
+from helpers import Program, assert_refused, of, read_csv, read_rows
 from matplotlib.image import imread
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -94,19 +94,6 @@ def test_gradient_descent_conserves_to_first_order(tmp_path, norm):
         assert drifts[40][index] / drifts[20][index] == pytest.approx(0.5, rel=0.15)
 
 
-def test_weight_decay_balances(tmp_path):
-    task = Plain(lr=0.1, weight_decay=0.05)
-    with torch.no_grad():
-        task.network[0].weight.mul_(3)
-    fit(tmp_path, task, SymmetryMonitor(every_n_epochs=5), data=loader(24), max_epochs=150)
-    for group in ("0", "2"):
-        conserved = curve(tmp_path, group, "conserved")
-        assert conserved[-1] < 0.35 * conserved[0]
-    imbalance = curve(tmp_path, "0", "imbalance")
-    assert imbalance[-1] < 0.8 * imbalance[0]
-    assert all(b < a for a, b in zip(imbalance[2::4], imbalance[6::4], strict=False))
-
-
 # ---- when
 
 
@@ -146,8 +133,8 @@ class Late(Plain):
     """The network is made when the fit begins."""
 
     def __init__(self) -> None:
-        LightningModule.__init__(self)
-        self.lr, self.optimizer = 0.05, {}
+        super().__init__()
+        del self.network
 
     def configure_model(self) -> None:
         if not hasattr(self, "network"):
@@ -178,26 +165,15 @@ def test_example_input_array_is_used(tmp_path):
 
 
 def test_two_monitors(tmp_path):
-    class Pair(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.second = sequential(1)
-
-        def forward(self, x):
-            return self.network(x) + self.second(x)
-
-    fit(tmp_path, Pair(), SymmetryMonitor(), SymmetryMonitor(network="second", prefix="second"))
+    pair = Program(lambda net, x: net.one(x) + net.two(x), {"one": sequential(), "two": sequential(1)})
+    monitors = SymmetryMonitor(network="network.one"), SymmetryMonitor(network="network.two", prefix="second")
+    fit(tmp_path, Plain(pair), *monitors)
     assert curve(tmp_path, "0", "imbalance") != [r["imbalance"] for r in rows(tmp_path, "second") if r["group"] == "0"]
     assert (tmp_path / "results" / "second_distance.csv").is_file()
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) if float(x.sum()) > 0 else self.linear(-x)
+def branching() -> nn.Module:
+    return Program(lambda net, x: net.linear(x if x.sum() > 0 else -x), {"linear": of(nn.Linear, 4, 3)})
 
 
 def with_example(example) -> Other:
@@ -216,7 +192,7 @@ def with_example(example) -> Other:
         (Other, {"network": "parts.body"}, dictionaries, "a batch that is a dict; set example_input_array in Other.__"),
         (lambda: with_example({"x": torch.zeros(1, 4)}), {"network": "parts.body"}, loader,
          "example_input_array of Other is a dict; make it a tensor or a tuple"),
-        (lambda: Plain(Branching()), {}, loader, "the network cannot be traced"),
+        (lambda: Plain(branching()), {}, loader, "the network cannot be traced"),
     ],
 )  # fmt: skip
 def test_errors_before_training(tmp_path, task, settings, data, says):

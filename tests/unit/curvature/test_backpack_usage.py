@@ -96,17 +96,6 @@ class Pair(nn.Module):
         return x, x
 
 
-def reused():
-    layer = nn.Linear(4, 4)
-    return nn.Sequential(layer, nn.ReLU(), layer)
-
-
-def hooked():
-    network = perceptron()
-    network[1].register_forward_hook(lambda module, args, output: 2 * output)
-    return network
-
-
 def replaced():
     network = perceptron()
     network.forward = lambda x: network[4](network[0](x))
@@ -126,8 +115,6 @@ def replaced():
         (lambda: nn.Sequential(nn.Linear(4, 3), InPlace()), r"'1' \(InPlace\) changes its input in place.*autograd"),
         (lambda: nn.Sequential(InPlace(), nn.Linear(4, 3)), r"'0' \(InPlace\) changes its input in place.*autograd"),
         (lambda: nn.Sequential(nn.Linear(4, 3), Pair()), r"'1' \(Pair\) must take one tensor and return one"),
-        (reused, "'0' is called more than once.*one instance per call"),
-        (hooked, r"outputs of the network \(Sequential\) are not those of its layers.*engine: autograd"),
     ],
 )
 def test_networks_that_engine_backpack_refuses(make, words):
@@ -200,27 +187,20 @@ def test_extensions_in_backpack_itself(make, likelihood):
             assert block.in_factor is None or torch.allclose(given.in_factor, block.in_factor)
 
 
-LOSSES = {
-    "class weights": (
-        lambda: nn.CrossEntropyLoss(weight=torch.ones(3), reduction="sum"),
-        "has class weights.*leave them",
-    ),
-    "weights of positives": (
-        lambda: nn.BCEWithLogitsLoss(pos_weight=torch.ones(3), reduction="sum"),
-        "has class weights.*leave them",
-    ),
-    "a mean": (nn.CrossEntropyLoss, "reduction='mean', but B is a sum"),
-    "ignored samples": (lambda: nn.CrossEntropyLoss(reduction="sum", ignore_index=1), "ignores samples"),
-}
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_that_are_no_sums_of_log_likelihoods(loss):
-    make, words = LOSSES[loss]
-    network, function = extend(nn.Sequential(nn.Linear(4, 3))), extend(make())
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.ones(3), reduction="sum"), "has class weights.*leave them"),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(3), reduction="sum"), "has class weights.*leave them"),
+        (nn.CrossEntropyLoss(), "reduction='mean', but B is a sum"),
+        (nn.CrossEntropyLoss(reduction="sum", ignore_index=1), "ignores samples"),
+    ],
+)
+def test_losses_that_are_no_sums_of_log_likelihoods(loss, words):
+    network, function = extend(nn.Sequential(nn.Linear(4, 3))), extend(loss)
     x, y = batches()[0]
-    targets = F.one_hot(y, 3).float() if "positives" in loss else y
+    targets = F.one_hot(y, 3).float() if isinstance(loss, nn.BCEWithLogitsLoss) else y
     for extension in (RelaxedKFLR(), RelaxedKFAC()):
         with backpack.backpack(extension), pytest.raises(ValueError, match=words):
             function(network(x), targets).backward(retain_graph=True)

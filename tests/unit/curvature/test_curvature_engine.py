@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from backpack.context import CTX
-from helpers import assert_refused, refused
+from helpers import Program, assert_refused, of, refused
 from torch import Tensor, nn
 
 from lightning_sym.curvature import (
@@ -165,25 +165,14 @@ def test_operations_in_place_behind_a_layer_do_no_harm():
         assert torch.equal(block.out_factor, expected[name].out_factor)
 
 
-class ChangesItsInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
+def changes_its_input():
+    def forward(net, x):
         x = x + 0
-        y = self.layer(x)
+        y = net.layer(x)
         x.mul_(2)
         return y + x
 
-
-class CallsTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x))
+    return Program(forward, {"layer": of(nn.BatchNorm1d, 4)})
 
 
 class Own(nn.Module):
@@ -193,16 +182,6 @@ class Own(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.matrix.T
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.layer(x)
-        return y, y
 
 
 def unused():
@@ -221,9 +200,8 @@ def tied():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (ChangesItsInput, "input of module 'layer' is changed in place"),
-        (CallsTwice, "'layer' is called more than once"),
-        (Pair, "one tensor, got tuple"),
+        (changes_its_input, "input of module 'layer' is changed in place"),
+        (lambda: Program(lambda net, x: (net.layer(x), x), {"layer": of(nn.Linear, 4, 3)}), "one tensor, got tuple"),
         (unused, "'spare' .Linear. has trainable parameters but is not called"),
         (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), r"outputs of shape \[N, K\], got shape"),
     ],
@@ -278,6 +256,7 @@ compute = functools.partial(factors, perceptron(), batches())
         refused(compute, engine="autogard", says="Did you mean 'autograd'"),
         refused(compute, samples=0),
         refused(compute, ffc="per-channel", says="Did you mean 'per_channel'"),
+        refused(lambda: compute() + factors(nn.Linear(4, 3), batches()), says="same network"),
         refused(register_layer, int, says="subclasses of nn.Module", error=TypeError),
         refused(lambda: register_layer(Own)(int), says="subclass of Rule", error=TypeError),
     ],
@@ -440,11 +419,6 @@ def test_dense_blocks_follow_the_order_of_the_tensor():
         torch.testing.assert_close(inside[:, c, :, :, c], expected)
         torch.testing.assert_close(outside[c, :, :, c], expected)
     assert inside[:, 0, :, :, 1].abs().max() == 0
-
-
-def test_factors_of_different_networks_cannot_be_added():
-    one, other = factors(perceptron(), batches()), factors(nn.Linear(4, 3), batches())
-    assert_refused(lambda: one + other, says="same network")
 
 
 def test_columns_fall_back_where_vmap_fails():

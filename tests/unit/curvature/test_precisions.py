@@ -38,13 +38,6 @@ def test_paths_are_the_children_of_residual_pathways():
     assert groups.layers == {"0.fc": "0", "0.conv": "0", "3": "3"}
 
 
-def test_every_tensor_has_its_own_precision_and_its_path():
-    network = relaxed()
-    groups = parameter_groups(network, "per_tensor")
-    assert list(groups.names) == [name for name, _ in network.named_parameters()]
-    assert groups.paths == parameter_groups(network).paths
-
-
 def test_any_network_has_groups():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.BatchNorm2d(2), nn.GELU()), nn.Flatten())
     assert parameter_groups(network).names == ("0", "1.0")
@@ -89,13 +82,6 @@ def test_relative_numbers_compare_paths_of_a_layer(granularity):
     network = relaxed()
     squares = sum(p.square().sum().item() for p in network[0].fc.parameters())
     assert fc.mean_square == pytest.approx(squares / 46, rel=1e-6)
-
-
-def test_a_high_precision_switches_a_path_off():
-    found = evidence()
-    numbers = found.effective_parameters(torch.tensor([18.0, 0.0, 0.0]))
-    assert numbers["0.fc"].relative < 1e-4
-    assert numbers["0.conv"].relative > 0.9999
 
 
 def test_paths_that_see_nothing_share():

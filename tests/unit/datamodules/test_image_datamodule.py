@@ -7,7 +7,7 @@ import torch
 from fits import fit
 from helpers import assert_refused
 
-from lightning_sym.datamodules import DigitsDataModule, Quadrant, Rotated, TensorLoader
+from lightning_sym.datamodules import DigitsDataModule, Rotated, TensorLoader
 from lightning_sym.datamodules.base import channel_statistics
 
 
@@ -35,26 +35,6 @@ def test_smaller_training_sets_are_parts_of_larger_ones(tiny):
     assert numbers(few, "train") == whole[:3]
     assert numbers(few, "val") == val[:3]
     assert numbers(few, "test") == [0, 1, 2]
-
-
-def test_setup_reads_once(tiny):
-    data = tiny(batch_size=4)
-    data.setup("fit")
-    before = data.split_tensors("train").images
-    data.setup("test")
-    data.test_dataloader()
-    assert data.loads == 1
-    assert data.split_tensors("train").images is before
-
-
-def test_sizes_are_known_before_the_data_are_read(tiny):
-    data = tiny(transforms=[Quadrant()])
-    assert data.num_classes == 40
-    assert data.input_shape == (2, 10, 12)
-    assert data.in_channels == 2
-    assert data.image_size == (10, 12)
-    assert data.class_names[10] == "0 upper right"
-    assert data.loads == 0
 
 
 def test_transforms_see_the_whole_source(tiny):
@@ -134,18 +114,6 @@ def test_with_a_trainer(tiny, recorder):
     predictions = run.predict(task, data)
     assert torch.equal(torch.cat(predictions), data.split_tensors("test").labels)
     assert data.loads == 1
-
-
-def test_a_population_gets_a_row_per_member(tiny, recorder):
-    data = tiny(batch_size=9, shift=1)
-    task = recorder(data)
-    task.member_seeds = (4, 0, 2)
-    fit(task, data, num_sanity_val_steps=0)
-    alone = recorder(data)
-    alone.member_seeds = (0,)
-    fit(alone, data, num_sanity_val_steps=0)
-    assert [len(batch) for _, batch in task.seen] == [3] * 4
-    assert [batch[1] for _, batch in task.seen] == [batch[0] for _, batch in alone.seen]
 
 
 def test_overfit_batches_repeats_the_same_batches(tiny, recorder):

@@ -96,11 +96,6 @@ def test_shifts_are_uniform_over_both_axes():
     assert (mean - expected).abs().max() < 0.006  # four standard errors of a frequency of 1/25 in 20,000 draws
 
 
-def test_reshuffle_false_repeats_epoch_0(numbered):
-    loader = make(numbered, seeds=[1], shift=1, reshuffle=False)
-    assert torch.equal(joined(loader, 0)[0], joined(loader, 9)[0])
-
-
 def test_state_of_a_finished_or_another_epoch_starts_at_the_beginning(numbered):
     loader = make(numbered, seeds=1)
     epoch(loader, 0)

@@ -1,12 +1,11 @@
 """The figures of stitching show what they are given."""
 
-import io
 import itertools
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
+from test_equivalence_figures import drawn, labels
 
 from lightning_sym.figures import (
     PenaltyFamily,
@@ -24,15 +23,6 @@ NONE = np.full(3, np.nan)
 
 def family(name: str, mean, *, low=NONE, high=NONE, std=NONE, baseline: bool = False) -> PenaltyFamily:
     return PenaltyFamily(name, np.asarray(mean), np.asarray(low), np.asarray(high), np.asarray(std), baseline)
-
-
-def drawn(figure: Figure) -> Figure:
-    figure.savefig(io.BytesIO())
-    return figure
-
-
-def labels(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 # ---- curves

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_sym.landscape import (
     FunctionScale,
     Grid,
+    LossSurface,
     TwoUnitClass,
     WeightPlane,
     betti_numbers,
@@ -42,11 +43,16 @@ LINE = torch.linspace(-2, 2, 21).double()[:, None, None, None]
 SPACE = WeightPlane.through(torch.cat([torch.zeros(1, 4), torch.eye(4)[:3]]).double())
 PLANE = WeightPlane.through(SPACE.points[:3])
 RINGS = (np.hypot(np.linspace(-1, 1, 41)[:, None], np.linspace(-1, 1, 41)) - 0.5) ** 2
+AROUND = surfaces(TWO, LINE)(torch.ones(4))
 STEPS, UNIT = np.linspace(0, 1, 100), FunctionScale(1.0, 1.0)
 
 
 def ring(coefficients):
     return (coefficients.norm(dim=1) - 1).square()
+
+
+def surface(network=TWO, **options):
+    return LossSurface(network, **{"inputs": LINE, "targets": LINE.flatten(1), **options})
 
 
 def walk(**options):
@@ -98,7 +104,21 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: Grid(2, 5, NAN), "bound of a grid"),
         (lambda: Grid(2, 5, 1.0).coefficients(3, 26), "0 <= start <= stop <= 25, got 3 and 26"),
         (lambda: Grid(3, 6, 1.0).index_of(torch.zeros(2)), r"must have shape \[..., 3\]"),
-        (lambda: evaluate_grid(surfaces(TWO, LINE)(torch.ones(4)), PLANE, Grid(3, 4, 1.0)), "3 axes and the plane 2"),
+        (lambda: evaluate_grid(AROUND, PLANE, Grid(3, 4, 1.0)), "3 axes and the plane 2"),
+        (lambda: AROUND.on(PLANE, torch.zeros(5, 3)), r"coefficients must be a floating tensor \[G, 2\], got"),
+        (lambda: AROUND.on(WeightPlane.through(torch.eye(3)), torch.zeros(5, 2)), "space of 3 weights,"),
+        (lambda: AROUND.at(torch.zeros(5, 4).long()), r"vectors must be a floating tensor \[G, 4\],"),
+        (lambda: surface(method="afine"), "Did you mean 'affine'"),
+        (lambda: surface(nn.Linear(1, 1), targets=LINE, method="closed_form"), "needs a MultiLayerPerceptron"),
+        (lambda: surface(loss="mse"), "loss must be 'squared_distance' or a function"),
+        (lambda: surface(loss=lambda o, t: o.sum()), r"loss must return the loss of each input, \[G, N\]"),
+        (lambda: surface(chunk=0), "chunk must be an integer >= 1"),
+        (lambda: surface(dtype=torch.long), "dtype must be a floating dtype"),
+        (lambda: surface(nn.Linear(1, 1)), r"shape of the outputs, \[21, 1, 1, 1\]"),
+        (lambda: surface(targets=torch.zeros(21, 2)), r"shape of the outputs, \[21, 1\]"),
+        (lambda: surface(targets=torch.zeros(3, 1)), "21 inputs and 3 targets"),
+        (lambda: surface(inputs=LINE[:0]), "at least one input"),
+        (lambda: surface(inputs=LINE * NAN), "inputs holds numbers that are not finite"),
         (lambda: WeightPlane.through(torch.eye(4)[:, :2]), "4 points need 3 dimensions, .* has only 2 parameters"),
         (lambda: WeightPlane.through(torch.eye(4)[:1]), "at least two weight vectors"),
         (lambda: WeightPlane.through(torch.ones(4)), "at least two weight vectors"),

@@ -65,13 +65,7 @@ def test_outputs_are_new_contiguous_tensors_and_inputs_stay(layer):
     assert y.ndim == 4
     assert y.is_contiguous()
     assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-
-
-def test_samples_do_not_see_one_another(layer):
-    x = features(5, 4, 4, 6, dtype=torch.float64)
-    layer = layer.double()
-    torch.testing.assert_close(layer(x), torch.cat([layer(one[None]) for one in x]))
-    assert layer(x[:0]).shape == (0, *layer(x).shape[1:])
+    assert layer(x[:0]).shape == (0, *y.shape[1:])
 
 
 @pytest.mark.parametrize("memory", ["channels_last", "transposed", "sliced"])
@@ -84,13 +78,6 @@ def test_any_layout_in_memory_gives_the_same(layer, memory):
     }[memory]
     layer = layer.double()
     torch.testing.assert_close(layer(other), layer(x))
-
-
-def test_double_precision_is_double(layer):
-    x = features(3, 4, 4, 6, dtype=torch.float64)
-    y = copy.deepcopy(layer).double()(x)
-    assert y.dtype == torch.float64
-    torch.testing.assert_close(layer(x.float()).double(), y, rtol=1e-3, atol=1e-3)
 
 
 def test_half_precision_by_autocast(layer):
@@ -151,17 +138,14 @@ def test_symmetries_are_traced_to_a_group_that_is_certain(layer):
 
 
 def test_state_survives_saving_copying_and_loading(layer):
-    x = features(2, 4, 4, 6)
-    stream = io.BytesIO()
+    x, stream = features(2, 4, 4, 6), io.BytesIO()
     torch.save(layer.state_dict(), stream)
-    torch.manual_seed(99)
     stream.seek(0)
-    copied = copy.deepcopy(layer)
     other = copy.deepcopy(layer)
+    assert torch.equal(other(x), layer(x))
     for tensor in other.state_dict().values():
         tensor.zero_()
     other.load_state_dict(torch.load(stream))
-    assert torch.equal(copied(x), layer(x))
     assert torch.equal(other(x), layer(x))
 
 
@@ -229,24 +213,13 @@ def test_names_of_paths():
     assert parameter_paths(ResidualPathways({"a": CircularConv(1, 1)})) == {"a.weight": ("", "a"), "a.bias": ("", "a")}
 
 
-def test_stages_of_separable_kinds():
-    layer = GroupConv(2, 3, "depthwise_separable")
-    x = features(2, 8, 4, 4)
-    r = layer.rotation(layer.spatial(x))
-    y = torch.einsum("ngcij,oc->ngoij", r.view(2, 4, 2, 4, 4), layer.weight) + layer.bias[:, None, None]
-    torch.testing.assert_close(layer(x), y.flatten(1, 2))
-    for kind, stage in (("full", "spatial"), ("separable", "rotation"), ("separable", "filters")):
-        layer = GroupConv(2, 3, kind)
-        with pytest.raises(ValueError, match=kind):
-            getattr(layer, stage)(*([x] if stage != "filters" else []))
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: FullyConnected(0, 3, 4), "in_channels of FullyConnected must be an integer >= 1, got 0."),
         (lambda: CircularConv(2, 3.0), "out_channels of CircularConv must be an integer >= 1, got 3.0."),
         (lambda: CircularConv(2, 3, 4), "kernel_size of CircularConv must be odd, got 4."),
+        (lambda: GroupConv(0, 3), "in_channels of GroupConv must be an integer >= 1, got 0."),
         (lambda: GroupConv(2, 3, "full", 2), "kernel_size of GroupConv must be odd, got 2."),
         (lambda: FactoredFullyConnected(2, 3, (4, 0)), "grid of FactoredFullyConnected must be an integer >= 1 or a"),
         (lambda: FactoredFullyConnected(2, 3, 4, (1, 2, 3)), "out_grid of FactoredFullyConnected must be"),
@@ -255,6 +228,9 @@ def test_stages_of_separable_kinds():
         (lambda: SparseConv(2, 3, anchors=0), "anchors of SparseConv must be an integer >= 1, got 0."),
         (lambda: SparseFactoredFullyConnected(2, 3, 4, 2, out_anchors=5), "on 4 positions, got out_anchors=5; use 4"),
         (lambda: GroupConv(2, 3, "pointwize"), "Unknown kind of GroupConv 'pointwize'"),
+        (lambda: GroupConv(2, 3, "full").spatial(torch.zeros(2, 8, 4, 4)), "full"),
+        (lambda: GroupConv(2, 3, "separable").rotation(torch.zeros(2, 8, 4, 4)), "separable"),
+        (lambda: GroupConv(2, 3, "separable").filters(), "separable"),
         (lambda: PolyphasePool("l3"), "Unknown norm of PolyphasePool 'l3'"),
         (lambda: PolyphasePool(groups=0), "groups of PolyphasePool must be an integer >= 1"),
         (lambda: ResidualPathways(), "needs one path at least"),

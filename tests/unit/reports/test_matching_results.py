@@ -1,11 +1,10 @@
 """Barriers over pairs, their rows, headline and figures, from lines that were made up."""
 
-import io
 from statistics import mean, stdev
 
 import pytest
 import torch
-from rich.console import Console
+from helpers import printed
 
 from lightning_sym.connectivity import Barrier
 from lightning_sym.networks import MultiLayerPerceptron
@@ -79,12 +78,11 @@ def test_logged_and_printed_are_barriers_with_recalibrated_statistics(curves):
     assert found.numbers["barrier/test_loss/weights"] == pytest.approx(0.2)
     assert found.headline == found.numbers["barrier/test_loss/weights"]
     assert set(found.files) == {"symmetry.txt", "symmetry.json"}
-    assert found.files["symmetry.txt"] == f"{symmetry}\n"
+    assert found.files["symmetry.txt"] == f"{symmetry}\n" == f"{found.texts['symmetry']}\n"
     assert [name for name, _ in found.figures] == ["interpolation", "barriers"]
     assert "95 % interval" in found.notes[0]
-    console = Console(file=io.StringIO(), width=80)
-    console.print(found.shown)
+    text = printed(lambda console: console.print(found.shown))
     for word in ("batch norm as is", "batch norm recalibrated", "0.200 ± 0.100", "unmatched"):
-        assert word in console.file.getvalue()
+        assert word in text
     two = {one: {(0, 1): lines[0, 1]} for one, lines in curves.items()}
     assert "interval" not in matching_results(two, distances, symmetry, title="", about={}).notes[0]

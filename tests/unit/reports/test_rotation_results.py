@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers import printed
 
 from lightning_sym.reports.rotation import mean_interval, rotation_results, rotation_rows, rotation_summary
 
@@ -78,6 +79,9 @@ def test_notes_say_what_the_numbers_are_over():
     alone = results(NETWORKS[4:5], {"test": {name: [0.1] for name in found["test"]}}, {0: "why"})
     assert alone.notes == ["mean on test images", "0/a/none/0 was stopped: why"]
     assert [name for name, _ in alone.figures] == ["rotation_penalty"]
+    text = printed(lambda console: console.print(alone.shown))
+    assert "Rotation penalty, points: Net" in text
+    assert "a 10.0" in text
     assert alone.places == {"picture": "rotation_penalty.png", "table": "summary.csv", "runs": "penalties.csv"}
 
 

@@ -1,11 +1,10 @@
 """Rows, means and headline of stitched networks, from plain numbers."""
 
-import io
 from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
-from rich.console import Console
+from helpers import printed
 
 from lightning_sym.reports.stitching import stitching_results, stitching_rows, stitching_summary
 
@@ -26,12 +25,6 @@ def evaluation(penalties):
 
 def results(networks, evaluations, stopped=None, **settings):
     return stitching_results(networks, evaluations, stopped or {}, title="Net, 2 pairs", about={"seed": 0}, **settings)
-
-
-def printed(found):
-    console = Console(file=io.StringIO(), width=80)
-    found.show(console, Path("there"), Path("run"))
-    return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
 NETWORKS = [network(0, 1, "a", "full", True), network(0, 1, "b", "full"), network(1, 2, "a", "full", True),
@@ -82,7 +75,7 @@ def test_the_headline_is_the_mean_over_trained_maps_with_the_best_statistics():
     )
     assert [table.name for table in found.tables] == ["penalties", "summary"]
     assert found.tables[1].about == {"seed": 0}
-    text = printed(found)
+    text = printed(lambda console: found.show(console, Path("there"), Path("run")))
     for word in ("recalibrated", "identity *", "15.0 ± 7.1", "Net, 2 pairs", "picture there/penalties.png"):
         assert word in text
 
@@ -102,7 +95,7 @@ def test_figures_are_heat_maps_where_sites_differ_and_sparsity_is_drawn_for_lass
 def test_many_sites_are_summed_up_and_many_stopped_ones_counted():
     networks = [network(0, 1, f"site{index}", "full") for index in range(6)]
     found = results(networks, {"as is": evaluation([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])})
-    assert "full 35.0 10.0 60.0 site5" in printed(found)
+    assert "full 35.0 10.0 60.0 site5" in printed(lambda console: console.print(found.shown))
     stopped = results(networks, {"as is": evaluation([0.1] * 6)}, dict.fromkeys(range(1, 6), "why"))
     assert len(stopped.notes) == 1 + 4 + 1
     assert "pair-0-1/site1/full was stopped: why" in stopped.notes

@@ -1,22 +1,14 @@
 """Tables on disk and on the terminal, and the summary of a run."""
 
-import io
 import json
 from pathlib import Path
 
-from helpers import read_csv
-from rich.console import Console
+from helpers import printed, read_csv
 
 from lightning_sym.reports import ResultTable, RunResults
 from lightning_sym.reports.cells import counted, finite, spread_cell
 
 ROWS = [{"step": 1, "loss": 0.123456, "note": None}, {"step": 2, "loss": None, "note": "a, b"}]
-
-
-def printed(show):
-    console = Console(file=io.StringIO(), width=80)
-    show(console)
-    return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
 def test_a_table_is_written_with_units_and_all_that_is_known(tmp_path):

@@ -1,11 +1,10 @@
 """What is said of a walk through equivalent weights, by theory where the class is known."""
 
-import io
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
+from helpers import printed
 
 from lightning_sym.landscape import orbit_distances, sample_sgld, walk_level_set
 from lightning_sym.networks import MultiLayerPerceptron
@@ -52,7 +51,6 @@ def test_a_walk_stays_in_the_orbit_where_the_class_is_the_orbit(weights, dimensi
 
 def test_chains_are_reported_beside_half_the_rank():
     found = results([0.8, 0.6, 0.7, 0.5], chains=2)
-    console = Console(file=io.StringIO(), width=80)
-    found.show(console, Path("there"), Path("run"))
+    text = printed(lambda console: found.show(console, Path("there"), Path("run")))
     for word in ("learning coefficient", "±", "what a regular point would have: 0.5", "there/walk.csv"):
-        assert word in console.file.getvalue()
+        assert word in text

@@ -1,10 +1,8 @@
 """The members' rows, headline and figures, from plain numbers."""
 
-import io
-
 import pytest
 import torch
-from rich.console import Console
+from helpers import printed
 
 from lightning_sym.reports.zoo import zoo_results
 
@@ -40,14 +38,7 @@ def test_stopped_members_have_no_numbers_and_no_part_in_the_headline():
 def test_some_members_are_listed_and_all_summed_up():
     found = results(most=1)
     assert [name for name, _ in found.figures] == ["confusion"]  # there was no validation
-    console = Console(file=io.StringIO(), width=80)
-    console.print(found.shown)
-    text = " ".join(console.file.getvalue().replace("│", " ").split())
-    for word in (
-        "Zoo of 3 Net",
-        "4 1.5 90.00 % 80.00 % 0.2000",
-        "+2 more",
-        "mean 80.00 % 70.00 %",
-        "max 90.00 % 80.00 %",
-    ):
+    text = printed(lambda console: console.print(found.shown))
+    listed = ("4 1.5 90.00 % 80.00 % 0.2000", "+2 more", "mean 80.00 % 70.00 %", "max 90.00 % 80.00 %")
+    for word in ("Zoo of 3 Net", *listed):
         assert word in text

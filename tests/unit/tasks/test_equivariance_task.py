@@ -366,22 +366,6 @@ def test_metrics_of_half_an_epoch_are_for_a_resumed_run_alone(tmp_path):
 make = functools.partial(EquivarianceTask, Line())
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        refused(make, precision=0.0),
-        refused(make, noise=-1.0),
-        refused(make, temperature=math.inf),
-        refused(make, likelihood="poisson"),
-        refused(make, prior_step="exact"),
-        refused(make, optimizer=torch.optim.AdamW, says="AdamW decays weights"),
-        refused(make().prior.strength, "linear.weight", says="which start() counts"),
-    ],
-)
-def test_bad_settings_are_refused(refusal):
-    refusal()
-
-
 class Empty(Given):
     """Has nothing to count."""
 

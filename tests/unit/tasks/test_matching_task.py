@@ -8,14 +8,13 @@ import fits
 import pytest
 import torch
 from helpers import assert_refused, assert_same, write_zoo
-from pytorch_lightning import LightningDataModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from pytorch_lightning import Trainer
 
 from lightning_sym.connectivity import barrier
 from lightning_sym.datamodules import Resized
-from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.tasks import MatchingTask
-from lightning_sym.zoo import ModelZoo, write_member
+from lightning_sym.networks import MyrtleCNN
+from lightning_sym.tasks import MatchingTask, StitchingTask
+from lightning_sym.zoo import ModelZoo
 
 digits = functools.partial(fits.digits, batch_size=100, max_samples=300)
 
@@ -116,61 +115,14 @@ def test_testing_reports_all_methods(fitted, matching_zoo, tmp_path):
     assert found["pair-0-1/weights/test_midpoint_loss"] < found["pair-0-1/unmatched/test_midpoint_loss"]
 
 
-def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
-    task = MatchingTask(str(matching_zoo), pairs=[[0, 2]])
-    trainer = fit(task, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = MatchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    for method in task.methods:
-        assert_same(task.matched((0, 2), method).state_dict(), again.matched((0, 2), method).state_dict())
-    other = MatchingTask(str(matching_zoo), pairs=[[0, 1]])
-    assert_refused(lambda: fit(other, ckpt_path=tmp_path / "a.ckpt"), says="The checkpoint has pairs")
-
-
 # ---- bad input
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"methods": ["weight"]}, "Unknown method 'weight'; .* Did you mean 'weights'\\?"),
-        ({"methods": []}, "methods must be a list of different ones of weights, activations, straight_through"),
-        ({"methods": ["weights", "weights"]}, "methods must be a list of different ones"),
-        ({"restarts": 0}, "restarts must be an integer >= 1, got 0"),
-        ({"matching_seed": -1}, "matching_seed must be an integer >= 0, got -1"),
-        ({"pairs": []}, 'pairs must be "all" or a list'),
-        ({"pairs": "some"}, 'pairs must be "all" or a list'),
-        ({"pairs": [[0, 1, 2]]}, r"pairs must be lists of two members' numbers, .* got \[0, 1, 2\]"),
-        ({"pairs": [[1, 1]]}, r"pairs must be of two different members, got \[1, 1\]"),
-        ({"pairs": [[0, 1], [0, 1]]}, "pairs must be different"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
-        MatchingTask("zoo", **settings)
-
-
-def test_a_missing_zoo_is_said_to_be_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent: the folder does not exist. Train one first"):
-        fit(MatchingTask(str(tmp_path / "absent")))
-
-
-def test_one_member_cannot_be_matched(matching_zoo, tmp_path):
+@pytest.mark.parametrize("task", [MatchingTask, StitchingTask])
+def test_one_member_cannot_be_matched_or_stitched(matching_zoo, tmp_path, task):
     shutil.copy(matching_zoo / "member-0002.safetensors", tmp_path)
-    message = r"Matching needs two members or more, .* only member 2; train further ones into it \(--model.seed 3"
-    with pytest.raises(ValueError, match=message):
-        fit(MatchingTask(str(tmp_path)))
-
-
-def test_pairs_out_of_range_are_refused(matching_zoo):
-    assert_refused(lambda: fit(MatchingTask(str(matching_zoo), pairs=[[0, 7]])), says="; it has members 0-2")
-
-
-def test_members_of_different_architecture_are_refused(matching_zoo, tmp_path):
-    shutil.copy(matching_zoo / "member-0000.safetensors", tmp_path)
-    other = MultiLayerPerceptron(widths=(5,), image_size=8)
-    write_member(tmp_path, 1, other.state_dict(), architecture=other.architecture)
-    assert_refused(lambda: fit(MatchingTask(str(tmp_path))), says="mixes architectures: member 0 is")
+    says = ("ing needs two members or more, ", " only member 2; train further ones into it (--model.seed 3")
+    assert_refused(lambda: fit(task(str(tmp_path))), says=says)
 
 
 def test_other_data_are_refused_or_said(matching_zoo):
@@ -181,12 +133,6 @@ def test_other_data_are_refused_or_said(matching_zoo):
 
 
 def test_other_datamodules_will_do(matching_zoo):
-    class Theirs(LightningDataModule):
-        def train_dataloader(self):
-            return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
-
     task = MatchingTask(str(matching_zoo), methods=["weights", "activations"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(task, Theirs())
+    fit(task, fits.Theirs())
     assert set(task.elements[0, 1]) == {"weights", "activations"}

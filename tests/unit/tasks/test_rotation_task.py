@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 
 import fits
 import pytest
@@ -63,6 +62,7 @@ def test_all_sites_but_the_last_are_the_default(matching_zoo, tmp_path):
     only = RotationTask(str(zoo_of(tmp_path, MultiLayerPerceptron([5], image_size=8))), kinds=["none"])
     fit(only, max_epochs=1)
     assert only.names == ["member-0/activation1/none/repeat-0"]
+    assert_refused(lambda: fit(RotationTask(str(matching_zoo), sites=["relu"])), says="The network has no site 'relu';")
 
 
 def test_the_map_stands_in_front_of_the_activation(fitted):
@@ -198,21 +198,6 @@ def test_penalties_are_against_the_own_member(fitted):
     assert float(metrics["penalty/orthogonal"]) == pytest.approx(sum(by_site) / 2, abs=1e-7)
 
 
-def test_testing_uses_the_kept_weights(fitted, matching_zoo):
-    task = RotationTask(str(matching_zoo), members=[0], kinds=ALL, repeats=1)
-    trainer = fit(task)
-    kept = {index: record["state"] for index, record in task.kept.items()}
-    (found,) = trainer.test(task, digits(), verbose=False)
-    assert found["test_penalty/undo"] == 0.0
-    data = digits()
-    images, labels = data.normalize(data.split_tensors("test").images), data.split_tensors("test").labels
-    task.population.set_member_state(0, kept[0])
-    task.branches[0].eval()
-    accuracy = float((task.branches[0](images).argmax(1) == labels).double().mean())
-    clean = float((task.members["0"](images).argmax(1) == labels).double().mean())
-    assert found["test_penalty/group"] == pytest.approx(clean - accuracy, abs=1e-6)
-
-
 def test_a_subclass_adds_a_kind(matching_zoo):
     class Halved(RotationTask):
         known_kinds = (*RotationTask.known_kinds, "half")
@@ -230,51 +215,3 @@ def test_a_subclass_adds_a_kind(matching_zoo):
 
 
 # ---- checkpoints
-
-
-def test_checkpoints_load_without_running_code(matching_zoo, tmp_path):
-    task = RotationTask(str(matching_zoo), members=[0], kinds=ALL, repeats=1)
-    trainer = fit(task, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = RotationTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert again.names == task.names
-    for a, b in zip(task.branches, again.branches, strict=True):
-        assert_same(a.state_dict(), b.state_dict())
-    other = RotationTask(str(matching_zoo), members=[2], repeats=1)
-    with pytest.raises(ValueError, match=r"The checkpoint has branches member-0/.* and this run has member-2/"):
-        fit(other, ckpt_path=tmp_path / "a.ckpt")
-
-
-# ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"members": []}, r'members must be "all" or a list of numbers, got \[\]'),
-        ({"members": "some"}, "members must be \"all\" or a list of numbers, got 'some'"),
-        ({"members": [0, 0]}, r"members must be different, got \[0, 0\]"),
-        ({"members": ["0"]}, r'members must be "all" or a list of numbers'),
-        ({"sites": []}, r'sites must be "all" or a list of names, got \[\]'),
-        ({"sites": "activation1"}, 'sites must be "all" or a list of names'),
-        ({"sites": ["a", "a"]}, "sites must be different"),
-        ({"kinds": []}, r"kinds must be a list of names, got \[\]"),
-        ({"kinds": "all"}, "kinds must be a list of names, got 'all'"),
-        ({"kinds": ["group", "rotation"]}, "kinds must be of group, orthogonal, none, undo, got 'rotation'"),
-        ({"repeats": 0}, "repeats must be an integer >= 1, got 0"),
-        ({"scale": -1.0}, "scale must be a finite number >= 0, got -1.0"),
-        ({"scale": math.inf}, "scale must be a finite number >= 0, got inf"),
-        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
-        ({"weight_decay_on": "biases"}, 'weight_decay_on must be "all" or "weights", got \'biases\''),
-        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS searches along one direction for all members"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RotationTask("zoo", **settings)
-
-
-def test_what_the_zoo_does_not_have_is_said(matching_zoo, tmp_path):
-    assert_refused(lambda: fit(RotationTask(str(matching_zoo), sites=["relu"])), says="The network has no site 'relu';")
-    assert_refused(lambda: fit(RotationTask(str(matching_zoo), members=[7])), says="; it has members 0-2")
-    assert_refused(lambda: fit(RotationTask(str(tmp_path / "absent"))), says="No zoo at", error=FileNotFoundError)

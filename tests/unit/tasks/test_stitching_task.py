@@ -1,7 +1,6 @@
 """StitchingTask: maps do not interact, halves stay as they are, and what cannot be stitched is refused."""
 
 import functools
-import shutil
 import warnings
 from collections.abc import Callable
 
@@ -11,16 +10,15 @@ import torch
 from fits import quiet_trainer
 from helpers import assert_refused, assert_same, randomize_statistics, write_zoo
 from jsonargparse import ArgumentParser
-from pytorch_lightning import Callback, LightningDataModule, Trainer
+from pytorch_lightning import Callback, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import Resized
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.stitching import CutNetwork, FullMap, GroupMap, Port, StitchedNetwork, StitchingMap
-from lightning_sym.tasks import StitchingTask
-from lightning_sym.zoo import ModelZoo, write_member
+from lightning_sym.stitching import CutNetwork, FullMap, GroupMap, Port, StitchingMap
+from lightning_sym.tasks import RotationTask, StitchingTask
+from lightning_sym.zoo import ModelZoo
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
@@ -67,36 +65,7 @@ def maps_of(task) -> dict[str, dict[str, torch.Tensor]]:
 # ---- maps do not interact
 
 
-FAMILIES = ["full", "rank(1)", "group", "lasso", "assignment", "softsort"]
 SITES = ["activation2", "activation4"]
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("64-true", 1e-10)])
-def test_one_fit_is_all_separate_fits(norm_zoo, precision, tolerance):
-    common = {"optimizer": sgd(weight_decay=1e-3, momentum=0.9), "head_start": 0.5}
-    everything = StitchingTask(str(norm_zoo), pairs=[[0, 1], [2, 0]], sites=SITES, maps=FAMILIES, **common)
-    trainer = fit(everything, precision=precision, gradient_clip_val=1.0)
-    together = maps_of(everything)
-    accuracies = everything.kept
-    assert len(together) == 2 * len(SITES) * len(FAMILIES)
-    for pair, site, family in (
-        ([0, 1], "activation2", "group"),
-        ([2, 0], "activation4", "full"),
-        ([0, 1], "activation4", "assignment"),
-    ):
-        alone = StitchingTask(str(norm_zoo), pairs=[pair], sites=[site], maps=[family], **common)
-        fit(alone, precision=precision, gradient_clip_val=1.0)
-        (name,) = alone.names
-        for key, value in maps_of(alone)[name].items():
-            torch.testing.assert_close(together[name][key], value, rtol=tolerance, atol=tolerance)
-            assert value.dtype == (torch.float64 if precision == "64-true" else torch.float32) or not (
-                value.is_floating_point()
-            )
-        mine = accuracies[everything.names.index(name)]
-        assert mine["epoch"] == alone.kept[0]["epoch"]
-        assert mine["metrics"]["accuracy"] == pytest.approx(alone.kept[0]["metrics"]["accuracy"], abs=tolerance)
-        assert mine["metrics"]["loss"] == pytest.approx(alone.kept[0]["metrics"]["loss"], rel=1e-4)
-    assert trainer.current_epoch == 2
 
 
 def test_the_halves_and_the_members_stay_as_they_are(norm_zoo):
@@ -149,37 +118,21 @@ class Record(Callback):
         self.found.append(dict(task.branches[0].maps.named_parameters())[self.name].detach().clone())
 
 
-def test_scales_stay_at_one_in_the_head_start(matching_zoo):
-    task = StitchingTask(
-        str(matching_zoo),
-        pairs=[[0, 2]],
-        sites=["activation1"],
-        maps=["group"],
-        head_start=0.5,
-        optimizer=sgd(momentum=0.9, weight_decay=0.1),
-    )
+@pytest.mark.parametrize(
+    ("head_start", "steps", "held"),
+    [
+        (0.5, {"max_epochs": 4, "limit_train_batches": 2}, 4),
+        *((share, {"max_epochs": -1, "max_steps": 8}, held) for share, held in ((0.0, 0), (1.0, 8), (0.5, 4))),
+    ],
+)
+def test_scales_stay_at_one_in_the_head_start(matching_zoo, head_start, steps, held):
+    """Of the epochs, or of the steps if epochs have no end."""
+    settings = {"maps": ["group"], "head_start": head_start, "optimizer": sgd(momentum=0.9, weight_decay=0.1)}
+    task = StitchingTask(str(matching_zoo), pairs=[[0, 2]], sites=["activation1"], **settings)
     scale, weights = Record("0.scale"), Record("0.weights")
-    fit(task, max_epochs=4, callbacks=[scale, weights])
-    per_epoch = len(scale.found) // 4
-    assert all(torch.equal(found, torch.ones(12)) for found in scale.found[: 2 * per_epoch])
-    assert not torch.equal(scale.found[2 * per_epoch], torch.ones(12))
+    fit(task, callbacks=[scale, weights], **steps)
+    assert [torch.equal(found, torch.ones(12)) for found in scale.found] == [step < held for step in range(8)]
     assert not torch.equal(weights.found[0], weights.found[1])
-
-
-@pytest.mark.parametrize(("head_start", "held"), [(0.0, 0), (1.0, 8), (0.5, 4)])
-def test_the_head_start_counts_steps_if_there_are_no_epochs(matching_zoo, head_start, held):
-    task = StitchingTask(
-        str(matching_zoo),
-        pairs=[[0, 2]],
-        sites=["activation1"],
-        maps=["group"],
-        head_start=head_start,
-        optimizer=sgd(),
-    )
-    scale = Record("0.scale")
-    fit(task, max_epochs=-1, max_steps=8, callbacks=[scale])
-    ones = [torch.equal(found, torch.ones(12)) for found in scale.found]
-    assert ones == [step < held for step in range(8)]
 
 
 class Counted(GroupMap):
@@ -510,57 +463,7 @@ def test_skip_connections_have_maps_of_their_own(residual_zoo):
     assert_refused(fit, task, says=("2 values cross the upper network's cut", "and only 1 the lower network's"))
 
 
-def test_checkpoints_load_without_running_code(norm_zoo, tmp_path):
-    task = StitchingTask(
-        str(norm_zoo), pairs=[[0, 1]], sites=SITES, maps=["full", "group", "assignment"], optimizer=sgd()
-    )
-    trainer = fit(task)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    again = StitchingTask.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    assert again.names == task.names
-    for a, b in zip(again.branches, task.branches, strict=True):
-        assert_same(a.state_dict(), b.state_dict())
-    (expected,) = trainer.test(task, digits(), verbose=False)
-    (found,) = make_trainer().test(again, digits(), verbose=False)
-    assert found == expected
-    # After a fit everything is in one place.
-    logits = again(digits().normalize(digits().split_tensors("test").images[:3]))
-    assert logits.shape == (6, 3, 10)
-    other = StitchingTask(str(norm_zoo), pairs=[[0, 2]], maps=["full"])
-    with pytest.raises(ValueError, match=r"The checkpoint has branches pair-0-1/.* and this run has pair-0-2/"):
-        make_trainer().fit(other, digits(), ckpt_path=tmp_path / "a.ckpt")
-
-
 # ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pairs": []}, 'pairs must be "all" or a list'),
-        ({"pairs": "some"}, 'pairs must be "all" or a list'),
-        ({"pairs": 0}, "pairs must be at least 1, got 0"),
-        ({"pairs": [[0, 1, 2]]}, r"pairs must be lists of two members' numbers, .* got \[0, 1, 2\]"),
-        ({"pairs": [[1, 1]]}, r"pairs must be of two different members, got \[1, 1\]"),
-        ({"pairs": [[0, 1], [0, 1]]}, "pairs must be different"),
-        ({"ports": "some"}, 'ports must be "all" or "branch", got \'some\''),
-        ({"batch_norm": "train"}, 'batch_norm must be "batch" or "frozen", got \'train\''),
-        ({"init": "zeros"}, 'init must be "random" or "features", got \'zeros\''),
-        ({"head_start": 1.5}, r"head_start is a fraction of the epochs and must be in \[0, 1\], got 1.5"),
-        ({"head_start": float("nan")}, r"head_start is a fraction .* got nan"),
-        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
-        ({"maps": []}, "maps must be a list of families"),
-        ({"maps": "full"}, "maps must be a list of families"),
-        ({"maps": ["ful"]}, "Unknown stitching map 'ful'; .* Did you mean 'full'\\?"),
-        ({"maps": ["full", "full"]}, "maps must be different, got 'full' twice"),
-        ({"maps": ["rank(0)"]}, "rank needs an integer >= 1"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS searches along one direction for all members"),
-        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau would tie the members'"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
-        StitchingTask("zoo", **settings)
 
 
 @pytest.mark.parametrize(
@@ -590,42 +493,19 @@ def test_sites_of_other_resolution_are_refused(norm_zoo):
         fit(StitchingTask(str(norm_zoo), sites=[sites[0][::-1]], maps=["full"], resize=True))
 
 
-def test_missing_zoos_and_members_are_said(matching_zoo, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"No zoo at .*/absent: the folder does not exist. Train one first"):
-        fit(StitchingTask(str(tmp_path / "absent")))
-    shutil.copy(matching_zoo / "member-0002.safetensors", tmp_path)
-    assert_refused(lambda: fit(StitchingTask(str(tmp_path))), says="Stitching needs two members or more,")
-
-
-def test_members_of_different_architecture_or_input_are_refused(matching_zoo, norm_zoo, tmp_path):
-    mixed = tmp_path / "mixed"
-    mixed.mkdir()
-    shutil.copy(matching_zoo / "member-0000.safetensors", mixed)
-    other = MultiLayerPerceptron(widths=(5,), image_size=8)
-    write_member(mixed, 1, other.state_dict(), architecture=other.architecture)
-    assert_refused(lambda: fit(StitchingTask(str(mixed))), says=("mixes architectures: member 0 is", "and member 1 is"))
+def test_zoos_and_data_of_different_input_are_refused(matching_zoo, tmp_path):
     small = digits(transforms=[Resized(4)])
     zoo_of(tmp_path / "small", lambda: MultiLayerPerceptron([12, 10], image_size=4), small)
-    message = (
-        r"have input_shape \[1, 8, 8\] and those of .*/small \[1, 4, 4\]; stitch zoos that were trained on the same"
-    )
-    with pytest.raises(ValueError, match=message):
-        fit(StitchingTask(str(matching_zoo), target_zoo=str(tmp_path / "small")))
+    task = StitchingTask(str(matching_zoo), target_zoo=str(tmp_path / "small"))
+    assert_refused(fit, task, says=("have input_shape [1, 8, 8] and those of", "/small [1, 4, 4]; stitch zoos that"))
     assert_refused(lambda: fit(StitchingTask(str(matching_zoo)), small), says="trained with input_shape [1, 8, 8], and")
 
 
-class Theirs(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=4)
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.filterwarnings("ignore:Total length of")
 def test_other_datamodules_will_do_for_trained_maps(matching_zoo):
-    fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), Theirs())
-    message = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
-    with pytest.raises(ValueError, match=message):
-        fit(StitchingTask(str(matching_zoo), maps=["full", "assignment"]), Theirs())
+    fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), fits.Theirs())
+    task = StitchingTask(str(matching_zoo), maps=["full", "assignment"])
+    says = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
+    assert_refused(fit, task, fits.Theirs(), says=says)
 
 
 class Dropping(Network):
@@ -640,28 +520,17 @@ class Dropping(Network):
         return self.last(self.drop(self.activation(self.first(self.flatten(x)))))
 
 
-def test_dropout_of_trained_upper_parts_depends_on_the_branch_only(tmp_path, monkeypatch):
-    """Of tasks that train upper parts too."""
-    zoo_of(tmp_path, Dropping, count=2)
-    trained = functools.partial(StitchedNetwork, train_upper=True)
-    monkeypatch.setattr("lightning_sym.tasks.stitching.StitchedNetwork", trained)
+def test_dropout_of_trained_upper_parts_depends_on_the_branch_only(tmp_path):
+    zoo_of(tmp_path, Dropping, count=1)
 
-    def run(maps):
-        task = StitchingTask(
-            str(tmp_path), pairs=[[0, 1]], maps=maps, optimizer=sgd(), allow=[__name__.partition(".")[0]]
-        )
-        state = torch.get_rng_state()
+    def run(kinds):
+        task = RotationTask(str(tmp_path), kinds=kinds, repeats=1, optimizer=sgd(), allow=[__name__])
         fit(task)
-        assert task.kept
-        torch.set_rng_state(state)
-        return {name: task.population.member_state(index) for index, name in enumerate(task.names)}
+        return [task.population.member_state(index)["upper.last.weight"] for index in task.numbers]
 
-    together, alone = run(["full", "group", "rank(1)"]), run(["group"])
-    for name, state in alone.items():
-        assert "upper.last.weight" in state
-        assert_same(state, together[name])
-    last = [state["upper.last.weight"] for state in together.values()]
-    assert not torch.equal(last[0], last[1])
+    together, alone = run(["none", "group"]), run(["group"])
+    assert torch.equal(alone[0], together[1])
+    assert not torch.equal(together[0], together[1])
 
 
 class WithShift(Network):

@@ -8,6 +8,7 @@ from helpers import refused
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
     EquivalenceReport,
+    MarginalLikelihood,
     MatchingReport,
     PlaneGrid,
     SymmetryMonitor,
@@ -23,6 +24,10 @@ from lightning_sym.callbacks import (
         *(refused(EquivalenceReport, **bad) for bad in ({"epsilon": 0}, {"epsilon_unit": "V"}, {"inputs": 0})),
         *(refused(EquivalenceReport, through=through) for through in ([], "search", ["teacher"])),
         refused(EquivalenceReport, precision="half"),
+        *(refused(MarginalLikelihood, **bad) for bad in ({"burn_in": 0}, {"every_n_epochs": 0}, {"steps": 1.5})),
+        *(refused(MarginalLikelihood, **bad) for bad in ({"samples": 0}, {"lr": 0.0}, {"engine": "jax"})),
+        *(refused(MarginalLikelihood, **bad) for bad in ({"granularity": "per_weight"}, {"ffc": "dense"})),
+        refused(MarginalLikelihood, bounds=(1.0, -1.0), says="ascending"),
         *(refused(MatchingReport, **bad) for bad in ({"points": 1}, {"train_batches": 0}, {"recalibrate": "never"})),
         *(refused(PlaneGrid, **bad) for bad in ({"dimension": 0}, {"dimension": 2.0}, {"points": 1}, {"points": 10.0})),
         *(refused(PlaneGrid, **bad) for bad in ({"bound": 0.0}, {"epsilon": math.inf})),
