@@ -120,7 +120,6 @@ def test_one_pass_is_the_mean_over_batches():
         (lambda: CIFARResNet(width=2, shortcut="B", image_size=8).fresh(0).double(), 3, 10),
         (lambda: MyrtleCNN(2, image_size=8).fresh(0).double(), 3, 10),
     ],
-    ids=str,
 )
 def test_exact_statistics_are_those_of_one_batch(make, channels, sizes):
     side = 4 if make is deep else 8
