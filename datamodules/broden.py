@@ -44,6 +44,7 @@ class BrodenDataModule(InputDataModule):
 
     Attributes:
         concepts: The concepts, in the order of the masks; after ``setup``.
+        concept_classes: 0: the images have no classes.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -76,6 +77,7 @@ class BrodenDataModule(InputDataModule):
         self.input_shape = (3, *self._size)
         self.num_classes = num_classes
         self.concepts: tuple[Concept, ...] = ()
+        self.concept_classes = 0
         self._root = Path(root).expanduser().absolute()
         self._categories, self._split, self._max_samples = categories, split, max_samples
         self._batch_size = eval_batch_size

@@ -107,6 +107,7 @@ class ConceptsDataModule(ImageDataModule):
 
     Attributes:
         concepts: The concepts, in the order of the masks.
+        concept_classes: Number of classes of the images.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -114,6 +115,7 @@ class ConceptsDataModule(ImageDataModule):
 
     source_shape: ClassVar[tuple[int, int, int]] = (3, _SIDE, _SIDE)
     source_classes: ClassVar[int] = 10 * len(TEXTURES)
+    concept_classes: ClassVar[int] = source_classes
     source_names: ClassVar[tuple[str, ...] | None] = tuple(
         f"{digit}, {name}" for digit in range(10) for name in TEXTURES
     )

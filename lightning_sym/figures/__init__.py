@@ -1,6 +1,7 @@
 """Data in, matplotlib figure out."""
 
 from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures.dissection import Paths, dissection_curves
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -29,6 +30,7 @@ __all__ = [
     "Bars",
     "FoundPoint",
     "Lines",
+    "Paths",
     "PenaltyFamily",
     "PenaltyPanel",
     "Scale",
@@ -37,6 +39,7 @@ __all__ = [
     "betti_curve",
     "class_stack_figure",
     "confusion_matrix",
+    "dissection_curves",
     "embedding",
     "evidence_curves",
     "interpolation_curves",
