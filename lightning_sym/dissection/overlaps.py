@@ -7,7 +7,7 @@ from torchmetrics import Metric
 
 from lightning_sym._checks import check_integers
 
-_BLOCK = 2**24  # values held at once, 64 MiB; counts below it are exact in float32
+_BLOCK = 2**20  # values held at once, 4 MiB; counts below 2^24 are exact in float32
 
 
 class ConceptOverlap(Metric):
@@ -16,8 +16,8 @@ class ConceptOverlap(Metric):
     .. math:: \text{IoU}(u, c) = \frac{\sum_n |M_{u,n} \cap L_{c,n}|}{\sum_n |M_{u,n} \cup L_{c,n}|},
         \qquad M_{u,n} = [\,\text{bilinear}(a_{u,n}) > T_u\,],
 
-    over the images that are annotated for the concept. The inequality is strict, so that a unit that is 0 on more than
-    the top positions is not active everywhere; in the text of the paper it is not, in its code it is.
+    over the images that are annotated for the concept. The inequality is strict, where the paper has "or equal": so a
+    unit whose threshold is 0 is not active wherever it is 0.
 
     The states are counts, whose sums are exact whatever the batches and the number of processes.
 

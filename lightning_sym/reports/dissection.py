@@ -119,11 +119,12 @@ def dissection_results(
         for row in changes
         if (row["network"], row["basis"]) == ("trained", "rotation") and row["change"] is not None
     }
-    moved = [row for row in changes if row["basis"] == "group" and row["quantity"] in ("interpretable", "distinct")]
-    worst = max((row["largest"] for row in moved), default=0.0)
-    notes = ["intervals are of Student's t, 95 %, over members"]
-    if moved:
-        notes.append(f"elements of the networks' own symmetry changed at most {worst:g} units or concepts")
+    notes = ["in brackets: 95 % interval for the mean change, Student's t over members"]
+    for basis, words in (("group", "elements of the networks' own symmetry"), ("permutation", "permutations")):
+        counts = [row for row in changes if row["basis"] == basis and row["quantity"] in ("interpretable", "distinct")]
+        if counts:
+            worst = max(row["largest"] for row in counts)
+            notes.append(f"control: {words} change at most {worst:g} units or concepts of a member")
     return RunResults(
         [
             ResultTable("changes", what + "at the end of the path less at its beginning", changes, UNITS, about),
@@ -252,20 +253,23 @@ def _figures(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]
 
 def _shown(summary: Sequence[Row], changes: Sequence[Row], title: str) -> Table:
     lines: list[list[str] | None] = []
-    wanted = [("trained", "rotation"), ("trained", "permutation"), ("trained", "group"), ("untrained", "rotation")]
     for zoo in unique(summary, "zoo"):
-        own = {(row["network"], row["basis"], row["quantity"]): row for row in changes if row["zoo"] == zoo}
-        for network, basis in wanted:
-            if (network, basis, _SHOWN[0]) in own:
-                cells = [_cell(own[network, basis, quantity]) for quantity in _SHOWN]
-                lines.append([zoo, basis if network == "trained" else network, *cells])
+        own = {(row["network"], row["quantity"]): row for row in _of_rotations(changes) if row["zoo"] == zoo}
+        for network in ("trained", "untrained"):
+            if (network, _SHOWN[0]) in own:
+                lines.append([f"{zoo}\n{network}", *(_cell(own[network, quantity]) for quantity in _SHOWN)])
         lines.append(None)
-    columns = ["zoo", "basis", *(quantity.replace("_", " ") for quantity in _SHOWN)]
-    return text_table(f"Dissection: {title}; beginning and change", columns, lines, names=2)
+    columns = ["zoo", "interpretable\nunits", "distinct\nconcepts", "kurtosis", "variance\nby class"]
+    return text_table(f"Units in their own basis, and what random rotations change: {title}", columns, lines)
+
+
+def _of_rotations(changes: Sequence[Row]) -> list[Row]:
+    return [row for row in changes if row["basis"] == "rotation"]
 
 
 def _cell(row: Row) -> str:
     if row["change"] is None:
         return "-"
-    change = f"{row['beginning']:.3g} {row['change']:+.2g}"
-    return change if row["low"] is None else f"{change}\n\\[{row['low']:+.2g}, {row['high']:+.2g}]"
+    digits = 1 if abs(row["beginning"]) >= 1 else 3
+    change = f"{row['beginning']:.{digits}f} {row['change']:+.{digits}f}"
+    return change if row["low"] is None else f"{change}\n\\[{row['low']:+.{digits}f}, {row['high']:+.{digits}f}]"

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from pytorch_lightning import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import wide
@@ -124,6 +124,7 @@ class DissectionTask(LightningModule):
         check_numbers("in [0, 1)", least=least)
         check_integers(0, basis_seed=basis_seed)
         self.automatic_optimization = False
+        self.nothing = nn.Parameter(torch.zeros(1))  # DDP wants a parameter
         self.folders = {name: str(folder) for name, folder in zoos.items()}
         self.site, self.members, self.alphas = site, members, tuple(sorted(points))
         self.top, self.least, self.basis_seed, self.controls = top, least, basis_seed, controls

@@ -1,10 +1,15 @@
-"""Quantiles, overlaps and statistics of units from two processes are those of one with all the images."""
+"""Dissection by two processes is that of one with all the images: metrics, and the task with its report."""
 
 import pytest
 import torch
+from helpers import read_rows, write_zoo
 from scenarios import load, outcome
 
+from lightning_sym.callbacks import DissectionReport
+from lightning_sym.datamodules import ConceptsDataModule
 from lightning_sym.dissection import ConceptOverlap, TopQuantile, UnitStatistics
+from lightning_sym.networks import ResidualCNN
+from lightning_sym.tasks import DissectionTask
 
 pytestmark = pytest.mark.ddp
 
@@ -36,6 +41,11 @@ def work(rank, world, folder):
 
 
 def scenarios(run):
+    data = ConceptsDataModule(max_samples=41, batch_size=16, eval_batch_size=8)
+    zoo = write_zoo(run.folder / "zoo", [ResidualCNN((3, 4), (1, 1), num_classes=40).fresh(0)], data)
+    for processes in (2, 1):
+        task = DissectionTask({"small": str(zoo)}, top=0.05, alphas=[0.0, 1.0])
+        run.fit(f"fit {processes}", task, data, DissectionReport(), processes=processes, max_epochs=0)
     run.processes(2, work)
     run.processes(1, work)
 
@@ -58,3 +68,13 @@ def test_dissection_by_two_processes_is_that_of_one(results, sharing):
 def test_quantile_of_more_values_than_announced_is_refused_on_every_process(results):
     for result in results:
         assert "320 values of each unit were given and 319 were announced" in result["too many"]
+
+
+def test_report_of_two_processes_is_that_of_one(runs):
+    one, two = (read_rows(runs / f"fit {processes}/results/bases.json") for processes in (1, 2))
+    assert len(one) == 7
+    for first, second in zip(one, two, strict=True):
+        words = {name for name, value in first.items() if isinstance(value, str)}
+        assert {name: second[name] for name in words} == {name: first[name] for name in words}
+        for name in first.keys() - words:  # in float32, in batches of other sizes
+            assert second[name] == pytest.approx(first[name], rel=1e-5), name
