@@ -1,6 +1,7 @@
 """What happens between steps and epochs, and what is reported at the end."""
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
+from lightning_sym.callbacks.dissection_report import DissectionReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
@@ -17,6 +18,7 @@ from lightning_sym.reports.equivalence_grids import PlaneGrid
 
 __all__ = [
     "BatchNormRecalibration",
+    "DissectionReport",
     "EquivalenceReport",
     "MarginalLikelihood",
     "MatchingReport",

@@ -1,7 +1,9 @@
 """Data: images in memory, in fixed splits, in batches for one network or for a population; Gaussian noise."""
 
 from lightning_sym.datamodules.base import ImageDataModule, InputDataModule, LabelledImages
+from lightning_sym.datamodules.broden import BrodenDataModule
 from lightning_sym.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
+from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader, ConceptsDataModule
 from lightning_sym.datamodules.digits import DigitsDataModule
 from lightning_sym.datamodules.gaussian import GaussianInputsDataModule
 from lightning_sym.datamodules.loader import EpochLoader, TensorLoader
@@ -10,8 +12,13 @@ from lightning_sym.datamodules.mnist5k import MNIST5kDataModule
 from lightning_sym.datamodules.transforms import ImageTransform, Quadrant, Resized, Rotated, Translated
 
 __all__ = [
+    "BrodenDataModule",
     "CIFAR10DataModule",
     "CIFAR100DataModule",
+    "Concept",
+    "ConceptBatch",
+    "ConceptLoader",
+    "ConceptsDataModule",
     "DigitsDataModule",
     "EpochLoader",
     "FashionMNISTDataModule",

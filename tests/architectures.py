@@ -14,6 +14,7 @@ from lightning_sym.networks import (
     MultiLayerPerceptron,
     MyrtleCNN,
     Network,
+    ResidualCNN,
     TorchvisionNetwork,
 )
 
@@ -32,6 +33,7 @@ OURS = {
     "resnet32_identity": (lambda: CIFARResNet(32, width=1, activation="identity"), (3, 8, 8)),
     "resnet44": (lambda: CIFARResNet(44, width=1, activation="silu"), (3, 8, 8)),
     "resnet56": (lambda: CIFARResNet(56, width=1, activation="gaussian"), (3, 8, 8)),
+    "residual_cnn": (lambda: ResidualCNN((2, 3), (1, 1), residual_activation="identity"), (3, 8, 8)),
     "cifar_resnet18": (lambda: CIFARResNet18(width=2), (3, 8, 8)),
 }
 TORCHVISION = {

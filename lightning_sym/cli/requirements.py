@@ -59,7 +59,8 @@ def find_requirements(requires: Mapping[str, str], settings: Namespace) -> list[
     """
     found = []
     for option, recipe in requires.items():
-        folder = settings[_key(settings, option)]
+        key, entry = _key(settings, option)
+        folder = settings[key][entry] if entry else settings[key]
         if not isinstance(folder, str | os.PathLike):
             raise ValueError(f"requires names the option {option}, which must be a folder, and is {folder!r}.")
         found.append(Requirement(option, recipe, Path(folder)))
@@ -81,18 +82,26 @@ def redirect(settings: Namespace, option: str, folder: Path) -> None:
         option: As for :func:`find_requirements`.
         folder: The new value.
     """
-    settings[_key(settings, option)] = str(folder)
+    key, entry = _key(settings, option)
+    settings[key] = {**settings[key], entry: str(folder)} if entry else str(folder)
 
 
-def _key(settings: Namespace, option: str) -> str:
-    """Return where an option is among the settings, for example ``model.init_args.zoo`` for ``model.zoo``."""
+def _key(settings: Namespace, option: str) -> tuple[str, str]:
+    """Return where an option is among the settings, and its name if it is an entry of a dictionary that is there.
+
+    That is ``model.init_args.zoo`` for ``model.zoo``, ``model.init_args.zoos`` and ``relu`` for ``model.zoos.relu``.
+    """
     key = ""
-    for part in option.split("."):
+    *others, last = option.split(".")
+    for part in (*others, last):
         candidates = [f"{key}.{part}", f"{key}.init_args.{part}"] if key else [part]
-        key = next((name for name in candidates if name in settings), "")
+        found = next((name for name in candidates if name in settings), "")
+        if not found and key and part == last and isinstance(values := settings[key], dict) and last in values:
+            return key, last
+        key = found
         if not key:
             raise ValueError(f"requires names the option {option!r}, which this run does not have.")
-    return key
+    return key, ""
 
 
 def make(requirement: Requirement, trainer: Namespace, trial: Path | None = None) -> None:

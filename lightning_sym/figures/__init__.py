@@ -1,6 +1,7 @@
 """Data in, matplotlib figure out."""
 
 from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures.dissection import Paths, dissection_curves
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -32,6 +33,7 @@ __all__ = [
     "FoundPoint",
     "HeatMap",
     "Lines",
+    "Paths",
     "PenaltyFamily",
     "PenaltyPanel",
     "Scale",
@@ -40,6 +42,7 @@ __all__ = [
     "betti_curve",
     "class_stack_figure",
     "confusion_matrix",
+    "dissection_curves",
     "embedding",
     "evidence_curves",
     "interpolation_curves",

@@ -14,7 +14,7 @@ from lightning_sym.networks.batch_norm import (
     preserved_statistics,
     recalibrate_batch_norm,
 )
-from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18
+from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18, ResidualCNN
 from lightning_sym.networks.construction import build
 from lightning_sym.networks.lenet import LeNet5
 from lightning_sym.networks.multilayer_perceptron import MultiLayerPerceptron
@@ -34,6 +34,7 @@ __all__ = [
     "Network",
     "Polynomial",
     "RelaxedNetwork",
+    "ResidualCNN",
     "TorchvisionNetwork",
     "WrappedNetwork",
     "batch_norms",

@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym._checks import check_integers, height_width
+from lightning_sym._checks import check_integers, height_width, is_integer
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import _SequentialNetwork
 
@@ -45,16 +45,25 @@ class ResidualBlock(nn.Module):
         stride: Stride of the first convolution and of the shortcut.
         shortcut: ``A`` or ``B``, used where the shape changes.
         activation: A name that :func:`lightning_sym.networks.make_activation` takes.
+        residual_activation: The same for what comes after the sum.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int, shortcut: str, activation: str) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int,
+        shortcut: str,
+        activation: str,
+        residual_activation: str,
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(out_channels)
         self.activation1 = make_activation(activation)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(out_channels)
-        self.activation2 = make_activation(activation)
+        self.activation2 = make_activation(residual_activation)
         self.shortcut: nn.Module
         if stride == 1 and in_channels == out_channels:
             self.shortcut = nn.Identity()
@@ -86,6 +95,8 @@ class _ResidualNetwork(_SequentialNetwork):
         image_size: Side of the images, or (height, width).
         num_classes: Number of outputs.
         activation: Name of the activation.
+        residual_activation: Name of the activation after the sums, default the same.
+        stride: Of the first convolution.
     """
 
     def __init__(
@@ -97,10 +108,13 @@ class _ResidualNetwork(_SequentialNetwork):
         image_size: int | tuple[int, int],
         num_classes: int,
         activation: str,
+        residual_activation: str | None = None,
+        stride: int = 1,
     ) -> None:
         super().__init__()
         height_width(image_size, "image_size")  # padding makes every size fit
-        self.conv = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
+        after_sums = activation if residual_activation is None else residual_activation
+        self.conv = nn.Conv2d(in_channels, widths[0], 3, stride=stride, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(widths[0])
         self.activation = make_activation(activation)
         # One container for all blocks: positions in named_modules() are then those of the published networks.
@@ -109,7 +123,7 @@ class _ResidualNetwork(_SequentialNetwork):
         for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             for block in range(depth):
                 stride = 2 if stage > 0 and block == 0 else 1
-                self.blocks.append(ResidualBlock(channels, width, stride, shortcut, activation))
+                self.blocks.append(ResidualBlock(channels, width, stride, shortcut, activation, after_sums))
                 channels = width
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
@@ -197,3 +211,47 @@ class CIFARResNet18(_ResidualNetwork):
         check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
         widths = (width, 2 * width, 4 * width, 8 * width)
         super().__init__(widths, (2, 2, 2, 2), "B", in_channels, image_size, num_classes, activation)
+
+
+class ResidualCNN(_ResidualNetwork):
+    """A residual network of any size, whose residual outputs may have an activation of their own, or none.
+
+    The modules are ``conv``, ``norm``, ``activation``, the blocks ``blocks.0``, ``blocks.1``, ..., each with
+    ``activation1`` inside and ``activation2`` after the sum, then ``pool``, ``flatten``, ``classifier``. PyTorch's
+    initialisation. Option B shortcuts; each stage but the first halves height and width.
+
+    Args:
+        widths: Channels of the stages, each >= 1.
+        depths: Blocks of the stages, each >= 1; as many as widths.
+        stride: Step of the first convolution, in pixels, >= 1.
+        residual_activation: As ``activation``, for what comes after the sums; ``"identity"`` for none. None: the same.
+        in_channels: Channels of the images, >= 1.
+        image_size: Side of square images, or (height, width), in pixels, >= 1.
+        num_classes: Number of outputs ``C``, >= 1.
+        activation: A name that :func:`lightning_sym.networks.make_activation` takes.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, section 6, dissect a ResNet-50 without ReLU on residual outputs.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int] = (32,),
+        depths: Sequence[int] = (2,),
+        stride: int = 2,
+        residual_activation: str | None = None,
+        in_channels: int = 3,
+        image_size: int | tuple[int, int] = 32,
+        num_classes: int = 10,
+        activation: str = "relu",
+    ) -> None:
+        check_integers(stride=stride, in_channels=in_channels, num_classes=num_classes)
+        for name, sizes in (("widths", widths), ("depths", depths)):
+            if not sizes or not all(is_integer(size) for size in sizes) or len(sizes) != len(widths):
+                raise ValueError(f"{name} must be one integer >= 1 for each stage, got {list(sizes)}.")
+        super().__init__(
+            widths, depths, "B", in_channels, image_size, num_classes, activation, residual_activation, stride
+        )

@@ -1,5 +1,6 @@
 """LightningModules, one per experiment."""
 
+from lightning_sym.tasks.dissection import Dissected, DissectionTask
 from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
 from lightning_sym.tasks.equivariance import EquivarianceTask
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
@@ -14,6 +15,8 @@ from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
     "CrossEntropy",
+    "Dissected",
+    "DissectionTask",
     "EquivalenceTask",
     "EquivarianceTask",
     "FoundWeights",

@@ -84,8 +84,10 @@ def test_what_a_recipe_requires_is_what_the_other_recipe_leaves(name, built):
     assert call("fit", "--config", name, *QUIET).status == 0
     assert type(built.data) is data_class(name)
     for option, other in settings(name)["requires"].items():
-        assert option == "model.zoo"
-        assert built.model.zoo == settings(other)["run_dir"] + "/zoo"
+        several, _, entry = option.rpartition(".")
+        assert several in ("model", "model.zoos")
+        folder = built.model.folders[entry] if several == "model.zoos" else getattr(built.model, entry)
+        assert folder == settings(other)["run_dir"] + "/zoo"
         assert data_class(other) is data_class(name)
 
 

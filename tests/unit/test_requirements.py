@@ -159,3 +159,13 @@ def test_a_folder_of_one_recipe_is_not_made_by_another(tmp_path):
     folder.mkdir(parents=True)
     (folder / "member-0000.safetensors").touch()  # it is there: to use it is what was asked for
     assert find_requirements({"model.zoo": "zoo/mnist5k_mlp"}, settings(folder))[0].met
+
+
+def test_requirements_may_be_entries_of_a_dictionary():
+    found = settings({"one": "runs/one/zoo", "two words": "runs/two/zoo"})
+    option = "model.zoo.two words"
+    (requirement,) = find_requirements({option: "zoo/mnist5k"}, found)
+    assert requirement.folder == Path("runs/two/zoo")
+    redirect(found, option, Path("elsewhere"))
+    assert found.model.init_args.zoo == {"one": "runs/one/zoo", "two words": "elsewhere"}
+    assert_refused(find_requirements, {"model.zoo.three": "zoo/mnist5k"}, found, says="'model.zoo.three'")

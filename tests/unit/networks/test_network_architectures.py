@@ -19,6 +19,7 @@ from lightning_sym.networks import (
     MultiLayerPerceptron,
     MyrtleCNN,
     Network,
+    ResidualCNN,
     TorchvisionNetwork,
     is_activation,
 )
@@ -44,6 +45,7 @@ def count(network: nn.Module) -> int:
         (CIFARResNet(44), 658_586),
         (CIFARResNet(56), 853_018),
         (CIFARResNet18(), 11_173_962),
+        (ResidualCNN(), 38_378),
         (MultiLayerPerceptron(), 784 * 512 + 512 + 2 * (512 * 512 + 512) + 5130),
         (MultiLayerPerceptron([2], image_size=1, num_classes=1, bias=False), 4),
     ],

@@ -1,0 +1,223 @@
+"""A reader for data sets of concepts in the folder format of Broden."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from lightning_sym._checks import check_integers, height_width
+from lightning_sym._text import unknown
+from lightning_sym.datamodules.base import InputDataModule
+from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader
+from lightning_sym.datamodules.loader import check_statistics, normalisation
+
+
+class BrodenDataModule(InputDataModule):
+    """Images with masks of concepts, in the folder format of Broden, the data set of network dissection.
+
+    The folder holds ``index.csv`` (one row for each image: its path below ``images/``, its split, the size ``sh``,
+    ``sw`` of its masks, and for each category what is annotated), ``category.csv`` (the names of the categories) and
+    for each category ``c_<category>.csv`` (numbers and names of its concepts). An annotation is a list, separated by
+    semicolons, of numbers (concepts of the whole image) and of paths below ``images/`` of PNG files, whose pixels have
+    the number ``red + 256 * green``, 0 for none. An image is annotated for all concepts of a category for which it has
+    an entry.
+
+    Nothing is trained on these data: they are for :class:`~lightning_sym.tasks.DissectionTask`.
+
+    Args:
+        root: The folder.
+        image_size: Side, or (height, width), that images are brought to bilinearly, in pixels.
+        num_classes: Number of outputs of networks for these images, >= 1.
+        categories: The categories that count; None for all.
+        split: Name of the split in ``index.csv``; None for all images.
+        eval_batch_size: Images per batch and process, >= 1. Masks of a batch take as many bytes as images times
+            concepts times pixels of a mask.
+        max_samples: Largest number of images, the first ones, >= 1; None for all.
+        mean: Mean of each channel, in units of pixel values scaled to [0, 1]; default ImageNet's.
+        std: Standard deviation of each channel, same units; likewise.
+
+    Attributes:
+        concepts: The concepts, in the order of the masks; after ``setup``.
+        concept_classes: 0: the images have no classes.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    References:
+        Bau et al. (2017), "Network Dissection", arXiv:1704.05796, section 2.1, and the files of its data set.
+    """
+
+    location_arguments: ClassVar[tuple[str, ...]] = ("root",)
+
+    def __init__(
+        self,
+        root: str = "data/broden1_224",
+        image_size: int | tuple[int, int] = 224,
+        num_classes: int = 1000,
+        categories: Sequence[str] | None = None,
+        split: str | None = "val",
+        eval_batch_size: int = 32,
+        max_samples: int | None = None,
+        mean: Sequence[float] = (0.485, 0.456, 0.406),
+        std: Sequence[float] = (0.229, 0.224, 0.225),
+    ) -> None:
+        super().__init__()
+        check_integers(num_classes=num_classes, eval_batch_size=eval_batch_size)
+        if max_samples is not None:
+            check_integers(max_samples=max_samples)
+        self._size = height_width(image_size, "image_size")
+        check_statistics(mean, std, 3)
+        self.save_hyperparameters()
+        self.input_shape = (3, *self._size)
+        self.num_classes = num_classes
+        self.concepts: tuple[Concept, ...] = ()
+        self.concept_classes = 0
+        self._root = Path(root).expanduser().absolute()
+        self._categories, self._split, self._max_samples = categories, split, max_samples
+        self._batch_size = eval_batch_size
+        self._statistics = tuple(mean), tuple(std)
+        self._rows: list[dict[str, str]] = []
+        self._places: dict[str, dict[int, int]] = {}  # by category and number: the concept's place
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the tables; images and masks are read when they are asked for.
+
+        Args:
+            stage: Ignored.
+
+        Raises:
+            FileNotFoundError: If a table is missing; says which and what to do.
+            ValueError: If a table lacks a column or a category, or no image is left.
+        """
+        if self._rows:
+            return
+        known = [row["name"] for row in self._table("category.csv", "name")]
+        categories = list(known if self._categories is None else self._categories)
+        for category in categories:
+            if category not in known:
+                raise ValueError(unknown("category", category, known))
+        concepts: list[Concept] = []
+        for category in categories:
+            self._places[category] = {}
+            for row in self._table(f"c_{category}.csv", "number", "name"):
+                self._places[category][self._number(row["number"], f"c_{category}.csv")] = len(concepts)
+                concepts.append(Concept(row["name"], category))
+        rows = self._table("index.csv", "image", "split", "sh", "sw", *categories)
+        splits = sorted({row["split"] for row in rows})
+        if self._split is not None and self._split not in splits:
+            raise ValueError(unknown("split", self._split, splits))
+        chosen = [row for row in rows if self._split in (None, row["split"])][: self._max_samples]
+        if not chosen or not concepts:
+            raise ValueError(f"{self._root} has no images or no concepts; look at its index.csv and category.csv.")
+        sizes = {(row["sh"], row["sw"]) for row in chosen}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{self._root / 'index.csv'} has masks of sizes {sorted(sizes)}; expected one size for all."
+            )
+        self.concepts, self._rows = tuple(concepts), chosen
+
+    def _table(self, name: str, *columns: str) -> list[dict[str, str]]:
+        path = self._root / name
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is not there; set root to a folder in Broden's format, with index.csv, category.csv, a "
+                "c_<category>.csv for each category, and images."
+            )
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [column for column in columns if column not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(
+                    f"{path} has no column {', '.join(missing)}, but {', '.join(reader.fieldnames or ())}; expected a "
+                    "table in Broden's format."
+                )
+            return list(reader)
+
+    def _number(self, text: str, where: str) -> int:
+        if not text.strip().isdecimal():
+            raise ValueError(f"{self._root / where} has {text!r} where the number of a concept is expected.")
+        return int(text)
+
+    def identity(self) -> dict[str, Any]:
+        """Say which data these are, in plain values that can be written as JSON; images are not read."""
+        self.setup()
+        found = self._described({"images": len(self._rows)})
+        return {
+            **found,
+            "concepts": len(self.concepts),
+            "first": self._rows[0]["image"],
+            "last": self._rows[-1]["image"],
+        }
+
+    def concept_dataloader(self) -> ConceptLoader:
+        """Return the images with their masks, each on exactly one process."""
+        self.setup()
+        place = self._place()
+        device = place.pop("device")
+
+        def make(own: slice) -> ConceptBatch:
+            rows = self._rows[own]
+            images = torch.stack([self._image(row["image"]) for row in rows]).to(device)
+            mean, scale = normalisation(*self._statistics, device)
+            found = [self._annotation(row) for row in rows]
+            masks, annotated = (torch.stack(part).to(device) for part in zip(*found, strict=True))
+            return ConceptBatch(images.float().sub_(mean).mul_(scale), masks, annotated, None)
+
+        return ConceptLoader(len(self._rows), self._batch_size, make, **place)
+
+    def curvature_dataloader(self) -> ConceptLoader:
+        """Return the same: there is no training set."""
+        return self.concept_dataloader()
+
+    train_dataloader = val_dataloader = test_dataloader = concept_dataloader
+
+    def _opened(self, name: str, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+        """Return the pixels of an image as red, green and blue, ``[H, W, 3]``."""
+        path = self._root / "images" / name
+        try:
+            with Image.open(path) as image:
+                whole = image.convert("RGB")
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{path} is not there, and {self._root / 'index.csv'} names it; unpack the data set anew."
+            ) from error
+        except (UnidentifiedImageError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as an image; unpack the data set anew.") from error
+        if size is not None and whole.size != size[::-1]:
+            whole = whole.resize(size[::-1], Image.Resampling.BILINEAR)
+        return np.array(whole)
+
+    def _image(self, name: str) -> Tensor:
+        return torch.from_numpy(self._opened(name, self._size)).permute(2, 0, 1)
+
+    def _annotation(self, row: dict[str, str]) -> tuple[Tensor, Tensor]:
+        """Return the masks of an image, ``[concepts, H, W]``, and which concepts it is annotated for."""
+        height, width = (self._number(row[name], "index.csv") for name in ("sh", "sw"))
+        masks = torch.zeros(len(self.concepts), height, width, dtype=torch.bool)
+        annotated = torch.zeros(len(self.concepts), dtype=torch.bool)
+        for category, places in self._places.items():
+            entries = [entry for entry in (row[category] or "").split(";") if entry]
+            if entries:
+                annotated[list(places.values())] = True
+            for entry in entries:
+                if entry.isdecimal():
+                    if int(entry) in places:
+                        masks[places[int(entry)]] = True
+                    continue
+                pixels = self._opened(entry).astype(np.int64)
+                numbers = pixels[..., 0] + 256 * pixels[..., 1]
+                if numbers.shape != (height, width):
+                    raise ValueError(
+                        f"{self._root / 'images' / entry} is {numbers.shape[0]} x {numbers.shape[1]} pixels, and "
+                        f"index.csv says {height} x {width}; unpack the data set anew."
+                    )
+                for number in np.unique(numbers).tolist():
+                    if number in places:
+                        masks[places[number]] |= torch.from_numpy(numbers == number)
+        return masks, annotated

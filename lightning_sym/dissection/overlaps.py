@@ -1,0 +1,119 @@
+"""How well the places where a unit is active are those of a concept."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torchmetrics import Metric
+
+from lightning_sym._checks import check_integers
+
+_BLOCK = 2**20  # values held at once, 4 MiB; counts below 2^24 are exact in float32
+
+
+class ConceptOverlap(Metric):
+    r"""Intersection over union of thresholded activation maps with the masks of concepts, for all pairs.
+
+    .. math:: \text{IoU}(u, c) = \frac{\sum_n |M_{u,n} \cap L_{c,n}|}{\sum_n |M_{u,n} \cup L_{c,n}|},
+        \qquad M_{u,n} = [\,\text{bilinear}(a_{u,n}) > T_u\,],
+
+    over the images that are annotated for the concept. The inequality is strict, where the paper has "or equal": so a
+    unit whose threshold is 0 is not active wherever it is 0.
+
+    The states are counts, whose sums are exact whatever the batches and the number of processes.
+
+    Args:
+        thresholds: Of each unit, for instance of :class:`TopQuantile`. Shape ``[units]``.
+        concepts: Number of concepts, >= 1.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    References:
+        Bau et al. (2017), "Network Dissection", arXiv:1704.05796, section 2.3; docs/theory/dissection.md, 2.
+
+    Example:
+        >>> metric = ConceptOverlap(torch.tensor([0.5]), concepts=1)
+        >>> metric.update(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[True, True]]]]))
+        >>> metric.compute()
+        tensor([[0.5000]], dtype=torch.float64)
+    """
+
+    full_state_update = True
+    is_differentiable = False
+    higher_is_better = True
+    thresholds: Tensor
+    intersections: Tensor
+    unit_areas: Tensor
+    concept_areas: Tensor
+
+    def __init__(self, thresholds: Tensor, concepts: int) -> None:
+        check_integers(concepts=concepts)
+        if thresholds.ndim != 1 or not len(thresholds) or not bool(thresholds.isfinite().all()):
+            raise ValueError(
+                f"thresholds must be one finite number for each unit, shape [units], got {list(thresholds.shape)}."
+            )
+        super().__init__(compute_with_cache=False)
+        units = len(thresholds)
+        self.units, self.concepts = units, concepts
+        self.register_buffer("thresholds", thresholds.detach().clone(), persistent=False)
+        for name, shape in (
+            ("intersections", (units, concepts)),
+            ("unit_areas", (units, concepts)),
+            ("concept_areas", (concepts,)),
+        ):
+            self.add_state(name, torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, maps: Tensor, masks: Tensor, annotated: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            maps: Activations, brought to the size of the masks bilinearly (corners not aligned). Shape ``[N, units, h,
+                w]``, floating.
+            masks: Where each concept is. Shape ``[N, concepts, H, W]``, bool.
+            annotated: Whether an image was annotated for a concept; default all. Shape ``[N, concepts]``, bool.
+
+        Raises:
+            ValueError: If the shapes or dtypes do not fit.
+        """
+        count = len(maps)
+        if maps.ndim != 4 or maps.shape[1] != self.units or not maps.dtype.is_floating_point:
+            raise ValueError(
+                f"maps must be floating of shape [N, {self.units}, h, w], got {maps.dtype} of {list(maps.shape)}."
+            )
+        if masks.ndim != 4 or tuple(masks.shape[:2]) != (count, self.concepts) or masks.dtype != torch.bool:
+            raise ValueError(
+                f"masks must be bool of shape [{count}, {self.concepts}, H, W], got {masks.dtype} of "
+                f"{list(masks.shape)}."
+            )
+        if annotated is None:
+            annotated = masks.new_ones((count, self.concepts))
+        if annotated.dtype != torch.bool or tuple(annotated.shape) != (count, self.concepts):
+            raise ValueError(
+                f"annotated must be bool of shape [{count}, {self.concepts}], got {annotated.dtype} of "
+                f"{list(annotated.shape)}."
+            )
+        pixels = masks.shape[2] * masks.shape[3]
+        images = max(1, _BLOCK // (pixels * max(self.units, self.concepts)))
+        for first in range(0, count, images):
+            part = slice(first, first + images)
+            self._add(maps[part], masks[part], annotated[part])
+
+    def _add(self, maps: Tensor, masks: Tensor, annotated: Tensor) -> None:
+        large = interpolate(maps.detach(), size=tuple(masks.shape[2:]), mode="bilinear", align_corners=False)
+        active = large > self.thresholds.to(large)[:, None, None]
+        marked = masks & annotated[..., None, None]
+        # [units, n * pixels] @ [n * pixels, concepts], of zeros and ones
+        products = active.movedim(1, 0).flatten(1).float() @ marked.movedim(1, 0).flatten(1).float().T
+        self.intersections = self.intersections + products.round().long()
+        areas = active.flatten(2).sum(2)  # [n, units]
+        self.unit_areas = self.unit_areas + (areas.double().T @ annotated.double()).round().long()
+        self.concept_areas = self.concept_areas + marked.sum((0, 2, 3))
+
+    def compute(self) -> Tensor:
+        """Return the overlaps, in [0, 1]; 0 where a unit and a concept are nowhere.
+
+        Returns:
+            Shape ``[units, concepts]``, float64.
+        """
+        unions = self.unit_areas + self.concept_areas - self.intersections
+        return self.intersections.double() / unions.clamp(min=1).double()

@@ -1,0 +1,275 @@
+"""How much single units mean, in the networks' own basis and in rotated ones."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+from rich.table import Table
+from scipy.stats import t as student
+from torch import Tensor
+
+from lightning_sym.dissection import BasisDissection
+from lightning_sym.figures import Paths, dissection_curves
+from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
+from lightning_sym.reports.table import ResultTable, RunResults
+
+QUANTITIES = (
+    "interpretable",
+    "distinct",
+    "overlap",
+    "kurtosis",
+    "participation",
+    "selectivity",
+    "class_variance",
+    "live",
+)
+UNITS = {
+    "alpha": "place on the path from the network's own basis (0) to a random one (1)",
+    "basis": "rotation: uniform on SO(C); permutation: even; group: an element of the network's own symmetry, "
+    "permutations and positive scales",
+    "interpretable": "units that detect a concept",
+    "distinct": "different concepts that are detected",
+    "overlap": "largest intersection over union of a unit with a concept, mean over units",
+    "kurtosis": "fourth central moment over squared variance, median over live units; 3 for a Gaussian",
+    "participation": "(sum a^2)^2 / (M sum a^4), median over live units",
+    "selectivity": "(largest - rest) / (|largest| + |rest|) of mean responses to classes, mean over live units",
+    "class_variance": "fraction of the variance of an image's mean response that its class explains, mean over live "
+    "units",
+    "live": "units that are not constant",
+    "change": "value at the end of the path less that at its beginning, mean over members",
+    "low, high": "95 % interval for the mean over members, Student's t; each member has a rotation of its own",
+}
+_SHOWN = ("interpretable", "distinct", "kurtosis", "class_variance")
+
+
+class OneBasis(Protocol):
+    """What was found of one network in one basis; ``lightning_sym.tasks.dissection.Dissected`` is one."""
+
+    @property
+    def zoo(self) -> str:
+        """What its zoo is called."""
+
+    @property
+    def member(self) -> int:
+        """Number of the member."""
+
+    @property
+    def network(self) -> str:
+        """``"trained"`` or ``"untrained"``."""
+
+    @property
+    def basis(self) -> str:
+        """``"rotation"``, ``"permutation"`` or ``"group"``."""
+
+    @property
+    def alpha(self) -> float:
+        """Where on the path."""
+
+    @property
+    def found(self) -> BasisDissection:
+        """What was found."""
+
+
+class MeanInterval(NamedTuple):
+    """A mean over members, and the 95 % interval for it; NaN where there is none."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: ArrayLike, level: float = 0.95) -> MeanInterval:
+    """Return the mean of independent values, with the interval of Student's t; of finite values only.
+
+    Args:
+        values: Shape ``[M]``.
+        level: Coverage, in (0, 1).
+    """
+    numbers = np.asarray(values, dtype=float)
+    numbers = numbers[np.isfinite(numbers)]
+    if not len(numbers):
+        return MeanInterval(math.nan, math.nan, math.nan)
+    mean = float(numbers.mean())
+    if len(numbers) == 1:
+        return MeanInterval(mean, math.nan, math.nan)
+    half = float(student.ppf((1 + level) / 2, len(numbers) - 1) * numbers.std(ddof=1) / math.sqrt(len(numbers)))
+    return MeanInterval(mean, mean - half, mean + half)
+
+
+def dissection_results(
+    results: Sequence[OneBasis], concepts: Sequence[Any], *, least: float, title: str, about: Mapping[str, Any]
+) -> RunResults:
+    """Say how much single units mean, in the networks' own basis and in rotated ones.
+
+    Args:
+        results: Of each network and basis.
+        concepts: Names and categories of the concepts.
+        least: What an overlap has to exceed.
+        title: For tables and figures.
+        about: What is needed to make the tables again.
+    """
+    rows = basis_rows(results, least)
+    summary, changes = summary_rows(rows), change_rows(rows)
+    what = "what units detect, "
+    numbers = {
+        f"dissection/{row['zoo']}/change_of_{row['quantity']}": row["change"]
+        for row in changes
+        if (row["network"], row["basis"]) == ("trained", "rotation") and row["change"] is not None
+    }
+    notes = ["in brackets: 95 % interval for the mean change, Student's t over members"]
+    for basis, words in (("group", "elements of the networks' own symmetry"), ("permutation", "permutations")):
+        counts = [row for row in changes if row["basis"] == basis and row["quantity"] in ("interpretable", "distinct")]
+        if counts:
+            worst = max(row["largest"] for row in counts)
+            notes.append(f"control: {words} change at most {worst:g} units or concepts of a member")
+    return RunResults(
+        [
+            ResultTable("changes", what + "at the end of the path less at its beginning", changes, UNITS, about),
+            ResultTable("summary", what + "mean over members", summary, UNITS, about),
+            ResultTable("bases", what + "of each network in each basis", rows, UNITS, about),
+            ResultTable("units", what + "unit by unit, unrotated", unit_rows(results, concepts, least), UNITS, about),
+        ],
+        _figures(summary, title),
+        numbers=numbers,
+        shown=_shown(summary, changes, title),
+        notes=notes,
+        places={"picture": "dissection.png", "table": "changes.csv", "units": "units.csv"},
+    )
+
+
+def basis_rows(results: Sequence[OneBasis], least: float) -> list[dict[str, Any]]:
+    """Return one row for each network and basis."""
+    rows = []
+    for one in results:
+        detected, summary = one.found.detectors(least), one.found.summary
+        live = summary.live
+        rows.append(
+            {
+                **{name: getattr(one, name) for name in ("zoo", "member", "network", "basis", "alpha")},
+                "units": len(live),
+                "interpretable": detected.units,
+                "distinct": detected.distinct,
+                "overlap": float(detected.overlap.mean()),
+                "kurtosis": _of_live(summary.kurtosis, live, "median"),
+                "participation": _of_live(summary.participation, live, "median"),
+                "selectivity": _of_live(summary.selectivity, live, "mean"),
+                "class_variance": _of_live(summary.class_variance, live, "mean"),
+                "live": int(live.sum()),
+            }
+        )
+    return rows
+
+
+def _of_live(values: Tensor, live: Tensor, how: str) -> float | None:
+    chosen = values[live]
+    if not len(chosen):
+        return None
+    return finite(float(chosen.median() if how == "median" else chosen.mean()))
+
+
+def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
+    """Return what each unit of each trained network detects, in the network's own basis."""
+    rows = []
+    for one in results:
+        if (one.network, one.basis, one.alpha) != ("trained", "rotation", 0.0):
+            continue
+        detected = one.found.detectors(least)
+        for unit, (concept, overlap, detects) in enumerate(
+            zip(detected.concept.tolist(), detected.overlap.tolist(), detected.detects.tolist(), strict=True)
+        ):
+            name, category = concepts[concept]
+            rows.append(
+                {
+                    **{"zoo": one.zoo, "member": one.member, "unit": unit, "concept": name, "category": category},
+                    **{"overlap": overlap, "detects": detects, "threshold": float(one.found.thresholds[unit])},
+                    "kurtosis": finite(float(one.found.summary.kurtosis[unit])),
+                }
+            )
+    return rows
+
+
+def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the means over members of each basis, with their intervals."""
+    found = []
+    for key in _keys(rows, "zoo", "network", "basis", "alpha"):
+        own = [row for row in rows if all(row[name] == value for name, value in key.items())]
+        line: dict[str, Any] = {**key, "members": len(own)}
+        for quantity in QUANTITIES:
+            interval = mean_interval([numeric(row[quantity]) for row in own])
+            line |= {quantity: finite(interval.mean)}
+            line |= {f"{quantity}_{end}": finite(getattr(interval, end)) for end in ("low", "high")}
+        found.append(line)
+    return found
+
+
+def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return how much each quantity changes from the network's own basis to the end of a path, member by member."""
+    start = {(row["zoo"], row["member"], row["network"]): row for row in rows if _begins(row)}
+    found = []
+    for key in _keys(rows, "zoo", "network", "basis"):
+        ends = [row for row in rows if row["alpha"] == 1 and all(row[name] == value for name, value in key.items())]
+        for quantity in QUANTITIES:
+            pairs = [(numeric(row[quantity]), start[row["zoo"], row["member"], row["network"]]) for row in ends]
+            differences = [end - numeric(first[quantity]) for end, first in pairs]
+            interval = mean_interval(differences)
+            begin = mean_interval([numeric(first[quantity]) for _, first in pairs])
+            found.append(
+                {
+                    **key,
+                    "quantity": quantity,
+                    "members": len(ends),
+                    "beginning": finite(begin.mean),
+                    "change": finite(interval.mean),
+                    **{end: finite(getattr(interval, end)) for end in ("low", "high")},
+                    "largest": max((abs(value) for value in differences if math.isfinite(value)), default=0.0),
+                }
+            )
+    return found
+
+
+def _begins(row: Row) -> bool:
+    return bool(row["basis"] == "rotation" and row["alpha"] == 0)
+
+
+def _keys(rows: Sequence[Row], *names: str) -> list[dict[str, Any]]:
+    """Return the different values of some columns together, in the order of the rows."""
+    return [dict(zip(names, key, strict=True)) for key in dict.fromkeys(tuple(row[n] for n in names) for row in rows)]
+
+
+def _figures(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
+    paths = []
+    for key in _keys(summary, "zoo", "network", "basis"):
+        if key["basis"] == "group":
+            continue
+        own = [row for row in summary if all(row[name] == value for name, value in key.items())]
+        ends = ("", "_low", "_high")
+        values = {q: np.array([[numeric(row[q + end]) for end in ends] for row in own]) for q in QUANTITIES}
+        paths.append(Paths(key["zoo"], key["network"], key["basis"], np.array([row["alpha"] for row in own]), values))
+    yield "dissection", dissection_curves(paths, title=f"What units mean in rotated bases: {title}")
+
+
+def _shown(summary: Sequence[Row], changes: Sequence[Row], title: str) -> Table:
+    lines: list[list[str] | None] = []
+    for zoo in unique(summary, "zoo"):
+        own = {(row["network"], row["quantity"]): row for row in _of_rotations(changes) if row["zoo"] == zoo}
+        for network in ("trained", "untrained"):
+            if (network, _SHOWN[0]) in own:
+                lines.append([f"{zoo}\n{network}", *(_cell(own[network, quantity]) for quantity in _SHOWN)])
+        lines.append(None)
+    columns = ["zoo", "interpretable\nunits", "distinct\nconcepts", "kurtosis", "variance\nby class"]
+    return text_table(f"Units in their own basis, and what random rotations change: {title}", columns, lines)
+
+
+def _of_rotations(changes: Sequence[Row]) -> list[Row]:
+    return [row for row in changes if row["basis"] == "rotation"]
+
+
+def _cell(row: Row) -> str:
+    if row["change"] is None:
+        return "-"
+    digits = 1 if abs(row["beginning"]) >= 1 else 3
+    change = f"{row['beginning']:.{digits}f} {row['change']:+.{digits}f}"
+    return change if row["low"] is None else f"{change}\n\\[{row['low']:+.{digits}f}, {row['high']:+.{digits}f}]"

@@ -1,0 +1,264 @@
+"""Dissection of the members of zoos: what single units detect, in the basis of the network and in rotated ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import wide
+from lightning_sym._random import generator
+from lightning_sym.dissection import BasisDissection, Geodesic, dissect, random_permutation_matrix, random_rotation
+from lightning_sym.networks import Network
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.tasks._members import check_data, example_input
+from lightning_sym.zoo import ModelZoo
+
+ALPHAS = tuple(step / 10 for step in range(11))
+_HALFWAY = 0.5  # where, beside its end, the path to a permutation is looked at
+
+
+class ConceptData(Protocol):
+    """The part of a datamodule that dissection looks at; ``ConceptsDataModule`` and ``BrodenDataModule`` have it."""
+
+    @property
+    def concepts(self) -> Sequence[Any]:
+        """The concepts, in the order of the masks."""
+
+    @property
+    def concept_classes(self) -> int:
+        """Number of classes of the images; 0 if they have none."""
+
+    def concept_dataloader(self) -> Any:
+        """Return batches with images, masks, annotated and labels; ``total`` says how many images there are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dissected:
+    """One network in one basis.
+
+    Attributes:
+        zoo: What its zoo is called.
+        member: The member's number.
+        network: ``"trained"``, or ``"untrained"``: the weights that the member began with.
+        basis: ``"rotation"``, ``"permutation"`` or ``"group"``.
+        alpha: Where on the path from the identity to it.
+        found: What was found.
+    """
+
+    zoo: str
+    member: int
+    network: str
+    basis: str
+    alpha: float
+    found: BasisDissection
+
+
+class DissectionTask(LightningModule):
+    r"""Say how much single units mean, in the networks' own basis and on the way to random ones.
+
+    The activations :math:`a` of a layer are looked at in the bases :math:`Q^\alpha a`, on the shortest path from the
+    identity (:math:`\alpha = 0`, the units as they are) to a random rotation Q (:math:`\alpha = 1`), another one for
+    each member. A unit detects a concept if the places where it is most active overlap those of the concept by more
+    than ``least``. Nothing is trained: a fit of no epochs, whose report does it all.
+
+    Controls, which belong to each result: ``"group"``, a random element of the network's own symmetry in place of a
+    rotation (permutations and positive scales, which move thresholds along: nothing may change); ``"permutation"``, a
+    random even permutation, in the middle of the path and at its end, where nothing may have changed; and the network
+    with the weights that it began with (``"untrained"``).
+
+    Args:
+        zoos: Folders of zoos, by what they are called in tables and figures.
+        site: Name of the module whose output is dissected, maps of activations; default the last activation.
+        members: How many members of each zoo, the first ones, >= 1; None for all.
+        alphas: Points of the path, in [0, 1], 0 and 1 among them; default 0, 0.1, ..., 1.
+        top: Fraction of a unit's activations above its threshold, in (0, 1); 0.005 is that of network dissection.
+        least: What the intersection over union has to exceed for a unit to detect a concept, in [0, 1); likewise 0.04.
+        basis_seed: Seed of rotations, permutations and elements, >= 0.
+        controls: Whether the controls are run.
+        allow: Packages of your own whose networks the zoos may hold, see ``ModelZoo.open``.
+
+    Attributes:
+        zoos: The zoos, opened; after ``setup``.
+        sites: The site of each zoo's networks; after ``setup``.
+        results: What :meth:`dissect_all` found last.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, section 6 and appendix F; Bau et al. (2017), arXiv:1704.05796.
+        The controls are ours; docs/theory/dissection.md, 1 and 4.
+    """
+
+    zoos: dict[str, ModelZoo]
+    sites: dict[str, str]
+    results: list[Dissected]
+
+    def __init__(
+        self,
+        zoos: dict[str, str],
+        site: str | None = None,
+        members: int | None = None,
+        alphas: list[float] | None = None,
+        top: float = 0.005,
+        least: float = 0.04,
+        basis_seed: int = 0,
+        controls: bool = True,
+        allow: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(zoos, Mapping) or not zoos:
+            raise ValueError(f"zoos must be folders of zoos by their names, as {{relu: runs/zoo/zoo}}, got {zoos!r}.")
+        if members is not None:
+            check_integers(members=members)
+        points = ALPHAS if alphas is None else tuple(alphas)
+        for alpha in points:
+            check_numbers("in [0, 1]", alphas=alpha)
+        if len(set(points)) < len(points) or not {0.0, 1.0} <= set(points):
+            raise ValueError(f"alphas must be different numbers, 0 and 1 among them, got {list(points)}.")
+        check_numbers("in (0, 1)", top=top)
+        check_numbers("in [0, 1)", least=least)
+        check_integers(0, basis_seed=basis_seed)
+        self.automatic_optimization = False
+        self.nothing = nn.Parameter(torch.zeros(1))  # DDP wants a parameter
+        self.folders = {name: str(folder) for name, folder in zoos.items()}
+        self.site, self.members, self.alphas = site, members, tuple(sorted(points))
+        self.top, self.least, self.basis_seed, self.controls = top, least, basis_seed, controls
+        self.allow = tuple(allow or ())
+        self.save_hyperparameters()
+
+    # ---- what Lightning asks for; nothing is trained
+
+    def setup(self, stage: str) -> None:
+        """Open the zoos, on every process.
+
+        Raises:
+            FileNotFoundError: If there is no zoo.
+            TypeError: If the data have no masks of concepts.
+            ValueError: If the data do not fit the networks, or networks have no such site.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        if missing := [
+            name for name in ("concepts", "concept_classes", "concept_dataloader") if not hasattr(data, name)
+        ]:
+            raise TypeError(
+                f"DissectionTask needs data with masks of concepts, and {type(data).__name__} has no "
+                f"{' and no '.join(missing)}; use ConceptsDataModule or BrodenDataModule."
+            )
+        self.zoos = {name: ModelZoo.open(folder, allow=self.allow) for name, folder in self.folders.items()}
+        self.sites, self.results = {}, []
+        for name, zoo in self.zoos.items():
+            network = zoo.load(zoo.numbers[0])
+            self.sites[name] = network.sites()[-1] if self.site is None else self.site
+            network.cuts([self.sites[name]])  # says so if there is no such site
+            check_data(zoo, zoo.numbers[0], data, trial=True)
+
+    def configure_optimizers(self) -> list[Any]:
+        """Return none."""
+        return []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Do nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Do nothing."""
+
+    # ---- dissection
+
+    def numbers(self, name: str) -> list[int]:
+        """Return the numbers of the members of a zoo that are dissected."""
+        return self.zoos[name].numbers[: self.members]
+
+    def dissect_all(
+        self, data: ConceptData, device: torch.device, progress: Callable[[int, int], None] | None = None
+    ) -> list[Dissected]:
+        """Dissect all networks in all bases; to be called on every process.
+
+        Args:
+            data: Images with masks of concepts.
+            device: Where networks are run.
+            progress: Called with the numbers of networks that are done and of all.
+        """
+        jobs = [
+            (name, number, network)
+            for name in self.zoos
+            for number in self.numbers(name)
+            for network in (("trained", "untrained") if self.controls else ("trained",))
+        ]
+        self.results = []
+        symmetries: dict[str, Symmetry] = {}
+        for done, (name, number, kind) in enumerate(jobs):
+            zoo, site = self.zoos[name], self.sites[name]
+            network = zoo.load(number)
+            example = example_input(zoo, number, network, data)
+            if self.controls and name not in symmetries:
+                symmetries[name] = trace_symmetry(network, example)
+            if kind == "untrained":
+                network = network.fresh(number)
+            channels = symmetries[name].taps[site].shape[1] if self.controls else _channels(network, site, example)
+            bases = self._bases(number, kind, channels, symmetries.get(name), site)
+            loader = data.concept_dataloader()
+            found = dissect(
+                network.to(device),
+                site,
+                torch.stack([matrix for _, _, matrix in bases]),
+                loader,
+                images=loader.total,
+                example=example[:1],
+                concepts=len(data.concepts),
+                classes=data.concept_classes,
+                top=self.top,
+            )
+            self.results += [
+                Dissected(name, number, kind, basis, alpha, one)
+                for (basis, alpha, _), one in zip(bases, found, strict=True)
+            ]
+            if progress is not None:
+                progress(done + 1, len(jobs))
+        return self.results
+
+    def _bases(
+        self, number: int, kind: str, channels: int, symmetry: Symmetry | None, site: str
+    ) -> list[tuple[str, float, Tensor]]:
+        """Return the bases in which a network is looked at: kind, place on the path, matrix."""
+
+        def source(what: str) -> torch.Generator:
+            return generator("dissection", what, self.basis_seed, number)
+
+        rotation = Geodesic(random_rotation(channels, source("rotation")))
+        bases = [("rotation", alpha, rotation.at(alpha)) for alpha in self.alphas]
+        if symmetry is not None and kind == "trained":
+            permutation = Geodesic(random_permutation_matrix(channels, source("permutation")))
+            bases += [("permutation", alpha, permutation.at(alpha)) for alpha in (_HALFWAY, 1.0)]
+            bases.append(("group", 1.0, group_matrix(symmetry, site, source("group"))))
+        return bases
+
+
+def _channels(network: Network, site: str, example: Tensor) -> int:
+    """Return the number of channels at a site."""
+    lower, _ = network.eval().split(site)
+    with torch.no_grad():
+        found = lower(example)
+    return int((found if isinstance(found, Tensor) else found[0]).shape[1])
+
+
+def group_matrix(symmetry: Symmetry, site: str, source: torch.Generator) -> Tensor:
+    """Return what a random element of a network's symmetry, of permutations and positive scales, does to channels.
+
+    Args:
+        symmetry: The symmetry.
+        site: Name of the tap.
+        source: Where randomness comes from.
+
+    Returns:
+        Shape ``[C, C]``, float64.
+    """
+    element = symmetry.sample(source, signs=False, mixing=False, shifts=False)
+    channels = symmetry.taps[site].shape[1]
+    places = (1,) * (len(symmetry.taps[site].shape) - 2)
+    units = torch.eye(channels, dtype=wide(torch.device("cpu"))).reshape(channels, channels, *places)
+    return symmetry.on_activations(element, site).apply(units).reshape(channels, channels).T.contiguous()

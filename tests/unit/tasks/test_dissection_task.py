@@ -1,0 +1,198 @@
+"""DissectionTask and DissectionReport: controls that must change nothing, and files that hold what was found."""
+
+import math
+
+import pytest
+import torch
+from fits import digits, fit
+from helpers import assert_refused, read_csv, read_rows, refused, write_zoo
+from matplotlib.image import imread
+from scipy.stats import ttest_1samp
+
+from lightning_sym._random import generator
+from lightning_sym.callbacks import DissectionReport
+from lightning_sym.datamodules import ConceptBatch, ConceptsDataModule
+from lightning_sym.dissection import dissect
+from lightning_sym.networks import ResidualCNN
+from lightning_sym.reports.dissection import mean_interval
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks import DissectionTask
+from lightning_sym.tasks.dissection import group_matrix
+
+SETTINGS = {"top": 0.05, "alphas": [0.0, 0.3, 1.0]}
+
+
+def concepts():
+    return ConceptsDataModule(max_samples=40, eval_batch_size=16)
+
+
+def network(seed, activation="relu", residual_activation=None):
+    return ResidualCNN(
+        (4, 6), (1, 1), residual_activation=residual_activation, num_classes=40, activation=activation
+    ).fresh(seed)
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    return str(write_zoo(tmp_path_factory.mktemp("zoo"), [network(0), network(1), network(2)], concepts()))
+
+
+@pytest.fixture(scope="module")
+def run(zoo, tmp_path_factory):
+    path = tmp_path_factory.mktemp("dissection")
+    task = DissectionTask({"small": zoo}, **SETTINGS)
+    fit(task, concepts(), report := DissectionReport(), folder=path, max_epochs=0)
+    return path, task, report
+
+
+def of(task, **wanted):
+    return [one for one in task.results if all(getattr(one, name) == value for name, value in wanted.items())]
+
+
+def dissected(net, bases, batches):
+    return dissect(
+        net, "blocks.1.activation2", bases, batches, images=40, example=batches[0].images[:1], concepts=25, top=0.05
+    )
+
+
+@pytest.mark.parametrize(
+    ("activation", "residual"), [("relu", None), ("relu", "identity"), ("gelu", None), ("tanh", None)]
+)
+def test_elements_of_the_symmetry_move_units_and_change_no_overlap(activation, residual):
+    net = network(3, activation, residual).double().eval()
+    batches = [batch._replace(images=batch.images.double()) for batch in concepts().concept_dataloader()]
+    symmetry, identity = trace_symmetry(net, batches[0].images[:2]), torch.eye(6, dtype=torch.float64)
+    element = symmetry.sample(generator("test"), signs=False, mixing=False, shifts=False)
+    matrix = group_matrix(symmetry, "blocks.1.activation2", generator("test"))
+    moved = symmetry.act(element, net)
+    own, acted = dissected(net, torch.stack([identity, matrix]), batches)
+    (through_weights,) = dissected(moved, identity[None], batches)
+    order = matrix.argmax(1)
+    scales = matrix.max(1).values
+    assert (matrix > 0).sum() == 6
+    assert order.tolist() != list(range(6))
+    for other in (acted, through_weights):
+        torch.testing.assert_close(other.thresholds, own.thresholds[order] * scales, rtol=1e-10, atol=1e-10)
+        assert torch.equal(other.overlaps, own.overlaps[order])
+        assert other.detectors().units == own.detectors().units
+        assert other.detectors().distinct == own.detectors().distinct
+        torch.testing.assert_close(other.summary.kurtosis, own.summary.kurtosis[order], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(other.summary.participation, own.summary.participation[order], rtol=1e-9, atol=0)
+
+
+def test_permutations_change_nothing_at_the_end_of_their_path(run):
+    _, task, _ = run
+    for number in range(3):
+        (start,) = of(task, member=number, network="trained", basis="rotation", alpha=0.0)
+        halfway, end = of(task, member=number, basis="permutation")
+        (group,) = of(task, member=number, basis="group")
+        assert (halfway.alpha, end.alpha) == (0.5, 1.0)
+        sorted_overlaps = start.found.overlaps.sort(0).values
+        assert torch.equal(end.found.overlaps.sort(0).values, sorted_overlaps)
+        assert not torch.equal(halfway.found.overlaps.sort(0).values, sorted_overlaps)
+        torch.testing.assert_close(group.found.overlaps.sort(0).values, sorted_overlaps, rtol=0, atol=1e-3)  # float32
+
+
+def test_path_begins_at_the_networks_own_basis_and_members_have_rotations_of_their_own(run):
+    _, task, _ = run
+    assert [(one.basis, one.alpha) for one in of(task, member=1, network="trained")] == [
+        *(("rotation", alpha) for alpha in (0.0, 0.3, 1.0)),
+        ("permutation", 0.5),
+        ("permutation", 1.0),
+        ("group", 1.0),
+    ]
+    assert {one.basis for one in of(task, network="untrained")} == {"rotation"}
+    batches = list(concepts().concept_dataloader())
+    (plain,) = dissected(task.zoos["small"].load(1), torch.eye(6)[None], batches)
+    (first,) = of(task, member=1, network="trained", basis="rotation", alpha=0.0)
+    assert torch.equal(plain.overlaps, first.found.overlaps)
+    ends = {number: task._bases(number, "untrained", 6, None, "")[-1][2] for number in range(2)}
+    assert not torch.equal(ends[0], ends[1])
+    # The members of this zoo were never trained: what is found of their first weights is the same.
+    (fresh,) = of(task, member=1, network="untrained", alpha=0.0)
+    assert torch.equal(fresh.found.overlaps, first.found.overlaps)
+
+
+def test_files_hold_what_was_found(run):
+    path, task, report = run
+    folder = path / "results"
+    names = {f"{name}.{kind}" for name in ("changes", "summary", "bases", "units") for kind in ("csv", "json")}
+    assert {file.name for file in folder.iterdir()} == {*names, "dissection.png"}
+    assert imread(folder / "dissection.png").std() > 0.01
+    bases, changes, units = (read_rows(folder / name) for name in ("bases.json", "changes.json", "units.json"))
+    assert len(bases) == len(read_csv(folder / "bases.csv")) == 3 * (6 + 3)
+    for row, one in zip(bases, task.results, strict=True):
+        found = one.found.detectors(0.04)
+        assert (row["interpretable"], row["distinct"], row["units"]) == (found.units, found.distinct, 6)
+        assert row["overlap"] == pytest.approx(found.overlap.mean().item())
+    by_member = {
+        (row["member"], row["alpha"]): row
+        for row in bases
+        if row["network"] == "trained" and row["basis"] == "rotation"
+    }
+    differences = [by_member[number, 1.0]["overlap"] - by_member[number, 0.0]["overlap"] for number in range(3)]
+    (change,) = [
+        row for row in changes if (row["network"], row["basis"], row["quantity"]) == ("trained", "rotation", "overlap")
+    ]
+    expected = ttest_1samp(differences, 0).confidence_interval(0.95)
+    assert change["change"] == pytest.approx(sum(differences) / 3)
+    assert (change["low"], change["high"]) == pytest.approx(tuple(expected))
+    assert report.results.numbers["dissection/small/change_of_overlap"] == change["change"]
+    for row in changes:
+        if row["basis"] == "group" and row["quantity"] in ("interpretable", "distinct"):
+            assert row["largest"] == 0
+    assert len(units) == 3 * 6
+    assert {row["concept"] for row in units} <= {concept.name for concept in ConceptsDataModule.concepts}
+
+
+def test_interval_of_few_members():
+    assert mean_interval([]) == pytest.approx((math.nan,) * 3, nan_ok=True)
+    assert mean_interval([2.0, math.nan]) == pytest.approx((2.0, math.nan, math.nan), nan_ok=True)
+    low, high = ttest_1samp([1.0, 2.0, 4.0], 0).confidence_interval(0.95)
+    assert mean_interval([1.0, 2.0, 4.0]) == pytest.approx((7 / 3, low, high))
+
+
+def test_without_controls_there_are_rotations_only(zoo, tmp_path):
+    task = DissectionTask({"small": zoo}, members=1, controls=False, site="blocks.0.activation1", **SETTINGS)
+    fit(task, concepts(), DissectionReport(), folder=tmp_path, max_epochs=0)
+    assert [(one.network, one.basis, one.alpha) for one in task.results] == [
+        ("trained", "rotation", alpha) for alpha in (0.0, 0.3, 1.0)
+    ]
+    assert len(task.results[0].found.thresholds) == 4
+
+
+def test_images_without_classes_have_no_selectivity():
+    batches = [ConceptBatch(b.images, b.masks, b.annotated, None) for b in concepts().concept_dataloader()]
+    (found,) = dissected(network(0), torch.eye(6)[None], batches)
+    assert found.summary.selectivity.isnan().all()
+    assert found.summary.kurtosis[found.summary.live].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        refused(DissectionTask, zoos={}),
+        refused(DissectionTask, {"a": "b"}, members=0),
+        refused(DissectionTask, {"a": "b"}, alphas=[0.0, 0.5], says=["alphas", "0 and 1"]),
+        refused(DissectionTask, {"a": "b"}, alphas=[0.0, 1.0, 1.0], says="different"),
+        refused(DissectionTask, {"a": "b"}, alphas=[0.0, 1.5, 1.0], says=["alphas", "1.5"]),
+        refused(DissectionTask, {"a": "b"}, top=0.0),
+        refused(DissectionTask, {"a": "b"}, least=1.0),
+        refused(DissectionTask, {"a": "b"}, basis_seed=-1),
+    ],
+)
+def test_settings_out_of_range_are_refused(refusal):
+    refusal()
+
+
+def test_what_does_not_fit_is_one_sentence(zoo, tmp_path):
+    def run(task, data):
+        fit(task, data, max_epochs=0, folder=tmp_path)
+
+    assert_refused(run, DissectionTask({"a": zoo}), digits(), error=TypeError, says=["concepts", "DigitsDataModule"])
+    assert_refused(run, DissectionTask({"a": zoo}, site="activation9"), concepts(), says="activation9")
+    missing = DissectionTask({"a": str(tmp_path / "none")})
+    assert_refused(run, missing, concepts(), error=FileNotFoundError, says="none")
+    batches = list(concepts().concept_dataloader())
+    settings = {"images": 40, "example": batches[0].images[:1], "concepts": 25}
+    assert_refused(lambda: dissect(network(0), "flatten", torch.eye(6)[None], batches, **settings), says="flatten")
