@@ -50,6 +50,15 @@ def test_a_walk_of_same_sign_stays_in_the_class_and_leaves_the_orbit() -> None:
     assert walk.ranks.unique().tolist() == [1]
 
 
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_the_rank_does_not_depend_on_the_size_of_the_outputs(size: float) -> None:
+    """Two inputs of sizes 1 to 1e-3, with two outputs each: four singular values above the limit of 1e-4."""
+    network = nn.Linear(3, 2, bias=False).double()
+    inputs = size * torch.diag(torch.tensor([1.0, 1e-3, 0.0], dtype=torch.float64))[:2]
+    walk = walk_level_set(network, inputs, steps=1, step_size=0.1, rcond=1e-4)
+    assert walk.ranks.unique().tolist() == [4]
+
+
 def test_a_walk_of_mixed_signs_stays_on_the_orbit() -> None:
     network = two_unit(MIXED)
     walk = walk_level_set(network, line(8), steps=200, step_size=0.05)

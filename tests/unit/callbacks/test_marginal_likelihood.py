@@ -176,6 +176,7 @@ def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
     ratios = [b / a for a, b in zip(constant.moved, cosine.moved, strict=True)]
     assert ratios[0] == pytest.approx((1 + math.cos(math.pi / 4)) / 2, rel=1e-6)  # the first step of Adam: of size lr
     assert ratios[3] == 0
+    fit(tmp_path / "short", learner(Watch, steps=1, lr_schedule="cosine"), max_epochs=1)  # one epoch has an end, too
     with pytest.raises(ValueError, match="max_epochs, which is not set"):
         fit(tmp_path, MarginalLikelihood(lr_schedule="cosine"), max_epochs=-1)
 
