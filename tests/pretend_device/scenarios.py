@@ -37,11 +37,13 @@ from pytorch_lightning.loggers import TensorBoardLogger
 import lightning_sym
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
+    DissectionReport,
     EquivalenceReport,
     MarginalLikelihood,
     MatchingReport,
     PlaneGrid,
     RotationReport,
+    SimilarityReport,
     StitchingReport,
     SymmetryMonitor,
     WalkReport,
@@ -50,10 +52,19 @@ from lightning_sym.callbacks import (
 )
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.datamodules import GaussianInputsDataModule, Quadrant
+from lightning_sym.datamodules import ConceptsDataModule, GaussianInputsDataModule, Quadrant
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwork
 from lightning_sym.stitching import STITCHING_MAPS
-from lightning_sym.tasks import EquivalenceTask, EquivarianceTask, MatchingTask, RotationTask, StitchingTask, ZooTask
+from lightning_sym.tasks import (
+    DissectionTask,
+    EquivalenceTask,
+    EquivarianceTask,
+    MatchingTask,
+    RotationTask,
+    SimilarityTask,
+    StitchingTask,
+    ZooTask,
+)
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (lightning_sym, lightning_sym.callbacks, lightning_sym.datamodules)
@@ -87,7 +98,17 @@ class Watch(Callback):
         self.recording.__exit__(None, None, None)
 
 
-def run(folder, make_task, make_callbacks, make_data, interrupt="1 1", waits=False, accelerator="gpu", **settings):
+def run(
+    folder,
+    make_task,
+    make_callbacks,
+    make_data,
+    interrupt="1 1",
+    waits=False,
+    accelerator="gpu",
+    tests=True,
+    **settings,
+):
     """Fit and test; fit as far as an interruption, and resume; the same has to come out.
 
     Args:
@@ -98,6 +119,7 @@ def run(folder, make_task, make_callbacks, make_data, interrupt="1 1", waits=Fal
         interrupt: Where, see `fits.Interrupt`; None: nowhere.
         waits: Whether steps may wait for the device.
         accelerator: Accelerator of the trainer.
+        tests: Whether the task has a test.
         settings: Settings of the trainer.
 
     Returns:
@@ -115,7 +137,7 @@ def run(folder, make_task, make_callbacks, make_data, interrupt="1 1", waits=Fal
         loggers = [MetricsCSV(path), TensorBoardLogger(path, "", "")]
         options = {"max_epochs": 2, "accelerator": accelerator, "devices": 1, "logger": loggers, **settings}
         trainer = fit(task, data, *callbacks, folder=path, ckpt_path=resumed, **options)
-        if resumed is None:
+        if resumed is None and tests:
             trainer.test(task, data, verbose=False)
         ours = {site: count for site, count in watch.waits.items() if site.startswith(PACKAGES)}
         assert waits or not ours, f"steps wait for the device: {ours}"
@@ -149,8 +171,8 @@ def myrtle():
     return MyrtleCNN(2, in_channels=1, image_size=8)
 
 
-def zoo_at(folder, make=myrtle, members=2):
-    return str(write_zoo(folder, [make().fresh(number) for number in range(members)], digits()))
+def zoo_at(folder, make=myrtle, members=2, data=digits):
+    return str(write_zoo(folder, [make().fresh(number) for number in range(members)], data()))
 
 
 # ---- zoos
@@ -243,6 +265,7 @@ stitch = functools.partial(StitchingTask, pairs=[[0, 1]])
 recalibration = functools.partial(BatchNormRecalibration, images=16)
 barriers = functools.partial(MatchingReport, points=3)
 ALL_MAPS = ["rank(1)" if name == "rank" else name for name in STITCHING_MAPS]
+MEASURES = ["group", "orthogonal", "cka_linear", "cka_max", "cka_laplace"]
 ROTATIONS = ["group", "orthogonal", "none", "undo"]
 SCENARIOS |= {
     "stitching": functools.partial(
@@ -286,7 +309,32 @@ SCENARIOS |= {
         interrupt="0 1",
         waits=True,  # for the assignments, which are made on the CPU in every step
     ),
+    "similarity": functools.partial(
+        of_a_zoo,
+        task=functools.partial(
+            SimilarityTask, measures=["group", "orthogonal", "cka_linear", "cka_max", "cka_laplace"]
+        ),
+        callbacks=[SimilarityReport],
+        interrupt=None,  # the one epoch that there is trains nothing
+        waits=True,  # for the check that features are finite
+        tests=False,
+    ),
 }
+
+
+@scenario
+def dissection(folder):
+    concepts = functools.partial(ConceptsDataModule, max_samples=40)
+    path = zoo_at(folder / "zoo", lambda: MyrtleCNN(2, image_size=32, num_classes=40), 1, concepts)
+    run(
+        folder,
+        lambda: DissectionTask({"small": path}, alphas=[0.0, 1.0]),
+        lambda _: [DissectionReport()],
+        concepts,
+        interrupt=None,
+        tests=False,
+        max_epochs=0,
+    )
 
 
 # ---- equivalence
