@@ -11,12 +11,12 @@ Plain references:
     matrix  the two forward passes that the features come from
 """
 
-import argparse
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
-from _timing import Runs, result, timed, write
+from _timing import Results, Runs, parser, result, run, timed
 from torch import Tensor
 
 from lightning_sym.networks import MyrtleCNN
@@ -46,7 +46,7 @@ def alignment(x: Tensor, y: Tensor) -> Tensor:
     return value
 
 
-def measure_max(rounds: int, device: str) -> list[dict[str, Any]]:
+def measure_max(rounds: int, device: str) -> Results:
     """Time the alignment with the maximum kernel."""
     found = []
     for shape in ((2000, 64, 8, 8), (1000, 256, 4, 4)):
@@ -61,7 +61,7 @@ def measure_max(rounds: int, device: str) -> list[dict[str, Any]]:
     return found
 
 
-def measure_matrix(rounds: int, device: str) -> list[dict[str, Any]]:
+def measure_matrix(rounds: int, device: str) -> Results:
     """Time all pairs of layers of two networks on 2,000 images."""
     networks = [MyrtleCNN(16, in_channels=1, image_size=28).fresh(seed).to(device).eval() for seed in (0, 1)]
     sites = networks[0].sites()[:8]
@@ -99,17 +99,13 @@ def measure_matrix(rounds: int, device: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the benchmark and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds after a first one that is not counted")
-    parser.add_argument("--only", nargs="*", choices=["max", "matrix"], default=None)
-    arguments = parser.parse_args()
+    options = parser(__doc__, 3)
+    options.add_argument("--only", nargs="+", choices=["max", "matrix"])
+    arguments = options.parse_args()
+    rounds, device = arguments.rounds, arguments.device
     warnings.simplefilter("ignore")
-    parts = {"max": measure_max, "matrix": measure_matrix}
-    names = arguments.only or list(parts)
-    results = [found for name in names for found in parts[name](arguments.rounds, arguments.device)]
-    if not arguments.only:
-        write("similarity", results, arguments.device, arguments.rounds)
+    parts = {"max": partial(measure_max, rounds, device), "matrix": partial(measure_matrix, rounds, device)}
+    run("similarity", parts, arguments.only, device, rounds)
 
 
 if __name__ == "__main__":
