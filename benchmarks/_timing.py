@@ -47,7 +47,7 @@ def row(variant: str, seconds: list[float], plain: list[float], work: float = 1)
 
     Args:
         variant: Its name.
-        seconds: Of each round.
+        seconds: What each round took.
         plain: Those of the reference.
         work: How many times the reference's work the variant does; its ratios are for the same work.
     """

@@ -197,7 +197,7 @@ class Scene(NamedTuple):
     Attributes:
         images: Shape ``[N, 3, 32, 32]``, uint8.
         textures: Number of the texture of each. Shape ``[N]``, int64.
-        masks: Of the first images, where each concept is. Shape ``[masked, concepts, 32, 32]``, bool.
+        masks: Where each concept is, in the first images. Shape ``[masked, concepts, 32, 32]``, bool.
     """
 
     images: Tensor
@@ -211,7 +211,7 @@ def draw_scene(glyphs: Tensor, source: torch.Generator, masked: int = 0) -> Scen
     Args:
         glyphs: Grey digits, whose ink keeps 4 pixels from the border. Shape ``[N, 1, 28, 28]``, uint8.
         source: Where all that is random comes from.
-        masked: Of how many images the masks are made, the first ones.
+        masked: The number of images, the first ones, whose masks are made.
     """
     count, room = len(glyphs), _SIDE - _GLYPH
     draws = {
