@@ -1,33 +1,24 @@
 """How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers
 from lightning_sym._files import write_atomically
 from lightning_sym._random import generator
-from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import lacking
-from lightning_sym.callbacks.publishing import publish_results, publish_text
-from lightning_sym.callbacks.report import AfterFit
+from lightning_sym.callbacks._monitor import TrainingMonitor, has_members
+from lightning_sym.callbacks.publishing import publish_text
 from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.reports import RunResults
 from lightning_sym.reports.symmetry import GroupKind, SymmetryMeter, monitor_results, monitor_scalars
 from lightning_sym.tasks.strategy import gather
 from lightning_sym.zoo import versions
 
-_SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
-# A task with all of these trains several networks.
-_OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network")
 
-
-class SymmetryMonitor(AfterFit):
+class SymmetryMonitor(TrainingMonitor):
     r"""Follow how training moves a network along and across the orbits of its symmetry group.
 
     The symmetry is traced once, before the first step. For each axis group (units that move together, for example the
@@ -78,8 +69,6 @@ class SymmetryMonitor(AfterFit):
         or list), which must be what ``network`` is called with.
     """
 
-    data_type = None
-
     def __init__(
         self,
         every_n_epochs: int = 1,
@@ -90,66 +79,18 @@ class SymmetryMonitor(AfterFit):
         dirpath: str | None = None,
         prefix: str = "symmetry",
     ) -> None:
-        check_integers(every_n_epochs=every_n_epochs, every_n_steps=1 if every_n_steps is None else every_n_steps)
-        if members != "all" and (isinstance(members, str) or not members or len(set(members)) != len(members)):
-            raise ValueError(f'members must be "all" or distinct numbers, at least one, got {members!r}.')
-        if not re.fullmatch(r"[\w.-]+", prefix):
-            raise ValueError(f"prefix must be made of letters, digits, '_', '.' and '-', got {prefix!r}.")
-        super().__init__(dirpath)
-        self.every_n_epochs = every_n_epochs
-        self.every_n_steps = every_n_steps
-        self.members = members
-        self.network = network
+        super().__init__(every_n_epochs, every_n_steps, members, network, dirpath, prefix)
         self.distance = distance
-        self.prefix = prefix
-        self._clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget an earlier fit."""
+        super().clear()
         self._meter: SymmetryMeter | None = None
         self._kinds: dict[str, GroupKind] = {}  # with _table, of a resumed run that may have nothing to trace
         self._table: dict[str, Any] = {}  # the symmetry for the files
-        self._points: list[dict[str, Any]] = []
-        self._starts: dict[int, dict[str, Any]] = {}
         self._forms: dict[int, dict[str, Tensor]] = {}  # of the starts; made again after a resume
-        self._saved_as: dict[str, Any] | None = None
-        self._begun = False
-        self._epoch = 0.0
-
-    @property
-    def state_key(self) -> str:
-        """Two monitors of one fit keep their states apart."""
-        return self._generate_state_key(network=self.network, prefix=self.prefix)
 
     # ---- before the first step
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the members and the strategy.
-
-        Raises:
-            ValueError: If there is no such member, or the strategy shards weights.
-        """
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
-        self._clear()
-        if isinstance(trainer.strategy, _SHARDED):
-            raise ValueError(
-                f"SymmetryMonitor needs whole weights, which {type(trainer.strategy).__name__} shards; use ddp, or "
-                "remove the callback."
-            )
-        task: Any = pl_module
-        several = _has_members(pl_module)
-        if several and self.members != "all" and (missing := sorted(set(self.members) - set(task.numbers))):
-            raise ValueError(
-                f"SymmetryMonitor(members=...) names member(s) {ranges(missing)}, and the task has "
-                f"{ranges(task.numbers)}."
-            )
-        if not several and self.members != "all":
-            raise ValueError(
-                f"SymmetryMonitor(members={self.members}) is for a task with several networks, such as a ZooTask, and "
-                f"{type(pl_module).__name__} has no {' and no '.join(lacking(pl_module, _OF_POPULATIONS))}; leave "
-                'members at "all".'
-            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the network, which the module's own setup may have made, and trace it if its input is known.
@@ -157,27 +98,10 @@ class SymmetryMonitor(AfterFit):
         Raises:
             ValueError: If there is no such network, or it cannot be traced.
         """
-        network = self._network(pl_module)  # an error if there is none
+        network = self.network_of(pl_module)  # an error if there is none
         example = _example(trainer, pl_module)
         if example is not None:
             self._trace(network, example)
-
-    def _network(self, pl_module: LightningModule) -> nn.Module:
-        """Return the network to watch; for a population the one that its members are made from."""
-        found: Any = pl_module
-        name = "network" if _has_members(pl_module) else self.network
-        for part in name.split(".") if name else ():
-            found = getattr(found, part, None)
-        if isinstance(found, nn.Module):
-            compiled = getattr(found, "_orig_mod", None)
-            return compiled if isinstance(compiled, nn.Module) else found
-        children = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
-        choices = [f'network="{name}"' for name in children] + ['network="" for the whole module']
-        what = "no such attribute" if found is None else f"a {type(found).__name__} there, not an nn.Module"
-        raise ValueError(
-            f'SymmetryMonitor(network="{self.network}") watches the network in that attribute of the LightningModule, '
-            f"and {type(pl_module).__name__} has {what}; say where it is: {', '.join(choices)}."
-        )
 
     def _trace(self, network: nn.Module, example: Any) -> None:
         self._meter = SymmetryMeter(network, example)
@@ -188,7 +112,7 @@ class SymmetryMonitor(AfterFit):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the start, if the network has been traced."""
         if self._meter is not None:
-            self._begin(trainer, pl_module, self._meter)
+            self.begin(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Trace on the first batch if nothing else said what the network's input is, and measure the start.
@@ -196,147 +120,73 @@ class SymmetryMonitor(AfterFit):
         Raises:
             ValueError: If the batch does not show what the input is, or the network cannot be traced.
         """
-        if not self._begun:
-            if self._meter is None:
-                self._trace(self._network(pl_module), _first_input(pl_module, batch))
-            assert self._meter is not None
-            self._begin(trainer, pl_module, self._meter)
-        # Lightning does not end an epoch again that was over but for that when it was saved (by every_n_train_steps).
-        if batch_idx == 0 and self._is_due(trainer, trainer.current_epoch):
-            self._measure(trainer, pl_module, float(trainer.current_epoch))
+        if self._meter is None:
+            self._trace(self.network_of(pl_module), _first_input(pl_module, batch))
+            self.begin(trainer, pl_module)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def _begin(self, trainer: Trainer, pl_module: LightningModule, meter: SymmetryMeter) -> None:
-        self._begun = True
-        mine = self._settings(meter, self._watched(pl_module))
-        if self._saved_as is not None and self._saved_as != mine:
-            different = [f"{name} {self._saved_as.get(name)!r} there, {mine[name]!r} here" for name in mine
-                         if self._saved_as.get(name) != mine[name]]  # fmt: skip
-            raise ValueError(
-                f"The checkpoint's SymmetryMonitor watched something else: {'; '.join(different)}. Resume with the "
-                "same network and arguments, or with another prefix to start its curves anew."
-            )
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the symmetry, and measure the start; see :meth:`TrainingMonitor.begin`."""
+        super().begin(trainer, pl_module)
         if trainer.is_global_zero and self.active:
-            write_atomically(self.path / f"{self.prefix}.txt", f"{meter.symmetry}\n")
-            publish_text(trainer, str(meter.symmetry), self.prefix)
-        if not self._points:
-            # Rank 0 has the starts of all members, as it writes the checkpoint.
-            own = {
-                number: meter.start(self._state(pl_module, number), distance=self.distance)
-                for number in self._own(trainer, pl_module)
-            }
-            self._starts |= _of_all_ranks(own)
-            done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-            self._measure(trainer, pl_module, _epochs(trainer, begun=done))
+            text = str(self.meter.symmetry)
+            write_atomically(self.path / f"{self.prefix}.txt", f"{text}\n")
+            publish_text(trainer, text, self.prefix)
 
-    def _settings(self, meter: SymmetryMeter, members: list[int]) -> dict[str, Any]:
-        return {"network": meter.symmetry.fingerprint, "members": members, "distance": self.distance}
+    @property
+    def meter(self) -> SymmetryMeter:
+        """What measures, once the network has been traced."""
+        assert self._meter is not None
+        return self._meter
+
+    def settings(self, members: list[int]) -> dict[str, Any]:
+        """Return what a checkpoint and the run that goes on with it must have in common."""
+        return {"network": self.meter.symmetry.fingerprint, "members": members, "distance": self.distance}
 
     # ---- points
 
-    def _watched(self, pl_module: LightningModule) -> list[int]:
-        """Return the numbers of all watched members; a network that is no population is number 0."""
-        if not _has_members(pl_module):
-            return [0]
-        numbers: Any = pl_module.numbers
-        return list(numbers) if self.members == "all" else sorted(self.members)
+    def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
+        """Return the starts, on rank 0 of all members, as it writes the checkpoint."""
+        own = self.own_states(trainer, pl_module)
+        return _of_all_ranks({n: self.meter.start(state, distance=self.distance) for n, state in own.items()})
 
-    def _own(self, trainer: Trainer, pl_module: LightningModule) -> list[int]:
-        """Return the numbers of the members that this rank measures."""
-        watched, task = self._watched(pl_module), pl_module
-        if _has_members(pl_module) and task.member_parallel:
-            return [number for number in watched if number in task.member_seeds]  # type: ignore[operator]
-        return watched if trainer.is_global_zero else []  # all ranks have the same weights
-
-    def _state(self, pl_module: LightningModule, number: int) -> dict[str, Tensor]:
-        """Return a copy on the CPU of the current parameters and buffers."""
-        if _has_members(pl_module):
-            population: Any = pl_module.population
-            state: Mapping[str, Tensor] = population.member_state(number)
-        else:
-            network = self._network(pl_module)
-            state = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-
-    def _measure(self, trainer: Trainer, pl_module: LightningModule, epoch: float) -> None:
-        """Add a point; to be called on every rank."""
-        assert self._meter is not None
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return the quantities of each member, on rank 0 of all members."""
         own = {}
-        for number in self._own(trainer, pl_module):
-            start = self._starts[number]
+        for number, state in self.own_states(trainer, pl_module).items():
+            start = self.starts[number]
             if self.distance and number not in self._forms:
-                self._forms[number] = self._meter.forms(start["state"])
+                self._forms[number] = self.meter.forms(start["state"])
             forms = self._forms[number] if self.distance else None
-            own[number] = self._meter.values(self._state(pl_module, number), start, forms)
-        point = {"step": trainer.global_step, "epoch": epoch, "members": _of_all_ranks(own)}
-        self._points.append(point)
-        if trainer.is_global_zero and self.active:
-            scalars = monitor_scalars(point, self.prefix, named=_has_members(pl_module))
-            for logger in trainer.loggers:
-                logger.log_metrics(scalars, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
+            own[number] = self.meter.values(state, start, forms)
+        return {"members": _of_all_ranks(own)}
 
-    def _is_due(self, trainer: Trainer, epochs: int) -> bool:
-        """Return whether a point is wanted after so many epochs, and has not been made."""
-        wanted = self._begun and self.every_n_steps is None and epochs % self.every_n_epochs == 0
-        return wanted and bool(trainer.global_step != self._points[-1]["step"])
+    def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
+        """Return means over members, and the members' own values."""
+        return monitor_scalars(point, self.prefix, named=named)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Measure after every so many optimizer steps."""
-        if self.every_n_steps is None or trainer.global_step == self._points[-1]["step"]:
-            return  # the latter while gradients accumulate
-        if trainer.global_step % self.every_n_steps == 0:
-            self._measure(trainer, pl_module, _epochs(trainer))
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure after every so many epochs."""
-        self._epoch = _epochs(trainer, ended=True)
-        if self._is_due(trainer, trainer.current_epoch + 1):
-            self._measure(trainer, pl_module, self._epoch)
-
-    # ---- the end
-
-    def conclude(self, trainer: Trainer, task: LightningModule, data: None) -> None:
-        """Measure the end, write the figure and the tables; without points, nothing: there was no step."""
-        if self._begun and trainer.global_step != self._points[-1]["step"]:
-            self._measure(trainer, task, self._epoch)
-        if not self._points or not trainer.is_global_zero:
-            return
-        network = type(self._network(task)).__name__
-        about = {"network": network, "members": self._watched(task), **self._table, "versions": versions()}
-        results = monitor_results(
-            self._points, self._kinds, network=network, about=about, name=self.prefix, distance=self.distance
+    def results(self, network: str, members: list[int]) -> RunResults:
+        """Return the curves as a figure and tables."""
+        about = {"network": network, "members": members, **self._table, "versions": versions()}
+        return monitor_results(
+            self.points, self._kinds, network=network, about=about, name=self.prefix, distance=self.distance
         )
-        publish_results(trainer, results, self.path, "figures/SymmetryMonitor")
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves and the start, on rank 0 of all members."""
-        if self._meter is None or not self._points:
-            return {}
-        return {
-            "settings": self._settings(self._meter, sorted(self._starts)),
-            "points": list(self._points),
-            "starts": self._starts,
-            "kinds": {name: list(kind) for name, kind in self._kinds.items()},
-            "table": self._table,
-        }
+        state = super().state_dict()
+        kinds = {name: list(kind) for name, kind in self._kinds.items()}
+        return {**state, "kinds": kinds, "table": self._table} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the curves and the start back."""
+        super().load_state_dict(state_dict)
         if state_dict:
-            self._saved_as = state_dict["settings"]
-            self._points = list(state_dict["points"])
-            self._starts = state_dict["starts"]
             # For a run without an epoch left, which may never see a batch to trace the network on.
             self._kinds = {name: GroupKind(*kind) for name, kind in state_dict["kinds"].items()}
             self._table = state_dict["table"]
-
-
-def _has_members(pl_module: LightningModule) -> bool:
-    """Return whether a task trains several networks, which it has by number."""
-    return not lacking(pl_module, _OF_POPULATIONS)
 
 
 def _of_all_ranks(own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -371,21 +221,6 @@ def _first_input(pl_module: LightningModule, batch: Any) -> Tensor:
             f"SymmetryMonitor cannot tell the network's input from a batch that is {found}; set example_input_array in "
             f"{type(pl_module).__name__}.__init__ to what the network is called with, or let batches begin with it."
         )
-    if _has_members(pl_module):
+    if has_members(pl_module):
         first = first[0]  # a population's batches have one row per member
     return first[:4]
-
-
-def _epochs(trainer: Trainer, *, begun: int | None = None, ended: bool = False) -> float:
-    """Return how many epochs have been trained, with the part of the current one.
-
-    Args:
-        trainer: Says how many batches an epoch has.
-        begun: Batches of this epoch that count; default all that were begun, which at the end of a batch are all done.
-        ended: Whether the epoch is over, for epochs of unknown length.
-    """
-    batches = float(trainer.num_training_batches)
-    if not math.isfinite(batches) or batches == 0:
-        return float(trainer.current_epoch + ended)
-    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready if begun is None else begun
-    return float(trainer.current_epoch + min(1.0, done / batches))

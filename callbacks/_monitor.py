@@ -1,0 +1,279 @@
+"""What callbacks that measure networks while they are trained have in common: which networks, when, and the start."""
+
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_integers
+from lightning_sym._text import ranges
+from lightning_sym.callbacks._checks import lacking
+from lightning_sym.callbacks.publishing import publish_results
+from lightning_sym.callbacks.report import AfterFit
+from lightning_sym.reports import RunResults
+
+_SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
+# A task with all of these trains several networks.
+_OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network")
+
+
+class TrainingMonitor(AfterFit):
+    """Base of callbacks that measure a network, or the members of a population, at points of its training.
+
+    There is a point at the start, after every so many epochs or optimizer steps, and at the end; each is logged, and a
+    figure and tables are made of all at the end. Checkpoints hold the points and the start.
+
+    Args:
+        every_n_epochs: Epochs between two points. >= 1.
+        every_n_steps: Optimizer steps between two points, in place of epochs. None or >= 1.
+        members: Which members of a population are watched: ``"all"`` or their numbers.
+        network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
+            ``""`` is the LightningModule itself. Not used for a population.
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+        prefix: First part of all names.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    data_type = None
+
+    def __init__(
+        self,
+        every_n_epochs: int,
+        every_n_steps: int | None,
+        members: Literal["all"] | list[int],
+        network: str,
+        dirpath: str | None,
+        prefix: str,
+    ) -> None:
+        check_integers(every_n_epochs=every_n_epochs, every_n_steps=1 if every_n_steps is None else every_n_steps)
+        if members != "all" and (isinstance(members, str) or not members or len(set(members)) != len(members)):
+            raise ValueError(f'members must be "all" or distinct numbers, at least one, got {members!r}.')
+        if not re.fullmatch(r"[\w.-]+", prefix):
+            raise ValueError(f"prefix must be made of letters, digits, '_', '.' and '-', got {prefix!r}.")
+        super().__init__(dirpath)
+        self.every_n_epochs = every_n_epochs
+        self.every_n_steps = every_n_steps
+        self.members = members
+        self.network = network
+        self.prefix = prefix
+        self.clear()
+
+    # ---- what a subclass says
+
+    def clear(self) -> None:
+        """Forget an earlier fit."""
+        self.points: list[dict[str, Any]] = []
+        self.starts: dict[int, Any] = {}
+        self._saved_as: dict[str, Any] | None = None
+        self._begun = False
+        self._epoch = 0.0
+
+    @abstractmethod
+    def settings(self, members: list[int]) -> dict[str, Any]:
+        """Return what a checkpoint and the run that goes on with it must have in common."""
+
+    @abstractmethod
+    def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
+        """Return what later weights are compared with, by member; called on every rank."""
+
+    @abstractmethod
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return what is measured at a point, as plain values and tensors by name; called on every rank."""
+
+    @abstractmethod
+    def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
+        """Return what is logged for a point; ``named`` if members have numbers."""
+
+    @abstractmethod
+    def results(self, network: str, members: list[int]) -> RunResults:
+        """Return the tables and the figure; called on rank 0 only."""
+
+    @property
+    def state_key(self) -> str:
+        """Two monitors of one fit keep their states apart."""
+        return self._generate_state_key(network=self.network, prefix=self.prefix)
+
+    # ---- which networks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the members and the strategy.
+
+        Raises:
+            ValueError: If there is no such member, or the strategy shards weights.
+        """
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        self.clear()
+        name = type(self).__name__
+        if isinstance(trainer.strategy, _SHARDED):
+            raise ValueError(
+                f"{name} needs whole weights, which {type(trainer.strategy).__name__} shards; use ddp, or remove the "
+                "callback."
+            )
+        task: Any = pl_module
+        several = has_members(pl_module)
+        if several and self.members != "all" and (missing := sorted(set(self.members) - set(task.numbers))):
+            raise ValueError(
+                f"{name}(members=...) names member(s) {ranges(missing)}, and the task has {ranges(task.numbers)}."
+            )
+        if not several and self.members != "all":
+            raise ValueError(
+                f"{name}(members={self.members}) is for a task with several networks, such as a ZooTask, and "
+                f"{type(pl_module).__name__} has no {' and no '.join(lacking(pl_module, _OF_POPULATIONS))}; leave "
+                'members at "all".'
+            )
+
+    def network_of(self, pl_module: LightningModule) -> nn.Module:
+        """Return the network to watch; for a population the one that its members are made from.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        found: Any = pl_module
+        name = "network" if has_members(pl_module) else self.network
+        for part in name.split(".") if name else ():
+            found = getattr(found, part, None)
+        if isinstance(found, nn.Module):
+            compiled = getattr(found, "_orig_mod", None)
+            return compiled if isinstance(compiled, nn.Module) else found
+        children = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
+        choices = [f'network="{name}"' for name in children] + ['network="" for the whole module']
+        what = "no such attribute" if found is None else f"a {type(found).__name__} there, not an nn.Module"
+        raise ValueError(
+            f'{type(self).__name__}(network="{self.network}") watches the network in that attribute of the '
+            f"LightningModule, and {type(pl_module).__name__} has {what}; say where it is: {', '.join(choices)}."
+        )
+
+    def watched(self, pl_module: LightningModule) -> list[int]:
+        """Return the numbers of all watched members; a network that is no population is number 0."""
+        if not has_members(pl_module):
+            return [0]
+        numbers: Any = pl_module.numbers
+        return list(numbers) if self.members == "all" else sorted(self.members)
+
+    def own_states(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, dict[str, Tensor]]:
+        """Return the weights of the members that this rank answers for; each member is one rank's."""
+        numbers, task = self.watched(pl_module), pl_module
+        if has_members(pl_module) and task.member_parallel:
+            numbers = [number for number in numbers if number in task.member_seeds]  # type: ignore[operator]
+        elif not trainer.is_global_zero:
+            numbers = []  # all ranks have the same weights
+        return {number: self._state(pl_module, number) for number in numbers}
+
+    def _state(self, pl_module: LightningModule, number: int) -> dict[str, Tensor]:
+        """Return a copy on the CPU of the current parameters and buffers."""
+        if has_members(pl_module):
+            population: Any = pl_module.population
+            state: Mapping[str, Tensor] = population.member_state(number)
+        else:
+            network = self.network_of(pl_module)
+            state = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+    # ---- points
+
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the start, unless the run goes on with a checkpoint; called on every rank.
+
+        Raises:
+            ValueError: If the checkpoint's monitor had other settings.
+        """
+        self._begun = True
+        mine = self.settings(self.watched(pl_module))
+        if self._saved_as is not None and self._saved_as != mine:
+            different = [f"{name} {self._saved_as.get(name)!r} there, {mine[name]!r} here" for name in mine
+                         if self._saved_as.get(name) != mine[name]]  # fmt: skip
+            raise ValueError(
+                f"The checkpoint's {type(self).__name__} watched something else: {'; '.join(different)}. Resume with "
+                "the same network and arguments, or with another prefix to start its curves anew."
+            )
+        if not self.points:
+            self.starts |= self.take_starts(trainer, pl_module)
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+            self._add_point(trainer, pl_module, _epochs(trainer, begun=done))
+
+    def _add_point(self, trainer: Trainer, pl_module: LightningModule, epoch: float) -> None:
+        """Measure; to be called on every rank."""
+        point = {"step": trainer.global_step, "epoch": epoch, **self.measure(trainer, pl_module)}
+        self.points.append(point)
+        if trainer.is_global_zero and self.active:
+            scalars = self.scalars(point, named=has_members(pl_module))
+            for logger in trainer.loggers:
+                logger.log_metrics(scalars, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
+
+    def _is_due(self, trainer: Trainer, epochs: int) -> bool:
+        """Return whether a point is wanted after so many epochs, and has not been made."""
+        wanted = self._begun and self.every_n_steps is None and epochs % self.every_n_epochs == 0
+        return wanted and bool(trainer.global_step != self.points[-1]["step"])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Measure what the end of the epoch before should have measured."""
+        # Lightning does not end an epoch again that was over but for that when it was saved (by every_n_train_steps).
+        if batch_idx == 0 and self._is_due(trainer, trainer.current_epoch):
+            self._add_point(trainer, pl_module, float(trainer.current_epoch))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure after every so many optimizer steps."""
+        if self.every_n_steps is None or trainer.global_step == self.points[-1]["step"]:
+            return  # the latter while gradients accumulate
+        if trainer.global_step % self.every_n_steps == 0:
+            self._add_point(trainer, pl_module, _epochs(trainer))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure after every so many epochs."""
+        self._epoch = _epochs(trainer, ended=True)
+        if self._is_due(trainer, trainer.current_epoch + 1):
+            self._add_point(trainer, pl_module, self._epoch)
+
+    def conclude(self, trainer: Trainer, task: LightningModule, data: None) -> None:
+        """Measure the end, write the figure and the tables; without points, nothing: there was no step."""
+        if self._begun and trainer.global_step != self.points[-1]["step"]:
+            self._add_point(trainer, task, self._epoch)
+        if self.points and trainer.is_global_zero:
+            results = self.results(type(self.network_of(task)).__name__, self.watched(task))
+            publish_results(trainer, results, self.path, f"figures/{type(self).__name__}")
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curves and the start, on rank 0 of all members."""
+        if not self._begun or not self.points:
+            return {}
+        return {"settings": self.settings(sorted(self.starts)), "points": list(self.points), "starts": self.starts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the curves and the start back."""
+        if state_dict:
+            self._saved_as = state_dict["settings"]
+            self.points = list(state_dict["points"])
+            self.starts = state_dict["starts"]
+
+
+def has_members(pl_module: LightningModule) -> bool:
+    """Return whether a task trains several networks, which it has by number."""
+    return not lacking(pl_module, _OF_POPULATIONS)
+
+
+def _epochs(trainer: Trainer, *, begun: int | None = None, ended: bool = False) -> float:
+    """Return how many epochs have been trained, with the part of the current one.
+
+    Args:
+        trainer: Says how many batches an epoch has.
+        begun: Batches of this epoch that count; default all that were begun, which at the end of a batch are all done.
+        ended: Whether the epoch is over, for epochs of unknown length.
+    """
+    batches = float(trainer.num_training_batches)
+    if not math.isfinite(batches) or batches == 0:
+        return float(trainer.current_epoch + ended)
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready if begun is None else begun
+    return float(trainer.current_epoch + min(1.0, done / batches))
