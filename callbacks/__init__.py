@@ -8,6 +8,7 @@ from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.rotation_report import RotationReport
+from lightning_sym.callbacks.similarity_monitor import SimilarityMonitor
 from lightning_sym.callbacks.similarity_report import SimilarityReport
 from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
@@ -26,6 +27,7 @@ __all__ = [
     "RecalibrationTargets",
     "RotationReport",
     "RunReport",
+    "SimilarityMonitor",
     "SimilarityReport",
     "StitchingReport",
     "SymmetryMonitor",

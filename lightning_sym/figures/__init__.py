@@ -14,7 +14,7 @@ from lightning_sym.figures.equivalence_sets import (
 from lightning_sym.figures.equivalence_walks import walk_curves
 from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
-from lightning_sym.figures.similarity import Depth, HeatMap, similarity_depth, similarity_maps
+from lightning_sym.figures.similarity import Depth, HeatMap, similarity_curves, similarity_depth, similarity_maps
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
     PenaltyPanel,
@@ -57,6 +57,7 @@ __all__ = [
     "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",
+    "similarity_curves",
     "similarity_depth",
     "similarity_maps",
     "sparsity_against_penalty",

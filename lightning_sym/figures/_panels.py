@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
@@ -18,6 +19,7 @@ INK = "#1b1b1b"
 # Okabe and Ito's palette, which color-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 SKY, ORANGE, BLACK = "#56b4e9", "#e69f00", "#000000"
+_FEW = (BLUE, VERMILION, SKY, ORANGE)
 
 
 def panels(
@@ -119,3 +121,20 @@ def legend_beside(
     """Put a legend beside all axes; the layout leaves room for it."""
     look: Any = {"loc": f"outside {place}", "handlelength": handlelength}
     figure.legend(handles=list(handles), frameon=False, fontsize=9, **look)
+
+
+def line_colors(count: int) -> list[str | tuple[float, ...]]:
+    """Return colors of so many lines in one panel; of many they go from dark to bright in the order of the lines."""
+    if count <= len(_FEW):
+        return list(_FEW[:count])
+    return [tuple(map(float, color)) for color in colormaps["viridis"](np.linspace(0.0, 0.92, count))]
+
+
+def legend_of_some(axes: Axes) -> None:
+    """Name the curves; of many only some, from the first to the last, as colors go from one to the other."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > len(_FEW):
+        chosen = np.unique(np.linspace(0, len(handles) - 1, len(_FEW)).round().astype(int))
+        handles, labels = [handles[index] for index in chosen], [labels[index] for index in chosen]
+    if handles:
+        axes.legend(handles, labels, fontsize=8, framealpha=0.9)

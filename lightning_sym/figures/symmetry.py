@@ -3,14 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from lightning_sym.figures import _panels as shared
 
-_FEW = (shared.BLUE, shared.VERMILION, shared.SKY, shared.ORANGE)
 _DISTANCES = {
     "parameters": ("as trained", shared.INK, "-"),
     "balanced": ("balanced, units in place", shared.GREEN, "--"),
@@ -46,7 +43,7 @@ def symmetry_curves(
         ValueError: If nothing is to be drawn.
     """
     groups = list(dict.fromkeys([*imbalance, *drift, *(dead or {})]))
-    colors = dict(zip(groups, _group_colors(len(groups)), strict=True))
+    colors = dict(zip(groups, shared.line_colors(len(groups)), strict=True))
     dead = dead if dead and any(np.nanmax(np.asarray(each, float), initial=0) > 0 for each in dead.values()) else {}
     all_panels: list[tuple[str, str, Mapping[str, ArrayLike]]] = [
         ("Imbalance, 0 = balanced", "$|$in $-$ out$|$ / (in $+$ out), squared norms", imbalance),
@@ -70,21 +67,5 @@ def symmetry_curves(
         axes.yaxis.label.set_fontsize(9)
         axes.set_ylim(bottom=0)
         axes.margins(x=0.01)
-        _legend(axes)
+        shared.legend_of_some(axes)
     return figure
-
-
-def _group_colors(count: int) -> list[str | tuple[float, ...]]:
-    if count <= len(_FEW):
-        return list(_FEW[:count])
-    return [tuple(map(float, color)) for color in colormaps["viridis"](np.linspace(0.0, 0.92, count))]
-
-
-def _legend(axes: Axes) -> None:
-    """Name the curves; of many only some, from the first to the last, as colors go from one to the other."""
-    handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > len(_FEW):
-        chosen = np.unique(np.linspace(0, len(handles) - 1, len(_FEW)).round().astype(int))
-        handles, labels = [handles[index] for index in chosen], [labels[index] for index in chosen]
-    if handles:
-        axes.legend(handles, labels, fontsize=8, framealpha=0.9)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class Measure:
         self._settings = given
         self._example = self._cka() if self.kind in _KERNELS else self._procrustes(self._group or "relu")
 
+    @property
+    def own_group(self) -> bool:
+        """Whether it compares up to the network's own symmetry, which must then be known."""
+        return self.kind == "group" and self._group is None
+
     def _cka(self) -> CKA:
         return CKA(_KERNELS[self.kind], **self._settings)
 
@@ -90,14 +95,42 @@ class Measure:
         return [[self._between(one, two) for two in second] for one in first]
 
     def _between(self, one: Layer, two: Layer) -> Metric:
-        own = self.kind == "group" and self._group is None
         try:
             repeats(one.example, two.example)
         except ValueError as error:
             return Incomparable(str(error))
-        if own and one.group.inside != two.group.inside:
+        if self.own_group and one.group.inside != two.group.inside:
             return Incomparable("their channels have groups of different kinds.")
-        return self._procrustes(*((one.group, two.group) if own else (self._group or "relu",)))
+        return self._procrustes(*((one.group, two.group) if self.own_group else (self._group or "relu",)))
+
+
+def named_measures(given: Sequence[str] | Mapping[str, Mapping[str, Setting] | None]) -> dict[str, Measure]:
+    """Return measures by name.
+
+    Args:
+        given: Their names, or settings by name.
+
+    Raises:
+        ValueError: If there are none, one is named twice, or one is not known.
+    """
+    names = [given] if isinstance(given, str) else list(given)
+    if isinstance(given, str) or not names or len(set(names)) < len(names):
+        raise ValueError(f"measures must be a list of different names, or settings by name, got {given!r}.")
+    settings = given if isinstance(given, Mapping) else dict.fromkeys(names)
+    return {name: Measure(name, settings[name]) for name in names}
+
+
+def checked_sites(name: str, sites: Literal["all"] | Sequence[str]) -> Literal["all"] | list[str]:
+    """Return the names of sites, or ``"all"``.
+
+    Raises:
+        ValueError: If they are neither different names nor ``"all"``; the message names the argument.
+    """
+    if sites == "all":
+        return "all"
+    if isinstance(sites, str) or not sites or len(set(sites)) < len(sites):
+        raise ValueError(f'{name} must be "all" or a list of different names, got {sites!r}.')
+    return list(sites)
 
 
 class Incomparable(Metric):

@@ -1,6 +1,6 @@
 """How similar the members of a zoo are, layer by layer, beside what comes for free; nothing is trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ from lightning_sym._distributed import summed
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
-from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
-from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting
+from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity, features_of
+from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting, checked_sites, named_measures
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_two
 from lightning_sym.tasks.population import check_words, first_difference
@@ -119,7 +119,7 @@ class SimilarityTask(LightningModule):
                 raise ValueError(unknown("null", null, NULLS))
         if other_zoo is None and other_sites != "all":
             raise ValueError(f"other_sites {other_sites} are those of another zoo; give other_zoo, or use sites.")
-        self._measures = _measures(measures)
+        self._measures = named_measures(DEFAULT_MEASURES if measures is None else measures)
         self.zoo = str(zoo)
         self.other_zoo = None if other_zoo is None else str(other_zoo)
         self._drawn: int | None = None
@@ -132,7 +132,7 @@ class SimilarityTask(LightningModule):
         self.nulls: tuple[Null, ...] = tuple(null for null in NULLS if null in nulls)
         self.allow = tuple(allow or ())
         self.save_hyperparameters()
-        self._sites = _checked_sites("sites", sites), _checked_sites("other_sites", other_sites)
+        self._sites = checked_sites("sites", sites), checked_sites("other_sites", other_sites)
         self.nothing = nn.Parameter(torch.zeros(1))  # an optimizer, and DDP, want a parameter
 
         self.layers: tuple[list[str], list[str]] = ([], [])
@@ -396,28 +396,6 @@ class SimilarityTask(LightningModule):
                     "with, which the config.yaml of its run holds."
                 )
         self.similarities, self.live, self.images = saved["similarities"], saved["live"], saved["images"]
-
-
-def _measures(given: list[str] | dict[str, dict[str, Setting] | None] | None) -> dict[str, Measure]:
-    """Return the measures by name.
-
-    Raises:
-        ValueError: If there are none, one is named twice, or one is not known.
-    """
-    given = list(DEFAULT_MEASURES) if given is None else given
-    names = [given] if isinstance(given, str) else list(given)
-    if isinstance(given, str) or not names or len(set(names)) < len(names):
-        raise ValueError(f"measures must be a list of different names, or settings by name, got {given!r}.")
-    settings: Mapping[str, Mapping[str, Setting] | None] = given if isinstance(given, dict) else dict.fromkeys(names)
-    return {name: Measure(name, settings[name]) for name in names}
-
-
-def _checked_sites(name: str, sites: Literal["all"] | list[str]) -> Literal["all"] | list[str]:
-    if sites == "all":
-        return "all"
-    if isinstance(sites, str) or not sites or len(set(sites)) < len(sites):
-        raise ValueError(f'{name} must be "all" or a list of different names, got {sites!r}.')
-    return list(sites)
 
 
 def _another_order(count: int, source: torch.Generator) -> Tensor:

@@ -43,6 +43,7 @@ from lightning_sym.callbacks import (
     MatchingReport,
     PlaneGrid,
     RotationReport,
+    SimilarityMonitor,
     SimilarityReport,
     StitchingReport,
     SymmetryMonitor,
@@ -212,8 +213,8 @@ SCENARIOS |= {
 
 @scenario
 def zoo_monitored(folder):
-    monitored = functools.partial(ZooTask, myrtle(), members=1, optimizer=adam)
-    run(folder, monitored, lambda path: [SymmetryMonitor()], digits)
+    monitored = functools.partial(ZooTask, myrtle(), members=2, optimizer=adam)
+    run(folder, monitored, lambda path: [SymmetryMonitor(members=[0]), SimilarityMonitor(reference=myrtle())], digits)
 
 
 class Poison(Callback):

@@ -1,0 +1,224 @@
+"""How similar networks are, while they are trained, to their start, to a reference and to each other."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_sym._checks import check_integers
+from lightning_sym._distributed import gathered
+from lightning_sym._random import seeded
+from lightning_sym.callbacks._monitor import TrainingMonitor, has_members
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.similarity_monitor import SimilarityMeter, monitor_results, monitor_scalars, with_weights
+from lightning_sym.similarity.measures import Setting, checked_sites, named_measures
+from lightning_sym.zoo import ModelZoo, versions
+
+
+class SimilarityMonitor(TrainingMonitor):
+    """Follow how similar representations are while networks are trained, on the same validation images throughout.
+
+    Works with any LightningModule that holds a network, and with populations such as
+    :class:`lightning_sym.tasks.ZooTask`. Logged, from values at the start of training, after every ``every_n_epochs``
+    epochs (or ``every_n_steps`` optimizer steps) and at the end, for each measure and site:
+
+    - ``similarity/start/<measure>/<site>``: of a network with itself at the start; mean over members;
+    - ``similarity/reference/<measure>/<site>``, if there is a reference: with that; mean over members;
+    - ``similarity/members/<measure>/<site>``, for a population: between two members; mean over pairs. The first value
+      is that of untrained networks, and what later ones are to be held against.
+
+    Values of networks whose features are not finite are left out. See :class:`lightning_sym.tasks.SimilarityTask` for
+    measures and their settings. Written at the end, on rank 0: ``results/similarity.png`` (in TensorBoard
+    ``figures/SimilarityMonitor/similarity``), ``similarity.csv`` and ``.json`` (a row for each point, comparison and
+    site).
+
+    Training stays bitwise as it is: copies are measured, in evaluation mode, and no random number is drawn. With
+    several processes, also under ``ddp_members``, all have the weights of all members while they are measured, and
+    share out the images; the values are those of one process up to rounding. Checkpoints hold the curves and the
+    weights at the start, so that a resumed run goes on with them; without these "start" is where the monitor came in. A
+    point costs a forward pass of the images for each site, of each member now and at its start.
+
+    Args:
+        measures: Names of measures, or settings by name. Default linear CKA and, if the network can be traced, group:
+            Procrustes up to its own symmetry.
+        sites: Names of modules whose outputs are compared; ``"all"``: the outputs of all activation modules.
+        reference: What to compare with in addition: a zoo's folder, a checkpoint of the same LightningModule, or a
+            network. None for nothing.
+        reference_member: Number of the member, if the reference is a zoo. >= 0.
+        images: How many images of the validation set are looked at, the first ones. >= 4.
+        every_n_epochs: Epochs between two points. >= 1.
+        every_n_steps: Optimizer steps between two points, in place of epochs. None or >= 1.
+        members: Which members of a population are watched: ``"all"`` or their numbers.
+        network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
+            ``""`` is the LightningModule itself. Not used for a population.
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+        prefix: First part of all names, in place of ``similarity``; two monitors in one fit need two.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Note:
+        Images are those of a datamodule of :mod:`lightning_sym.datamodules`, or of the first validation dataloader,
+        which must have a dataset that can be indexed; the first entry of its batches must be what the network is called
+        with. What the dataset gives must be the same each time, as a resumed run asks for it again.
+    """
+
+    def __init__(
+        self,
+        measures: list[str] | dict[str, dict[str, Setting] | None] | None = None,
+        sites: Literal["all"] | list[str] = "all",
+        reference: str | nn.Module | None = None,
+        reference_member: int = 0,
+        images: int = 200,
+        every_n_epochs: int = 1,
+        every_n_steps: int | None = None,
+        members: Literal["all"] | list[int] = "all",
+        network: str = "network",
+        dirpath: str | None = None,
+        prefix: str = "similarity",
+    ) -> None:
+        check_integers(4, images=images)
+        check_integers(0, reference_member=reference_member)
+        self.measures = None if measures is None else list(named_measures(measures).values())
+        self.sites = checked_sites("sites", sites)
+        # In a tuple, as a module is no part of the settings that Lightning copies or compares.
+        self._reference = (reference,)
+        self.reference_member = reference_member
+        self.images = images
+        super().__init__(every_n_epochs, every_n_steps, members, network, dirpath, prefix)
+
+    def clear(self) -> None:
+        """Forget an earlier fit."""
+        super().clear()
+        self._meter: SimilarityMeter | None = None
+
+    # ---- before the first step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the network and the images, and measure the start.
+
+        Raises:
+            FileNotFoundError: If there is no reference in the place that was given.
+            TypeError: If images cannot be taken from the validation data.
+            ValueError: If there are no validation images, or network, sites, measures and reference do not fit.
+        """
+        with isolate_rng(), seeded(0):
+            network = self.network_of(pl_module)
+            inputs = self._inputs(trainer, pl_module)
+            reference = self._opened(network)
+            self._meter = SimilarityMeter(network, inputs, self.measures, self.sites, reference, pl_module.device)
+        self.begin(trainer, pl_module)
+
+    def _inputs(self, trainer: Trainer, pl_module: LightningModule) -> Tensor:
+        """Return what networks are called with, the same on every rank."""
+        data: Any = getattr(trainer, "datamodule", None)
+        if callable(getattr(data, "split_tensors", None)):
+            images, labels = (tensor[: self.images] for tensor in data.split_tensors("val")[:2])
+            batch: Any = (data.normalize(images), labels) if len(images) else ()
+        else:
+            batch = self._indexed(trainer)
+        if len(batch) == 0:
+            raise ValueError(
+                "SimilarityMonitor compares networks on validation images, and there are none; give the datamodule "
+                "some (val_fraction), or the trainer a validation dataloader."
+            )
+        if has_members(pl_module):
+            task: Any = pl_module
+            batch = task.evaluation_batch(trainer.strategy.batch_to_device(batch, pl_module.device))
+        first = batch[0] if isinstance(batch, (tuple, list)) else batch
+        if not isinstance(first, Tensor) or first.dim() == 0:
+            raise TypeError(
+                f"SimilarityMonitor takes the first entry of a validation batch for the network's input, and found a "
+                f"{type(first).__name__} in a {type(batch).__name__}; let batches begin with a tensor."
+            )
+        return first.detach()
+
+    def _indexed(self, trainer: Trainer) -> Any:
+        """Return the first images of the first validation dataloader as one batch, whoever samples them."""
+        loaders: Any = trainer.val_dataloaders
+        loader = next(iter(loaders), None) if isinstance(loaders, (list, tuple)) else loaders
+        if loader is None:
+            return ()
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            raise TypeError(
+                "SimilarityMonitor takes the first images of a datamodule of lightning_sym.datamodules or of a "
+                f"torch DataLoader whose dataset can be indexed, and the validation data are a {type(loader).__name__}."
+            )
+        dataset: Any = loader.dataset
+        count = min(self.images, len(dataset))
+        return loader.collate_fn([dataset[index] for index in range(count)]) if count else ()
+
+    def _opened(self, network: nn.Module) -> nn.Module | None:
+        """Return the reference as a network."""
+        (reference,) = self._reference
+        if reference is None or isinstance(reference, nn.Module):
+            return reference
+        path = Path(reference)
+        if not path.exists():
+            raise FileNotFoundError(f"There is no reference {path}; expected a zoo's folder or a checkpoint.")
+        return ModelZoo.open(path).load(self.reference_member) if path.is_dir() else self._restored(path, network)
+
+    def _restored(self, path: Path, network: nn.Module) -> nn.Module:
+        """Return a copy of the network with the weights that a checkpoint has for it."""
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        prefix = f"{self.network}." if self.network else ""
+        state = {name.replace("_orig_mod.", ""): tensor for name, tensor in saved.get("state_dict", {}).items()}
+        own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        return with_weights(network, own, str(path))
+
+    # ---- points
+
+    @property
+    def meter(self) -> SimilarityMeter:
+        """What measures, once training has started."""
+        assert self._meter is not None
+        return self._meter
+
+    def settings(self, members: list[int]) -> dict[str, Any]:
+        """Return what a checkpoint and the run that goes on with it must have in common."""
+        meter = self.meter
+        return {
+            "members": members,
+            "sites": list(meter.sites),
+            "measures": {measure.title: dict(measure.description) for measure in meter.measures},
+            "links": {name: [list(pair) for pair in pairs] for name, pairs in meter.links(members).items()},
+            "images": len(meter.inputs),
+        }
+
+    def _everywhere(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, dict[str, Tensor]]:
+        """Return the weights of all watched members, on every rank."""
+        return dict(sorted(item for own in gathered(self.own_states(trainer, pl_module)) for item in own.items()))
+
+    def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
+        """Return the weights of all members."""
+        return self._everywhere(trainer, pl_module)
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return all similarities, on every rank."""
+        with isolate_rng():
+            return {"values": self.meter.values(self._everywhere(trainer, pl_module), self.starts)}
+
+    def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
+        """Return means over members and pairs."""
+        measures = [measure.title for measure in self.meter.measures]
+        return monitor_scalars(point, measures, self.meter.sites, self.prefix)
+
+    def results(self, network: str, members: list[int]) -> RunResults:
+        """Return the curves as a figure and a table."""
+        used = self.settings(members) if self._meter is not None else self._saved_as
+        assert used is not None
+        about = {"network": network, **{name: used[name] for name in ("measures", "images")}, "versions": versions()}
+        return monitor_results(
+            self.points,
+            used["links"],
+            list(used["measures"]),
+            used["sites"],
+            network=network,
+            about=about,
+            name=self.prefix,
+        )
