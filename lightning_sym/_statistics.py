@@ -95,7 +95,7 @@ def bootstrap_over_models(
     nowhere = np.full_like(mean, np.nan)
     std = table.std(0, ddof=1) if len(table) > 1 else nowhere
     if models == 2:
-        note = "no interval: all pairs are of the same two models, which resampling cannot vary"
+        note = "no interval: all pairs are of the same two models, nothing to resample"
         return Interval(mean, std, nowhere, nowhere, len(table), models, 0, note)
     means, redrawn = _resampled_means(models, ends, table, samples, np.random.default_rng(seed))
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)

@@ -102,7 +102,7 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
         numbers=numbers,
         headline=next(iter(numbers.values()), None),
         shown=_shown(summary, title),
-        notes=["mean ± standard deviation over pairs; in brackets 95 % interval for the mean, over models", *notes],
+        notes=["mean ± std over pairs; in brackets 95 % interval for the mean, over models", *notes],
         places={"picture": "depth.png", "maps": "heat_maps.png", "table": "summary.csv", "pairs": "pairs.csv"},
     )
 

@@ -205,7 +205,8 @@ class GroupProcrustes(SimilarityMetric):
         for name, number in zip("xy", self.live_channels, strict=True):
             if not number:
                 warnings.warn(
-                    f"no channel of {name} is live on these inputs: its similarity says nothing.", stacklevel=2
+                    f"all channels of {name} are zero on these inputs, so that its similarity says nothing.",
+                    stacklevel=2,
                 )
         numbers = [_scale_numbers(group) for group in groups]
         standard_x, mass_x = _standard(groups[0], squares[0], alive[0], numbers[1])
@@ -213,7 +214,7 @@ class GroupProcrustes(SimilarityMetric):
         cross = standard_x @ cross @ standard_y.T
         both = mass_x + mass_y
         if both == 0 and self.live:
-            return undefined("no channel of either network is live on these inputs.")
+            return undefined("all channels of both networks are zero on these inputs.")
         squared = both - 2 * best_overlap(*groups, cross)
         rounding = torch.finfo(torch.float64).eps * max(64.0, math.sqrt(float(n))) * both
         distance = math.sqrt(squared) if squared > rounding else 0.0

@@ -53,7 +53,9 @@ class SimilarityTask(LightningModule):
 
     With several processes whole batches are dealt out, so that the results are the same up to rounding. Features are
     computed once for each network and batch, kernels once for each layer of each network. CKA keeps the features of all
-    images, on every process, unless its estimator is ``minibatch``; bound them by ``limit_train_batches``.
+    images, on every process, unless its estimator is ``minibatch``; bound them by ``limit_train_batches``. What is left
+    to do at the end, its kernels of all images and the assignments of the Procrustes measures, every process does in
+    full: more processes shorten the pass over the images only.
 
     Args:
         zoo: The zoo's folder.

@@ -114,8 +114,8 @@ def test_groups_and_grids_that_do_not_fit_are_refused(metric, x, y, says):
 @pytest.mark.parametrize(
     ("metric", "x", "y", "reason"),
     [
-        (GroupProcrustes("relu", live=True), 0 * X, 0 * Y, "no channel of either network is live"),
-        (GroupProcrustes("tanh", live=True, center=True), 0 * X + 2, 0 * Y + 1, "no channel"),
+        (GroupProcrustes("relu", live=True), 0 * X, 0 * Y, "all channels of both networks are zero"),
+        (GroupProcrustes("tanh", live=True, center=True), 0 * X + 2, 0 * Y + 1, "all channels of both"),
         (CKA(), X[:3], Y[:3], "needs 4 samples, got 3"),
         (CKA(estimator="biased"), X[:1], Y[:1], "needs 2 samples, got 1"),
         (CKA(estimator="minibatch"), X[:3], Y[:3], "4 samples"),
@@ -131,7 +131,7 @@ def test_groups_and_grids_that_do_not_fit_are_refused(metric, x, y, says):
         (CKA(estimator="minibatch"), 0 * X, Y, "x.*same for all inputs"),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:no channel of [xy] is live")  # which comes before, of each network
+@pytest.mark.filterwarnings("ignore:all channels of [xy] are zero")  # which comes before, of each network
 def test_a_value_that_does_not_exist_is_nan_and_says_why(metric, x, y, reason):
     with pytest.warns(UserWarning, match=reason):
         assert measured(metric, x, y).isnan()
@@ -151,7 +151,7 @@ def test_no_data_give_nan_and_say_so(name):
 ])  # fmt: skip
 def test_dead_networks_have_the_value_of_the_formula_and_their_counts(metric, x, value):
     """With y = 0, d^2 = L_X: 1 - d / (2 sqrt C) is 1 or 1/2, and 1 - d / (sqrt L_X + sqrt L_Y) is 0."""
-    with pytest.warns(UserWarning, match="no channel of [xy] is live") as caught:
+    with pytest.warns(UserWarning, match="all channels of [xy] are zero") as caught:
         assert float(measured(metric, x, 0 * X)) == pytest.approx(value, abs=EXACT)
     assert len(caught) == 1 + (not x.any())
     assert metric.live_channels == (int(x.any()) * 4, 0)

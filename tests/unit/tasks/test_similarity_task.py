@@ -1,11 +1,14 @@
 """SimilarityTask: the numbers of the metrics themselves, from one look at the data by each network; and refusals."""
 
+import io
 import math
+from pathlib import Path
 
 import fits
 import pytest
 import torch
 from helpers import assert_same, read_csv, read_rows, refused, write_zoo
+from rich.console import Console
 
 from lightning_sym.callbacks import SimilarityReport
 from lightning_sym.datamodules import MNIST5kDataModule
@@ -217,6 +220,18 @@ def test_live_channels_are_counted(tmp_path):
     assert len(rows) == 4
     note = read_rows(tmp_path / "results" / "summary")[0]["note"]
     assert note.startswith("no interval")  # one pair
+
+
+@pytest.mark.parametrize("pairs", [[[0, 1]], "all"], ids=str)
+def test_what_is_printed_fits_into_80_columns(matching_zoo, tmp_path, pairs):
+    report = SimilarityReport()
+    task = SimilarityTask(str(matching_zoo), pairs=pairs)
+    fits.fit(task, digits(), report, folder=tmp_path)
+    console = Console(file=io.StringIO(), width=80)
+    report.results.show(console, Path("runs/similarity/results"), Path("runs/similarity"))
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if len(line.rstrip()) > 80] == []
+    assert any("in brackets 95 % interval" in line for line in lines)
 
 
 def test_pairs_are_drawn_and_intervals_are_over_models(matching_zoo, tmp_path):
