@@ -560,6 +560,9 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=5, help="networks of a group; accuracy has 4 times as many")
     parser.add_argument("--epochs", type=int, default=80, help="how long networks are trained")
     options = parser.parse_args()
+    for name, least in {"seeds": 1, "members": 2, "epochs": 1}.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     print(run(options.folder, options.seeds, options.members, options.epochs))
     print(options.folder / "scores.csv", options.folder / "scores.png")

@@ -1,6 +1,7 @@
 """The small benchmark of measures: its scores rank as they should, its data are what they claim, and it runs."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -219,6 +220,15 @@ def test_run_writes_table_and_picture(tmp_path, monkeypatch, capsys):
     assert {row["test"] for row in found} == {*module.TESTS, "layers, untrained"}
     assert all(np.isfinite(row["value"]) for row in found)
     assert len(read_csv(tmp_path / "here" / "networks.csv")) == 1 + 3 * len(module.LEVELS)
+
+
+@pytest.mark.parametrize(("option", "least"), [("seeds", 1), ("members", 2), ("epochs", 1)])
+def test_too_few_are_refused_before_anything_is_trained(option, least, monkeypatch, capsys):
+    monkeypatch.setattr(module, "run", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(sys, "argv", ["similarity_tests", f"--{option}", str(least - 1)])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert f"--{option} must be at least {least}, got {least - 1}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
