@@ -55,7 +55,7 @@ class CurveNetwork(nn.Module):
         own: dict[Tensor, str] = {}
         names = {n: own.setdefault(p, n) for n, p in start.named_parameters(remove_duplicate=False)}
         self._own_names = {name: first for name, first in names.items() if first in self._shapes}  # with those tied
-        self.network = _without_weights(copy.deepcopy(start))
+        self.network = _without_weights(copy.deepcopy(start)).train()  # ends are often in evaluation mode
 
     def forward(self, inputs: Any) -> Any:
         """Return the outputs of the network at the point."""

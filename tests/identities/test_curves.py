@@ -165,7 +165,9 @@ def test_a_curve_network_is_the_network_at_the_point(training):
     """Of one with batch norm, which uses the batch, and of tied weights."""
     ends = [randomize_statistics(SmallCNN(norm=True), seed).double() for seed in (0, 1)]
     images = torch.randn(6, 1, 8, 8, dtype=torch.float64)
-    network = CurveNetwork(*ends).train(training)
+    network = CurveNetwork(ends[0].eval(), ends[1].eval())
+    assert all(module.training for module in network.modules())
+    network.train(training)
     network.coefficients.copy_(torch.tensor([0.0, 0.0, 1.0]))
     torch.testing.assert_close(network(images), ends[1].train()(images), atol=1e-12, rtol=1e-12)
     network.coefficients.copy_(torch.tensor([0.3, 0.6, 0.1]))
