@@ -132,6 +132,15 @@ class Population(nn.Module, ABC):
         """Give one member other parameters and buffers, under the network's own names; they are copied."""
 
     @abstractmethod
+    def set_buffer(self, name: str, values: Tensor) -> None:
+        """Give all members other values of a buffer, which are copied; nothing waits for the device.
+
+        Args:
+            name: The buffer's name within the network.
+            values: In the order of :attr:`numbers`. Shape ``[M, *shape of the buffer]``.
+        """
+
+    @abstractmethod
     def without(self, gradients: Sequence[Tensor], alive: Tensor) -> list[Tensor]:
         """Return gradients that are 0 for members that do not go on, whatever they were; nothing waits for the device.
 
@@ -285,6 +294,10 @@ class LoopPopulation(Population):
     def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:  # noqa: D102
         self._member(number).load_state_dict(state)
 
+    def set_buffer(self, name: str, values: Tensor) -> None:  # noqa: D102
+        for member, value in zip(self.members.values(), values, strict=True):
+            member.get_buffer(name).copy_(value, non_blocking=True)
+
     def without(self, gradients: Sequence[Tensor], alive: Tensor) -> list[Tensor]:  # noqa: D102
         given = iter(gradients)
         return [
@@ -399,6 +412,9 @@ class VmapPopulation(Population):
     def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:  # noqa: D102
         for name, view in self._member_views(number).items():
             view.copy_(state[name])
+
+    def set_buffer(self, name: str, values: Tensor) -> None:  # noqa: D102
+        self._tensors()[name].copy_(values, non_blocking=True)
 
     def _member_views(self, number: int) -> dict[str, Tensor]:
         index, tensors = self._index(number), self._tensors()

@@ -1,10 +1,7 @@
 """Experiments with populations that are no part of the package: what a user would write, for the conformance suite."""
 
-from math import comb
-
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from lightning_sym.networks import Network
@@ -42,51 +39,6 @@ class HalfBlindTask(PopulationTask):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs, F.one_hot(targets, 10).to(outputs))
-
-
-class Curve(nn.Module):
-    r"""A Bezier curve in weight space between two networks, :math:`\sum_i \binom{n}{i} (1-t)^{n-i} t^i \theta_i`.
-
-    In training it is a network at a random point of the curve, in evaluation that at ``place``.
-
-    Args:
-        start: The network at t = 0; fixed.
-        end: The network at t = 1; fixed.
-        points: Control points between them, which are trained; they begin on the straight line.
-    """
-
-    def __init__(self, start: Network, end: Network, points: int = 1) -> None:
-        super().__init__()
-        self.template = (start,)  # in a tuple: only the control points are parameters of the curve
-        self.place = 0.5
-        self.shapes = {name: parameter.shape for name, parameter in start.named_parameters()}
-        ends = [torch.cat([p.detach().flatten() for p in network.parameters()]) for network in (start, end)]
-        self.register_buffer("ends", torch.stack(ends))
-        share = torch.linspace(0, 1, points + 2)[1:-1, None]
-        self.control = nn.Parameter(torch.lerp(ends[0], ends[1], share.to(ends[0])))
-
-    def weights(self, t: Tensor) -> dict[str, Tensor]:
-        """Return the weights at a point of the curve, ``t`` in [0, 1]."""
-        points = torch.cat([self.ends[:1], self.control, self.ends[1:]])
-        n = len(points) - 1
-        basis = torch.stack([comb(n, i) * (1 - t) ** (n - i) * t**i for i in range(n + 1)])
-        parts = (basis @ points).split([shape.numel() for shape in self.shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        t = torch.rand((), device=inputs.device) if self.training else torch.tensor(self.place, device=inputs.device)
-        return functional_call(self.template[0], self.weights(t), (inputs,))
-
-
-class CurveTask(PopulationTask):
-    """Train curves between pairs of networks, such that the loss is low all along each curve; member n is of pair n."""
-
-    def __init__(self, pairs: list[tuple[Network, Network]], members: int = 1, points: int = 1, **settings) -> None:
-        super().__init__(members, **settings)
-        self.pairs, self.points = pairs, points
-
-    def make_member(self, number: int) -> nn.Module:
-        return Curve(*self.pairs[number], points=self.points)
 
 
 class SmallCNN(Network):

@@ -1,6 +1,23 @@
-"""Between networks: lines in weight space, loss barriers, means and merging."""
+"""Between networks: lines and curves in weight space, loss barriers, means and merging."""
 
-from lightning_sym.connectivity.interpolation import Barrier, average, barrier, interpolate
+from lightning_sym.connectivity.curve_network import CurveNetwork
+from lightning_sym.connectivity.curves import Curve, CurveSummary, curve_barriers, curve_coefficients, load_curve
+from lightning_sym.connectivity.interpolation import Barrier, CurveLosses, average, barrier, curve_losses, interpolate
 from lightning_sym.connectivity.merging import Merged, merge
 
-__all__ = ["Barrier", "Merged", "average", "barrier", "interpolate", "merge"]
+__all__ = [
+    "Barrier",
+    "Curve",
+    "CurveLosses",
+    "CurveNetwork",
+    "CurveSummary",
+    "Merged",
+    "average",
+    "barrier",
+    "curve_barriers",
+    "curve_coefficients",
+    "curve_losses",
+    "interpolate",
+    "load_curve",
+    "merge",
+]

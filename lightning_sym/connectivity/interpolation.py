@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -97,7 +97,7 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class CurveLosses:
     """Loss and accuracy at several points in weight space.
 
     Attributes:
@@ -115,8 +115,8 @@ class Curve:
 
 
 @dataclass(frozen=True, eq=False)
-class Barrier(Curve):
-    r"""Loss and accuracy on the line between two networks, and how far they are worse there than at its ends.
+class Barrier(CurveLosses):
+    r"""Loss and accuracy on a line or curve between two networks, and how far they are worse there than at its ends.
 
     Two definitions are in use, which agree where the ends are equally good. Both are positive where the line is worse
     than its ends, for the accuracy too:
@@ -128,7 +128,7 @@ class Barrier(Curve):
       arXiv:2209.04836): ``loss_barrier_mean``, ``accuracy_barrier_mean``. At least half the difference of the ends.
 
     Attributes:
-        t: Points of the line, equally spaced in [0, 1], both ends included. Shape ``[T]``, float64, on the CPU.
+        t: Points, equally spaced in [0, 1], both ends included. Shape ``[T]``, float64, on the CPU.
     """
 
     t: Tensor
@@ -250,7 +250,7 @@ def curve_losses(
     recalibrate: bool | Literal["auto"] = "auto",
     recalibration_data: Batches | None = None,
     progress: bool = False,
-) -> Curve:
+) -> CurveLosses:
     """Measure loss and accuracy at many points in weight space; what :func:`barrier` does for any curve.
 
     Args:
@@ -269,6 +269,48 @@ def curve_losses(
     Raises:
         ValueError: As for :func:`barrier`, or if there are no points.
     """
+    found = split_losses(
+        network,
+        place,
+        points,
+        {"": data},
+        loss=loss,
+        recalibrate=recalibrate,
+        recalibration_data=recalibration_data,
+        progress=progress,
+    )
+    return found[""]
+
+
+def split_losses(
+    network: nn.Module,
+    place: Callable[[float], object],
+    points: Sequence[float],
+    splits: Mapping[str, LabelledBatches],
+    *,
+    loss: Loss | None = None,
+    recalibrate: bool | Literal["auto"] = "auto",
+    recalibration_data: Batches | None = None,
+    progress: bool = False,
+) -> dict[str, CurveLosses]:
+    """Measure loss and accuracy on several data sets at many points, of which statistics are measured once.
+
+    Args:
+        network: As for :func:`curve_losses`.
+        place: As for :func:`curve_losses`.
+        points: As for :func:`curve_losses`.
+        splits: Data by name, each as for :func:`barrier`; at least one.
+        loss: As for :func:`barrier`.
+        recalibrate: As for :func:`barrier`.
+        recalibration_data: As for :func:`barrier`; None for the first of the splits.
+        progress: As for :func:`barrier`.
+
+    Returns:
+        Loss and accuracy at each point, by name.
+
+    Raises:
+        ValueError: As for :func:`barrier`, or if there are no points.
+    """
     if len(points) == 0:
         raise ValueError("points must have at least one point, got none.")
     norms = batch_norms(network)
@@ -279,10 +321,11 @@ def curve_losses(
             "recalibrate=True, and the network has no batch norm with running statistics; use recalibrate='auto'."
         )
     recalibrated = bool(norms) and recalibrate is not False
-    statistics_data: Batches = data if recalibration_data is None else recalibration_data
-    _check_rereadable("data", data)
+    statistics_data: Batches = next(iter(splits.values())) if recalibration_data is None else recalibration_data
+    for name, data in splits.items():
+        _check_rereadable(f"data of {name}" if name else "data", data)
     _check_rereadable("recalibration_data", statistics_data)
-    rows = []
+    rows: dict[str, list[Tensor]] = {name: [] for name in splits}
     with torch.no_grad(), evaluating(network):
         for t in track(points, description="points on the curve", disable=not progress or rank() > 0):
             place(t)
@@ -291,8 +334,14 @@ def curve_losses(
                     recalibrate_batch_norm(network, statistics_data)
                 except ValueError as error:
                     raise ValueError(f"At t = {t:g}: {error}") from error
-            rows.append(_sums(network, data, F.cross_entropy if loss is None else loss))
-    loss_sum, correct, classified, count = summed(torch.stack(rows)).cpu().double().unbind(1)
+            for name, data in splits.items():
+                rows[name].append(_sums(network, data, F.cross_entropy if loss is None else loss))
+    return {name: _means(torch.stack(own), points, recalibrated) for name, own in rows.items()}
+
+
+def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLosses:
+    """Return the means over the samples of all ranks, given the sums of :func:`_sums` at each point: ``[T, 4]``."""
+    loss_sum, correct, classified, count = summed(rows).cpu().double().unbind(1)
     if count[0] == 0:
         raise ValueError("data has no samples; pass at least one batch.")
     losses = loss_sum / count
@@ -301,7 +350,7 @@ def curve_losses(
             raise ValueError(f"The loss at t = {t:g} is {value}; look for weights or data that are not finite.")
     # Every batch on every rank must be a classification.
     accuracy = correct / count if torch.equal(classified, count) else None
-    return Curve(losses, accuracy, int(count[0]), recalibrated)
+    return CurveLosses(losses, accuracy, int(count[0]), recalibrated)
 
 
 def line(a: nn.Module, b: nn.Module, target: nn.Module) -> Callable[[float], None]:

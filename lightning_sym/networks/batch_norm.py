@@ -19,6 +19,10 @@ from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 
 
+class NotFiniteStatisticsError(ValueError):
+    """Statistics of a batch norm that were measured are infinite or NaN."""
+
+
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
     """Return the batch norms of a network that have running statistics.
 
@@ -183,7 +187,7 @@ def _write(module: _BatchNorm, mean: Tensor, variance: Tensor, batches: Tensor) 
 def _check_finite(name: str, module: _BatchNorm) -> None:
     mean, variance, _ = _statistics(module)
     if not (mean.isfinite().all() and variance.isfinite().all()):
-        raise ValueError(
+        raise NotFiniteStatisticsError(
             f"The recalibrated statistics of the batch norm {name!r} are not finite; "
             "look for weights or inputs that are not finite or very large."
         )

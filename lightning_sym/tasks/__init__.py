@@ -1,5 +1,6 @@
 """LightningModules, one per experiment."""
 
+from lightning_sym.tasks.curve import CurveName, CurveTask
 from lightning_sym.tasks.dissection import Dissected, DissectionTask
 from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
 from lightning_sym.tasks.equivariance import EquivarianceTask
@@ -15,6 +16,8 @@ from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
     "CrossEntropy",
+    "CurveName",
+    "CurveTask",
     "Dissected",
     "DissectionTask",
     "EquivalenceTask",

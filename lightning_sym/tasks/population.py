@@ -255,15 +255,17 @@ class PopulationTask(LightningModule):
             return []
         return [parameter for name, parameter in self.population.named_trainable() if "weight" not in name]
 
-    def step_generator(self, name: str, number: int, batch_idx: int) -> torch.Generator:
+    def step_generator(self, name: str, number: int, batch_idx: int, *, per_process: bool = True) -> torch.Generator:
         """Return a generator of random numbers for one member and step, the same in a run that is resumed.
 
         Args:
             name: What is drawn.
             number: The member's number.
             batch_idx: Number of the batch within the epoch.
+            per_process: Whether processes that share out the data draw different numbers, as for noise on images;
+                False for what a member has once in a step.
         """
-        return generator(name, number, self._draw(batch_idx))
+        return generator(name, number, self._draw(batch_idx, per_process))
 
     # ---- members and their placement
 
@@ -461,10 +463,11 @@ class PopulationTask(LightningModule):
                 "lightning_sym.datamodules do."
             )
 
-    def _draw(self, batch_idx: int) -> int:
+    def _draw(self, batch_idx: int, per_process: bool = True) -> int:
         # Not the global step, which stands still while gradients accumulate. Ranks that share out the data draw
         # different masks.
-        return derive_seed(self.current_epoch, batch_idx, 0 if self.member_parallel else self.global_rank)
+        place = self.global_rank if per_process and not self.member_parallel else 0
+        return derive_seed(self.current_epoch, batch_idx, place)
 
     def _without_diverged(self, losses: Tensor, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return losses and gradients, 0 for members that do not go on, and which members do, shape ``[m]``, bool."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments import CurveTask, HalfBlindTask
+from experiments import HalfBlindTask
 from fits import Interrupt, Poison, digits, fit, quiet_trainer, saving
 from helpers import assert_same, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from lightning_sym.callbacks import BatchNormRecalibration, RotationReport
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.tasks import EquivalenceTask, MatchingTask, PopulationTask, RotationTask, StitchingTask, ZooTask
+from lightning_sym.tasks import (
+    CurveTask,
+    EquivalenceTask,
+    MatchingTask,
+    PopulationTask,
+    RotationTask,
+    StitchingTask,
+    ZooTask,
+)
 from lightning_sym.tasks._divergence import Divergence
 
 pytestmark = [
@@ -56,9 +64,9 @@ def perceptron() -> MultiLayerPerceptron:
     return MultiLayerPerceptron(widths=(6,), image_size=8)
 
 
-def curves(pairs: int = 3, **settings: Any) -> CurveTask:
-    ends = [(perceptron().fresh(2 * n), perceptron().fresh(2 * n + 1)) for n in range(pairs)]
-    return CurveTask(ends, **{"members": pairs, "optimizer": SGD, **settings})
+def curves(zoo: Path, **settings: Any) -> CurveTask:
+    own = {"decay": 1e-3, "optimizer": functools.partial(SGD, weight_decay=0.0)}
+    return CurveTask(str(zoo.parent / "perceptrons"), **{**own, **settings})
 
 
 def stitching(zoo: Path, **settings: Any) -> StitchingTask:
@@ -124,7 +132,7 @@ CASES = {
         processes={"ddp_fork": 3, "ddp_members_fork": 2},
     ),
     "half-blind": Case(lambda zoo, **s: HalfBlindTask(**{"members": 3, "optimizer": SGD, **s}), MEMBER, 1, 1),
-    "curve": Case(lambda zoo, **s: curves(**s), MEMBER, 1, 1),
+    "curve": Case(curves, {"pairs": [[0, 2]], "kinds": ["chain"]}, 0, 3, processes={"ddp_fork": 3}),
     "search": Case(lambda zoo, **s: search(**s), {"members": 1}, 0, 0, processes={"ddp_members_fork": 2}),
     "stitching": Case(
         stitching,
@@ -196,10 +204,6 @@ def test_a_member_is_bitwise_the_one_that_is_trained_alone(case, zoo, precision)
 @vectorised
 def test_loop_and_vmap_agree(case, zoo):
     loop, vmap = (case.make(zoo, execution=execution, **case.smooth) for execution in ("loop", "vmap"))
-    if isinstance(loop, CurveTask):  # places on curves are drawn for all members together under vmap
-        for task in (loop, vmap):
-            task.make_member = lambda number, make=task.make_member: make(number).eval()
-            task.on_train_batch_start = lambda *_, task=task: task.population.eval() and None
     for task in (loop, vmap):
         fit(task, max_epochs=2)
     assert_close_members(loop, vmap)
@@ -318,7 +322,7 @@ def test_a_checkpoint_of_other_members_is_refused(case, zoo, tmp_path):
         case.make(zoo).on_load_checkpoint({})
 
 
-@pytest.mark.parametrize("name", [name for name in RESUMED if name not in ("half-blind", "curve")])
+@pytest.mark.parametrize("name", [name for name in RESUMED if name != "half-blind"])
 def test_a_task_comes_back_from_its_checkpoint_without_running_code(name, zoo, tmp_path):
     make = functools.partial(RESUMED[name].make, zoo, **({"network": perceptron()} if "zoo" in name else {}))
     task, other = make(), make()
@@ -399,11 +403,9 @@ def scenarios(run, population_zoo):
 
 
 def frozen(task: PopulationTask, strategy: str) -> PopulationTask:
-    """Take away what depends on how a batch is shared out: noise, places on curves, statistics of the batch."""
+    """Take away what depends on how a batch is shared out: noise, statistics of the batch."""
     if strategy == "ddp_fork":
         freeze_statistics(task)
-        if isinstance(task, CurveTask):
-            task.on_train_batch_start = lambda *_: task.population.eval() and None
     return task
 
 

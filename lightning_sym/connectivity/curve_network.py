@@ -1,0 +1,138 @@
+"""A network that is a point of a curve in weight space, and whose parameters are the curve's control points."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_sym.connectivity.curves import Curve, CurveKind
+from lightning_sym.connectivity.interpolation import check_same_structure
+from lightning_sym.landscape.planes import as_tensors, trainable, weight_vector
+
+
+class CurveNetwork(nn.Module):
+    r"""Any network, at a point of a curve between two sets of its weights.
+
+    The bends of the curve, which are trained, are its only parameters; both ends are a buffer. The point is chosen by
+    the buffer ``coefficients``, see :func:`lightning_sym.connectivity.curves.curve_coefficients`, so that networks on
+    curves of both kinds can be run together by ``torch.func.vmap``. Batch norms with running statistics use those of
+    the batch, in both modes: statistics are of one point of the curve only.
+
+    The gradient of bend k is that of the weights at the point times :math:`c_k(t)`, plus that of the regulariser
+    :math:`\frac{\lambda}{2} \lVert \gamma(t) \rVert^2`, which is not part of the value (docs/theory/curves.md, 1.2).
+
+    Args:
+        start: The network at t = 0. Unchanged.
+        end: The network at t = 1, of the same structure. Unchanged.
+        bends: Number of control points between them, >= 1; they begin on the straight line.
+        decay: Lambda of the regulariser. >= 0.
+
+    Attributes:
+        bends: Shape ``[bends, P]``, trained.
+        ends: Shape ``[2, P]``.
+        coefficients: Weights of all control points. Shape ``[bends + 2]``; not saved.
+
+    Raises:
+        ValueError: If the networks differ in structure, or in what is no trainable parameter and no statistic of a
+            batch norm, or have no trainable parameters.
+    """
+
+    ends: Tensor
+    coefficients: Tensor
+
+    def __init__(self, start: nn.Module, end: nn.Module, bends: int = 1, decay: float = 0.0) -> None:
+        super().__init__()
+        check_same_ends(start, end)
+        points = Curve.straight(weight_vector(start), weight_vector(end), bends).points
+        self.decay = decay
+        self.bends = nn.Parameter(points[1:-1].clone())
+        self.register_buffer("ends", points[[0, -1]])
+        self.register_buffer("coefficients", torch.eye(bends + 2)[0].to(points), persistent=False)
+        self._shapes = {name: parameter.shape for name, parameter in trainable(start).items()}
+        own: dict[Tensor, str] = {}
+        names = {n: own.setdefault(p, n) for n, p in start.named_parameters(remove_duplicate=False)}
+        self._own_names = {name: first for name, first in names.items() if first in self._shapes}  # with those tied
+        self.network = _without_weights(copy.deepcopy(start)).train()  # ends are often in evaluation mode
+
+    def forward(self, inputs: Any) -> Any:
+        """Return the outputs of the network at the point."""
+        point: Tensor = _Point.apply(self.bends, self.ends, self.coefficients, self.decay)
+        weights = as_tensors(point, self._shapes)
+        tensors = {name: weights[first] for name, first in self._own_names.items()}
+        return functional_call(self.network, tensors, (inputs,), tie_weights=False)
+
+    @staticmethod
+    def curve(state: dict[str, Tensor], kind: CurveKind) -> Curve:
+        """Return the curve of a network with a certain state, as ``state_dict`` gives it."""
+        ends = state["ends"]
+        return Curve(torch.cat([ends[:1], state["bends"], ends[1:]]), kind)
+
+
+class _Point(torch.autograd.Function):
+    """The point of a curve; its backward adds the regulariser's gradient to that of the loss."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(bends: Tensor, ends: Tensor, coefficients: Tensor, decay: float) -> Tensor:
+        point = coefficients[0] * ends[0] + coefficients[-1] * ends[1]
+        for coefficient, bend in zip(coefficients[1:-1], bends, strict=True):  # no product: autocast would round it
+            point = point + coefficient * bend
+        return point
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, coefficients, ctx.decay = inputs
+        ctx.save_for_backward(coefficients, output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        coefficients, point = ctx.saved_tensors
+        (gradient,) = gradients
+        whole = torch.add(gradient, point, alpha=ctx.decay) if ctx.decay else gradient
+        return coefficients[1:-1, None] * whole, None, None, None
+
+
+def check_same_ends(start: nn.Module, end: nn.Module) -> None:
+    """Check that there can be a curve between two networks.
+
+    Args:
+        start: The network at t = 0.
+        end: The network at t = 1.
+
+    Raises:
+        ValueError: If they differ in structure, or in what a curve does not move: parameters that are not trained, and
+            buffers other than the statistics of batch norms.
+    """
+    check_same_structure(start, end)
+    weights = trainable(start).keys()
+    if weights != trainable(end).keys():
+        raise ValueError("The networks differ in which of their parameters are trained; train the same ones in both.")
+    statistics = {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in start.named_modules()
+        if isinstance(module, _BatchNorm)
+        for buffer, _ in module.named_buffers(recurse=False)
+    }
+    others = {**dict(end.named_parameters()), **dict(end.named_buffers())}
+    for name, value in (*start.named_parameters(), *start.named_buffers()):
+        if name not in weights and name not in statistics and not torch.equal(value, others[name].to(value.device)):
+            raise ValueError(
+                f"The networks differ in {name!r}, which is not trained, so that no curve joins them; give both the "
+                "same values."
+            )
+
+
+def _without_weights(network: nn.Module) -> nn.Module:
+    """Return the network with nothing in its trainable parameters, and no running statistics."""
+    for parameter in trainable(network).values():
+        parameter.data = parameter.data.new_empty(0)
+    network.requires_grad_(False)
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+    return network

@@ -1,0 +1,352 @@
+"""Curves in weight space between two networks: Bezier curves and polygonal chains with control points."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_integers
+from lightning_sym._distributed import Batches
+from lightning_sym._files import write_atomically
+from lightning_sym._text import unknown
+from lightning_sym.connectivity.interpolation import Barrier, LabelledBatches, Loss, split_losses
+from lightning_sym.landscape.planes import WeightPlane, trainable, weight_tensors
+
+CurveKind: TypeAlias = Literal["bezier", "chain"]
+KINDS: tuple[CurveKind, ...] = get_args(CurveKind)
+
+FORMAT = "lightning_sym.curve/1"
+
+
+def curve_coefficients(kind: CurveKind, count: int, t: Tensor) -> Tensor:
+    r"""Return the weights of the control points at places of a curve.
+
+    They are >= 0 and sum to 1, and at both ends they are exactly those of the end point (docs/theory/curves.md, 1.1):
+
+    .. math:: \binom{n-1}{k} t^k (1-t)^{n-1-k} \quad\text{(bezier)}, \qquad \max(0, 1 - |t (n-1) - k|)
+        \quad\text{(chain)}.
+
+    Args:
+        kind: ``"bezier"`` or ``"chain"``.
+        count: Number ``n`` of control points, both ends included. >= 2.
+        t: Places, in [0, 1]; any shape, floating.
+
+    Returns:
+        Shape ``[*t.shape, n]``, dtype and device of ``t``.
+
+    Raises:
+        ValueError: If the kind is not known or ``count`` is out of range.
+    """
+    if kind not in KINDS:
+        raise ValueError(unknown("kind", kind, KINDS))
+    check_integers(2, count=count)
+    last = count - 1
+    if kind == "chain":
+        return torch.stack([(1 - (t * last - k).abs()).clamp(min=0) for k in range(count)], -1)
+    return torch.stack([math.comb(last, k) * t**k * (1 - t) ** (last - k) for k in range(count)], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    r"""A curve in weight space, :math:`\gamma(t) = \sum_k c_k(t) W_k` with ``n`` control points.
+
+    The first and the last control point are its ends; those between them are its bends. A Bezier curve does not pass
+    through its bends, a chain does: it is made of straight lines from one control point to the next. With two control
+    points both are the straight line.
+
+    Places ``t`` are numbers in [0, 1], or tensors of them of any shape ``[...]``; what is returned for them has the
+    dtype and device of the control points.
+
+    Attributes:
+        points: The control points, weight vectors in the order of :func:`lightning_sym.landscape.weight_vector`. Shape
+            ``[n, P]``, floating, n >= 2.
+        kind: ``"bezier"`` or ``"chain"``.
+        about: What is known about it: plain values, stored with it.
+
+    Raises:
+        ValueError: If the control points have another shape or dtype, or the kind is not known.
+
+    References:
+        Garipov et al. (2018), "Loss Surfaces, Mode Connectivity, and Fast Ensembling of DNNs", arXiv:1802.10026,
+        equations 1 to 3. docs/theory/curves.md, 1.1.
+
+    Example:
+        >>> curve = Curve(torch.tensor([[0.0, 0.0], [1.0, 2.0], [2.0, 0.0]]))
+        >>> curve(0.5), curve.tangent(0.0)
+        (tensor([1., 1.]), tensor([2., 4.]))
+    """
+
+    points: Tensor
+    kind: CurveKind = "bezier"
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(unknown("kind", self.kind, KINDS))
+        given = self.points
+        if not isinstance(given, Tensor) or given.ndim != 2 or len(given) < 2 or not given.is_floating_point():
+            got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"points must be a floating tensor [n, P] of at least two weight vectors, got {got}.")
+
+    @classmethod
+    def straight(cls, start: Tensor, end: Tensor, bends: int = 0, kind: CurveKind = "bezier") -> Self:
+        """Return the straight line between two weight vectors, as a curve with bends that lie on it, equally spaced.
+
+        Args:
+            start: At t = 0. Shape ``[P]``.
+            end: At t = 1. Shape ``[P]``.
+            bends: Number of control points between them. >= 0.
+            kind: ``"bezier"`` or ``"chain"``.
+
+        Returns:
+            The curve; both ends are copied bit by bit.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
+        check_integers(0, bends=bends)
+        share = torch.linspace(0, 1, bends + 2, dtype=torch.float64)[1:-1, None].to(start)
+        return cls(torch.cat([start[None], torch.lerp(start, end, share), end[None]]).detach(), kind)
+
+    @property
+    def bends(self) -> int:
+        """The number of control points between both ends."""
+        return len(self.points) - 2
+
+    def __call__(self, t: float | Tensor) -> Tensor:
+        """Return the weight vectors at places ``[...]``. Shape ``[..., P]``; bitwise the end points at 0 and 1."""
+        places = self._places(t)
+        found = curve_coefficients(self.kind, len(self.points), places).to(self.points) @ self.points
+        for place, point in ((0, self.points[0]), (1, self.points[-1])):  # a sum with 0 turns -0 into 0
+            found = torch.where((places == place).to(self.points.device)[..., None], point, found)
+        return found
+
+    def tangent(self, t: float | Tensor) -> Tensor:
+        """Return the derivatives by ``t``, of shape ``[..., P]``; at a bend of a chain that of the line behind it."""
+        steps, last = self.points.diff(dim=0), len(self.points) - 1
+        if self.kind == "chain":
+            return last * steps[self._segment(t)]
+        return last * self._sum(steps, t)
+
+    def second_derivative(self, t: float | Tensor) -> Tensor:
+        """Return the second derivatives by ``t``, of shape ``[..., P]``; 0 on a chain, which has none at its bends."""
+        last = len(self.points) - 1
+        if self.kind == "chain" or last == 1:
+            return self.points.new_zeros(*self._places(t).shape, self.points.shape[1])
+        return last * (last - 1) * self._sum(self.points.diff(n=2, dim=0), t)
+
+    def length(self, chords: int = 60) -> float:
+        """Return the length of the polygon through ``chords + 1`` places, equally spaced in t; a little too short."""
+        check_integers(chords=chords)
+        return float(self.steps(torch.linspace(0, 1, chords + 1, dtype=torch.float64)).sum())
+
+    def steps(self, t: Tensor) -> Tensor:
+        """Return the distances between neighbouring places ``[T]``. Shape ``[T - 1]``, float64, on the CPU."""
+        points = [self(place) for place in t.tolist()[:1]]
+        found = []
+        for place in t.tolist()[1:]:  # one after the other, as all of them together may not fit
+            points = [points[-1], self(place)]
+            found.append(torch.linalg.vector_norm((points[1] - points[0]).double()))
+        return torch.stack(found).cpu()
+
+    def plane(self) -> WeightPlane:
+        """Return the plane through the start, the end and the bend furthest from the straight line between them.
+
+        With one bend the curve lies in it (docs/theory/curves.md, 1.4). The first coordinate runs along the straight
+        line, the second towards the bend.
+
+        Raises:
+            ValueError: If the curve has no bend, or all lie on the straight line.
+        """
+        exact = self.points.detach().double().cpu()
+        along = exact[-1] - exact[0]
+        offsets = exact[1:-1] - exact[0]
+        away = offsets - (offsets @ along / (along @ along))[:, None] * along
+        if self.bends == 0:
+            raise ValueError("The curve has no bend, so that it spans no plane; train it with bends >= 1.")
+        furthest = 1 + int(torch.linalg.vector_norm(away, dim=1).argmax())
+        return WeightPlane.through(exact[[0, -1, furthest]], tolerance=1e-9)
+
+    def writer(self, network: nn.Module) -> Callable[[float], None]:
+        """Return a function that writes the weights at a place into a network, in place.
+
+        Args:
+            network: Its trainable parameters are written; everything else stays.
+
+        Raises:
+            ValueError: If the network has another number of trainable parameters.
+        """
+        parameters = trainable(network)
+        weight_tensors(network, self.points)  # refuses what does not fit
+
+        @torch.no_grad()
+        def place(t: float) -> None:
+            for name, value in weight_tensors(network, self(t)).items():
+                parameters[name].copy_(value)
+
+        return place
+
+    def save(self, path: str | Path) -> None:
+        """Write control points, kind and :attr:`about` to a safetensors file, all or nothing.
+
+        Args:
+            path: The file. Its folder is made if it is not there.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        write_atomically(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file that :meth:`save` writes."""
+        text = json.dumps({"format": FORMAT, "kind": self.kind, "about": dict(self.about)}, sort_keys=True)
+        return save({"points": self.points.detach().cpu().contiguous()}, metadata={"curve": text})
+
+    def _places(self, t: float | Tensor) -> Tensor:
+        places = torch.as_tensor(t, dtype=torch.float64)
+        if not bool(((places >= 0) & (places <= 1)).all()):
+            raise ValueError(f"t must be in [0, 1], got {t}.")
+        return places
+
+    def _segment(self, t: float | Tensor) -> Tensor:
+        last = len(self.points) - 1
+        return (self._places(t) * last).long().clamp(max=last - 1)
+
+    def _sum(self, points: Tensor, t: float | Tensor) -> Tensor:
+        """Return the point of the Bezier curve with these control points, of which there may be one."""
+        places = self._places(t)
+        if len(points) == 1:
+            return points[0].expand(*places.shape, -1)
+        return curve_coefficients("bezier", len(points), places).to(points) @ points
+
+
+def load_curve(path: str | Path) -> Curve:
+    """Return a curve that :meth:`Curve.save`, or a fit of :class:`lightning_sym.tasks.CurveTask`, has written.
+
+    Args:
+        path: The safetensors file.
+
+    Returns:
+        The curve, on the CPU.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it holds no curve, or is damaged.
+
+    Example:
+        >>> load_curve("runs/curve-mnist5k-mlp/results/curve-0-1-bezier.safetensors")  # doctest: +SKIP
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no curve at {file}; give the file of a curve, as one of {file.parent}.")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            record = json.loads((opened.metadata() or {})["curve"])
+            if record["format"] != FORMAT:
+                raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
+            return Curve(opened.get_tensor("points"), record["kind"], record["about"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{file} holds no curve, or is damaged ({error}); train the curve again.") from None
+
+
+def curve_barriers(
+    curve: Curve,
+    network: nn.Module,
+    splits: Mapping[str, LabelledBatches],
+    *,
+    points: int = 61,
+    loss: Loss | None = None,
+    recalibrate: bool | Literal["auto"] = "auto",
+    recalibration_data: Batches | None = None,
+    progress: bool = False,
+) -> dict[str, Barrier]:
+    """Measure loss and accuracy along a curve; as :func:`lightning_sym.connectivity.barrier` does on a line.
+
+    Batch norms' statistics are measured anew at every point, both ends included.
+
+    Args:
+        curve: The curve.
+        network: A network of the architecture, whose own weights do not matter. Unchanged. Its device is used.
+        splits: Data by name, ``{"train": ..., "test": ...}``; each as for ``barrier``.
+        points: Number of places, equally spaced in t, both ends included. >= 2; 61 and the training data for barriers,
+            as few points miss the highest one.
+        loss: As for ``barrier``.
+        recalibrate: As for ``barrier``.
+        recalibration_data: As for ``barrier``; None for the first of the splits.
+        progress: As for ``barrier``.
+
+    Returns:
+        Loss, accuracy and barriers, by name of the data.
+
+    Raises:
+        ValueError: As for ``barrier``, or if the curve is not one of this network.
+    """
+    check_integers(2, points=points)
+    t = torch.linspace(0, 1, points, dtype=torch.float64)
+    scratch = copy.deepcopy(network)
+    found = split_losses(
+        scratch,
+        curve.writer(scratch),
+        t.tolist(),
+        splits,
+        loss=loss,
+        recalibrate=recalibrate,
+        recalibration_data=recalibration_data,
+        progress=progress,
+    )
+    return {name: Barrier(own.loss, own.accuracy, own.samples, own.recalibrated, t) for name, own in found.items()}
+
+
+@dataclass(frozen=True)
+class CurveSummary:
+    """A quantity along a curve, in a few numbers, all in the units of the quantity.
+
+    Attributes:
+        start: At t = 0.
+        end: At t = 1.
+        lowest: Over all places.
+        highest: Over all places.
+        mean: Over places: the mean over t.
+        integral: Mean over the length of the curve, by the trapezoidal rule.
+    """
+
+    start: float
+    end: float
+    lowest: float
+    highest: float
+    mean: float
+    integral: float
+
+    @classmethod
+    def of(cls, values: Tensor, steps: Tensor) -> Self:
+        """Return the summary of values at places of a curve (docs/theory/curves.md, 1.3).
+
+        Args:
+            values: Shape ``[T]``, T >= 2.
+            steps: Distances between neighbouring places, see :meth:`Curve.steps`. Shape ``[T - 1]``.
+
+        Raises:
+            ValueError: If the shapes do not fit.
+        """
+        if values.ndim != 1 or steps.shape != (len(values) - 1,) or len(values) < 2:
+            raise ValueError(
+                f"values must have shape [T] and steps [T - 1], got {list(values.shape)} and {list(steps.shape)}."
+            )
+        values, steps = values.double(), steps.double()
+        middles = (values[1:] + values[:-1]) / 2
+        return cls(
+            start=float(values[0]),
+            end=float(values[-1]),
+            lowest=float(values.min()),
+            highest=float(values.max()),
+            mean=float(values.mean()),
+            integral=float((middles * steps).sum() / steps.sum()),
+        )
