@@ -12,31 +12,63 @@ from lightning_sym.curvature.blocks import (
 )
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, EvidenceTerms, PrecisionOptimizer
+from lightning_sym.curvature.krylov import EigenPairs, NotConvergedError, Quadrature, lanczos, top_eigenpairs
 from lightning_sym.curvature.laplace import to_laplace
+from lightning_sym.curvature.operators import (
+    CurvatureOperator,
+    MatrixOperator,
+    SymmetricOperator,
+    directional_curvature,
+)
 from lightning_sym.curvature.prior import GaussianPrior
 from lightning_sym.curvature.prior_groups import PriorGroups, parameter_groups
 from lightning_sym.curvature.rules import Rule, find_rule, register_layer
+from lightning_sym.curvature.spectra import (
+    NearZero,
+    SpectralDensity,
+    TraceEstimate,
+    near_zero,
+    smoothed,
+    spectral_density,
+    trace,
+)
 
 __all__ = [
     "CurvatureError",
+    "CurvatureOperator",
     "EffectiveNumber",
+    "EigenPairs",
     "EmptyLoaderError",
     "Evidence",
     "EvidenceTerms",
     "Factors",
     "GaussianPrior",
     "KroneckerBlock",
+    "MatrixOperator",
+    "NearZero",
     "NonFiniteError",
+    "NotConvergedError",
     "PrecisionOptimizer",
     "PriorGroups",
+    "Quadrature",
     "RelaxedKFAC",
     "RelaxedKFLR",
     "Rule",
+    "SpectralDensity",
     "Spectrum",
+    "SymmetricOperator",
+    "TraceEstimate",
     "_layer_rules",
+    "directional_curvature",
     "factors",
     "find_rule",
+    "lanczos",
+    "near_zero",
     "parameter_groups",
     "register_layer",
+    "smoothed",
+    "spectral_density",
     "to_laplace",
+    "top_eigenpairs",
+    "trace",
 ]

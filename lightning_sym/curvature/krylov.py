@@ -1,0 +1,279 @@
+"""Lanczos's method with full reorthogonalisation: eigenpairs with residuals, and quadrature nodes for densities."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import wide
+from lightning_sym._random import generator as seeded_generator
+from lightning_sym._text import unknown
+from lightning_sym.curvature.blocks import CurvatureError
+from lightning_sym.curvature.operators import SymmetricOperator
+
+Which = Literal["largest", "smallest", "magnitude"]
+# A new direction shorter than this, relative to the largest eigenvalue seen, is rounding: the Krylov space is complete.
+_COMPLETE = 1e-12
+# Matrices of at most so many rows are decomposed whole, so that no copy of a multiple eigenvalue is missed.
+_WHOLE = 64
+
+
+class NotConvergedError(CurvatureError):
+    """Eigenpairs were not found to the tolerance that was asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPairs:
+    r"""Eigenvalues at one end of a spectrum, with what they are worth.
+
+    Attributes:
+        values: Eigenvalues, the most extreme one first. Shape ``[k]``, float64, on the CPU.
+        vectors: Their eigenvectors, of length 1. Shape ``[P, k]``, in the widest dtype of the operator's device.
+        residuals: :math:`\|H v - \lambda v\|` from a product made for this: within so much of the value there is an
+            eigenvalue. Shape ``[k]``, float64, on the CPU.
+        products: Number of products with vectors that it took.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    products: int
+
+
+@dataclass(frozen=True, eq=False)
+class Quadrature:
+    r"""What Lanczos's method says of a matrix from some starting vectors.
+
+    Attributes:
+        nodes: Ritz values :math:`\theta_{ri}`, rising. Shape ``[R, m]``, float64, on the CPU.
+        weights: :math:`\tau_{ri} = U_{1i}^2`, with sum 1 for each starting vector q of length 1:
+            :math:`\sum_i \tau_{ri} \theta_{ri}^k = q_r^\top H^k q_r` for k up to 2m - 1. Where a Krylov space was
+            complete before m steps, what is left has weight 0. Shape ``[R, m]``, float64, on the CPU.
+        products: Number of products with vectors.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    products: int
+
+
+def top_eigenpairs(
+    operator: SymmetricOperator,
+    k: int = 1,
+    *,
+    which: Which = "largest",
+    tolerance: float = 1e-4,
+    max_products: int = 2000,
+    basis: int | None = None,
+    generator: torch.Generator | None = None,
+) -> EigenPairs:
+    r"""Find eigenvalues at one end of the spectrum, with eigenvectors; converged, or an error.
+
+    Lanczos's method with full reorthogonalisation and thick restarts (docs/theory/spectra.md, 2). A pair is converged
+    when :math:`\|H v - \lambda v\| \leq` ``tolerance`` times the largest :math:`|\lambda|` seen, by a product of its
+    own. The error of an eigenvalue is at most that, and for one apart from the others about the square of it over the
+    gap.
+
+    Args:
+        operator: The matrix H.
+        k: How many. At most P.
+        which: ``"largest"`` or ``"smallest"`` algebraically, or largest ``"magnitude"``.
+        tolerance: Residual relative to the largest eigenvalue by magnitude. In (0, 1); below 1e-5 it needs a network in
+            float64.
+        max_products: Products after which it is given up. >= 1.
+        basis: Vectors held at once before a restart, at least ``k + 4``; default ``max(2 k + 20, 60)``. Each takes as
+            much memory as the weights do in float64.
+        generator: Generator of the starting vector, on the CPU; use one in the same state on each rank.
+
+    Returns:
+        The pairs.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        NotConvergedError: If the tolerance was not reached; it says how far the search came.
+
+    Note:
+        Of an eigenvalue with several independent eigenvectors (copies of units make such) one vector is found at first
+        and others by rounding only, perhaps after k others have converged; matrices of up to 64 rows are decomposed
+        whole, with all copies.
+
+    References:
+        Wu and Simon (2000), "Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems".
+
+    Example:
+        >>> from lightning_sym.curvature.operators import MatrixOperator
+        >>> top_eigenpairs(MatrixOperator(torch.diag(torch.tensor([6.0, 10.0, 0.0]))), 2).values
+        tensor([10.,  6.], dtype=torch.float64)
+    """
+    size = operator.size
+    check_integers(k=k, max_products=max_products)
+    check_numbers("in (0, 1)", tolerance=tolerance)
+    basis = min(size, max(2 * k + 20, 60, _WHOLE) if basis is None else basis)
+    if k > size or (basis < k + 4 and basis < size):
+        raise ValueError(f"k must be at most {size} and basis at least k + 4, got k={k} and basis={basis}.")
+    if which not in get_args(Which):
+        raise ValueError(unknown("which", which, get_args(Which)))
+    before = operator.products
+    space = _Space(operator, basis, seeded_generator("eigenpairs") if generator is None else generator)
+    while True:
+        space.expand()
+        values, rotation, estimates, largest = space.ritz()
+        chosen = _order(which, values)[:k]
+        whole = space.held == size
+        enough = space.held >= k + 4 and (size > _WHOLE or whole)
+        if (enough and bool((estimates[chosen] <= 0.5 * tolerance * largest).all())) or whole:
+            vectors = space.vectors(rotation[:, chosen])
+            found = values[chosen]
+            residuals = (operator @ vectors - vectors * found.to(vectors)).norm(dim=0).double().cpu()
+            if bool((residuals <= tolerance * largest).all()) or largest == 0:
+                return EigenPairs(found.cpu(), vectors, residuals, operator.products - before)
+            worst = float(residuals.max() / largest)
+            raise NotConvergedError(
+                f"{k} eigenpairs ({which}) have residuals of up to {worst:.1e} of the largest eigenvalue where "
+                f"{tolerance:.1e} was asked for, as {operator.dtype} products are no more precise; raise tolerance, or "
+                "compute in float64 with dtype=torch.float64."
+            )
+        if operator.products - before >= max_products:
+            worst = float(estimates[chosen].max() / largest) if len(chosen) == k else float("inf")
+            raise NotConvergedError(
+                f"{k} eigenpairs ({which}) were not found in {max_products} products: residuals of up to {worst:.1e} "
+                f"of the largest eigenvalue where {tolerance:.1e} was asked for; raise max_products, basis or "
+                "tolerance, or ask for fewer."
+            )
+        if space.held == basis:
+            space.restart(_order(which, values)[: k + (basis - k) // 2], values, rotation)
+
+
+def lanczos(operator: SymmetricOperator, starts: Tensor, steps: int) -> Quadrature:
+    r"""Run Lanczos's method with full reorthogonalisation from several vectors at once.
+
+    .. math::
+        z = H q_j,\quad \alpha_j = q_j^\top z,\quad z \leftarrow z - Q (Q^\top z) \text{ (twice)},\quad
+        \beta_j = \|z\|,\quad q_{j+1} = z / \beta_j
+
+    T, tridiagonal with :math:`\alpha` and :math:`\beta`, is decomposed as :math:`U \theta U^\top` in float64
+    (docs/theory/spectra.md, 2). Without reorthogonalisation copies of converged eigenvalues would appear among the
+    nodes.
+
+    Args:
+        operator: The matrix H.
+        starts: Starting vectors of any length but 0. Shape ``[P, R]``.
+        steps: Number of steps m, at most P. >= 1.
+
+    Returns:
+        Nodes and weights for each vector.
+
+    Raises:
+        ValueError: If a shape or an argument is out of range.
+
+    Note:
+        ``O(R m^2 P)`` time besides the ``R m`` products, and ``R m P`` numbers of 8 bytes in memory.
+    """
+    check_integers(steps=steps)
+    if starts.ndim != 2 or len(starts) != operator.size or not starts.shape[1]:
+        raise ValueError(f"starts must have shape [{operator.size}, R], got {list(starts.shape)}.")
+    if steps > operator.size:
+        raise ValueError(f"steps must be at most the {operator.size} rows of the matrix, got {steps}.")
+    device, before = operator.device, operator.products
+    q = starts.detach().T.to(device=device, dtype=wide(device))
+    norms = q.norm(dim=1, keepdim=True)
+    if not bool(((norms > 0) & norms.isfinite()).all()):
+        raise ValueError("starts must be finite vectors other than zero.")
+    q = q / norms
+    runs = len(q)
+    held = torch.zeros(runs, steps, operator.size, dtype=q.dtype, device=device)
+    diagonal, beside = torch.zeros(2, runs, steps, dtype=torch.float64)
+    lengths = torch.full((runs,), steps)
+    largest = torch.zeros(runs, dtype=torch.float64)
+    for step in range(steps):
+        held[:, step] = q
+        z = (operator @ q.T).T
+        diagonal[:, step] = (q * z).sum(1).double().cpu()
+        known = held[:, : step + 1]
+        for _ in range(2):
+            z = z - ((known @ z[:, :, None]).mT @ known)[:, 0]
+        beta = z.norm(dim=1)
+        beside[:, step] = beta.double().cpu()
+        largest = torch.maximum(largest, diagonal[:, step].abs() + beside[:, step])
+        ended = (beside[:, step] <= _COMPLETE * largest) & (lengths == steps)
+        lengths[ended] = step + 1
+        if bool((lengths <= step + 1).all()):
+            break
+        running = (lengths > step + 1).to(device)
+        q = torch.where(running[:, None], z / beta.where(running, torch.ones_like(beta))[:, None], 0.0)
+    nodes, weights = torch.zeros(2, runs, steps, dtype=torch.float64)
+    for run, length in enumerate(lengths.tolist()):
+        off = beside[run, : length - 1]
+        matrix = diagonal[run, :length].diag() + off.diag(1) + off.diag(-1)
+        values, rotation = torch.linalg.eigh(matrix)
+        nodes[run, :length], weights[run, :length] = values, rotation[0] ** 2
+        nodes[run, length:] = values[-1]
+    return Quadrature(nodes, weights, operator.products - before)
+
+
+class _Space:
+    """A Krylov space with an orthonormal basis, the matrix on it, and the direction in which it grows."""
+
+    def __init__(self, operator: SymmetricOperator, basis: int, generator: torch.Generator) -> None:
+        self.operator, self.generator = operator, generator
+        dtype = wide(operator.device)
+        self.basis = torch.zeros(basis, operator.size, dtype=dtype, device=operator.device)  # in rows
+        self.matrix = torch.zeros(basis, basis, dtype=torch.float64)
+        self.held, self.beta, self.largest = 0, 0.0, 0.0
+        self.next = self._fresh()
+
+    def _fresh(self) -> Tensor:
+        """Return a random direction outside the space."""
+        drawn = torch.randn(self.operator.size, dtype=torch.float64, generator=self.generator).to(self.basis)
+        return self._outside(self._outside(drawn / drawn.norm())[0])[0]
+
+    def _outside(self, vector: Tensor) -> tuple[Tensor, float]:
+        """Return the part of a vector outside the space, brought to length 1, and how long it was."""
+        known = self.basis[: self.held]
+        for _ in range(2):
+            vector = vector - (known @ vector) @ known
+        length = float(vector.norm())
+        return (vector / length if length > 0 else vector), length
+
+    def expand(self) -> None:
+        """Take one more direction in."""
+        place = self.held
+        self.basis[place] = self.next
+        self.held += 1
+        image = self.operator @ self.next
+        inside = (self.basis[: self.held] @ image).double().cpu()
+        self.matrix[: self.held, place] = inside
+        self.matrix[place, : self.held] = inside
+        self.largest = max(self.largest, float(image.norm()))
+        self.next, self.beta = self._outside(image)
+        if self.beta <= _COMPLETE * self.largest:
+            # The space is complete: what is outside has no part in it.
+            self.beta = 0.0
+            if self.held < len(self.basis):
+                self.next = self._fresh()
+
+    def ritz(self) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Return Ritz values, rising; their vectors in the basis; estimates of residuals; the largest magnitude."""
+        values, rotation = torch.linalg.eigh(self.matrix[: self.held, : self.held])
+        return values, rotation, self.beta * rotation[-1].abs(), float(values.abs().max())
+
+    def vectors(self, rotation: Tensor) -> Tensor:
+        """Return vectors given in the basis."""
+        return self.basis[: self.held].T @ rotation.to(self.basis)
+
+    def restart(self, kept: Tensor, values: Tensor, rotation: Tensor) -> None:
+        """Keep some Ritz vectors only; how the next direction is coupled to them shows when it is taken in."""
+        vectors = self.vectors(rotation[:, kept])
+        self.held = len(kept)
+        self.basis[: self.held] = vectors.T
+        self.matrix.zero_()
+        self.matrix[: self.held, : self.held] = values[kept].diag()
+        self.next = self._outside(self.next)[0]
+
+
+def _order(which: Which, values: Tensor) -> Tensor:
+    """Return the places of values, the wanted ones first."""
+    keys = {"largest": values, "smallest": -values, "magnitude": values.abs()}
+    return keys[which].argsort(descending=True, stable=True)

@@ -1,0 +1,469 @@
+"""Hessian and Gauss-Newton matrix of a mean loss as linear operators, over data that stream and over processes."""
+
+import contextlib
+import copy
+import functools
+import importlib
+import itertools
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_integers
+from lightning_sym._distributed import gathered, summed, together, wide
+from lightning_sym._random import derive_seed, seeded
+from lightning_sym._text import unknown
+from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
+from lightning_sym.curvature.passes import batches, ready
+
+Kind = Literal["hessian", "gauss_newton"]
+Loss = Callable[[Tensor, Tensor], Tensor]
+_CLASSES = {"hessian": "HessianLinearOperator", "gauss_newton": "GGNLinearOperator"}
+
+
+@functools.cache
+def curvlinops() -> ModuleType:
+    """Return the library of that name, imported at its first use, which takes a second."""
+    with warnings.catch_warnings():
+        # One of its libraries uses torch.jit.script, and so does torch itself before its first forward derivative.
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+        library = importlib.import_module("curvlinops")
+        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
+        return library
+
+
+class SymmetricOperator(ABC):
+    """A symmetric matrix of which only products with vectors are known.
+
+    Attributes:
+        size: Number of rows and of columns, P.
+        dtype: What products are computed in.
+        device: Where products are computed.
+        products: How many vectors it has been multiplied with by now.
+    """
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init__(self) -> None:
+        self.products = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns."""
+        return self.size, self.size
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        """Return the product with one vector or with several.
+
+        Args:
+            vectors: Shape ``[P]`` or ``[P, K]``, floating, on any device.
+
+        Returns:
+            The same shape, dtype and device as ``vectors``; computed in ``self.dtype``.
+
+        Raises:
+            ValueError: If the shape does not fit.
+        """
+        if vectors.ndim not in (1, 2) or len(vectors) != self.size:
+            raise ValueError(
+                f"the operator has shape {list(self.shape)} and multiplies vectors of shape [{self.size}] or "
+                f"[{self.size}, K], got {list(vectors.shape)}."
+            )
+        given = vectors.detach().to(device=self.device, dtype=self.dtype)
+        self.products += 1 if vectors.ndim == 1 else vectors.shape[1]
+        return self._times(given if vectors.ndim == 2 else given[:, None]).reshape(vectors.shape).to(vectors)
+
+    @abstractmethod
+    def _times(self, vectors: Tensor) -> Tensor:
+        """Return the product with a matrix of shape ``[P, K]``, on the device and in the dtype of the operator."""
+
+
+class MatrixOperator(SymmetricOperator):
+    """A symmetric matrix that is there as a whole.
+
+    Args:
+        matrix: Shape ``[P, P]``, floating.
+
+    Raises:
+        ValueError: If it is not square, or not symmetric to 1e-6 of its largest entry.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"matrix must have shape [P, P], got {list(matrix.shape)}.")
+        if matrix.numel() and float((matrix - matrix.T).abs().max()) > 1e-6 * float(matrix.abs().max()):
+            raise ValueError("matrix must be symmetric; symmetrise it, or look at its singular values instead.")
+        self.matrix, self.size, self.dtype, self.device = matrix, len(matrix), matrix.dtype, matrix.device
+
+    def _times(self, vectors: Tensor) -> Tensor:
+        return self.matrix @ vectors
+
+
+class CurvatureOperator(SymmetricOperator):
+    r"""The Hessian, or the Gauss-Newton matrix, of a network's mean loss over a data set.
+
+    :math:`L(w) = \frac1N \sum_n \ell(f_w(x_n), y_n)`, over the samples of all processes, each weighted alike however
+    they are batched and shared out; a process may have none. The matrix is that at the weights, buffers and data of
+    now: the network is copied, in eval mode, so dropout is off and batch norms use their running statistics, which
+    count as constants. A regulariser that is not in ``loss`` is not in the matrix: weight decay :math:`\lambda` in the
+    optimizer adds :math:`\lambda I` to it. Products are those of curvlinops (docs/theory/spectra.md, 1).
+
+    No gradient is left anywhere, the network stays bitwise as it is, and the global random numbers are put back.
+
+    Args:
+        network: Any module that maps a batch of inputs to a tensor of outputs.
+        data: Batches ``(inputs, targets)`` in an order that does not change: a loader, a list, or one pair of tensors;
+            or a datamodule with ``curvature_dataloader()``. This process's share of the samples.
+        loss: Mean over the samples of a batch: outputs and targets to a scalar.
+        kind: ``"hessian"`` or ``"gauss_newton"``: :math:`\frac1N \sum_n J_n^\top \nabla^2_f \ell\, J_n`.
+        parameters: Names of the parameters that are the variables; default all that require gradients, in their order.
+        dtype: What to compute in; default the network's (float32 for half precision).
+        columns: How many vectors go through the network together in products with matrices. >= 1.
+        check: Whether to check in every product that the data are the same, and once that the network puts out the
+            same for the same input and that the loss is a mean. It costs a sum over the inputs, and two forward passes
+            over one batch.
+
+    Attributes:
+        names: Names of the parameters, in the order of the vectors.
+        shapes: Their shapes.
+        samples: Number of samples N, over all processes.
+        kind: As given.
+
+    Raises:
+        ValueError: If an argument is out of range, there is no such parameter, the network or the loss does not fit the
+            data, the loss is no mean, or outputs change from call to call.
+        EmptyLoaderError: If there is no sample on any process.
+        NonFiniteError: If a weight is not finite.
+
+    Note:
+        A product with one vector costs about as much as three to four gradients over all data. To be made, and
+        multiplied with, on every process together.
+
+    Example:
+        >>> x, y = torch.randn(20, 3), torch.randint(2, (20,))
+        >>> hessian = CurvatureOperator(nn.Linear(3, 2), (x, y), nn.functional.cross_entropy)
+        >>> hessian.size, (hessian @ torch.ones(8)).shape
+        (8, torch.Size([8]))
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        data: Any,
+        loss: Loss,
+        *,
+        kind: Kind = "hessian",
+        parameters: Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+        columns: int = 8,
+        check: bool = True,
+    ) -> None:
+        super().__init__()
+        check_integers(columns=columns)
+        if kind not in _CLASSES:
+            raise ValueError(unknown("kind", kind, _CLASSES))
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ValueError(f"loss must be a mean over samples, got reduction={loss.reduction!r}; use 'mean'.")  # type: ignore[attr-defined]
+        self.kind, self.columns, self.check = kind, columns, check
+        together(lambda: self._prepare(network, data, loss, parameters, dtype))
+        self.samples = sum(gathered(self._data.samples))
+        if self.samples == 0:
+            raise EmptyLoaderError("data has no samples on any process; give the training split some.")
+        if check:
+            together(self._check_calls)
+
+    def _prepare(
+        self, network: nn.Module, data: Any, loss: Loss, names: Sequence[str] | None, dtype: torch.dtype | None
+    ) -> None:
+        """Copy the network and look at the data; one process may fail where others do not."""
+        self.network = _copied(network, dtype)
+        chosen = _chosen(self.network, names)
+        self.network.requires_grad_(False)
+        self._parameters = [p.requires_grad_(True) for p in chosen.values()]
+        self.names, self.shapes = list(chosen), {name: tuple(p.shape) for name, p in chosen.items()}
+        self.size = sum(p.numel() for p in self._parameters)
+        self.dtype, self.device = self._parameters[0].dtype, self._parameters[0].device
+        self._loss = _MeanLoss(loss)
+        self._data = _Batches(self.network, data, check=self.check)
+        self._data.survey()
+
+    # ---- products
+
+    def _times(self, vectors: Tensor) -> Tensor:
+        parts: list[Tensor] = []
+
+        def multiply() -> None:
+            parts.extend(self._local(part) for part in torch.split(vectors, self.columns, 1))
+
+        with _exactly(self.device):
+            together(multiply)
+            product = summed(torch.cat(parts, 1)) / self.samples
+        if not product.isfinite().all():
+            raise NonFiniteError("The curvature is not finite; lower the learning rate or look at the inputs.")
+        found: Tensor = product.to(self.dtype)
+        return found
+
+    def _local(self, vectors: Tensor) -> Tensor:
+        """Return this process's sum over samples. Shape ``[P, K]``."""
+        if self._data.samples == 0:
+            return torch.zeros_like(vectors, dtype=wide(self.device))
+        product: Tensor = self._operator @ vectors
+        self._data.require_same()
+        return product.to(wide(self.device)) * self._data.samples
+
+    @functools.cached_property
+    def _operator(self) -> Any:
+        """The matrix of this process's mean."""
+        return getattr(curvlinops(), _CLASSES[self.kind])(
+            self.network,
+            self._loss,
+            self._parameters,
+            self._data,
+            check_deterministic=False,
+            num_data=self._data.samples,
+            # Otherwise a batch would be asked for, only to look at the type of its inputs.
+            batch_size_fn=len,
+        )
+
+    def gradient_and_loss(self) -> tuple[Tensor, float]:
+        """Return the gradient of the mean loss, shape ``[P]``, and the mean loss; to be called on every process."""
+        found = [torch.zeros(self.size + 1, dtype=wide(self.device), device=self.device)]
+
+        def add() -> None:
+            for x, y in self._data if self._data.samples else ():
+                loss = self._loss(self.network(x), y)
+                parts = torch.autograd.grad(loss, self._parameters, materialize_grads=True)
+                joined = torch.cat([*(part.flatten() for part in parts), loss.detach()[None]])
+                found[0] += len(x) * joined.to(found[0])
+            self._data.require_same()
+
+        with _exactly(self.device):
+            together(add)
+            mean = summed(found[0]) / self.samples
+        return mean[:-1].to(self.dtype), float(mean[-1])
+
+    def matrix(self, *, max_parameters: int = 4000) -> Tensor:
+        """Return the whole matrix, symmetrised.
+
+        Args:
+            max_parameters: Most parameters that are accepted. >= 1.
+
+        Returns:
+            Shape ``[P, P]``, float64 (float32 where the device has none), on the device of the network.
+
+        Raises:
+            ValueError: If there are more parameters.
+        """
+        check_integers(max_parameters=max_parameters)
+        if self.size > max_parameters:
+            raise ValueError(
+                f"the network has {self.size} parameters, and the whole matrix is made for at most max_parameters="
+                f"{max_parameters}; use top_eigenpairs, trace and spectral_density, or raise max_parameters."
+            )
+        eye = torch.eye(self.size, dtype=wide(self.device), device=self.device)
+        matrix = torch.cat([self @ part for part in torch.split(eye, max(self.columns, 128), 1)], 1)
+        return (matrix + matrix.T) / 2
+
+    # ---- vectors
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return tensors by the names of the parameters as one vector, shape ``[P]``.
+
+        Raises:
+            ValueError: If one is missing or has another shape.
+        """
+        for name, shape in self.shapes.items():
+            if name not in tensors or tuple(tensors[name].shape) != shape:
+                got = list(tensors[name].shape) if name in tensors else "nothing"
+                raise ValueError(f"{name!r} must be a tensor of shape {list(shape)}, got {got}.")
+        return torch.cat([tensors[name].detach().flatten() for name in self.names])
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a vector, shape ``[P]``, by the names of the parameters, each in its shape."""
+        sizes = [p.numel() for p in self._parameters]
+        parts = torch.split(vector, sizes)
+        return {name: part.view(self.shapes[name]) for name, part in zip(self.names, parts, strict=True)}
+
+    # ---- checks
+
+    def _check_calls(self) -> None:
+        """Check once, on this process's first batch, that the network is a function and the loss a mean."""
+        for x, y in self._data:
+            with _exactly(self.device), torch.no_grad():
+                one = self.network(x)
+                # Another state of the random numbers: what draws some gives something else.
+                with seeded(derive_seed("curvature", "again")):
+                    two = self.network(x)
+                if not isinstance(one, Tensor) or len(one) != len(x):
+                    raise ValueError(
+                        f"the network must put out one tensor with a row for each of {len(x)} inputs, got "
+                        f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
+                    )
+                if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
+                    raise ValueError(
+                        "the network puts out something else for the same input in eval mode, so that it has no one "
+                        "curvature; use modules for dropout and noise, which eval mode turns off."
+                    )
+                value = self._loss(one, y)
+                if value.ndim:
+                    raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
+                twice = self._loss(torch.cat([one, one]), torch.cat([y, y]))
+                if not torch.allclose(value, twice, rtol=1e-3, atol=1e-6):
+                    raise ValueError(
+                        f"loss must be a mean over samples, and with each sample twice it goes from {float(value):.4g} "
+                        f"to {float(twice):.4g}; divide sums by the number of samples."
+                    )
+            return
+
+
+def directional_curvature(
+    operator: SymmetricOperator, directions: Mapping[str, Tensor]
+) -> dict[str, tuple[float, float]]:
+    r"""Return :math:`\|H d\|` and :math:`d^\top H d` for some directions, each brought to length 1.
+
+    Args:
+        operator: The matrix H.
+        directions: Vectors by name, shape ``[P]`` each, not zero.
+
+    Returns:
+        The two numbers by name.
+
+    Raises:
+        ValueError: If a direction is zero or not finite.
+    """
+    if not directions:
+        return {}
+    units = []
+    for name, direction in directions.items():
+        vector = direction.detach().to(device=operator.device, dtype=wide(operator.device))
+        length = float(vector.norm())
+        if not 0 < length < float("inf"):
+            raise ValueError(f"direction {name!r} must be a finite vector other than zero, got one of norm {length}.")
+        units.append(vector / length)
+    block = torch.stack(units, 1)
+    products = operator @ block
+    norms, curvatures = products.norm(dim=0).tolist(), (block * products).sum(0).tolist()
+    return dict(zip(directions, zip(norms, curvatures, strict=True), strict=True))
+
+
+# ---- what the operator works on
+
+
+class _MeanLoss(nn.Module):
+    """A loss as curvlinops wants it."""
+
+    reduction = "mean"
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self._call = loss.forward if isinstance(loss, nn.Module) else loss
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._call(outputs, targets)
+
+
+class _Batches:
+    """The batches of this process, in the network's precision, and whether they are the same as at the first time."""
+
+    def __init__(self, network: nn.Module, data: Any, *, check: bool) -> None:
+        if hasattr(data, "curvature_dataloader"):
+            data = data.curvature_dataloader()
+        if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+            data = [tuple(data)]
+        if isinstance(data, Iterator) or not isinstance(data, Iterable):
+            raise ValueError(
+                f"data must be batches that can be gone through again, a loader or a list, got {type(data).__name__}."
+            )
+        self._network, self._data, self._check = network, data, check
+        self.samples = 0
+        self._passes = 0
+        self._first: list[tuple[int, float, float]] = []
+        self._last: list[tuple[int, Tensor, Tensor]] = []
+
+    def survey(self) -> None:
+        """Count the samples, and note what data there are."""
+        self.samples = sum(len(x) for x, _ in self)
+        self._first = self._noted()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        dtype = next(self._network.parameters()).dtype
+        self._last = []
+        self._passes += 1
+        given = batches(self._network, self._data)
+        for number in itertools.count():
+            # What draws random numbers, to shuffle or to augment, draws others in every pass, and so is found.
+            with seeded(derive_seed("curvature data", self._passes, number)):
+                batch = next(given, None)
+            if batch is None:
+                return
+            x, y = batch
+            if y.is_floating_point():
+                y = y.to(dtype)
+            if self._check:
+                self._last.append((len(x), _checksum(x), _checksum(y)))
+            yield x, y
+
+    def _noted(self) -> list[tuple[int, float, float]]:
+        return [(count, float(x), float(y)) for count, x, y in self._last]
+
+    def require_same(self) -> None:
+        """Check that the last pass was over the same data as the first one.
+
+        Raises:
+            ValueError: If it was not.
+        """
+        if self._check and self._noted() != self._first:
+            raise ValueError(
+                "the data changed between two passes, so that products are of different matrices; give batches in a "
+                "fixed order without shuffling and random augmentation, such as curvature_dataloader() of a datamodule."
+            )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return a number that changes with the values and their order, as a tensor."""
+    rows = tensor.detach().reshape(len(tensor), -1).to(wide(tensor.device))
+    places = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).sqrt()
+    return (rows @ places) @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device).sqrt()
+
+
+@contextlib.contextmanager
+def _exactly(device: torch.device) -> Iterator[None]:
+    """Compute in full precision, with gradients possible, wherever the caller is."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _copied(network: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy in eval mode, without gradients and backward hooks."""
+    with ready(network) as checked:
+        copied = copy.deepcopy(checked)
+    if dtype is not None:
+        copied.to(dtype)
+    for name, tensor in (*copied.named_parameters(), *copied.named_buffers()):
+        if not tensor.isfinite().all():
+            raise NonFiniteError(f"{name!r} of the network is not finite; lower the learning rate.")
+    return copied
+
+
+def _chosen(network: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Parameter]:
+    """Return the parameters that are the variables, by name."""
+    every = dict(network.named_parameters())
+    if names is None:
+        chosen = {name: p for name, p in every.items() if p.requires_grad}
+        if not chosen:
+            raise ValueError("the network has no parameter that requires gradients; name some in parameters.")
+        return chosen
+    for name in names:
+        if name not in every:
+            raise ValueError(unknown("parameter", name, every))
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"parameters must be different names, at least one, got {list(names)!r}.")
+    return {name: every[name] for name in names}

@@ -1,0 +1,347 @@
+"""Trace, spectral density and counts of small eigenvalues of a symmetric operator, each with how sure it is."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import wide
+from lightning_sym._random import generator as seeded_generator
+from lightning_sym._random import seeded
+from lightning_sym._text import unknown
+from lightning_sym.curvature.krylov import Quadrature, lanczos
+from lightning_sym.curvature.operators import SymmetricOperator, curvlinops
+
+TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
+TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
+# How near to the maximum in its middle a Gaussian of the default width falls at the next node, for evenly spaced ones.
+_KAPPA = 3.0
+
+
+@dataclass(frozen=True)
+class TraceEstimate:
+    """A trace, and how sure it is.
+
+    Attributes:
+        value: Estimate of the trace.
+        standard_error: Standard deviation over independent estimates, over the root of their number.
+        squared_norm: Estimate of the squared Frobenius norm, the sum of squared eigenvalues, from the same products;
+            NaN for methods other than ``"hutchinson"``.
+        products: Number of products with vectors.
+    """
+
+    value: float
+    standard_error: float
+    squared_norm: float
+    products: int
+
+
+def trace(
+    operator: SymmetricOperator,
+    probes: int = 100,
+    *,
+    method: TraceMethod = "hutchinson",
+    repeats: int = 4,
+    generator: torch.Generator | None = None,
+) -> TraceEstimate:
+    r"""Estimate a trace from products with random signs, with its standard error.
+
+    ``"hutchinson"``: the mean of :math:`z^\top H z`, of variance :math:`2 (\|H\|_F^2 - \sum_i H_{ii}^2)` per probe, so
+    exact for diagonal matrices; its standard error is that of the probes. ``"hutch++"`` and ``"xtrace"`` of curvlinops
+    are better where few eigenvalues make up the trace and there are many probes; they are run ``repeats`` times with a
+    share of the products each, and the standard error is that of the repeats (docs/theory/spectra.md, 3).
+
+    Args:
+        operator: The matrix H.
+        probes: Number of products with vectors; for the other two methods rounded down to what ``repeats`` equal runs
+            can use. >= 2.
+        method: See above.
+        repeats: Independent runs of the other two methods. >= 2.
+        generator: Generator of the signs, on the CPU; use one in the same state on each rank.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Hutchinson (1990); Meyer et al. (2021), arXiv:2010.09649; Epperly, Tropp, Webber (2024), arXiv:2301.07825.
+
+    Example:
+        >>> from lightning_sym.curvature.operators import MatrixOperator
+        >>> found = trace(MatrixOperator(torch.diag(torch.tensor([6.0, 10.0, 0.0]))), 10)
+        >>> found.value, found.standard_error, found.squared_norm
+        (16.0, 0.0, 136.0)
+    """
+    check_integers(2, probes=probes, repeats=repeats)
+    generator = seeded_generator("trace") if generator is None else generator
+    if method == "hutchinson":
+        return _hutchinson(operator, probes, generator)
+    if method not in get_args(TraceMethod):
+        raise ValueError(unknown("method", method, get_args(TraceMethod)))
+    unit = 3 if method == "hutch++" else 2
+    share = probes // repeats // unit * unit
+    if not 0 < share < operator.size:
+        raise ValueError(
+            f"{method} needs at least {unit} probes in each of {repeats} repeats, and fewer than the {operator.size} "
+            f"rows of the matrix, got probes={probes}; change probes or repeats, or use method='hutchinson'."
+        )
+    before = operator.products
+    estimate = getattr(curvlinops(), "hutchpp_trace" if method == "hutch++" else "xtrace")
+    values = []
+    for _ in range(repeats):
+        with seeded(int(torch.randint(2**62, (), generator=generator))):
+            values.append(float(estimate(_Wide(operator), share)))
+    error = float(torch.tensor(values, dtype=torch.float64).std()) / math.sqrt(repeats)
+    return TraceEstimate(math.fsum(values) / repeats, error, math.nan, operator.products - before)
+
+
+def _hutchinson(operator: SymmetricOperator, probes: int, generator: torch.Generator) -> TraceEstimate:
+    values, squares = [], []
+    # Memory for a few vectors at a time.
+    for start in range(0, probes, 64):
+        signs = _signs(operator, min(64, probes - start), generator)
+        products = operator @ signs
+        values.append((signs * products).sum(0).double().cpu())
+        squares.append(products.square().sum(0).double().cpu())
+    found = torch.cat(values)
+    error = float(found.std()) / math.sqrt(probes)
+    return TraceEstimate(float(found.mean()), error, float(torch.cat(squares).mean()), probes)
+
+
+def _signs(operator: SymmetricOperator, count: int, generator: torch.Generator) -> Tensor:
+    """Return random signs, ``[P, count]``; drawn one vector after the other, so that more probes begin alike."""
+    drawn = torch.randint(2, (count, operator.size), generator=generator).T
+    return (2 * drawn - 1).to(device=operator.device, dtype=wide(operator.device))
+
+
+class _Wide:
+    """An operator as curvlinops's estimators want it, with their vectors in the widest precision."""
+
+    def __init__(self, operator: SymmetricOperator) -> None:
+        self.shape, self.device, self.dtype = operator.shape, operator.device, wide(operator.device)
+        self._operator = operator
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return self._operator @ vectors
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralDensity:
+    r"""A spectral density by stochastic Lanczos quadrature, made by :func:`spectral_density`.
+
+    It is the mixture :math:`\rho(x) = \frac1R \sum_r \sum_i \tau_{ri}\, N(x; \theta_{ri}, \sigma^2)`, with integral 1:
+    that of all eigenvalues, each made a Gaussian of width :math:`\sigma`, but for the noise of R random vectors.
+    Details finer than :math:`\sigma` are not in it: compare it with other spectra at the same width.
+
+    Attributes:
+        nodes: Nodes :math:`\theta`. Shape ``[R, m]``, float64.
+        weights: Weights :math:`\tau`, with sum 1 for each r. Shape ``[R, m]``, float64.
+        size: Number of eigenvalues P.
+        width: Standard deviation :math:`\sigma` of the smoothing, in units of eigenvalues.
+        products: Number of products with vectors.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    size: int
+    width: float
+    products: int
+
+    @property
+    def low(self) -> float:
+        """The smallest node: at least the smallest eigenvalue, and near it."""
+        return float(self.nodes.min())
+
+    @property
+    def high(self) -> float:
+        """The largest node: at most the largest eigenvalue, and near it."""
+        return float(self.nodes.max())
+
+    def grid(self, points: int = 1024) -> Tensor:
+        """Return points over all of the density, five widths beyond the nodes. Shape ``[points]``, float64."""
+        check_integers(2, points=points)
+        return torch.linspace(self.low - 5 * self.width, self.high + 5 * self.width, points, dtype=torch.float64)
+
+    def at(self, points: Tensor, width: float | None = None) -> Tensor:
+        """Return the density at some points.
+
+        Args:
+            points: Eigenvalues. Shape ``[n]``.
+            width: Another width of the smoothing. > 0.
+
+        Returns:
+            Shape ``[n]``, float64, in units of one over eigenvalues.
+        """
+        return smoothed(self.nodes.flatten(), points, self._width(width), self.weights.flatten() / len(self.nodes))
+
+    def _width(self, width: float | None) -> float:
+        if width is not None:
+            check_numbers("> 0", width=width)
+        return self.width if width is None else width
+
+    def moment(self, order: int) -> float:
+        """Return the mean over eigenvalues of a power, 0 to 2m - 1, up to the noise of the random vectors."""
+        check_integers(0, order=order)
+        return float((self.weights * self.nodes**order).sum(1).mean())
+
+    def trace(self) -> TraceEstimate:
+        """Return the trace, with its standard error over the random vectors (NaN for one)."""
+        values = self.size * (self.weights * self.nodes).sum(1)
+        error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        squared = self.size * self.moment(2)
+        return TraceEstimate(float(values.mean()), error, squared, self.products)
+
+    def share_within(self, bound: float) -> float:
+        """Return which share of eigenvalues has magnitudes up to a bound, by the weights of the nodes.
+
+        It is good where the bound is in a gap of the spectrum, and a node's weight wrong elsewhere.
+        """
+        return float((self.weights * (self.nodes.abs() <= bound)).sum(1).mean())
+
+
+def smoothed(values: Tensor, points: Tensor, width: float, weights: Tensor | None = None) -> Tensor:
+    """Return the density of values of which each is made a Gaussian.
+
+    Args:
+        values: Eigenvalues or nodes. Shape ``[n]``.
+        points: Where. Shape ``[g]``.
+        width: Standard deviation of the Gaussians, > 0.
+        weights: How much each value counts, with sum 1; default alike. Shape ``[n]``.
+
+    Returns:
+        Shape ``[g]``, float64, on the CPU.
+    """
+    values, points = values.detach().double().cpu(), points.detach().double().cpu()
+    weights = torch.full_like(values, 1 / len(values)) if weights is None else weights.double().cpu()
+    density = torch.zeros_like(points)
+    for some, own in zip(torch.split(values, 512), torch.split(weights, 512), strict=True):
+        gaussians = torch.exp(-0.5 * ((points - some[:, None]) / width) ** 2)
+        density += own @ gaussians
+    return density / (width * math.sqrt(2 * math.pi))
+
+
+def spectral_density(
+    operator: SymmetricOperator,
+    steps: int = 64,
+    probes: int = 4,
+    *,
+    width: float | None = None,
+    generator: torch.Generator | None = None,
+) -> SpectralDensity:
+    r"""Estimate the density of eigenvalues by stochastic Lanczos quadrature (docs/theory/spectra.md, 4).
+
+    From each of ``probes`` random Gaussian vectors ``steps`` steps of :func:`~lightning_sym.curvature.lanczos` give
+    nodes and weights, all vectors together in every product.
+
+    Args:
+        operator: The matrix H.
+        steps: Number m of products per vector, at most P (then the rest is left out). More steps resolve finer detail.
+        probes: Number R of random vectors. More of them lower the noise. >= 1.
+        width: Standard deviation of the smoothing, in units of eigenvalues, > 0; default
+            :math:`\frac{1.1\,(\theta_{max} - \theta_{min})}{(m - 1) \sqrt{8 \ln 3}}`, the rule of Papyan (2020): what m
+            steps resolve.
+        generator: Generator of the vectors, on the CPU; use one in the same state on each rank.
+
+    Returns:
+        The density, with its nodes and weights.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Ghorbani, Krishnan, Xiao (2019), arXiv:1901.10159; Papyan (2020), JMLR 21, without reorthogonalisation.
+
+    Example:
+        >>> from lightning_sym.curvature.operators import MatrixOperator
+        >>> density = spectral_density(MatrixOperator(torch.diag(torch.arange(100.0))), 20, 8)
+        >>> x = density.grid()
+        >>> round(float(torch.trapezoid(density.at(x), x)), 4)
+        1.0
+    """
+    check_integers(steps=steps, probes=probes)
+    if width is not None:
+        check_numbers("> 0", width=width)
+    generator = seeded_generator("density") if generator is None else generator
+    draw = partial(torch.randn, operator.size, dtype=torch.float64, generator=generator)
+    starts = torch.stack([draw() for _ in range(probes)], 1)
+    found: Quadrature = lanczos(operator, starts, min(steps, operator.size))
+    if width is None:
+        span = 1.1 * float(found.nodes.max() - found.nodes.min())
+        width = span / (max(steps - 1, 1) * math.sqrt(8 * math.log(_KAPPA)))
+        width = width if width > 0 else 1e-3 * (abs(float(found.nodes.max())) or 1.0)
+    return SpectralDensity(found.nodes, found.weights, operator.size, width, found.products)
+
+
+@dataclass(frozen=True)
+class NearZero:
+    """How many eigenvalues are near zero: a choice of tolerance, so for many of them.
+
+    Attributes:
+        size: Number of eigenvalues.
+        largest: The largest magnitude.
+        relative: By tolerance, how many magnitudes are below it times the largest.
+        absolute: By tolerance, how many magnitudes are below it.
+        negative: How many eigenvalues are below minus rounding (``1e-12`` of the largest magnitude).
+        gap: Decades between the two neighbouring magnitudes that are furthest apart, of those above rounding and the
+            first one in it; 0 if there are no two.
+        below_gap: How many magnitudes are below this gap.
+    """
+
+    size: int
+    largest: float
+    relative: dict[float, int]
+    absolute: dict[float, int]
+    negative: int
+    gap: float
+    below_gap: int
+
+
+def near_zero(eigenvalues: Tensor, tolerances: Sequence[float] = TOLERANCES) -> NearZero:
+    """Count eigenvalues near zero over tolerances, relative and absolute, and look for the largest gap.
+
+    Relative counts change when the largest eigenvalue does, so compare two networks by absolute ones as well.
+
+    Args:
+        eigenvalues: All eigenvalues. Shape ``[P]``.
+        tolerances: In (0, 1).
+
+    Returns:
+        The counts.
+
+    Raises:
+        ValueError: If there is no eigenvalue, one is not finite, or a tolerance is out of range.
+
+    Example:
+        >>> found = near_zero(torch.tensor([6.0, 10.0, 1e-14]))
+        >>> found.relative[1e-6], found.below_gap, round(found.gap)
+        (1, 1, 12)
+    """
+    values = eigenvalues.detach().double().cpu().flatten()
+    if not len(values) or not values.isfinite().all():
+        raise ValueError("eigenvalues must be finite, at least one.")
+    for tolerance in tolerances:
+        check_numbers("in (0, 1)", tolerance=tolerance)
+    sizes = values.abs().sort(descending=True).values
+    largest = float(sizes[0])
+    rounding = 1e-12 * largest
+    # What is below rounding is as good as rounding: gaps among such numbers mean nothing.
+    logs = sizes.clamp(min=rounding or 1.0).log10()
+    steps = logs[:-1] - logs[1:]
+    place = int(steps.argmax()) if len(steps) else 0
+    gap = float(steps[place]) if len(steps) else 0.0
+    return NearZero(
+        size=len(values),
+        largest=largest,
+        relative={t: int((sizes < t * largest).sum()) for t in tolerances},
+        absolute={t: int((sizes < t).sum()) for t in tolerances},
+        negative=int((values < -rounding).sum()),
+        gap=gap,
+        below_gap=len(values) - place - 1 if gap > 0 else 0,
+    )

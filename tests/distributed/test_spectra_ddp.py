@@ -1,0 +1,107 @@
+"""Products, eigenpairs, traces and densities of two and three processes are those of one, with unequal shares."""
+
+import pytest
+import torch
+from scenarios import load, outcome
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sym.curvature import CurvatureOperator, spectral_density, top_eigenpairs, trace
+
+pytestmark = pytest.mark.ddp
+
+SAMPLES = 50  # not a multiple of 3
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def batches(x, y, size=8):
+    return list(zip(x.split(size), y.split(size), strict=True)) if len(x) else []
+
+
+def share(name, rank, world):
+    """Return the batches of a rank: in turn, or all but three samples on the first and none on the last of three."""
+    x, y = data()
+    if name == "in turn":
+        return batches(x[rank::world], y[rank::world])
+    cuts = [0, SAMPLES] if world == 1 else [0, SAMPLES - 3, SAMPLES, SAMPLES][: world + 1]
+    return batches(x[cuts[rank] : cuts[rank + 1]], y[cuts[rank] : cuts[rank + 1]])
+
+
+def summary(operator):
+    gradient, loss = operator.gradient_and_loss()
+    pairs, density = top_eigenpairs(operator, 3, tolerance=1e-9), spectral_density(operator, 20, 2)
+    found = trace(operator, 10)
+    return {
+        "product": operator @ torch.linspace(-1, 1, operator.size).double(),
+        "matrix": operator.matrix(),
+        "gradient": gradient,
+        "numbers": torch.tensor([loss, found.value, found.standard_error, operator.samples]).double(),
+        "eigenvalues": pairs.values,
+        "nodes": density.nodes,
+        "weights": density.weights,
+    }
+
+
+def work(rank, world, folder):
+    results = {
+        f"{name}, {kind}": summary(CurvatureOperator(network(), share(name, rank, world), F.cross_entropy, kind=kind))
+        for name in ("in turn", "three on the second")
+        for kind in ("hessian", "gauss_newton")
+    }
+    mine = share("in turn", rank, world)
+    broken = network()
+    if rank == world - 1:
+        nn.init.constant_(broken[3].bias, float("nan"))
+    results["nan on the last rank"] = outcome(CurvatureOperator, broken, mine, F.cross_entropy)
+    results["no data"] = outcome(CurvatureOperator, network(), [], F.cross_entropy)
+    shuffled = Shuffled(mine) if rank == world - 1 else mine
+    results["shuffled on the last rank"] = outcome(
+        lambda: top_eigenpairs(CurvatureOperator(network(), shuffled, F.cross_entropy))
+    )
+    return results
+
+
+class Shuffled(list):
+    """Batches in another order each time."""
+
+    def __iter__(self):
+        return iter([list(super(Shuffled, self).__iter__())[place] for place in torch.randperm(len(self))])
+
+
+def scenarios(run):
+    for world in (2, 3, 1):
+        run.processes(world, work)
+
+
+@pytest.fixture(scope="module")
+def results(runs):
+    return {world: load(runs, world) for world in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize("name", ["in turn", "three on the second"])
+def test_several_processes_are_one(results, name, kind, world):
+    scenario = f"{name}, {kind}"
+    (one,), (first, *others) = results[1], results[world]
+    for what, value in one[scenario].items():
+        torch.testing.assert_close(first[scenario][what], value, rtol=1e-9, atol=1e-10)
+        for other in others:
+            assert torch.equal(other[scenario][what], first[scenario][what]), what
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_errors_of_one_process_are_raised_on_all(results, world):
+    for result in results[world]:
+        assert "NonFiniteError" in result["nan on the last rank"]
+        assert "no samples" in result["no data"]
+        assert "shuffling" in result["shuffled on the last rank"]

@@ -1,0 +1,438 @@
+"""Operators, eigenpairs, traces and densities against dense Hessians, closed forms and two other libraries."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import refused
+from hessian_eigenthings import HessianOperator, supervised_loss
+from hessian_eigenthings import lanczos as other_lanczos
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sym.curvature import (
+    CurvatureOperator,
+    EmptyLoaderError,
+    MatrixOperator,
+    NonFiniteError,
+    NotConvergedError,
+    directional_curvature,
+    lanczos,
+    near_zero,
+    smoothed,
+    spectral_density,
+    top_eigenpairs,
+    trace,
+)
+from lightning_sym.curvature.operators import curvlinops
+
+
+class Landscape(nn.Module):
+    """A loss of its parameters alone."""
+
+    def __init__(self, value: Callable[[Tensor], Tensor], at: list[float]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(at, dtype=torch.float64))
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value(self.w).expand(len(x))
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+def of_landscape(value: Callable[[Tensor], Tensor], *at: float) -> CurvatureOperator:
+    return CurvatureOperator(Landscape(value, list(at)), (torch.zeros(4, 1), torch.zeros(4)), mean)
+
+
+def toy(w: Tensor) -> Tensor:
+    return 3 * w[0] ** 2 + 5 * w[1] ** 2
+
+
+def small(activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), activation(), nn.Linear(8, 3)).double()
+
+
+def samples(count: int = 50, classes: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 5, generator=generator).double(), torch.randint(classes, (count,), generator=generator)
+
+
+def uneven(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return batches of 16, the last one smaller."""
+    return list(zip(x.split(16), y.split(16), strict=True))
+
+
+def loss_of(operator: CurvatureOperator, network: nn.Module, x: Tensor, y: Tensor, loss=F.cross_entropy):
+    """Return the mean loss as a function of the vector of all parameters, and that vector."""
+
+    def value(vector: Tensor) -> Tensor:
+        return loss(functional_call(network, operator.split(vector), (x,)), y)
+
+    return value, operator.flatten(dict(network.named_parameters()))
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[CurvatureOperator, Tensor, Tensor]:
+    """Return the Hessian of a trained network with 1,210 parameters, whole, and its eigenvalues."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.from_numpy(images / 16).double()[:300]
+    x, y = x - x.mean(0), torch.from_numpy(labels)[:300]
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    operator = CurvatureOperator(network, (x, y), F.cross_entropy, columns=64)
+    matrix = operator.matrix()
+    return operator, matrix, torch.linalg.eigvalsh(matrix)
+
+
+# ---- products
+
+
+def test_products_are_those_of_the_dense_hessian_of_jvp_and_of_curvlinops() -> None:
+    network, (x, y) = small(), samples()
+    operator = CurvatureOperator(network, uneven(x, y), F.cross_entropy)
+    value, w = loss_of(operator, network, x, y)
+    u, v = torch.randn(2, operator.size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    product, dense = operator @ v, hessian(value)(w)
+    theirs = curvlinops().HessianLinearOperator(
+        network, nn.CrossEntropyLoss(), list(network.parameters()), uneven(x, y), check_deterministic=False
+    )
+    for other in (dense @ v, jvp(grad(value), (w,), (v,))[1], (theirs @ v).detach()):
+        torch.testing.assert_close(product, other, rtol=1e-10, atol=1e-14)
+    assert math.isclose(float(u @ product), float(v @ (operator @ u)), rel_tol=1e-10)
+    torch.testing.assert_close(
+        operator @ torch.stack([u, v], 1), dense @ torch.stack([u, v], 1), rtol=1e-10, atol=1e-14
+    )
+    torch.testing.assert_close(operator.matrix(), dense, rtol=1e-10, atol=1e-14)
+    gradient, loss = operator.gradient_and_loss()
+    torch.testing.assert_close(gradient, grad(value)(w), rtol=1e-10, atol=1e-14)
+    assert math.isclose(loss, float(value(w)), rel_tol=1e-12)
+
+
+def test_gauss_newton_of_squares_is_the_jacobian_twice_and_the_hessian_at_interpolation() -> None:
+    network, (x, _) = small(), samples(20)
+    y = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    operator = CurvatureOperator(network, (x, y), F.mse_loss, kind="gauss_newton")
+    w = operator.flatten(dict(network.named_parameters()))
+    jacobian = jacrev(lambda v: functional_call(network, operator.split(v), (x,)).flatten())(w)
+    expected = 2 / y.numel() * jacobian.T @ jacobian
+    torch.testing.assert_close(operator.matrix(), expected, rtol=1e-10, atol=1e-12)
+    theirs = curvlinops().GGNLinearOperator(
+        network, nn.MSELoss(), list(network.parameters()), [(x, y)], check_deterministic=False
+    )
+    torch.testing.assert_close(theirs @ w, expected @ w, rtol=1e-10, atol=1e-12)
+    exact = network(x).detach()
+    both = [CurvatureOperator(network, (x, exact), F.mse_loss, kind=kind) for kind in ("hessian", "gauss_newton")]
+    difference = both[0].matrix() - both[1].matrix()
+    assert difference.norm() < 1e-8 * both[1].matrix().norm()
+
+
+def test_named_parameters_alone_are_the_variables() -> None:
+    network, (x, y) = small(), samples()
+    whole = CurvatureOperator(network, (x, y), F.cross_entropy)
+    part = CurvatureOperator(network, (x, y), F.cross_entropy, parameters=["2.weight"])
+    places = whole.split(torch.arange(whole.size))["2.weight"].flatten()
+    torch.testing.assert_close(part.matrix(), whole.matrix()[places][:, places], rtol=1e-10, atol=1e-14)
+    network[0].requires_grad_(False)
+    assert CurvatureOperator(network, (x, y), F.cross_entropy).names == ["2.weight", "2.bias"]
+
+
+def test_network_gradients_modes_and_random_numbers_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+    x, y = samples()
+    network[0].weight.grad = torch.ones(8, 5)
+    network[1].eval()
+    before, modes = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)  # draws a seed whenever it begins
+    state = torch.get_rng_state()
+    operator = CurvatureOperator(network, loader, F.cross_entropy)
+    top_eigenpairs(operator, 2), trace(operator, 4), spectral_density(operator, 5, 2), operator.gradient_and_loss()
+    trace(operator, 24, method="xtrace")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert [module.training for module in network.modules()] == modes
+    assert torch.equal(network[0].weight.grad, torch.ones(8, 5))
+    assert all(p.grad is None for name, p in network.named_parameters() if name != "0.weight")
+    assert operator @ torch.ones(operator.size) is not None
+    assert all(p.grad is None for p in operator.network.parameters())
+
+
+def test_directions_are_brought_to_length_one() -> None:
+    operator = of_landscape(toy, 0.3, -0.2, 1.7)
+    ones = {"x": torch.tensor([7.0, 0, 0]), "diagonal": torch.ones(3)}
+    found = directional_curvature(operator, ones)
+    assert found["x"] == pytest.approx((6, 6), rel=1e-12)
+    assert found["diagonal"] == pytest.approx((math.sqrt(136 / 3), 16 / 3), rel=1e-12)
+
+
+# ---- spectra
+
+
+def test_toy_has_its_known_spectrum() -> None:
+    operator = of_landscape(toy, 0.0, 0.0, 1.7)
+    for which, expected in {"largest": [10, 6, 0], "smallest": [0, 6, 10], "magnitude": [10, 6, 0]}.items():
+        pairs = top_eigenpairs(operator, 3, which=which)
+        torch.testing.assert_close(pairs.values, torch.tensor(expected).double(), rtol=1e-10, atol=1e-10)
+        assert pairs.residuals.max() < 1e-10
+    found = trace(operator, 2)
+    assert (found.value, found.standard_error, found.squared_norm) == pytest.approx((16, 0, 136), abs=1e-10)
+    assert near_zero(torch.linalg.eigvalsh(operator.matrix())).below_gap == 1
+
+
+@pytest.mark.parametrize(("point", "nullity"), [((0.0, 0.0), 2), ((1.0, 0.0), 1)], ids=["crossing", "line"])
+def test_nullity_at_a_crossing_exceeds_the_dimension(point: tuple[float, float], nullity: int) -> None:
+    eigenvalues = torch.linalg.eigvalsh(of_landscape(lambda w: w[0] ** 2 * w[1] ** 2, *point).matrix())
+    assert near_zero(eigenvalues).absolute[1e-8] == nullity
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])
+def test_top_eigenpairs_are_those_of_the_dense_hessian(digits, which: str) -> None:
+    operator, matrix, eigenvalues = digits
+    order = {"largest": eigenvalues.flip(0), "smallest": eigenvalues}.get(which)
+    expected = eigenvalues[eigenvalues.abs().argsort(descending=True)] if order is None else order
+    pairs = top_eigenpairs(operator, 5, which=which, tolerance=1e-7)
+    torch.testing.assert_close(pairs.values, expected[:5], rtol=1e-6, atol=1e-9)
+    residuals = (matrix @ pairs.vectors - pairs.vectors * pairs.values).norm(dim=0)
+    torch.testing.assert_close(pairs.residuals, residuals, rtol=1e-3, atol=1e-12)
+    assert pairs.residuals.max() <= 1e-7 * eigenvalues.abs().max()
+    torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(5).double(), rtol=0, atol=1e-10)
+
+
+def test_eigenvalues_agree_with_hessian_eigenthings(digits) -> None:
+    operator, _, _ = digits
+    theirs = HessianOperator(operator.network, list(operator._data), supervised_loss(F.cross_entropy))
+    # Without reorthogonalize=True, which is not its default here, copies of the largest one would come first.
+    found = other_lanczos(theirs, k=3, max_iter=60, tol=1e-8, which="LA", seed=0, reorthogonalize=True)
+    ours = top_eigenpairs(operator, 3, tolerance=1e-8).values
+    torch.testing.assert_close(found.eigenvalues.double().sort(descending=True).values, ours, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("basis", [12, 60])
+@pytest.mark.parametrize("which", ["largest", "smallest"])
+def test_restarts_reach_the_ends_of_a_dense_spectrum(basis: int, which: str) -> None:
+    matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0)).double()
+    matrix = matrix + matrix.T
+    eigenvalues = torch.linalg.eigvalsh(matrix)
+    pairs = top_eigenpairs(MatrixOperator(matrix), 3, which=which, basis=basis, tolerance=1e-8)
+    expected = eigenvalues[:3] if which == "smallest" else eigenvalues.flip(0)[:3]
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=0)
+
+
+def test_copies_of_eigenvalues_are_found_where_the_krylov_space_ends() -> None:
+    matrix = torch.diag(torch.tensor([2.0, 2.0, 2.0, 1.0, *[0.0] * 46])).double()
+    assert top_eigenpairs(MatrixOperator(matrix), 4).values.tolist() == pytest.approx([2, 2, 2, 1], abs=1e-10)
+    zero = top_eigenpairs(MatrixOperator(torch.zeros(100, 100)), 3)
+    assert zero.values.tolist() == [0, 0, 0]
+
+
+def test_lanczos_gives_moments_and_no_copies(digits) -> None:
+    operator, matrix, eigenvalues = digits
+    q = torch.randn(operator.size, 2, generator=torch.Generator().manual_seed(5)).double()
+    found = lanczos(operator, 3 * q, 10)
+    q = q / q.norm(dim=0)
+    torch.testing.assert_close(found.weights.sum(1), torch.ones(2).double(), rtol=1e-10, atol=0)
+    power = q
+    for order in range(1, 6):
+        power = matrix @ power
+        nodes = (found.weights * found.nodes**order).sum(1)
+        torch.testing.assert_close(nodes, (q * power).sum(0), rtol=1e-10, atol=0)
+    nodes = lanczos(operator, q[:, :1], 80).nodes[0]
+    assert int((nodes > eigenvalues[-1] - 1e-6).sum()) == 1  # five without reorthogonalisation
+
+
+def test_lanczos_ends_where_the_krylov_space_does() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 2.0, *[0.0] * 8])).double()
+    starts = torch.stack([torch.ones(10), torch.eye(10)[0]], 1).double()
+    found = lanczos(MatrixOperator(matrix), starts, 6)
+    assert (found.weights > 1e-12).sum(1).tolist() == [3, 1]
+    torch.testing.assert_close(found.weights.sum(1), torch.ones(2).double(), rtol=1e-12, atol=0)
+    assert float((found.weights[0] * found.nodes[0]).sum()) == pytest.approx(0.3, rel=1e-12)
+
+
+def test_density_has_integral_one_and_is_near_the_dense_one_with_the_same_smoothing(digits) -> None:
+    operator, matrix, eigenvalues = digits
+    density = spectral_density(operator, 64, 4)
+    grid = density.grid(4096)
+    found, dense = density.at(grid), smoothed(eigenvalues, grid, density.width)
+    assert float(torch.trapezoid(found, grid)) == pytest.approx(1, abs=1e-3)
+    assert float(torch.trapezoid((found - dense).abs(), grid)) < 0.05
+    estimate = density.trace()
+    assert abs(estimate.value - float(matrix.trace())) < 4 * estimate.standard_error
+    assert float(torch.trapezoid(grid * found, grid)) * operator.size == pytest.approx(estimate.value, rel=1e-3)
+    assert density.low >= eigenvalues[0] - 1e-9
+    assert density.high == pytest.approx(float(eigenvalues[-1]), rel=1e-6)
+
+
+def test_hutchinson_is_within_four_standard_errors(digits) -> None:
+    operator, matrix, _ = digits
+    found = trace(operator, 99)
+    squared = float(matrix.square().sum())
+    error = math.sqrt(2 * (squared - float(matrix.diagonal().square().sum())) / 99)
+    assert abs(found.value - float(matrix.trace())) < 4 * error
+    assert 0.6 * error < found.standard_error < 1.6 * error
+    assert found.squared_norm == pytest.approx(squared, rel=0.3)
+
+
+@pytest.mark.parametrize("method", ["hutch++", "xtrace"])
+def test_other_estimators_come_with_standard_errors(digits, method: str) -> None:
+    _, matrix, _ = digits
+    found = trace(MatrixOperator(matrix), 120, method=method)
+    assert found.products == 120
+    assert 0 < found.standard_error < 0.1 * found.value
+    assert abs(found.value - float(matrix.trace())) < 6 * found.standard_error
+
+
+# ---- what they say of networks
+
+
+def test_curvature_of_a_scaling_direction_at_a_point_that_is_not_critical() -> None:
+    network, (x, y) = small(nn.ReLU), samples()
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    hess, gauss = (
+        CurvatureOperator(network, (x, y), F.cross_entropy, kind=kind) for kind in ("hessian", "gauss_newton")
+    )
+    slope = hess.gradient_and_loss()[0]
+    of = hess.split(slope)
+    for unit in range(8):
+        direction, image = ({name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(2))
+        for name, sign in (("0.weight", 1), ("0.bias", 1), ("2.weight", -1)):
+            at = (slice(None), unit) if name == "2.weight" else unit
+            direction[name][at] = sign * weights[name][at]
+            image[name][at] = -sign * of[name][at]
+        xi = hess.flatten(direction)
+        assert (gauss @ xi).norm() < 1e-10
+        assert abs(float(slope @ xi)) < 1e-10
+        torch.testing.assert_close(hess @ xi, hess.flatten(image), rtol=0, atol=1e-10)
+
+
+def test_nullity_at_interpolation_of_random_targets_is_what_equations_leave() -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(10, 12).double(), torch.randn(10, 4).double()
+    network = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    gauss = CurvatureOperator(network, (inputs, targets), F.mse_loss, kind="gauss_newton")
+    w = gauss.flatten(dict(network.named_parameters()))
+
+    def residual(vector: Tensor) -> Tensor:
+        return (functional_call(network, gauss.split(vector), (inputs,)) - targets).flatten()
+
+    damping, value = 1e-2, residual(w)
+    for _ in range(60):  # Levenberg-Marquardt
+        jacobian = jacrev(residual)(w)
+        step = jacobian.T @ torch.linalg.solve(jacobian @ jacobian.T + damping * torch.eye(40).double(), value)
+        if residual(w - step).norm() < value.norm():
+            w, damping = w - step, damping / 10
+            value = residual(w)
+        else:
+            damping *= 10
+    assert value.square().mean() < 1e-24
+    network.load_state_dict(gauss.split(w))
+    matrix = CurvatureOperator(network, (inputs, targets), F.mse_loss).matrix()
+    found = near_zero(torch.linalg.eigvalsh(matrix), [1e-9])
+    assert found.relative[1e-9] == found.below_gap == gauss.size - 40
+    assert found.gap > 5
+
+
+# ---- what is refused
+
+ONE = (torch.zeros(4, 5), torch.tensor([0, 1, 2, 0]))
+
+
+class Shuffled:
+    """Batches in another order each time."""
+
+    def __iter__(self):
+        order = torch.randperm(50)
+        x, y = samples()
+        return iter(uneven(x[order], y[order]))
+
+
+class Augmented:
+    """Inputs with noise, in a fixed order."""
+
+    def __iter__(self):
+        x, y = samples()
+        return ((part + 0.1 * torch.randn_like(part), labels) for part, labels in uneven(x, y))
+
+
+class Noisy(nn.Linear):
+    """A network with dropout that eval mode does not turn off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, training=True)
+
+
+def broken() -> nn.Module:
+    network = small()
+    nn.init.constant_(network[2].bias, float("nan"))
+    return network
+
+
+def frozen() -> nn.Module:
+    return small().requires_grad_(False)
+
+
+def first_product(network: nn.Module, data: object) -> Tensor:
+    operator = CurvatureOperator(network, data, F.cross_entropy)
+    return operator @ torch.ones(operator.size)
+
+
+def operator_of(**settings) -> CurvatureOperator:
+    return CurvatureOperator(**({"network": small(), "data": ONE, "loss": F.cross_entropy} | settings))
+
+
+MATRIX = MatrixOperator(torch.diag(torch.arange(100.0)))
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        refused(first_product, small(), Shuffled(), says="shuffling"),
+        refused(first_product, small(), Augmented(), says="augmentation"),
+        refused(first_product, Noisy(5, 3).double(), ONE, says="dropout"),
+        refused(operator_of, data=iter([ONE]), says="gone through again"),
+        refused(operator_of, data=[], says="no samples", error=EmptyLoaderError),
+        refused(operator_of, network=broken(), says="2.bias", error=NonFiniteError),
+        refused(operator_of, network=frozen(), says="requires gradients"),
+        refused(operator_of, loss=nn.CrossEntropyLoss(reduction="sum"), says="reduction='sum'"),
+        refused(operator_of, loss=lambda a, b: F.cross_entropy(a, b, reduction="sum"), says="divide sums"),
+        refused(operator_of, loss=lambda a, b: F.cross_entropy(a, b, reduction="none"), says="scalar"),
+        refused(operator_of, parameters=["0.wieght"], says="0.weight"),
+        refused(operator_of, parameters=[], says="at least one"),
+        refused(operator_of, kind="fisher", says="gauss_newton"),
+        refused(operator_of().matrix, max_parameters=10, says=["75 parameters", "max_parameters"]),
+        refused(lambda: operator_of() @ torch.ones(3), says="[75]"),
+        refused(MatrixOperator, torch.ones(2, 3), says="[P, P]"),
+        refused(MatrixOperator, torch.triu(torch.ones(3, 3)), says="symmetric"),
+        refused(top_eigenpairs, MATRIX, k=101),
+        refused(top_eigenpairs, MATRIX, which="LM", says="largest"),
+        refused(top_eigenpairs, MATRIX, 3, max_products=8, says="8 products", error=NotConvergedError),
+        refused(top_eigenpairs, MATRIX, tolerance=1e-12, says="float64", error=NotConvergedError),
+        refused(trace, MATRIX, 30, method="xtrace", repeats=30, says="repeats"),
+        refused(trace, MATRIX, method="hutch", says="hutch++"),
+        refused(lanczos, MATRIX, torch.zeros(100, 1), 3, says="other than zero"),
+        refused(lanczos, MATRIX, torch.ones(100, 1), 101, says="101"),
+        refused(directional_curvature, MATRIX, {"step": torch.zeros(100)}, says="'step'"),
+        refused(near_zero, torch.tensor([float("nan")]), says="finite"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(refusal: Callable[[], None]) -> None:
+    refusal()
+
+
+def test_data_that_change_pass_unseen_only_where_the_check_is_off() -> None:
+    operator = CurvatureOperator(small(), Shuffled(), F.cross_entropy, check=False)
+    assert (operator @ torch.ones(operator.size)).isfinite().all()
