@@ -232,6 +232,7 @@ def test_too_few_are_refused_before_anything_is_trained(option, least, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_measures_pass_and_random_numbers_do_not(tmp_path):
     module.run(tmp_path, seeds=1)
     found = {(row["group"], row["measure"], row["test"], row["score"]): row for row in read_rows(tmp_path / "scores")}
