@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_sym._distributed import gathered, on_device_of, ranks
+from lightning_sym._distributed import gathered, on_device_of, ranks, wide_device
 from lightning_sym._text import unknown
 from lightning_sym.symmetry import Tap
 
@@ -26,7 +26,8 @@ _TERMS = 4096  # of a sum of products, before it is added to others in float64
 class SimilarityMetric(Metric):
     """A metric of features whose shapes are known from the first batch on.
 
-    A process that was given no batch takes the shapes of the others when they are brought together.
+    A process that was given no batch takes the shapes of the others when they are brought together. The states stay on
+    the CPU where a device has no float64, and so do :class:`Features`.
     """
 
     full_state_update = True
@@ -42,6 +43,10 @@ class SimilarityMetric(Metric):
         if ranks() > 1 and not self._is_synced:
             self._take_shapes()
         super().sync(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        device = fn(torch.empty(0)).device
+        return super()._apply(fn, *args, **kwargs) if wide_device(device) == device else self
 
     def _take_shapes(self) -> None:
         held = {name: getattr(self, name) for name in self._defaults}
@@ -60,6 +65,7 @@ class Features:
 
     Args:
         values: Real, samples on the first axis; not changed, and not copied if that can be avoided.
+            From a device without float64 they come to the CPU.
         axes: Where the channels are, not the first axis; of several they are read in row-major order.
         name: For messages.
 
@@ -80,7 +86,7 @@ class Features:
             raise ValueError(
                 f"{name} must have samples on its first axis and channels on {list(axes)}, got {list(values.shape)}."
             )
-        values = values.detach()
+        values = values.detach().to(wide_device(values.device))
         self.grid = (values.shape[2], values.shape[3]) if values.ndim == 4 and axes == (1,) else None
         size = math.prod(values.shape[axis] for axis in axes)
         moved = values.movedim(axes, tuple(range(1, 1 + len(axes)))).reshape(len(values), size, -1)

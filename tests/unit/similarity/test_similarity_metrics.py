@@ -11,6 +11,8 @@ from helpers import assert_refused, measured, refused
 from torch import nn
 from torchmetrics import MeanSquaredError
 
+from lightning_sym import _distributed
+from lightning_sym._distributed import wide_device
 from lightning_sym.similarity import (
     CKA,
     ChannelStatistics,
@@ -193,6 +195,17 @@ def test_lower_precisions_are_near_double(name, dtype, tolerance):
     value = measured(METRICS[name](), x, y)
     assert value.dtype == torch.float64
     assert float(value) == pytest.approx(float(measured(METRICS[name](), x.double(), y.double())), abs=tolerance)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_states_stay_on_the_cpu_where_a_device_has_no_float64(name, monkeypatch):
+    """Which is MPS; the meta device stands for it, whose numbers cannot be read."""
+    assert wide_device(torch.device("mps")) == torch.device("cpu")
+    wide = _distributed.wide
+    monkeypatch.setattr(_distributed, "wide", lambda device: torch.float32 if device.type == "meta" else wide(device))
+    metric = SimilarityMatrix(METRICS[name](), ["a"]).to("meta")
+    metric.update({"a": X}, {"a": Y})
+    assert float(metric.compute()) == pytest.approx(float(measured(METRICS[name](), X, Y)), abs=EXACT)
 
 
 # ---- as a metric
