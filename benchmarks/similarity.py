@@ -34,7 +34,12 @@ def plain_kernel(x: Tensor) -> Tensor:
     """Return max over c of the inner products of channels, a row of the kernel at a time. Shape (n, n)."""
     x = x - x.mean((0, 2, 3), keepdim=True)
     x = x / torch.linalg.vector_norm(x, dim=(0, 2, 3), keepdim=True)
-    return torch.stack([(x * row).sum((2, 3)).amax(1) for row in x])
+    kernel = x.new_empty(len(x), len(x))
+    for place, row in enumerate(
+        x
+    ):  # rows in a list would scatter the memory between the large products, which runs out
+        kernel[place] = (x * row).sum((2, 3)).amax(1)
+    return kernel
 
 
 def plain_alignment(x: Tensor, y: Tensor) -> Tensor:
