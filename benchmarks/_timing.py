@@ -22,23 +22,29 @@ Parts = Mapping[str, Callable[[], Results]]
 Parser = argparse.ArgumentParser
 
 
-def timed(runs: Runs, rounds: int, work: Mapping[str, float] | None = None) -> Results:
+def timed(
+    runs: Runs,
+    rounds: int,
+    work: Mapping[str, float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Results:
     """Time variants in turn, after a round that is not counted; return one :func:`row` per variant.
 
     Args:
         runs: The variants; one is called "plain".
         rounds: How many are counted.
         work: How many times the plain one's work a variant does; default 1.
+        clock: Returns seconds; ``time.process_time`` for those of the CPU.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(-1, rounds):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if number >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return [row(name, own, seconds["plain"], (work or {}).get(name, 1)) for name, own in seconds.items()]
 
 

@@ -36,6 +36,11 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def wide_device(device: torch.device) -> torch.device:
+    """Return the device for what has to be float64: itself, or the CPU where there is none (MPS)."""
+    return device if wide(device) == torch.float64 else torch.device("cpu")
+
+
 def ranks() -> int:
     """Return the number of processes of ``torch.distributed``; 1 if it is not initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from lightning_sym._distributed import device_of
+from lightning_sym._distributed import device_of, wide_device
 from lightning_sym.dissection.bases import in_bases
 from lightning_sym.dissection.companions import UnitStatistics, UnitSummary
 from lightning_sym.dissection.detectors import Detectors, detectors
@@ -95,17 +95,17 @@ def dissect(
             f"{site} puts out values of shape {list(shape)}; expected activation maps, [N, channels, height, width], "
             "as of a convolution's activation."
         )
-    device, units = device_of(network), len(bases) * shape[1]
+    device, units = wide_device(device_of(network)), len(bases) * shape[1]
     quantile = TopQuantile(units, images * shape[2] * shape[3], top).to(device)
     statistics = UnitStatistics(units, classes).to(device)
     for batch in batches:
-        maps = in_bases(features_of(network, [site], batch.images)[site], bases)
+        maps = in_bases(features_of(network, [site], batch.images)[site].to(device), bases)
         quantile.update(maps)
         statistics.update(maps, batch.labels.to(device) if classes and batch.labels is not None else None)
     thresholds, summary = quantile.compute(), statistics.compute()
     overlap = ConceptOverlap(thresholds, concepts).to(device)
     for batch in batches:
-        maps = in_bases(features_of(network, [site], batch.images)[site], bases)
+        maps = in_bases(features_of(network, [site], batch.images)[site].to(device), bases)
         overlap.update(maps, batch.masks.to(device), batch.annotated.to(device))
     overlaps = overlap.compute()
     parts = [value.cpu().split(shape[1]) for value in (thresholds, overlaps, *summary)]  # type: ignore[no-untyped-call]

@@ -13,10 +13,11 @@ from torch import Tensor
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.similarity.features import Axes, Features, SimilarityMetric, check_pair, undefined
-from lightning_sym.similarity.kernels import Kernel, centred, centred_columns, gram, inner, linear_hsic, standardized
+from lightning_sym.similarity.kernels import Kernel, centre_, centred_columns, gram, inner, linear_hsic, standardized
 
 Estimator: TypeAlias = Literal["unbiased", "biased", "minibatch"]
 Normalize: TypeAlias = Literal["none", "channel"]
+Side: TypeAlias = Tensor | list[Tensor]  # centred kernels of all layers, or the centred features of each
 
 _EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
@@ -46,36 +47,57 @@ class Alignment:
         return self.kernel == "linear" and all(layer[0].numel() <= len(layer) for layer in layers)
 
     def side(
-        self, layers: Sequence[Tensor], *, small: bool, statistics: Sequence["ChannelStatistics"] | None = None
-    ) -> tuple[list[Tensor], Tensor]:
+        self,
+        layers: Iterable[Tensor],
+        count: int,
+        *,
+        small: bool,
+        statistics: Sequence["ChannelStatistics"] | None = None,
+    ) -> tuple[Side, Tensor]:
         """Return the layers of one network as they are compared with others, and the criterion of each with itself.
 
         Args:
-            layers: Features, each of shape ``[N, C, positions]``.
-            small: Whether to return centred features of shape ``[N, D]`` in place of kernels ``[N, N]``; float64.
+            layers: Features, each of shape ``[N, C, positions]``; one at a time is held.
+            count: How many layers there are.
+            small: Whether to return centred features, each of shape ``[N, D]``, in place of kernels ``[count, N, N]``;
+                float64.
             statistics: Of each layer's channels, if not their own.
         """
-        given = [None] * len(layers) if statistics is None else [_of_channels(own) for own in statistics]
-        features = (
-            standardized(layer, scale=self.normalize == "channel", given=own)
-            for layer, own in zip(layers, given, strict=True)
-        )
+        scale = self.normalize == "channel"
+        made: list[Tensor] = []
+        floors: list[Tensor] = []  # of criteria, what is nothing but rounding
+        kernels = torch.empty(0)
+        for place, layer in enumerate(layers):
+            if scale or self.kernel != "linear":
+                given = None if statistics is None else _of_channels(statistics[place])
+                layer = standardized(layer, scale=scale, given=given)
+            if self.kernel == "linear":
+                rows, floor = centred_columns(layer)
+                floors.append(floor)
+                if small:
+                    made.append(rows.double())
+                    continue
+                layer = rows[:, None]
+            kernel = gram(layer, self.kernel, self.bandwidth)
+            if self.kernel != "linear":
+                eps = 16 * torch.finfo(kernel.dtype).eps
+                floors.append((eps * torch.linalg.vector_norm(kernel).double()).square() / kernel.numel())
+            if not place:
+                kernels = kernel.new_empty((count, *kernel.shape), dtype=torch.float64)
+            centre_(kernels[place].copy_(kernel), unbiased=self.unbiased)
         if small:
-            made, floor = [centred_columns(layer) for layer in features], torch.zeros(len(layers))
+            own = torch.stack([linear_hsic(one, one, unbiased=self.unbiased) for one in made])
         else:
-            grams = [gram(layer, self.kernel, self.bandwidth) for layer in features]
-            eps = [16 * torch.finfo(each.dtype).eps for each in grams]  # of what is nothing but rounding
-            floor = torch.stack([(e * each.double()).square().mean() for e, each in zip(eps, grams, strict=True)])
-            made = [centred(each, unbiased=self.unbiased) for each in grams]
-        own = torch.stack([self._criterion(one, one, small) for one in made])
-        return made, torch.where(own > floor.to(own.device), own, 0.0)
+            own = torch.stack([inner(one[None], one[None], unbiased=self.unbiased)[0, 0] for one in kernels])
+        return made if small else kernels, torch.where(own > torch.stack(floors), own, 0.0)
 
-    def between(self, ours: Sequence[Tensor], theirs: Sequence[Tensor], *, small: bool) -> Tensor:
+    def between(self, ours: Side, theirs: Side) -> Tensor:
         """Return the criteria of all pairs of layers, given as :meth:`side` returns them. Shape ``[A, B]``."""
-        return torch.stack([torch.stack([self._criterion(one, two, small) for two in theirs]) for one in ours])
-
-    def _criterion(self, one: Tensor, two: Tensor, small: bool) -> Tensor:
-        return (linear_hsic if small else inner)(one, two, unbiased=self.unbiased)
+        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+            return inner(ours, theirs, unbiased=self.unbiased)
+        return torch.stack(
+            [torch.stack([linear_hsic(one, two, unbiased=self.unbiased) for two in theirs]) for one in ours]
+        )
 
     def criteria(
         self,
@@ -87,9 +109,10 @@ class Alignment:
         small = self.small([*x, *y])
         given = (None, None) if statistics is None else statistics
         (ours, within_x), (theirs, within_y) = (
-            self.side(layers, small=small, statistics=own) for layers, own in zip((x, y), given, strict=True)
+            self.side(layers, len(layers), small=small, statistics=own)
+            for layers, own in zip((x, y), given, strict=True)
         )
-        return self.between(ours, theirs, small=small), within_x, within_y
+        return self.between(ours, theirs), within_x, within_y
 
 
 def alignments(between: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Features of two networks on the same inputs, brought into one form."""
 
 import copy
+import functools
 import itertools
 import math
 import warnings
@@ -10,21 +11,23 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_sym._distributed import gathered, on_device_of, ranks
+from lightning_sym._distributed import gathered, on_device_of, ranks, wide_device
 from lightning_sym._text import unknown
 from lightning_sym.symmetry import Tap
 
 Axes: TypeAlias = int | Sequence[int]
 
+_TERMS = 4096  # of a sum of products, before it is added to others in float64
+
 
 class SimilarityMetric(Metric):
     """A metric of features whose shapes are known from the first batch on.
 
-    A process that was given no batch takes the shapes of the others when they are brought together.
+    A process that was given no batch takes the shapes of the others when they are brought together. The states stay on
+    the CPU where a device has no float64, and so do :class:`Features`.
     """
 
     full_state_update = True
@@ -40,6 +43,10 @@ class SimilarityMetric(Metric):
         if ranks() > 1 and not self._is_synced:
             self._take_shapes()
         super().sync(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        device = fn(torch.empty(0)).device
+        return super()._apply(fn, *args, **kwargs) if wide_device(device) == device else self
 
     def _take_shapes(self) -> None:
         held = {name: getattr(self, name) for name in self._defaults}
@@ -58,6 +65,7 @@ class Features:
 
     Args:
         values: Real, samples on the first axis; not changed, and not copied if that can be avoided.
+            From a device without float64 they come to the CPU.
         axes: Where the channels are, not the first axis; of several they are read in row-major order.
         name: For messages.
 
@@ -78,12 +86,14 @@ class Features:
             raise ValueError(
                 f"{name} must have samples on its first axis and channels on {list(axes)}, got {list(values.shape)}."
             )
-        values = values.detach()
-        _check_finite(values, name)
+        values = values.detach().to(wide_device(values.device))
         self.grid = (values.shape[2], values.shape[3]) if values.ndim == 4 and axes == (1,) else None
         size = math.prod(values.shape[axis] for axis in axes)
         moved = values.movedim(axes, tuple(range(1, 1 + len(axes)))).reshape(len(values), size, -1)
         self.channels = moved.float() if moved.dtype in (torch.float16, torch.bfloat16) else moved
+        self._sums = self.channels.sum(2)
+        if not bool(self._sums.isfinite().all()):
+            _check_finite(values, name)
         self._kept: dict[Any, Tensor] = {}
 
     def __len__(self) -> int:
@@ -101,32 +111,32 @@ class Features:
 
     def mean(self) -> Tensor:
         """Return each channel's mean. Shape ``[C]``, float64."""
-        return self._once("mean", lambda: self.channels.sum(2).double().sum(0) / (len(self) * self.positions))
-
-    def centred(self) -> Tensor:
-        """Return the channels with their means subtracted. Shape ``[N, C, positions]``."""
-        return self._once("centred", lambda: self.channels - self.mean().to(self.channels)[:, None])
+        return self._once("mean", lambda: self._sums.double().sum(0) / (len(self) * self.positions))
 
     def squares(self) -> Tensor:
         """Return each channel's sum of squares about its mean. Shape ``[C]``, float64."""
-        return self._once("squares", lambda: self.centred().square().sum(2).double().sum(0))
+
+        def summed() -> Tensor:
+            norms: Tensor = torch.linalg.vector_norm(self._centred(), dim=2)
+            return norms.double().square().sum(1)
+
+        return self._once("squares", summed)
 
     def products(self) -> Tensor:
         """Return the sums of products of all pairs of channels about their means. Shape ``[C, C]``, float64."""
-        return self._once("products", lambda: summed_products(self.centred(), self.centred()))
+        return self._once("products", lambda: joint_products([(self, self)])[0])
 
     def reordered(self, order: Tensor) -> Self:
-        """Return the same features with samples in another order: place ``i`` has that of place ``order[i]``."""
+        """Return the same features with samples in another order, a permutation: at ``i`` the one at ``order[i]``."""
         moved = copy.copy(self)
-        moved.channels, moved._kept = self.channels[order.to(self.channels.device)], {}
+        order = order.to(self.channels.device)
+        moved.channels, moved._sums = self.channels[order], self._sums[order]
+        moved._kept = {name: self._kept[name] for name in ("mean", "squares", "products") if name in self._kept}
         return moved
 
-    def pooled(self, sides: tuple[int, int]) -> Tensor:
-        """Return the sums of the centred pixels in rectangles. Shape ``[N, C, positions / area]``."""
-        if sides == (1, 1) or self.grid is None:
-            return self.centred()
-        images = self.centred().reshape(*self.channels.shape[:2], *self.grid)
-        return self._once(sides, lambda: avg_pool2d(images, sides, divisor_override=1).flatten(2))
+    def _centred(self) -> Tensor:
+        """Return the channels with their means subtracted. Shape ``[C, N, positions]``."""
+        return self._once("centred", lambda: _stacked((self,)))
 
     def _once(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
         if key not in self._kept:
@@ -135,28 +145,100 @@ class Features:
 
 
 def _check_finite(values: Tensor, name: str) -> None:
-    if not bool(values.sum().isfinite()):  # much faster than to look at all, which is done only then
-        wrong = (~values.isfinite()).nonzero()
-        if len(wrong):
-            raise ValueError(
-                f"{name} has {len(wrong)} values that are not finite, the first at {wrong[0].tolist()}; look for "
-                "overflow or diverged members, above all in half precision."
-            )
+    """Say which values are not finite; there may be none where only their sums are not."""
+    wrong = (~values.isfinite()).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"{name} has {len(wrong)} values that are not finite, the first at {wrong[0].tolist()}; look for overflow "
+            "or diverged members, above all in half precision."
+        )
 
 
-def summed_products(x: Tensor, y: Tensor) -> Tensor:
+def joint_products(pairs: Sequence[tuple[Features, Features]]) -> list[Tensor]:
+    """Return the sums of products of the channels of pairs of layers, about their means, over samples and positions.
+
+    Layers of one grid are multiplied together, as one layer with the channels of all: a few large products of matrices
+    in place of many small ones. A pixel that is repeated meets the sum of those that it is repeated for.
+
+    Args:
+        pairs: Layers of two networks, on the same inputs.
+
+    Returns:
+        For each pair of shape ``[C1, C2]``, float64.
+
+    Raises:
+        ValueError: If grids do not fit, see :func:`repeats`.
+    """
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for place, (x, y) in enumerate(pairs):
+        alike[tuple((one.grid, one.channels.shape[2], one.channels.dtype) for one in (x, y))].append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        xs, ys = (tuple(dict.fromkeys(pairs[place][side] for place in places)) for side in (0, 1))
+        times = repeats(xs[0], ys[0])
+        product = _summed_products(_pooled(xs, times[1]), _pooled(ys, times[0]))
+        rows, columns = (dict(zip(side, _places(side), strict=True)) for side in (xs, ys))
+        for place in places:
+            x, y = pairs[place]
+            found[place] = product[rows[x], columns[y]]
+    return [found[place] for place in range(len(pairs))]
+
+
+def _places(layers: Sequence[Features]) -> list[slice]:
+    """Return where the channels of each layer are, if those of all follow one another."""
+    ends = list(itertools.accumulate(layer.size for layer in layers))
+    return [slice(end - layer.size, end) for layer, end in zip(layers, ends, strict=True)]
+
+
+def _stacked(layers: tuple[Features, ...]) -> Tensor:
+    """Return the channels of layers of one shape, with their means subtracted. Shape ``[channels, N, positions]``."""
+
+    def stack() -> Tensor:
+        shape = (sum(layer.size for layer in layers), *layers[0].channels[:, 0].shape)
+        stacked = layers[0].channels.new_empty(shape)
+        for layer, place in zip(layers, _places(layers), strict=True):
+            mean = layer.mean().to(stacked.dtype)
+            torch.sub(layer.channels.transpose(0, 1), mean[:, None, None], out=stacked[place])
+            layer._kept["centred"] = stacked[place]
+        return stacked
+
+    return layers[0]._once(("stacked", layers[1:]), stack)
+
+
+def _pooled(layers: tuple[Features, ...], sides: tuple[int, int]) -> Tensor:
+    """Return the same with the pixels in rectangles summed. Shape ``[channels, N, positions / area]``."""
+    grid = layers[0].grid
+    if sides == (1, 1) or grid is None:
+        return _stacked(layers)
+
+    def pool() -> Tensor:
+        # Slice by slice: several times as fast as torch's pooling of many small images.
+        (height, width), whole = grid, _stacked(layers)
+        images = whole.view(*whole.shape[:2], height // sides[0], sides[0], width)
+        rows = functools.reduce(torch.add, images.unbind(3)).view(*images.shape[:3], width // sides[1], sides[1])
+        return functools.reduce(torch.add, rows.unbind(4)).flatten(2)
+
+    return layers[0]._once(("pooled", layers[1:], sides), pool)
+
+
+def _summed_products(x: Tensor, y: Tensor) -> Tensor:
     """Return the sums over samples and positions of the products of channels.
 
     Args:
-        x: Shape ``[N, C1, positions]``.
-        y: Shape ``[N, C2, positions]``.
+        x: Shape ``[C1, N, positions]``.
+        y: Shape ``[C2, N, positions]``.
 
     Returns:
-        Shape ``[C1, C2]``, float64. A sample's products are summed in the dtype of the features.
+        Shape ``[C1, C2]``, float64. A few thousand products are summed in the dtype of the features, all in float64
+        where there is one position.
     """
-    if x.shape[2] == 1:
-        return x[..., 0].double().T @ y[..., 0].double()
-    return torch.bmm(x, y.mT).double().sum(0)
+    dtype = torch.float64 if x.shape[2] == 1 else torch.promote_types(x.dtype, y.dtype)
+    total = torch.zeros(len(x), len(y), dtype=torch.float64, device=x.device)
+    ours, theirs = x.flatten(1), y.flatten(1)
+    for start in range(0, ours.shape[1], _TERMS):
+        part = slice(start, start + _TERMS)
+        total += ours[:, part].to(dtype) @ theirs[:, part].to(dtype).T
+    return total
 
 
 def repeats(x: Features, y: Features) -> tuple[tuple[int, int], tuple[int, int]]:

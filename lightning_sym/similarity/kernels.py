@@ -31,21 +31,19 @@ def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None 
     return rest.mul_(factors[:, None]) if scale or not bool(alive.all()) else rest
 
 
-def centred_columns(x: Tensor) -> Tensor:
-    """Return each sample as a row, with the mean of each column subtracted; a constant column is 0 but for nothing.
+def centred_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample as a row, with the mean of each column subtracted, and the criterion of mere rounding.
 
     Args:
         x: Shape ``[N, C, positions]``.
 
     Returns:
-        Shape ``[N, C * positions]``, float64.
+        Of shape ``[N, C * positions]``, dtype of ``x``; and up to which criterion with itself, of its linear kernel,
+        what is left is nothing but rounding, 0-dimensional, float64.
     """
-    flat = x.flatten(1).double()
+    flat = x.flatten(1)
     mean = flat.mean(0)
-    rest = flat - mean
-    alive = torch.linalg.vector_norm(rest, dim=0) > rounding(mean.to(x.dtype), len(x))
-    kept: Tensor = rest * alive
-    return kept
+    return flat - mean, torch.linalg.vector_norm(rounding(mean, 1)).double() ** 4
 
 
 def rounding(mean: Tensor, number: int) -> Tensor:
@@ -114,7 +112,8 @@ def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
     Returns:
         0-dimensional, float64.
     """
-    return inner(centred(k, unbiased=unbiased), centred(other, unbiased=unbiased), unbiased=unbiased)
+    one, two = (centre_(each.to(torch.float64, copy=True), unbiased=unbiased)[None] for each in (k, other))
+    return inner(one, two, unbiased=unbiased)[0, 0]
 
 
 def _largest_products(channels: Tensor) -> Tensor:
@@ -161,20 +160,35 @@ def linear_hsic(x: Tensor, y: Tensor, *, unbiased: bool) -> Tensor:
     return corrected / (n * (n - 3))
 
 
-def centred(k: Tensor, *, unbiased: bool) -> Tensor:
-    """Return a kernel centred in feature space (or U-centred, for the unbiased estimator). Shape of ``k``, float64."""
+def centre_(k: Tensor, *, unbiased: bool) -> Tensor:
+    """Centre a kernel in feature space (or U-centre it, for the unbiased estimator), in place.
+
+    Args:
+        k: Symmetric. Shape ``[n, n]``, float64.
+        unbiased: Which one.
+
+    Returns:
+        The same tensor.
+    """
     n = len(k)
-    k = k.double()
-    if not unbiased:
-        means = k.mean(0)
-        return k - means - means[:, None] + means.mean()
-    k = k.clone().fill_diagonal_(0.0)
-    sums = k.sum(0) / (n - 2)
-    k -= sums + sums[:, None] - sums.sum() / (n - 1)
-    return k.fill_diagonal_(0.0)
+    if unbiased:
+        k.fill_diagonal_(0.0)
+    means = k.sum(0) / (n - 2 if unbiased else n)
+    overall = means.sum() / (n - 1 if unbiased else n)
+    k.sub_(means[:, None]).sub_(means - overall)
+    return k.fill_diagonal_(0.0) if unbiased else k
 
 
 def inner(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
-    """Return the criterion, given kernels that are centred."""
-    n = len(k)
-    return torch.dot(k.flatten(), other.flatten()) / (n * (n - 3) if unbiased else (n - 1) ** 2)
+    """Return the criteria of all pairs of kernels, which are centred.
+
+    Args:
+        k: Shape ``[A, n, n]``, float64.
+        other: Shape ``[B, n, n]``, float64.
+        unbiased: Which estimator.
+
+    Returns:
+        Shape ``[A, B]``, float64.
+    """
+    n = k.shape[-1]
+    return k.flatten(1) @ other.flatten(1).T / (n * (n - 3) if unbiased else (n - 1) ** 2)

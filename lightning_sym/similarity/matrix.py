@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_sym.similarity.cka import CKA, CKAMatrix
-from lightning_sym.similarity.features import Axes, Features
+from lightning_sym.similarity.features import Axes, Features, check_pair, joint_products
 from lightning_sym.similarity.procrustes import GroupProcrustes
 
 
@@ -91,13 +91,18 @@ class SimilarityMatrix(Metric):
                 kept[place, axes] = Features(layer, axes, f"{place[0]} at layer {place[1]}")
             return kept[place, axes]
 
+        together: list[tuple[GroupProcrustes, tuple[Features, Features]]] = []
         for metric, ((i, x), (j, y)) in zip(
             self._each(), itertools.product(enumerate(ours), enumerate(theirs)), strict=True
         ):
             if isinstance(metric, GroupProcrustes):
-                metric.update(shared(("x", i), x, metric.axes[0]), shared(("y", j), y, metric.axes[1]))
+                pair = shared(("x", i), x, metric.axes[0]), shared(("y", j), y, metric.axes[1])
+                check_pair(*pair)
+                together.append((metric, pair))
             else:
                 metric.update(x, y)
+        for (metric, pair), products in zip(together, joint_products([pair for _, pair in together]), strict=True):
+            metric.update(*pair, products)
 
     def compute(self) -> Tensor:
         """Return the similarities. Shape ``[layers of the first network, of the second]``, float64.

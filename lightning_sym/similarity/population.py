@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_sym.similarity.cka import CKA, alignments
+from lightning_sym.similarity.cka import CKA, Side, alignments
 from lightning_sym.similarity.features import Features, SimilarityMetric, check_pair, undefined
 from lightning_sym.similarity.matrix import SimilarityMatrix
 
@@ -181,17 +181,19 @@ class LinkedCKA(SimilarityMetric):
             order: That of the samples of shuffled networks.
             small: As for :meth:`Alignment.side`.
         """
-        sides: dict[str, list[Tensor]] = {}
+        sides: dict[str, Side] = {}
         within: dict[str, Tensor] = {}
         for network, names in self.layers.items():
-            own = [self.alignment.side([layer(network, place)], small=small) for place in range(len(names))]
-            sides[network], within[network] = [one for (one,), _ in own], torch.cat([one for _, one in own])
+            layers = (layer(network, place) for place in range(len(names)))
+            sides[network], within[network] = self.alignment.side(layers, len(names), small=small)
         between = []
         for link in self.links:
             theirs = sides[link.second]
-            if link.shuffled:  # a kernel's rows and columns are samples
-                theirs = [one[order] if small else one[order][:, order] for one in theirs]
-            between.append(self.alignment.between(sides[link.first], theirs, small=small))
+            if link.shuffled and isinstance(theirs, Tensor):  # a kernel's rows and columns are samples
+                theirs = theirs[:, order][:, :, order]
+            elif link.shuffled:
+                theirs = [one[order] for one in theirs]
+            between.append(self.alignment.between(sides[link.first], theirs))
         return between, within
 
     def compute(self) -> Tensor:

@@ -15,8 +15,8 @@ from lightning_sym.similarity.features import (
     Features,
     SimilarityMetric,
     check_pair,
+    joint_products,
     repeats,
-    summed_products,
     undefined,
 )
 from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup, Symmetry, Tap, intertwiner_group
@@ -135,12 +135,13 @@ class GroupProcrustes(SimilarityMetric):
         one, two = (ChannelGroup.of_activation(self._group, size, self._axis) for size in self.xy.shape[-2:])
         return one, two
 
-    def update(self, x: Tensor | Features, y: Tensor | Features) -> None:
+    def update(self, x: Tensor | Features, y: Tensor | Features, products: Tensor | None = None) -> None:
         """Add a batch of features of both networks, of the same inputs in the same order.
 
         Args:
             x: Of the first network: samples first, channels where the group says; floating, finite.
             y: Of the second network; of another resolution, each pixel of the coarser one is repeated.
+            products: Their :func:`~lightning_sym.similarity.features.joint_products`, where they are known.
 
         Raises:
             TypeError: If a dtype is not floating.
@@ -161,8 +162,7 @@ class GroupProcrustes(SimilarityMetric):
         if not count:
             return
         squares = [features.products() if self._whitened else features.squares() for features in (x, y)]
-        # A pixel that is repeated meets the sum of those that it is repeated for.
-        cross = summed_products(x.pooled(times[1]), y.pooled(times[0]))
+        cross = joint_products([(x, y)])[0] if products is None else products
         batch = (
             torch.tensor(float(count), dtype=torch.float64, device=cross.device),
             x.mean().double(),
@@ -290,12 +290,14 @@ def _standard(group: ChannelGroup, square: Tensor, alive: Tensor, others: Tensor
             result[block[:, None], block] = (vectors[:, kept] * values[kept].rsqrt()) @ vectors[:, kept].T
             mass += int(kept.sum())
     norms = square.diagonal() if square.ndim == 2 else square
-    for number in sorted(set(numbers.tolist()) - {_MIXED}):
-        own = (numbers == number) & alive
-        if own.any():
-            share = max(int((numbers == number).sum()), int((others == number).sum()))
-            result[own, own] = math.sqrt(share / float(norms[own].sum()))
-            mass += share
+    # Channels with one scale, or with none, are divided by their norm together.
+    ours, theirs = (each[each != _MIXED] + 1 for each in (numbers, others))
+    count = int(torch.cat([numbers, others]).max()) + 2
+    live = alive[numbers != _MIXED]
+    sums = torch.zeros(count, dtype=torch.float64).index_add(0, ours, norms[numbers != _MIXED] * live)
+    shares = torch.maximum(ours.bincount(minlength=count), theirs.bincount(minlength=count)) * (sums > 0)
+    result.diagonal()[numbers != _MIXED] = (shares / sums.where(sums > 0, 1.0)).sqrt()[ours] * live
+    mass += float(shares.sum())
     return result, mass
 
 

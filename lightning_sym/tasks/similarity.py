@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import summed
+from lightning_sym._distributed import summed, wide_device
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
@@ -302,7 +302,10 @@ class SimilarityTask(LightningModule):
                 layer: Features(values.pop(layer), axes, f"{name} at {layer}")
                 for layer, axes in zip(self.layers[side], self._axes[side], strict=True)
             }
-            squares = [layer.channels.double().square().sum((0, 2)) for layer in features[name].values()]
+            squares = [
+                layer.squares() + len(layer) * layer.positions * layer.mean().square()
+                for layer in features[name].values()
+            ]
             before = self._squares.get(name, [torch.zeros_like(one) for one in squares])
             self._squares[name] = [one + two for one, two in zip(before, squares, strict=True)]
         order = _another_order(len(images), generator("shuffled", self.seed, number))
@@ -339,7 +342,8 @@ class SimilarityTask(LightningModule):
 
     def _own_squares(self, name: str, side: int) -> list[Tensor]:
         """Return the sums of squares of a network's channels; zeros if this process saw no image."""
-        none = [torch.zeros(size, dtype=torch.float64, device=self.device) for size in self._channels[side]]
+        device = wide_device(self.device)
+        none = [torch.zeros(size, dtype=torch.float64, device=device) for size in self._channels[side]]
         return self._squares.get(name, none)
 
     def logged(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes,
 from lightning_sym.symmetry import INTERTWINER_GROUPS, Symmetry, trace_symmetry
 
 torch.set_num_threads(1)
+EXACT = 1e-10
 ONE = 1e-7  # squared distances are rounded to some 1e-14, relative to the squared norms
 OTHER = 0.03  # by how much networks that have nothing to do with each other are below 1, at least
 SAMPLES = 64
@@ -116,6 +117,27 @@ def test_two_networks_on_one_orbit_have_similarity_1_at_every_tap(case):
                 assert abs(value - 1) < ONE, (name, live)
         moved = [name for name in taps if not torch.allclose(before[name], after[name], rtol=0.1)]
         assert moved, "the elements do something"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_elements_on_activations_change_no_similarity_to_another_network(case):
+    """The group of the metric is that of the network: on either side, for values that are not 1."""
+    symmetry, network, images = made(case)
+    torch.manual_seed(1)
+    other = randomise(CASES[case][0]()).double()
+    taps, values = seen(symmetry), []
+    before, after = (features_of(each, taps, images) for each in (network, other))
+    sources = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    one, two = (symmetry.sample(source) for source in sources)
+    for name in taps:
+        x, y = before[name], after[name]
+        moved = [symmetry.on_activations(g, name).apply(each) for g, each in ((one, x), (two, y))]
+        for live in (False, True):
+            metric = GroupProcrustes.at(symmetry, name, live=live)
+            values.append(float(measured(metric, x, y)))
+            for pair in ((x, moved[1]), (moved[0], y), moved):
+                assert float(measured(metric, *pair)) == pytest.approx(values[-1], abs=EXACT), (name, live)
+    assert min(values) < 1 - OTHER
 
 
 # Dropout is the identity in evaluation, which is what is traced; its row is about training.

@@ -11,6 +11,8 @@ from helpers import assert_refused, measured, refused
 from torch import nn
 from torchmetrics import MeanSquaredError
 
+from lightning_sym import _distributed
+from lightning_sym._distributed import wide_device
 from lightning_sym.similarity import (
     CKA,
     ChannelStatistics,
@@ -127,6 +129,11 @@ def test_groups_and_grids_that_do_not_fit_are_refused(metric, x, y, says):
         (CKA("max"), SAME, Y, "x.*same for all inputs"),
         (CKA("laplace"), SAME, Y, "x.*same for all inputs"),
         (CKA(estimator="minibatch"), SAME, Y, "x.*same for all inputs"),
+        # More samples than features, of which no kernel is made.
+        (CKA(), X.repeat(4, 1, 1, 1), 0 * Y.repeat(4, 1, 1, 1) + 0.1, "y.*same for all inputs"),
+        (CKA(estimator="biased"), SAME.float().repeat(4, 1, 1, 1), Y.repeat(4, 1, 1, 1), "x.*same for all inputs"),
+        # What differs is the rounding of other batches.
+        (CKA(), (SAME * (1 + 1e-7 * X)).float(), Y.float(), "x.*same for all inputs"),
         (CKA("laplace"), X, 0 * Y, "y.*same for all inputs"),
         (CKA(estimator="minibatch"), 0 * X, Y, "x.*same for all inputs"),
     ],
@@ -170,6 +177,14 @@ def test_large_means_cost_centred_measures_few_digits(name, offset):
     assert float(measured(metric, x + offset, x + offset)) == pytest.approx(1, abs=1e-7)
 
 
+@pytest.mark.parametrize("estimator", ["unbiased", "biased", "minibatch"])
+@pytest.mark.parametrize("n", [20, 100])  # fewer and more than there are features
+def test_means_of_positions_cost_linear_cka_few_digits_in_single_precision(estimator, n):
+    (x, y), means = features(6, 4, n=n, side=3), 100 * features(6, side=3, seed=1)[0][:1]
+    value = float(measured(CKA(estimator=estimator), x, y))
+    assert float(measured(CKA(estimator=estimator), (x + means).float(), y.float())) == pytest.approx(value, abs=1e-5)
+
+
 # ---- precision and devices' types
 
 
@@ -180,6 +195,17 @@ def test_lower_precisions_are_near_double(name, dtype, tolerance):
     value = measured(METRICS[name](), x, y)
     assert value.dtype == torch.float64
     assert float(value) == pytest.approx(float(measured(METRICS[name](), x.double(), y.double())), abs=tolerance)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_states_stay_on_the_cpu_where_a_device_has_no_float64(name, monkeypatch):
+    """Which is MPS; the meta device stands for it, whose numbers cannot be read."""
+    assert wide_device(torch.device("mps")) == torch.device("cpu")
+    wide = _distributed.wide
+    monkeypatch.setattr(_distributed, "wide", lambda device: torch.float32 if device.type == "meta" else wide(device))
+    metric = SimilarityMatrix(METRICS[name](), ["a"]).to("meta")
+    metric.update({"a": X}, {"a": Y})
+    assert float(metric.compute()) == pytest.approx(float(measured(METRICS[name](), X, Y)), abs=EXACT)
 
 
 # ---- as a metric
@@ -239,6 +265,18 @@ def test_a_matrix_is_the_loop_over_pairs(name):
         for each in (matrix, pickle.loads(pickle.dumps(matrix))):
             torch.testing.assert_close(each.compute(), torch.tensor(loop, dtype=torch.float64), atol=EXACT, rtol=0)
         matrix.reset()
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh live", "identity", "orthogonal"])
+def test_layers_of_several_grids_and_precisions_are_the_loop_over_pairs(name):
+    sizes = [(3, 4), (2, 4), (5, 2), (2, 1), (4, 2)]
+    one, two = ([features(c, side=side, seed=7 * i + j)[0] for j, (c, side) in enumerate(sizes)] for i in (0, 1))
+    two[1], names = two[1].float(), list("abcde")
+    matrix = SimilarityMatrix(METRICS[name](), names)
+    for batch in (slice(0, 5), slice(5, 12)):
+        matrix.update(*({key: value[batch] for key, value in zip(names, each, strict=True)} for each in (one, two)))
+    loop = [[float(measured(METRICS[name](), x, y, [5])) for y in two] for x in one]
+    torch.testing.assert_close(matrix.compute(), torch.tensor(loop, dtype=torch.float64), atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["relu", "linear"])

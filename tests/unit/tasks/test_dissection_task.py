@@ -145,6 +145,32 @@ def test_files_hold_what_was_found(run):
     assert {row["concept"] for row in units} <= {concept.name for concept in ConceptsDataModule.concepts}
 
 
+def test_a_run_that_was_interrupted_and_resumed_is_the_uninterrupted_one(zoo, run, tmp_path, monkeypatch):
+    """Nothing is trained and nothing half-done is kept: the run that is resumed, from its start, dissects anew."""
+    trainer = fit(DissectionTask({"small": zoo}, **SETTINGS), concepts(), folder=tmp_path, max_epochs=0)
+    trainer.save_checkpoint(last := tmp_path / "last.ckpt")
+
+    def interrupt(done: int, jobs: int) -> None:
+        if done == 2:
+            raise RuntimeError("interrupted")
+
+    dissect_all = DissectionTask.dissect_all
+    again = DissectionTask({"small": zoo}, **SETTINGS)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            DissectionTask, "dissect_all", lambda self, data, device, _: dissect_all(self, data, device, interrupt)
+        )
+        with pytest.raises(RuntimeError, match="interrupted"):
+            fit(again, concepts(), DissectionReport(), folder=tmp_path, max_epochs=0)
+    assert len(again.results) == 2 * (6 + 3) // 2
+    assert not [file for file in (tmp_path / "results").rglob("*") if file.is_file()]
+    resumed = DissectionTask({"small": zoo}, **SETTINGS)
+    fit(resumed, concepts(), DissectionReport(), folder=tmp_path, max_epochs=0, ckpt_path=last)
+    for table in ("changes", "summary", "bases", "units"):
+        name = f"results/{table}.csv"
+        assert (tmp_path / name).read_bytes() == (run[0] / name).read_bytes()
+
+
 def test_interval_of_few_members():
     assert mean_interval([]) == pytest.approx((math.nan,) * 3, nan_ok=True)
     assert mean_interval([2.0, math.nan]) == pytest.approx((2.0, math.nan, math.nan), nan_ok=True)
