@@ -8,8 +8,36 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
-from lightning_sym.reports.similarity import Similarities, similarity_results
-from lightning_sym.tasks import SimilarityTask
+from lightning_sym.reports.similarity import Similarities, similarity_of_zoos_results, similarity_results
+from lightning_sym.tasks import SimilarityOfZoosTask, SimilarityTask
+
+
+class SimilarityOfZoosReport(RunReport):
+    """Say what a fit of a :class:`lightning_sym.tasks.SimilarityOfZoosTask` found.
+
+    On rank 0, in ``results``: ``summary.csv`` and ``.json``, ``pairs.csv`` and ``.json``, ``channels.csv`` and
+    ``.json``, each as :class:`SimilarityReport` writes it, with the name of the zoo in front; and ``zoos.png`` (in
+    TensorBoard under ``figures/SimilarityOfZoosReport``), with the interval for the mean over pairs. A table is
+    printed, with the places of all files.
+
+    Args:
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+    """
+
+    needs = ("parts", "split", "seed")
+    example = "SimilarityOfZoosTask"
+
+    def report(self, trainer: Trainer, task: SimilarityOfZoosTask, data: ImageDataModule, measured: Any) -> RunResults:
+        """Return the similarities, with the figure."""
+        about = {
+            "zoos": {name: {**_zoos(part), **part.identity()} for name, part in task.parts.items()},
+            "images": max(part.images for part in task.parts.values()),
+            "seeds": {"seed": task.seed},
+            **self.source(data),
+        }
+        found = {name: _found(part) for name, part in task.parts.items()}
+        title = f"{counted(len(found), 'zoo')}, {about['images']} {task.split} images"
+        return similarity_of_zoos_results(found, title=title, about=about)
 
 
 class SimilarityReport(RunReport):
@@ -42,21 +70,9 @@ class SimilarityReport(RunReport):
 
     def report(self, trainer: Trainer, task: SimilarityTask, data: ImageDataModule, measured: Any) -> RunResults:
         """Return the similarities, with figures."""
-        both = len(task.zoos) == 1  # zoos of the members of a pair
-        zoos = {
-            name: {
-                "path": str(zoo.path),
-                "architecture": zoo.architecture,
-                "members": {
-                    str(number): zoo.member(number).sha256
-                    for number in sorted({n for pair in task.pairs for n in (pair if both else pair[side : side + 1])})
-                },
-            }
-            for side, (name, (zoo, _)) in enumerate(task.zoos.items())
-        }
-        found = Similarities(task.similarities, task.pairs, task.layers, task.live, one_zoo=both)
+        found = _found(task)
         about = {
-            "zoos": zoos,
+            "zoos": _zoos(task),
             **task.identity(),
             "images": task.images,
             "seeds": {"seed": task.seed},
@@ -65,3 +81,23 @@ class SimilarityReport(RunReport):
         kinds = [zoo.architecture["class_path"].rpartition(".")[2] for zoo, _ in task.zoos.values()]
         title = f"{' and '.join(kinds)}, {counted(len(task.pairs), 'pair')}, {task.images} {task.split} images"
         return similarity_results(found, title=title, about=about)
+
+
+def _found(task: SimilarityTask) -> Similarities:
+    return Similarities(task.similarities, task.pairs, task.layers, task.live, one_zoo=len(task.zoos) == 1)
+
+
+def _zoos(task: SimilarityTask) -> dict[str, Any]:
+    """Return where the compared networks are from."""
+    both = len(task.zoos) == 1  # zoos of the members of a pair
+    return {
+        name: {
+            "path": str(zoo.path),
+            "architecture": zoo.architecture,
+            "members": {
+                str(number): zoo.member(number).sha256
+                for number in sorted({n for pair in task.pairs for n in (pair if both else pair[side : side + 1])})
+            },
+        }
+        for side, (name, (zoo, _)) in enumerate(task.zoos.items())
+    }

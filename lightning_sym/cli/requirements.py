@@ -1,6 +1,7 @@
 """What a recipe needs from another recipe, for example a zoo; made on the spot if it is not there."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class Requirement:
 
     Attributes:
         option: Which option of the run names the folder, for example ``"model.zoo"``.
-        recipe: What makes it: the name of a recipe, or a YAML file.
+        recipe: What makes it: the name of a recipe, or a YAML file, and options if it needs any.
         folder: The folder.
     """
 
@@ -50,7 +51,7 @@ def find_requirements(requires: Mapping[str, str], settings: Namespace) -> list[
     """Return what a run requires.
 
     Args:
-        requires: By option, the recipe that makes the folder which the option names.
+        requires: By option, the recipe that makes the folder which the option names, with options if it needs any.
         settings: Settings of the run. Options of a class are named as on the command line, without ``init_args``.
 
     Raises:
@@ -176,7 +177,7 @@ def _run_dir(requirement: Requirement) -> Path:
 def _run(requirement: Requirement, options: Sequence[str]) -> None:
     # Without the current folder on the module path, unless this process has it.
     safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-    args = ["fit", "--config", requirement.recipe, *options]
+    args = ["fit", "--config", *shlex.split(requirement.recipe), *options]
     sys.stdout.flush()
     with subprocess.Popen([sys.executable, *safe, "-m", "lightning_sym.cli", *args]) as process:
         try:

@@ -14,7 +14,15 @@ from lightning_sym.figures.equivalence_sets import (
 from lightning_sym.figures.equivalence_walks import walk_curves
 from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
-from lightning_sym.figures.similarity import Depth, HeatMap, similarity_curves, similarity_depth, similarity_maps
+from lightning_sym.figures.similarity import (
+    Depth,
+    HeatMap,
+    ZooPanel,
+    similarity_curves,
+    similarity_depth,
+    similarity_maps,
+    similarity_of_zoos,
+)
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
     PenaltyPanel,
@@ -38,6 +46,7 @@ __all__ = [
     "PenaltyPanel",
     "Scale",
     "SparsityFamily",
+    "ZooPanel",
     "barrier_bars",
     "betti_curve",
     "class_stack_figure",
@@ -60,6 +69,7 @@ __all__ = [
     "similarity_curves",
     "similarity_depth",
     "similarity_maps",
+    "similarity_of_zoos",
     "sparsity_against_penalty",
     "symmetry_curves",
     "validation_curves",

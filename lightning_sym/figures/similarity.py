@@ -1,5 +1,6 @@
 """Figures of similarity: all layers with all, and each with its like over depth."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -163,4 +164,61 @@ def similarity_curves(
         axes.set_title(f"{measure}, with {_COMPARED_WITH[compared_with]}", fontsize=10)
     places[0].set_ylim(top=1.03)  # shared by all, and when all is drawn: the other end is that of the data
     shared.legend_of_some(places[0])
+    return figure
+
+
+@dataclass(frozen=True)
+class ZooPanel:
+    """A panel of :func:`similarity_of_zoos`.
+
+    Attributes:
+        title: Name of the measure and layer.
+        values: By kind, for each zoo the mean and both ends of an interval; NaN where there is none. Each of shape
+            ``[zoos, 3]``.
+    """
+
+    title: str
+    values: Mapping[str, ArrayLike]
+
+
+def similarity_of_zoos(zoos: Sequence[str], panels: Sequence[ZooPanel], *, title: str = "") -> Figure:
+    """Draw the similarity of the members of each zoo, with intervals: of trained networks, and of the nulls.
+
+    Args:
+        zoos: Names of the zoos, from left to right. If all are numbers > 0, these are the axis, a logarithmic one with
+            lines from zoo to zoo.
+        panels: A panel for each layer and measure, at least one.
+        title: Above all.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If there are no zoos or panels.
+    """
+    shared.check_some(zoos=zoos, panels=panels)
+    columns = min(len(panels), 4) if len(panels) % 4 == 0 else -(-len(panels) // -(-len(panels) // 5))
+    rows = -(-len(panels) // columns)
+    figure, places = shared.panels(
+        1.0 + 2.9 * columns, 1.2 + 2.6 * rows, len(panels), columns, title=title, sharex=True, sharey=True
+    )
+    ordered = all(re.fullmatch(r"\d+(\.\d+)?", zoo) and float(zoo) > 0 for zoo in zoos)
+    across = np.array([float(zoo) for zoo in zoos]) if ordered else np.arange(len(zoos), dtype=float)
+    for axes, panel in zip(places, panels, strict=True):
+        for kind, values in panel.values.items():
+            name, color, style = _LOOKS[kind]
+            means, low, high = np.asarray(values, dtype=float).T
+            bars = np.nan_to_num(np.maximum(0.0, [means - low, high - means]))
+            axes.errorbar(
+                across, means, bars, color=color, ls=style if ordered else "", marker="o", ms=4, capsize=2, label=name
+            )
+        if ordered:
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(across, zoos, rotation=0 if ordered else 90, fontsize=8)
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.set_title(panel.title, fontsize=10)
+    places[0].set_ylim(top=1.03)
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     return figure

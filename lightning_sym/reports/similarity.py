@@ -1,5 +1,6 @@
 """How similar the layers of networks are, beside what comes for free."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_sym._statistics import bootstrap_over_models
-from lightning_sym.figures import Depth, HeatMap, similarity_depth, similarity_maps
+from lightning_sym.figures import Depth, HeatMap, ZooPanel, similarity_depth, similarity_maps, similarity_of_zoos
 from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -105,6 +106,60 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
         notes=["mean ± std over pairs; in brackets 95 % interval for the mean, over models", *notes],
         places={"picture": "depth.png", "maps": "heat_maps.png", "table": "summary.csv", "pairs": "pairs.csv"},
     )
+
+
+def similarity_of_zoos_results(
+    found: Mapping[str, Similarities], *, title: str, about: Mapping[str, Any]
+) -> RunResults:
+    """Say how similar the networks of each zoo are, layer by layer and beside the null values.
+
+    Args:
+        found: What was measured, by the names of the zoos.
+        title: For the table and the figure.
+        about: What is needed to make the tables again.
+    """
+    summary = [
+        {"zoo": name, **row}
+        for name, similarities in found.items()
+        for row in _beside(similarities, matrix_rows(similarities))
+    ]
+    pairs = [{"zoo": name, **row} for name, similarities in found.items() for row in pair_rows(similarities)]
+    channels = [{"zoo": name, **row} for name, similarities in found.items() for row in channel_rows(similarities)]
+    what = "similarity of layers of the networks of a zoo: "
+    notes = list(dict.fromkeys(row["note"] for row in summary if row["note"].startswith("no interval")))
+    return RunResults(
+        [
+            ResultTable("summary", what + "each layer with its like, over pairs", summary, UNITS, about),
+            ResultTable("pairs", what + "all layers with all, each pair", pairs, UNITS, about),
+            ResultTable("channels", "live channels of each network", channels, UNITS, about),
+        ],
+        [("zoos", similarity_of_zoos(list(found), _panels(summary), title=f"Similarity within zoos: {title}"))],
+        shown=_shown(summary, title),
+        notes=["mean over pairs; in brackets 95 % interval for the mean, over models", *notes],
+        places={"picture": "zoos.png", "table": "summary.csv", "pairs": "pairs.csv"},
+    )
+
+
+def _panels(summary: Sequence[Row]) -> list[ZooPanel]:
+    """Return what is drawn: a panel for each place of a layer and measure."""
+    layers = {
+        zoo: unique([row for row in summary if row["zoo"] == zoo], "first_layer") for zoo in unique(summary, "zoo")
+    }
+    depth = max(map(len, layers.values()))
+    nulls = [name for name in ("untrained", "shuffled") if name in summary[0]]
+    panels = []
+    for place, measure in itertools.product(range(depth), unique(summary, "measure")):
+        values: dict[str, list[list[float]]] = {}
+        for zoo, names in layers.items():
+            row = next(
+                (row for row in summary if (row["zoo"], row["measure"]) == (zoo, measure)
+                 and row["first_layer"] == (names[place] if place < len(names) else None)), {}
+            )  # fmt: skip
+            for name in ("similarity", *nulls):
+                ends = [numeric(row.get(key)) for key in (name, f"{name}_low", f"{name}_high")]
+                values.setdefault("trained" if name == "similarity" else name, []).append(ends)
+        panels.append(ZooPanel(f"{measure}, layer {place + 1}", values))
+    return panels
 
 
 def matrix_rows(found: Similarities) -> list[dict[str, Any]]:
@@ -223,9 +278,10 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
         lines.append([f"[bold]{measure}[/bold]"])
         for row in [row for row in summary if row["measure"] == measure]:
             first, second = row["first_layer"], row["second_layer"]
-            cells = [_number(row, "similarity", spread=True), *(_number(row, name) for name in nulls)]
+            cells = [_number(row, "similarity", spread="zoo" not in row), *(_number(row, name) for name in nulls)]
             cells += [_number(row, _EXCESS, interval=True) for _ in excess]
-            lines.append([first if first == second else f"{first}, {second}", *cells])
+            layer = first if first == second else f"{first}, {second}"
+            lines.append([f"{row['zoo']}, {layer}" if "zoo" in row else layer, *cells])
         lines.append(None)
     return text_table(f"Similarity: {title}", columns, lines, whole=columns[1:], compact=True)
 

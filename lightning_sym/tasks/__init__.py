@@ -10,6 +10,7 @@ from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.tasks.rotation import RotationTask
 from lightning_sym.tasks.similarity import SimilarityTask
+from lightning_sym.tasks.similarity_of_zoos import SimilarityOfZoosTask
 from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
 from lightning_sym.tasks.zoo import ZooTask
@@ -29,6 +30,7 @@ __all__ = [
     "PopulationLoss",
     "PopulationTask",
     "RotationTask",
+    "SimilarityOfZoosTask",
     "SimilarityTask",
     "SquaredDistance",
     "StitchingTask",

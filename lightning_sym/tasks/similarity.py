@@ -318,6 +318,13 @@ class SimilarityTask(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Compute all similarities, log them, and end the fit."""
+        self.compute_similarities()
+        for name, values in self.logged().items():
+            self.log(name, values)
+        self.trainer.should_stop = True
+
+    def compute_similarities(self) -> None:
+        """Compute all similarities from what was seen; to be called on every process."""
         found = list(zip(self._measures, self.collected, strict=True))
         bar = self.trainer.is_global_zero and self.trainer.progress_bar_callback is not None
         for name, one in track(found, description="comparing", transient=True) if bar else found:
@@ -326,9 +333,6 @@ class SimilarityTask(LightningModule):
             self.similarities[name] = dict(zip(self.kinds, values.split(len(self.pairs)), strict=True))
         self.live = self._live_channels()
         self.images = int(summed(torch.tensor(self.images, device=self.device)))
-        for name, values in self.logged().items():
-            self.log(name, values)
-        self.trainer.should_stop = True
 
     def _live_channels(self) -> dict[str, dict[tuple[int, int], list[tuple[int, int]]]]:
         live: dict[str, dict[tuple[int, int], list[tuple[int, int]]]] = {}

@@ -87,8 +87,19 @@ class Command:
             found[given.get("zoo_dir", f"{run_dir}/zoo")] = self
         for option, other in recipe.get("requires", {}).items():
             if option not in given:
-                found |= Command("fit", other).made()
+                found |= self._required(option, other, recipe)
         return found
+
+    @staticmethod
+    def _required(option: str, other: str, recipe: dict[str, Any]) -> dict[str, "Command"]:
+        """Return what is made for an option by another recipe, elsewhere if with options."""
+        name, *options = shlex.split(other)
+        if not options:
+            return Command("fit", name).made()
+        *_, several, entry = option.split(".")
+        pairs = tuple(tuple(one.removeprefix("--").split("=", 1)) for one in options)
+        zoo = recipe["model"]["init_args"][several][entry]
+        return Command("fit", name, (*pairs, ("run_dir", str(Path(zoo).parent)))).made()
 
     def needed(self) -> set[str]:
         """Return the folders that have to be there before it runs."""

@@ -44,6 +44,7 @@ from lightning_sym.callbacks import (
     PlaneGrid,
     RotationReport,
     SimilarityMonitor,
+    SimilarityOfZoosReport,
     SimilarityReport,
     StitchingReport,
     SymmetryMonitor,
@@ -62,6 +63,7 @@ from lightning_sym.tasks import (
     EquivarianceTask,
     MatchingTask,
     RotationTask,
+    SimilarityOfZoosTask,
     SimilarityTask,
     StitchingTask,
     ZooTask,
@@ -321,6 +323,14 @@ SCENARIOS |= {
         tests=False,
     ),
 }
+
+
+@scenario
+def similarity_of_zoos(folder):
+    zoos = {"a": zoo_at(folder / "a", perceptron), "b": zoo_at(folder / "b", myrtle)}
+    task = functools.partial(SimilarityOfZoosTask, zoos, measures=["group", "cka_linear"])
+    reports = lambda _: [SimilarityOfZoosReport()]  # noqa: E731
+    run(folder, task, reports, digits, interrupt=None, waits=True, tests=False)
 
 
 @scenario

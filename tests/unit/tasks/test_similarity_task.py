@@ -7,11 +7,13 @@ from pathlib import Path
 import fits
 import pytest
 import torch
-from helpers import assert_same, read_csv, read_rows, refused, write_zoo
+from helpers import assert_refused, assert_same, read_csv, read_rows, refused, write_zoo
 from rich.console import Console
 
-from lightning_sym.callbacks import SimilarityReport
+from lightning_sym.callbacks import SimilarityOfZoosReport, SimilarityReport
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import MNIST5kDataModule
+from lightning_sym.figures import ZooPanel, similarity_of_zoos
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron
 from lightning_sym.similarity import (
     CKA,
@@ -23,7 +25,7 @@ from lightning_sym.similarity import (
     SimilarityMatrix,
     features_of,
 )
-from lightning_sym.tasks import SimilarityTask
+from lightning_sym.tasks import SimilarityOfZoosTask, SimilarityTask
 from lightning_sym.tasks import similarity as module
 from lightning_sym.zoo import ModelZoo
 
@@ -229,9 +231,63 @@ def test_what_is_printed_fits_into_80_columns(matching_zoo, tmp_path, pairs):
     fits.fit(task, digits(), report, folder=tmp_path)
     console = Console(file=io.StringIO(), width=80)
     report.results.show(console, Path("runs/similarity/results"), Path("runs/similarity"))
+    check_lines(console)
+
+
+def check_lines(console):
     lines = console.file.getvalue().splitlines()
     assert [line for line in lines if len(line.rstrip()) > 80] == []
     assert any("in brackets 95 % interval" in line for line in lines)
+
+
+# ---- several zoos
+
+
+@pytest.fixture(scope="module")
+def zoos(matching_zoo, tmp_path_factory):
+    networks = [MultiLayerPerceptron(widths=(5, 4), activation="tanh", image_size=8).fresh(n).eval() for n in (0, 1, 2)]
+    return {"16": str(matching_zoo), "5": str(write_zoo(tmp_path_factory.mktemp("zoo"), networks, digits()))}
+
+
+def test_several_zoos_are_each_as_by_itself(zoos, tmp_path):
+    """The group of each is that of its own networks."""
+    task, report = SimilarityOfZoosTask(zoos, measures=["group", "cka_linear"]), SimilarityOfZoosReport()
+    logger = MetricsCSV(tmp_path)
+    fits.fit(task, digits(), report, fits.saving(tmp_path), folder=tmp_path, max_epochs=3, logger=logger)
+    logged = read_csv(tmp_path / "metrics.csv")[-1]
+    rows = read_rows(tmp_path / "results" / "summary")
+    assert len(rows) == 2 * 2 * 2
+    for name, zoo in zoos.items():
+        alone = SimilarityTask(zoo, measures=["group", "cka_linear"])
+        fits.fit(alone, digits(), SimilarityReport(), folder=tmp_path / name)
+        assert_same(task.parts[name].similarities, alone.similarities)
+        assert task.parts[name].images == alone.images
+        own = [{key: value for key, value in row.items() if key != "zoo"} for row in rows if row["zoo"] == name]
+        assert own == read_rows(tmp_path / name / "results" / "summary")
+        tag = "similarity_untrained/group/activation1"
+        assert float(logged[f"{tag}/{name}"]) == pytest.approx(alone.logged()[tag])
+    console = Console(file=io.StringIO(), width=80)
+    report.results.show(console, Path("runs/similarity/results"), Path("runs/similarity"))
+    check_lines(console)
+    again = SimilarityOfZoosTask(zoos, measures=["group", "cka_linear"])
+    fits.fit(again, digits(), ckpt_path=tmp_path / "last.ckpt")
+    assert_same(again.parts["5"].similarities, task.parts["5"].similarities)
+    other = SimilarityOfZoosTask({"5": zoos["5"]}, measures=["group", "cka_linear"])
+    with pytest.raises(ValueError, match=r"similarities of the zoos \['16', '5'\] and this run has \['5'\]"):
+        fits.fit(other, digits(), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_no_zoos_are_refused():
+    assert_refused(SimilarityOfZoosTask, {}, says="zoos must be folders of zoos by their names")
+
+
+def test_zoos_that_are_numbers_are_an_axis_and_others_are_names():
+    values = {"trained": [[0.5, 0.4, 0.7], [0.6, math.nan, math.nan]], "untrained": [[0.1, 0.1, 0.1]] * 2}
+    wide = similarity_of_zoos(["8", "32"], [ZooPanel("cka", values)]).axes[0]
+    assert wide.get_xscale() == "log"
+    assert [line.get_xdata().tolist() for line in wide.lines[:1]] == [[8.0, 32.0]]
+    named = similarity_of_zoos(["relu", "tanh"], [ZooPanel("cka", values)]).axes[0]
+    assert [text.get_text() for text in named.get_xticklabels()] == ["relu", "tanh"]
 
 
 def test_pairs_are_drawn_and_intervals_are_over_models(matching_zoo, tmp_path):

@@ -1,0 +1,148 @@
+"""How similar the members of each of several zoos are, in one pass over the data; nothing is trained."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sym.similarity.measures import Setting
+from lightning_sym.tasks.similarity import NULLS, Null, SimilarityTask
+
+
+class SimilarityOfZoosTask(LightningModule):
+    """Compare the members of each of several zoos, zoo by zoo, as :class:`SimilarityTask` does for one.
+
+    What differs from zoo to zoo may be anything: the width, the activation, how they were trained. Members of different
+    zoos are not compared; for that give :class:`SimilarityTask` an ``other_zoo``. All zoos see the same images.
+
+    Args:
+        zoos: Folders of zoos, by what they are called in tables and figures, in this order.
+        pairs: How many pairs of each zoo are drawn, or ``"all"``.
+        sites: As for :class:`SimilarityTask`.
+        measures: Likewise. The measure ``group`` takes the group of each zoo's own networks.
+        split: Likewise.
+        nulls: Likewise.
+        seed: Likewise.
+        allow: Likewise.
+
+    Attributes:
+        parts: The comparisons, by the names of the zoos.
+
+    Logged at the end of the epoch: what :class:`SimilarityTask` logs, with the name of the zoo at the end of the tag.
+
+    Raises:
+        ValueError: If there are no zoos, or an argument is out of range.
+
+    Example:
+        >>> task = SimilarityOfZoosTask({"8": "runs/narrow/zoo", "64": "runs/wide/zoo"}, measures=["group"])
+        >>> list(task.parts)
+        ['8', '64']
+    """
+
+    def __init__(
+        self,
+        zoos: dict[str, str],
+        pairs: Literal["all"] | int = "all",
+        sites: Literal["all"] | list[str] = "all",
+        measures: list[str] | dict[str, dict[str, Setting] | None] | None = None,
+        split: Literal["train", "val", "test"] = "test",
+        nulls: Sequence[Null] = NULLS,
+        seed: int = 0,
+        allow: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(zoos, Mapping) or not zoos:
+            raise ValueError(f"zoos must be folders of zoos by their names, as {{relu: runs/zoo/zoo}}, got {zoos!r}.")
+        self.folders = {str(name): str(folder) for name, folder in zoos.items()}
+        for number, folder in enumerate(self.folders.values()):
+            part = SimilarityTask(
+                folder,
+                pairs=pairs,
+                sites=sites,
+                measures=measures,
+                split=split,
+                nulls=nulls,
+                seed=seed,
+                allow=allow,
+            )
+            self.add_module(f"part{number}", part)  # a child, which Lightning tells its trainer
+        self.split, self.seed = split, seed
+        self.save_hyperparameters()
+
+    @property
+    def parts(self) -> dict[str, SimilarityTask]:
+        """The comparisons, by the names of the zoos."""
+        found = (part for part in self.children() if isinstance(part, SimilarityTask))
+        return dict(zip(self.folders, found, strict=True))
+
+    @property
+    def epoch_split(self) -> str:
+        """The split that datamodules give for the epoch, each image once and as it is."""
+        return self.split
+
+    def setup(self, stage: str) -> None:
+        """Open the zoos and make what adds up; on every process; see :meth:`SimilarityTask.setup`."""
+        for part in self.parts.values():
+            part.setup(stage)
+
+    def teardown(self, stage: str) -> None:
+        """Give the trainer its settings back."""
+        for part in reversed(self.parts.values()):  # the first one found the trainer's own
+            part.teardown(stage)
+
+    def configure_optimizers(self) -> Optimizer:
+        """Return one that moves nothing."""
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_fit_start(self) -> None:
+        """Bring the networks to the right device."""
+        for part in self.parts.values():
+            part.on_fit_start()
+
+    def on_train_epoch_start(self) -> None:
+        """Begin anew."""
+        for part in self.parts.values():
+            part.on_train_epoch_start()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Add a batch of images, which the networks of all zoos see."""
+        return torch.stack([part.training_step(batch, batch_idx) for part in self.parts.values()]).sum()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Look at nothing: all that is to be seen is seen in the epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Compute all similarities, log them, and end the fit."""
+        for name, part in self.parts.items():
+            part.compute_similarities()
+            for tag, value in part.logged().items():
+                self.log(f"{tag}/{name}", value)
+        self.trainer.should_stop = True
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the results of all zoos."""
+        found: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            found[name] = {}
+            part.on_save_checkpoint(found[name])
+        checkpoint["similarity_of_zoos"] = found
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the results back.
+
+        Raises:
+            ValueError: If there are none, or they are of other zoos, networks or measures.
+        """
+        saved = checkpoint.get("similarity_of_zoos", {})
+        if list(saved) != list(self.folders):
+            raise ValueError(
+                f"The checkpoint has similarities of the zoos {list(saved)} and this run has {list(self.folders)}; use "
+                "the settings that it was made with, which the config.yaml of its run holds."
+            )
+        for name, part in self.parts.items():
+            part.on_load_checkpoint(saved[name])
