@@ -109,7 +109,10 @@ class ReducedRank(nn.Module):
         source = generator("reduced rank", seed)
         used = (torch.arange(hidden) < rank).double()
         # Orthogonal, so that no singular value is small: how far chains may go before they see another stratum.
-        first, second = (torch.linalg.qr(torch.randn(size, size, generator=source, dtype=torch.float64))[0] for size in (inputs, outputs))
+        first, second = (
+            torch.linalg.qr(torch.randn(size, size, generator=source, dtype=torch.float64))[0]
+            for size in (inputs, outputs)
+        )
         first = torch.cat([first, first.new_zeros(max(0, hidden - inputs), inputs)])[:hidden]
         second = torch.cat([second, second.new_zeros(outputs, max(0, hidden - outputs))], 1)[:, :hidden]
         self.first = nn.Parameter(first * used[:, None])
