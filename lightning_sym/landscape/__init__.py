@@ -1,19 +1,15 @@
 """Weight space: planes, grids, sets of nearly equivalent weights, walks; two_unit/: the exact theory of ReLU lines."""
 
+from lightning_sym.landscape.analytic import AnalyticLandscape, analytic_landscapes, reduced_rank_coefficient
 from lightning_sym.landscape.embedding import Embedding, umap_embedding
 from lightning_sym.landscape.evaluation import LossSurface
 from lightning_sym.landscape.grids import Grid, GridTooLargeError, evaluate_grid
+from lightning_sym.landscape.langevin import SGLDSamples, sample_sgld
+from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate, learning_coefficient
 from lightning_sym.landscape.outputs import surfaces
 from lightning_sym.landscape.planes import WeightPlane, independent, weight_tensors, weight_vector
 from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
-from lightning_sym.landscape.sampling import (
-    NeighbourGraph,
-    SetSample,
-    SGLDSamples,
-    neighbour_graph,
-    sample_set,
-    sample_sgld,
-)
+from lightning_sym.landscape.sampling import NeighbourGraph, SetSample, neighbour_graph, sample_set
 from lightning_sym.landscape.scale import FunctionScale, Resolution, VolumeExponent, resolution, volume_exponent
 from lightning_sym.landscape.sets import SetNumbers, describe_set
 from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
@@ -21,10 +17,12 @@ from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, is_relu_line
 from lightning_sym.landscape.walks import LevelSetWalk, walk_level_set
 
 __all__ = [
+    "AnalyticLandscape",
     "Embedding",
     "FunctionScale",
     "Grid",
     "GridTooLargeError",
+    "LearningCoefficientEstimate",
     "LevelSetWalk",
     "LossSurface",
     "Moments",
@@ -37,6 +35,7 @@ __all__ = [
     "TwoUnitClass",
     "VolumeExponent",
     "WeightPlane",
+    "analytic_landscapes",
     "betti_numbers",
     "canonical_vectors",
     "components",
@@ -46,8 +45,10 @@ __all__ = [
     "independent",
     "is_relu_line",
     "joining_levels",
+    "learning_coefficient",
     "neighbour_graph",
     "orbit_distances",
+    "reduced_rank_coefficient",
     "resolution",
     "sample_set",
     "sample_sgld",

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.landscape.langevin import sample_sgld
 from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_vector
 from lightning_sym.landscape.quotient import orbit_distances
-from lightning_sym.landscape.sampling import sample_sgld
 from lightning_sym.landscape.two_unit import slopes
 from lightning_sym.landscape.walks import LevelSetWalk, walk_level_set
 from lightning_sym.networks import MultiLayerPerceptron

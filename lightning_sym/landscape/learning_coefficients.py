@@ -1,0 +1,586 @@
+"""The local learning coefficient of a network by Langevin chains, with a verdict on whether they say anything."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import gathered, rank, ranks
+from lightning_sym._random import generator
+from lightning_sym._text import unknown
+from lightning_sym.landscape.langevin import (
+    METHODS,
+    Dynamics,
+    Method,
+    Noise,
+    expected_energy,
+    lanczos_top,
+)
+from lightning_sym.landscape.planes import weight_tensors, weight_vector
+
+LARGEST_STEP = 0.1
+"""What the step times the largest curvature of the chains' potential should not exceed."""
+SAME = 0.05
+"""How far from 1 the ratio of the last to the second quarter of stationary chains may be, and how uncertain."""
+AGREEMENT = 1.1
+"""The potential scale reduction below which chains count as agreeing."""
+_FEWEST = 3  # chains
+_TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
+_FIRST_LOOK = 10  # step at which the curvature is measured again; then at twice as many, and so on
+_UNSTABLE = 4  # times the step that fits: chains that have taken such steps begin again
+
+BatchLoss = Callable[[Any, Any], Tensor]
+
+
+class LossOnData:
+    """The mean loss of a network in evaluation mode on data that are held in memory, as a function of its weights.
+
+    Args:
+        network: Any module. Not changed; a copy is used. Parameters without ``requires_grad`` stay as they are.
+        batches: Pairs of inputs and targets. Inputs are a tensor, a tuple or list of tensors (positional arguments), or
+            a dictionary (keyword arguments); targets any nesting of tensors; samples along the first axis.
+        loss: Called with outputs and targets; the mean over samples, a scalar.
+        dtype: Dtype of weights, floating inputs and targets.
+        block_size: Most samples that go through the network at once, >= 1.
+        execution: ``"vmap"`` or ``"loop"``: networks with other weights together, or one after another.
+
+    Attributes:
+        network: The copy.
+        own: Its weight vector. Shape ``[P]``.
+        samples: How many there are, n.
+
+    Raises:
+        ValueError: If there are no data, the network has nothing to train, or the loss is not a mean over samples.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        batches: Iterable[Any],
+        loss: BatchLoss,
+        *,
+        dtype: torch.dtype,
+        block_size: int = 2048,
+        execution: Literal["vmap", "loop"] = "vmap",
+    ) -> None:
+        self.network = copy.deepcopy(network).to(dtype).eval()
+        self.own = weight_vector(self.network)
+        self._loss, self._block, self._execution = loss, block_size, execution
+        self.data = joined(batches, self.own)
+        self.samples = len(tree_leaves(self.data)[0])
+        two = self._rows(torch.arange(min(2, self.samples)))
+        once, twice = self._mean(self.own, two), self._mean(self.own, tree_map(lambda t: torch.cat([t, t]), two))
+        if once.ndim != 0 or not once.is_floating_point():
+            raise ValueError(f"loss must return one number, got {once.dtype} of shape {list(once.shape)}.")
+        if bool(torch.isfinite(once)) and not torch.allclose(once, twice, rtol=1e-3, atol=1e-6):
+            raise ValueError(
+                "loss must be the mean over samples, and that of two samples changes when each is given twice, from "
+                f"{float(once):.4g} to {float(twice):.4g}; use reduction='mean'."
+            )
+
+    def _rows(self, rows: Tensor) -> Any:
+        return tree_map(lambda tensor: tensor[rows.to(tensor.device)], self.data)
+
+    def _mean(self, vector: Tensor, batch: Any) -> Tensor:
+        inputs, targets = batch
+        positional = (
+            () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+        )
+        named = inputs if isinstance(inputs, dict) else {}
+        outputs = functional_call(self.network, weight_tensors(self.network, vector), positional, named)
+        return self._loss(outputs, targets)
+
+    def _mapped(self, function: Callable[..., Any], *arguments: Any, shared: bool = False) -> Any:
+        """Call a function for each row of its arguments; the last one is the same for all if ``shared``."""
+        if self._execution == "vmap":
+            dims = (*(0 for _ in arguments[shared:]), *([None] if shared else []))
+            return vmap(function, in_dims=dims, randomness="same")(*arguments)
+        own = arguments[:-1] if shared else arguments
+        results = []
+        for row in range(len(own[0])):
+            given = [tree_map(lambda tensor, row=row: tensor[row], one) for one in own]
+            results.append(function(*given, *arguments[len(own) :]))
+        return tree_map(lambda *parts: torch.stack(parts), *results)
+
+    def _summed(self, function: Callable[..., Any], *vectors: Tensor) -> Any:
+        """Return the mean over all data of what a function gives for each row of vectors, a block at a time."""
+        total: Any = None
+        for rows in torch.split(torch.arange(self.samples), self._block):
+            found = self._mapped(function, *vectors, self._rows(rows), shared=True)
+            share = len(rows) / self.samples
+            found = tree_map(functools.partial(torch.mul, share), found)
+            total = found if total is None else tree_map(torch.add, total, found)
+        return total
+
+    def at(self, vector: Tensor) -> Tensor:
+        """Return the loss on all data at one weight vector ``[P]``, a scalar; differentiable."""
+        return self._mean(vector, self.data)
+
+    def values(self, vectors: Tensor) -> Tensor:
+        """Return the losses on all data at weight vectors ``[C, P]``. Shape ``[C]``."""
+        with torch.no_grad():
+            found: Tensor = self._summed(self._mean, vectors)
+        return found
+
+    def gradients(self, vectors: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return gradients ``[C, P]`` and losses ``[C]`` at weight vectors ``[C, P]``.
+
+        Args:
+            vectors: The weight vectors.
+            rows: Numbers of the samples of each, shape ``[C, B]``; None for all data.
+        """
+        both = grad_and_value(self._mean)
+        slopes, values = self._summed(both, vectors) if rows is None else self._mapped(both, vectors, self._rows(rows))
+        return slopes, values
+
+    def largest_curvatures(self, vectors: Tensor, seed: int = 0) -> Tensor:
+        """Return upper estimates of the largest Hessian eigenvalues at ``[C, P]``. Shape ``[C]``, float64, CPU.
+
+        See :func:`lightning_sym.landscape.langevin.largest_curvatures`, of which this is the one for blocks of data.
+        """
+
+        def product(vector: Tensor, direction: Tensor, batch: Any) -> Tensor:
+            def slope(weights: Tensor) -> Tensor:
+                ahead: Tensor = torch.func.grad(self._mean)(weights, batch) * direction
+                return ahead.sum()
+
+            found: Tensor = torch.func.grad(slope)(vector)
+            return found
+
+        return lanczos_top(lambda directions: self._summed(product, vectors, directions), vectors, seed=seed)
+
+
+def joined(batches: Iterable[Any], like: Tensor) -> Any:
+    """Return all batches as one pair of inputs and targets, on a tensor's device, what is floating in its dtype.
+
+    Raises:
+        ValueError: If there is no batch, or one is not a pair.
+    """
+    parts = []
+    for batch in batches:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            found = f"{len(batch)} parts" if isinstance(batch, list | tuple) else f"a {type(batch).__name__}"
+            raise ValueError(f"data must be batches of two parts, inputs and targets, got one that is {found}.")
+        parts.append(tuple(batch))
+    if not parts or not len(tree_leaves(parts[0])[0]):
+        raise ValueError("data must hold at least one sample, got none.")
+    whole = tree_map(lambda *tensors: torch.cat(tensors), *parts)
+    return tree_map(
+        lambda tensor: tensor.detach().to(like.device, like.dtype if tensor.is_floating_point() else None), whole
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LearningCoefficientEstimate:
+    r"""What Langevin chains around some weights say about their learning coefficient, and whether to believe it.
+
+    Attributes:
+        losses: L on all data along each chain, the burn-in included; NaN from where a chain left to infinity. Shape
+            ``[draws, chains]``, float64.
+        distances: Euclidean distance to the beginning there. Shape ``[draws, chains]``, float64.
+        draw_every: Steps between two draws.
+        burn_in: How many of the draws, from the first on, are never averaged.
+        reference: L at the beginning, on the same data.
+        samples: Number of data, n.
+        parameters: Number of weights that move, P.
+        method: How chains move.
+        inverse_temperature: :math:`nb`.
+        localisation: :math:`\gamma`.
+        step: :math:`\eta` of the draws that are averaged.
+        curvature: :math:`\lambda_{max}`, an upper estimate of the largest eigenvalue of the Hessian of L at the
+            beginning.
+        farthest_curvature: The largest of these over all chains, at their ends.
+        escaped: Steps at which chains left to infinity, by their number.
+    """
+
+    losses: Tensor
+    distances: Tensor
+    draw_every: int
+    burn_in: int
+    reference: float
+    samples: int
+    parameters: int
+    method: Method
+    inverse_temperature: float
+    localisation: float
+    step: float
+    curvature: float
+    farthest_curvature: float
+    escaped: dict[int, int]
+
+    @property
+    def chain_means(self) -> Tensor:
+        r""":math:`nb (\bar L - L_0)` of each chain after the burn-in. Shape ``[chains]``; NaN if it escaped."""
+        return self.inverse_temperature * (self.losses[self.burn_in :].mean(0) - self.reference)
+
+    @property
+    def step_curvature(self) -> float:
+        r""":math:`\eta h_{max}`, with :math:`h_{max} = nb \lambda_{max} + \gamma` the largest met."""
+        steepest = max(self.curvature, self.farthest_curvature, 0.0)
+        return self.step * (self.inverse_temperature * steepest + self.localisation)
+
+    @property
+    def ratio(self) -> tuple[float, float]:
+        """Mean of L less the reference in the last quarter of the chains over that in their second, and its error."""
+        return _quarters(self.losses - self.reference)
+
+    @property
+    def distance_ratio(self) -> tuple[float, float]:
+        """The same of the distance: whether the chains still move away."""
+        return _quarters(self.distances)
+
+    @property
+    def agreement(self) -> float:
+        """Potential scale reduction of the losses after the burn-in (Gelman and Rubin 1992): 1 if chains agree."""
+        kept = self.losses[self.burn_in :]
+        count = len(kept)
+        within, between = float(kept.var(0).mean()), float(kept.mean(0).var())
+        return math.sqrt((count - 1) / count + between / within) if within > 0 else math.nan
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no estimate, in one sentence; empty if there is one."""
+        if self.escaped:
+            first = min(self.escaped.values())
+            return (
+                f"{len(self.escaped)} of {self.losses.shape[1]} chains left to infinity, the first at step {first}; "
+                f"take a step smaller than {self.step:.1e}, or a localisation larger than {self.localisation:.3g}."
+            )
+        if not float(self.chain_means.mean()) > 0:
+            return (
+                "the chains found a loss below that of the weights they began at, which are no minimum then; train to "
+                "the end, or begin at better weights."
+            )
+        for what, (ratio, error) in (("loss", self.ratio), ("distance", self.distance_ratio)):
+            text = f"the {what} in the last quarter of the chains is {ratio:.2f} ± {error:.2f} times that in the second"
+            outside = not abs(ratio - 1) <= SAME
+            if outside and not abs(ratio - 1) <= 2 * error:
+                return f"not stationary: {text}, not within {SAME} of 1; take more steps, or a larger localisation."
+            if outside or not error <= SAME:
+                return (
+                    f"undecided: {text}, too uncertain to say whether they are stationary; take more chains or steps."
+                )
+        if not self.agreement <= AGREEMENT:
+            return (
+                f"not stationary: the chains do not agree, potential scale reduction {self.agreement:.2f}, which must "
+                f"be at most {AGREEMENT}; take more steps, or a larger localisation."
+            )
+        return ""
+
+    @property
+    def cautions(self) -> list[str]:
+        """What to know about an estimate, in sentences."""
+        found = []
+        if self.step_curvature > (2 * LARGEST_STEP if self.method == "sgld" else 2.0):
+            found.append(f"step * h_max is {self.step_curvature:.2g}, so large that it biases the estimate.")
+        if self.localisation > self.inverse_temperature * max(self.curvature, self.farthest_curvature):
+            found.append(
+                f"the localisation {self.localisation:.3g} is above nb * lambda_max = "
+                f"{self.inverse_temperature * max(self.curvature, self.farthest_curvature):.3g}: it decides the number."
+            )
+        return found
+
+    @property
+    def estimate(self) -> float | None:
+        """The learning coefficient; None if the chains are not stationary, see :attr:`refusal`."""
+        return None if self.refusal else float(self.chain_means.mean())
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error of the estimate, with chains as units; None without one."""
+        means = self.chain_means
+        return None if self.refusal else float(means.std()) / math.sqrt(len(means))
+
+    def regular(self, eigenvalues: Tensor) -> float:
+        """Return what the mean of these chains would be in a quadratic loss, with their step and localisation.
+
+        See :func:`lightning_sym.landscape.langevin.expected_energy`.
+
+        Args:
+            eigenvalues: Eigenvalues of the Hessian of L at the beginning. Any shape.
+        """
+        return expected_energy(eigenvalues, self.inverse_temperature, self.localisation, self.step, self.method)
+
+    def __str__(self) -> str:
+        """Return the estimate with its error, or why there is none."""
+        if self.refusal:
+            return f"no learning coefficient: {self.refusal}"
+        return " ".join([f"learning coefficient {self.estimate:.3f} ± {self.standard_error:.3f}", *self.cautions])
+
+
+def _quarters(traces: Tensor) -> tuple[float, float]:
+    """Return the ratio of the last quarter of traces ``[draws, chains]`` to the second, and its standard error."""
+    count = len(traces)
+    second, last = traces[count // 4 : count // 2].mean(0), traces[-(count // 4) :].mean(0)
+    if not float(second.mean()) > 0:
+        return math.nan, math.nan
+    ratio = float(last.mean() / second.mean())
+    return ratio, float((last - ratio * second).std() / second.mean()) / math.sqrt(len(last))
+
+
+def learning_coefficient(
+    network: nn.Module,
+    data: Iterable[Any],
+    loss: BatchLoss = F.cross_entropy,
+    *,
+    chains: int = 8,
+    steps: int = 2000,
+    burn_in: int | None = None,
+    inverse_temperature: float | None = None,
+    localisation: float | None = None,
+    step: float | None = None,
+    method: Method = "underdamped",
+    batch_size: int | None = None,
+    block_size: int = 2048,
+    execution: Literal["vmap", "loop"] = "vmap",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    share_chains: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> LearningCoefficientEstimate:
+    r"""Estimate the local learning coefficient of a network at its weights (docs/theory/learning_coefficients.md).
+
+    .. math::
+        \hat\lambda = nb\, \big(E[L_n(\theta)] - L_n(\theta_0)\big), \qquad
+        \theta \sim \exp\!\big(-nb\, L_n(\theta) - \tfrac{\gamma}{2} \|\theta - \theta_0\|^2\big),
+
+    by chains that run together. Losses are those on all data, those of the burn-in are never averaged, and there is no
+    estimate unless the chains are stationary: losses and distances in their last quarter are within 5% of those in
+    their second, and the chains agree.
+
+    Args:
+        network: Any module, in evaluation mode for this; not changed.
+        data: Batches of inputs and targets, each sample once, for example the ``curvature_dataloader()`` of a
+            datamodule; they are held in memory. Under ``torch.distributed`` every process is given the same.
+        loss: Called with outputs and targets; the mean over samples, a scalar.
+        chains: Number of chains, >= 3.
+        steps: Steps of each chain, the burn-in included. >= 8.
+        burn_in: Steps that are not averaged: at least half of the steps, which is the default, and less than all.
+        inverse_temperature: :math:`nb > 0`; default :math:`n / \ln n`.
+        localisation: :math:`\gamma >= 0`, the pull towards :math:`\theta_0`; default :math:`nb / 100`.
+        step: :math:`\eta > 0`. By default such that :math:`\eta h_{max} \le 0.1`, where :math:`h_{max}` is the largest
+            curvature of the potential: measured at the beginning, and again along the first quarter of the steps
+            wherever the chains are by then, when the step may become smaller, and chains that ran away begin again.
+        method: ``"underdamped"``: with velocities, which goes farther in as many steps, and whose finite step biases
+            nothing in a quadratic loss. ``"sgld"``: stochastic gradient Langevin dynamics, as in the paper, whose
+            finite step makes the estimate too large, by 2.6% where :math:`\eta h = 0.1`.
+        batch_size: Samples of each gradient, drawn anew for each chain and step; default all. Their noise heats the
+            chains.
+        block_size: Most samples that go through the network at once.
+        execution: ``"vmap"``, all chains in one vectorised call; or ``"loop"``, one after another, for networks that
+            ``torch.func.vmap`` cannot run.
+        dtype: Dtype of weights and arithmetic; default that of the network, single precision at least.
+        seed: Seed of noise and batches; each chain has its own. The caller's generators are not touched.
+        share_chains: Whether processes share out the chains, when all of them call this together; otherwise the one
+            that calls it runs all.
+        progress: Called with (steps done, steps) after every step.
+
+    Returns:
+        Estimate, standard error, verdict, and all that they are made from.
+
+    Raises:
+        ValueError: If an argument is out of range, the loss is no mean, or is not finite at the network's weights.
+
+    Note:
+        A step costs a forward and a backward pass for each chain; memory is that of ``chains`` networks on
+        ``block_size`` samples.
+
+    References:
+        Lau et al. (2023), "The Local Learning Coefficient", arXiv:2308.12108; Welling and Teh (2011); Leimkuhler and
+        Matthews (2013), arXiv:1203.5428, for the splitting. We differ from the first in that losses are those on all
+        data, half of each chain is burn-in, and an estimate may be refused.
+
+    Example:
+        >>> network = nn.Linear(2, 1, bias=False).double()
+        >>> x = torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        >>> found = learning_coefficient(network, [(x, network(x))], F.mse_loss, chains=500)
+        >>> round(found.estimate, 1)  # half the number of weights
+        1.0
+    """
+    check_integers(_FEWEST, chains=chains)
+    check_integers(8, steps=steps)
+    check_integers(block_size=block_size)
+    burn_in = steps // 2 if burn_in is None else burn_in
+    if not isinstance(burn_in, int) or not steps <= 2 * burn_in + 1 or not burn_in < steps:
+        raise ValueError(f"burn_in must be at least half of steps={steps} and less than all, got {burn_in!r}.")
+    for name, choice, choices in (("method", method, METHODS), ("execution", execution, ("vmap", "loop"))):
+        if choice not in choices:
+            raise ValueError(unknown(name, choice, choices))
+    given = next((parameter.dtype for parameter in network.parameters()), torch.float32)
+    dtype = dtype or (torch.float32 if given in (torch.float16, torch.bfloat16) else given)
+    function = LossOnData(network, data, loss, dtype=dtype, block_size=block_size, execution=execution)
+    if inverse_temperature is None:
+        if function.samples < 3:
+            raise ValueError(f"n / ln n is no inverse temperature for {function.samples} samples; give one.")
+        inverse_temperature = function.samples / math.log(function.samples)
+    localisation = inverse_temperature / 100 if localisation is None else localisation
+    check_numbers("> 0", inverse_temperature=inverse_temperature, **({} if step is None else {"step": step}))
+    check_numbers(">= 0", localisation=localisation)
+    if batch_size is not None:
+        check_integers(batch_size=batch_size)
+        if batch_size > function.samples:
+            raise ValueError(f"batch_size must be at most the {function.samples} samples, got {batch_size}.")
+    numbers = list(range(chains))[rank() :: ranks()] if share_chains else list(range(chains))
+    run = _Run(function, numbers, inverse_temperature, localisation, method, batch_size, seed, share_chains)
+    return run(steps, burn_in, step, progress)
+
+
+class _Run:
+    """One run of the chains of this process, in the company of those of the others.
+
+    Arguments are those of :func:`learning_coefficient`; ``numbers`` are those of the chains of this process.
+    """
+
+    def __init__(
+        self,
+        function: LossOnData,
+        numbers: list[int],
+        inverse_temperature: float,
+        localisation: float,
+        method: Method,
+        batch_size: int | None,
+        seed: int,
+        together: bool,
+    ) -> None:
+        self.function, self.numbers, self.seed, self.together = function, numbers, seed, together
+        self.inverse_temperature, self.localisation, self.method = inverse_temperature, localisation, method
+        self.batch_size = batch_size
+        self.batches = [generator("langevin batches", seed, number) for number in numbers]
+        self.escaped: dict[int, int] = {}
+
+    def __call__(
+        self, steps: int, burn_in: int, step: float | None, progress: Callable[[int, int], None] | None
+    ) -> LearningCoefficientEstimate:
+        function, start = self.function, self.function.own
+        (reference,) = function.values(start[None]).tolist()
+        if not math.isfinite(reference):
+            raise ValueError(
+                f"the loss at the network's weights is {reference}; a learning coefficient is that of weights of "
+                "finite loss."
+            )
+        curvature = float(function.largest_curvatures(start[None], self.seed))
+        fitted = step is None
+        noise = Noise(self.numbers, len(start), self.seed, start)
+        slowest = self.localisation or (self.inverse_temperature * max(curvature, 0.0)) / 100
+        dynamics = Dynamics(self.method, step or self._fitting(curvature), 2 * math.sqrt(slowest), noise)
+        vectors = start.repeat(len(self.numbers), 1)
+        every = 1 if self.batch_size is None else _TRACE_EVERY
+        losses, distances, look = [], [], _FIRST_LOOK
+        for index in range(steps):
+            if fitted and index == look and index <= steps // 4:
+                vectors, changed = self._fit_step(dynamics, vectors)
+                look += _FIRST_LOOK if changed else index
+            slopes, values = self._gradients(vectors)
+            if index % every == 0:
+                values = values if self.batch_size is None else self._values(vectors)
+                losses.append(values.double())
+                distances.append((vectors - start).norm(dim=1).double())
+            self._leave(values, index)
+            pull = self.localisation * (vectors - start)
+            vectors = dynamics.advance(vectors, self.inverse_temperature * slopes + pull)
+            if progress is not None:
+                progress(index + 1, steps)
+        steepest = self._steepest(vectors)
+        escaped = {number: at for part in self._everyone(self.escaped) for number, at in part.items()}
+        gone = {number: -(-at // every) for number, at in escaped.items()}
+        return LearningCoefficientEstimate(
+            losses=self._of_all(torch.stack(losses).cpu(), gone),
+            distances=self._of_all(torch.stack(distances).cpu(), gone),
+            draw_every=every,
+            burn_in=-(-burn_in // every),
+            reference=reference,
+            samples=function.samples,
+            parameters=len(start),
+            method=self.method,
+            inverse_temperature=self.inverse_temperature,
+            localisation=self.localisation,
+            step=dynamics.step,
+            curvature=curvature,
+            farthest_curvature=max(
+                float(part.amax()) if len(part) else 0.0 for part in self._everyone(steepest.nan_to_num(0))
+            ),
+            escaped=escaped,
+        )
+
+    def _fit_step(self, dynamics: Dynamics, vectors: Tensor) -> tuple[Tensor, bool]:
+        """Make the step fit the curvature where the chains are; those for which it was far too large begin again.
+
+        Returns:
+            Where the chains are now, and whether any has to begin again.
+        """
+        steepness = self.inverse_temperature * self._steepest(vectors) + self.localisation
+        too_steep = ~(dynamics.step * steepness <= _UNSTABLE * LARGEST_STEP)
+        parts = self._everyone(
+            (float(steepness.nan_to_num(math.inf).amax()) if len(steepness) else 0.0, bool(too_steep.any()))
+        )
+        largest, again = max(one for one, _ in parts), any(one for _, one in parts)
+        # Chains that ran away are where curvature is beside the point, so that the step falls by degrees.
+        dynamics.step = min(dynamics.step, max(LARGEST_STEP / largest, dynamics.step / _UNSTABLE if again else 0.0))
+        if not again:
+            return vectors, False
+        for row in too_steep.nonzero().flatten().tolist():
+            self.escaped.pop(self.numbers[row], None)
+        rows = too_steep.to(vectors.device)
+        dynamics.begin_again(rows)
+        return torch.where(rows[:, None], self.function.own, vectors), True
+
+    def _fitting(self, curvature: float) -> float:
+        """Return the step that fits a curvature.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        steepest = self.inverse_temperature * max(curvature, 0.0) + self.localisation
+        if not steepest > 0:
+            raise ValueError(
+                "The loss has no curvature at the network's weights (a dead network?) and there is no localisation, so "
+                "that no step fits; give step, or localisation."
+            )
+        return LARGEST_STEP / steepest
+
+    def _steepest(self, vectors: Tensor) -> Tensor:
+        """Return the largest curvature, at least 0, where each chain of this process is; NaN if that is nowhere."""
+        found = torch.full((len(vectors),), math.nan, dtype=torch.float64)
+        finite = torch.isfinite(vectors).all(1).cpu()
+        if bool(finite.any()):
+            found[finite] = self.function.largest_curvatures(vectors[finite.to(vectors.device)], self.seed).clamp(min=0)
+        return found
+
+    def _gradients(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.numbers:
+            return torch.zeros_like(vectors), vectors.new_zeros(0)
+        rows = None
+        if self.batch_size is not None:
+            draws = [torch.randperm(self.function.samples, generator=one)[: self.batch_size] for one in self.batches]
+            rows = torch.stack(draws)
+        return self.function.gradients(vectors, rows)
+
+    def _values(self, vectors: Tensor) -> Tensor:
+        return self.function.values(vectors) if self.numbers else vectors.new_zeros(0)
+
+    def _leave(self, values: Tensor, index: int) -> None:
+        """Note which chains are no longer finite; what they do from here on is NaN."""
+        for row in (~torch.isfinite(values)).nonzero().flatten().tolist():
+            self.escaped.setdefault(self.numbers[row], index)
+
+    def _everyone(self, value: Any) -> list[Any]:
+        return gathered(value) if self.together else [value]
+
+    def _of_all(self, columns: Tensor, gone: dict[int, int]) -> Tensor:
+        """Return the columns of the chains of all processes, in order; NaN from the rows at which they left."""
+        parts = self._everyone((self.numbers, columns))
+        whole = columns.new_empty(len(columns), sum(len(numbers) for numbers, _ in parts))
+        for numbers, part in parts:
+            whole[:, numbers] = part
+        for number, row in gone.items():
+            whole[row:, number] = math.nan
+        return whole.masked_fill(~torch.isfinite(whole), math.nan)
