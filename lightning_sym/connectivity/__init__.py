@@ -2,6 +2,7 @@
 
 from lightning_sym.connectivity.curve_network import CurveNetwork
 from lightning_sym.connectivity.curves import Curve, CurveSummary, curve_barriers, curve_coefficients, load_curve
+from lightning_sym.connectivity.geometry import CurveShape, Identity, PointGeometry, PointSpectrum, curve_geometry
 from lightning_sym.connectivity.interpolation import Barrier, CurveLosses, average, barrier, curve_losses, interpolate
 from lightning_sym.connectivity.merging import Merged, merge
 
@@ -10,12 +11,17 @@ __all__ = [
     "Curve",
     "CurveLosses",
     "CurveNetwork",
+    "CurveShape",
     "CurveSummary",
+    "Identity",
     "Merged",
+    "PointGeometry",
+    "PointSpectrum",
     "average",
     "barrier",
     "curve_barriers",
     "curve_coefficients",
+    "curve_geometry",
     "curve_losses",
     "interpolate",
     "load_curve",

@@ -12,6 +12,7 @@ from lightning_sym.curvature.blocks import (
 )
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, EvidenceTerms, PrecisionOptimizer
+from lightning_sym.curvature.jacobians import JacobianRank, input_jacobians, jacobian_rank
 from lightning_sym.curvature.krylov import EigenPairs, NotConvergedError, Quadrature, lanczos, top_eigenpairs
 from lightning_sym.curvature.laplace import to_laplace
 from lightning_sym.curvature.operators import (
@@ -43,6 +44,7 @@ __all__ = [
     "EvidenceTerms",
     "Factors",
     "GaussianPrior",
+    "JacobianRank",
     "KroneckerBlock",
     "MatrixOperator",
     "NearZero",
@@ -62,6 +64,8 @@ __all__ = [
     "directional_curvature",
     "factors",
     "find_rule",
+    "input_jacobians",
+    "jacobian_rank",
     "lanczos",
     "near_zero",
     "parameter_groups",

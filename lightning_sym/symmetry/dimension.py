@@ -162,7 +162,7 @@ def local_dimension(
     exact = copy.deepcopy(network).double().requires_grad_(True)
     exact.train(training)
     transform: Callable[[Tensor], Tensor] = (lambda y: F.log_softmax(y, -1)) if log_softmax else (lambda y: y)
-    rows = _rows_of_batch(exact, arguments, transform) if training else _rows(exact, arguments, transform)
+    rows = _rows_of_batch(exact, arguments, transform) if training else jacobian_rows(exact, arguments, transform)
     equations, values = _singular_values(rows, torch.zeros(0, count, dtype=torch.float64, device=tensors[0].device))
     largest = float(values[0]) if len(values) else 0.0
     rank = int((values > tolerance * largest).sum())
@@ -221,9 +221,21 @@ def _flat(output: Any, transform: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.cat([transform(leaf).flatten(1) for leaf in found], 1)
 
 
-def _rows(network: nn.Module, arguments: tuple[Any, ...], transform: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Yield the Jacobian of networks that treat samples apart, some samples at a time."""
-    parameters = {name: p.detach() for name, p in network.named_parameters()}
+def jacobian_rows(
+    network: nn.Module, arguments: tuple[Any, ...], transform: Callable[[Tensor], Tensor] = lambda outputs: outputs
+) -> Iterator[Tensor]:
+    """Yield the Jacobian of all outputs by the trainable parameters, for networks that treat samples apart.
+
+    Args:
+        network: In eval mode.
+        arguments: One batch: positional arguments with the samples on the first axis of every tensor.
+        transform: What is done to the outputs.
+
+    Yields:
+        Rows of some samples at a time, at most 64 MiB of them (or one sample's): sample by sample, and of each the
+        outputs in order. Shape ``[n, P]``, in the network's dtype and on its device.
+    """
+    parameters = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
     buffers = dict(network.named_buffers())
     leaves, spec = pytree.tree_flatten(arguments)
     batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
@@ -259,7 +271,7 @@ def _rows_of_batch(
 ) -> Iterator[Tensor]:
     """Yield the Jacobian of the whole batch's outputs, some outputs at a time."""
     output = _flat(network(*arguments), transform).flatten()
-    parameters = list(network.parameters())
+    parameters = [p for p in network.parameters() if p.requires_grad]
     count = sum(p.numel() for p in parameters)
     step = max(1, min(len(output), _CHUNK // (8 * count)))
     for start in range(0, len(output), step):

@@ -1,0 +1,391 @@
+"""The shape of the loss, and of the function, at points of a curve in weight space."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import device_of, gathered, wide
+from lightning_sym._random import generator
+from lightning_sym.connectivity.curves import Curve, curve_coefficients
+from lightning_sym.connectivity.interpolation import Loss
+from lightning_sym.curvature.jacobians import JacobianRank, input_jacobians, jacobian_rank
+from lightning_sym.curvature.krylov import NotConvergedError, top_eigenpairs
+from lightning_sym.curvature.operators import CurvatureOperator, directional_curvature
+from lightning_sym.curvature.spectra import NearZero, SpectralDensity, near_zero, spectral_density, trace
+from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+from lightning_sym.similarity import CKAMatrix
+from lightning_sym.symmetry import Symmetry
+
+DIRECTIONS = ("straight", "detour", "tangent", "random")
+# Steps of central differences. Between kinks of piecewise linear networks the smaller ones fit, too.
+STEPS = (1e-5, 1e-6, 1e-7, 1e-8)
+# Deviations that a smooth network stays below.
+TOLERANCE = 1e-6
+
+
+class Identity(NamedTuple):
+    """How far an exact identity is from holding, measured by central differences.
+
+    Attributes:
+        deviation: Difference of both sides, relative to their size.
+        step: The step in t with which it was the smallest.
+    """
+
+    deviation: float
+    step: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds to 1e-6."""
+        return self.deviation <= TOLERANCE
+
+
+@dataclass(frozen=True, eq=False)
+class PointSpectrum:
+    """Eigenvalues of the Hessian at one point.
+
+    Attributes:
+        eigenvalues: The largest ones, falling; none if they were not found, see :attr:`note`.
+        trace: Sum of all.
+        trace_error: Its standard error; 0 if all were computed.
+        near_zero: Counts of small ones; None if not all were computed.
+        density: Their density by Lanczos's method; None if all were computed, or it was not asked for.
+        note: Why there is none; empty if there are some.
+    """
+
+    eigenvalues: tuple[float, ...]
+    trace: float
+    trace_error: float
+    near_zero: NearZero | None = None
+    density: SpectralDensity | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class PointGeometry:
+    r"""The loss, and the function, around one point of a curve; docs/theory/curves.md, 4.
+
+    Attributes:
+        t: The place, in [0, 1].
+        loss: Mean loss there.
+        gradient_norm: :math:`\|g\|`, of the gradient by all trainable parameters.
+        speed: :math:`\|\gamma'(t)\|`.
+        directions: By direction :math:`\|H d\|` and :math:`d^\top H d` for d of length 1; without those that are zero
+            or not defined.
+        spectrum: Eigenvalues of H, and what is known of them all.
+        gradient_identity: :math:`H \gamma' = \frac{d}{dt} g(\gamma(t))`.
+        curvature_identity: :math:`\frac{d^2}{dt^2} L(\gamma(t)) = \gamma'^\top H \gamma' + g^\top \gamma''`.
+        jacobian: Rank of the Jacobian of the outputs by the parameters.
+    """
+
+    t: float
+    loss: float
+    gradient_norm: float
+    speed: float
+    directions: dict[str, tuple[float, float]]
+    spectrum: PointSpectrum
+    gradient_identity: Identity
+    curvature_identity: Identity
+    jacobian: JacobianRank
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be found, and why."""
+        return tuple(note for note in (self.spectrum.note, self.jacobian.note) if note)
+
+
+@dataclass(frozen=True, eq=False)
+class CurveShape:
+    """What :func:`curve_geometry` found.
+
+    Attributes:
+        points: The points, in the order of t.
+        cosine: Mean of the cosine between the Jacobians by the input at two points, over the samples for which neither
+            is zero. Shape ``[T, T]``, float64, on the CPU.
+        cka: Linear CKA between these Jacobians, as features of the samples; NaN where one is the same for all of them.
+            Shape ``[T, T]``, float64, on the CPU.
+        samples: Number of samples of the loss.
+        jacobian_samples: Number of samples of the Jacobians.
+        orbit_dimension: Dimension of the symmetry group; None if no symmetry was given.
+        recalibrated: Whether statistics of batch norms were measured anew at every point.
+    """
+
+    points: tuple[PointGeometry, ...]
+    cosine: Tensor
+    cka: Tensor
+    samples: int
+    jacobian_samples: int
+    orbit_dimension: int | None
+    recalibrated: bool
+
+    @property
+    def worst_deviation(self) -> float:
+        """The largest deviation of the two identities, over all points."""
+        return max(d for p in self.points for d in (p.gradient_identity.deviation, p.curvature_identity.deviation))
+
+
+@torch.no_grad()
+def curve_geometry(
+    curve: Curve,
+    network: nn.Module,
+    data: Any,
+    loss: Loss | None = None,
+    *,
+    points: int = 5,
+    inputs: Tensor | None = None,
+    symmetry: Symmetry | None = None,
+    eigenvalues: int = 1,
+    tolerance: float = 1e-3,
+    probes: int = 16,
+    density_steps: int = 0,
+    max_parameters: int = 4000,
+    max_bytes: int = 2**30,
+    progress: Callable[[int, int], None] | None = None,
+) -> CurveShape:
+    r"""Look at Hessian, gradient and Jacobians at points of a curve (docs/theory/curves.md, 4).
+
+    Everything is computed in double precision, in copies of the network in eval mode. Directions, each of length 1, are
+    ``straight`` (from the start to the end of the curve), ``detour`` (from there to the bend furthest from the straight
+    line, at a right angle), ``tangent`` and ``random`` (one for all points). Both identities that tie the Hessian to
+    the curve are checked at every point by central differences of gradients. Piecewise linear activations have kinks
+    where gradients jump, which a difference must not reach across: from 1e-5 on steps are made smaller until an
+    identity holds, and what is returned is the best of them.
+
+    The statistics of batch norms are measured anew at every point, exactly, over all data. The Hessian takes them as
+    constants; so do the identities.
+
+    Args:
+        curve: The curve.
+        network: A network of the architecture, whose own weights do not matter. Unchanged. Its device is used.
+        data: As for :class:`lightning_sym.curvature.CurvatureOperator`: batches in a fixed order, this process's share.
+        loss: Mean over the samples of a batch; None: the cross-entropy.
+        points: Number of places, equally spaced in t, both ends included. >= 2.
+        inputs: What Jacobians are taken on, shape ``[N, ...]``; with several processes the same on each. None: the
+            first 64 samples of the first process.
+        symmetry: The symmetry of the network, of which the dimension is to be known.
+        eigenvalues: How many of the largest are looked for. >= 1.
+        tolerance: Their residual, relative to the largest. In (0, 1).
+        probes: Random vectors for the trace. >= 2.
+        density_steps: Lanczos steps for the density of eigenvalues, from 4 random vectors; 0 for no density.
+        max_parameters: Up to so many parameters the whole Hessian is made and decomposed, so that eigenvalues and trace
+            are exact, and the small eigenvalues are counted. >= 0.
+        max_bytes: Most memory for the Jacobian by the parameters. >= 1.
+        progress: Called with the number of points done and of all.
+
+    Returns:
+        What was found at each point, and how alike the Jacobians by the input are.
+
+    Raises:
+        ValueError: If an argument is out of range, or the curve is not one of this network.
+        NonFiniteError: If a weight or a product is not finite.
+
+    Note:
+        To be called on every process together. A decomposed Hessian costs P products with vectors and ``O(P^3)`` time
+        per point; else it is about ``30 + probes + 4 density_steps`` products, each of about four gradients.
+
+    References:
+        The directions are those of a post on the Rashomon manifold (2022), which has no identities.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+        >>> data = torch.randn(20, 2), torch.randint(2, (20,))
+        >>> shape = curve_geometry(Curve(torch.randn(3, 17)), network, data)
+        >>> shape.worst_deviation < 1e-6
+        True
+    """
+    check_integers(2, points=points, probes=probes)
+    check_integers(eigenvalues=eigenvalues, max_bytes=max_bytes)
+    check_integers(0, density_steps=density_steps, max_parameters=max_parameters)
+    check_numbers("in (0, 1)", tolerance=tolerance)
+    device = device_of(network)
+    dtype = wide(device)
+    scratch = copy.deepcopy(network).to(dtype).eval()
+    exact = Curve(curve.points.detach().to(device, dtype), curve.kind)
+    place = exact.writer(scratch)
+    norms = batch_norms(scratch)
+    data = data.curvature_dataloader() if hasattr(data, "curvature_dataloader") else data
+    data = [tuple(data)] if _is_pair(data) else data
+    chosen = _first(data, 64) if inputs is None else inputs.to(dtype)
+    fixed, criterion = _fixed_directions(exact), F.cross_entropy if loss is None else loss
+    found, jacobians, samples = [], [], 0
+    for index, t in enumerate(torch.linspace(0, 1, points, dtype=torch.float64).tolist()):
+        place(t)
+        if norms:
+            recalibrate_batch_norm(scratch, _Widened(data, dtype), exact=True)
+        operator = CurvatureOperator(scratch, data, criterion)
+        samples = operator.samples
+        gradient, value = operator.gradient_and_loss()
+        tangent = exact.tangent(t)
+        own = {**fixed, "tangent": tangent}
+        along = directional_curvature(operator, {d: own[d] for d in DIRECTIONS if d in own and bool(own[d].any())})
+        speed = float(tangent.norm())
+        scale = speed * max(norm for norm, _ in along.values())
+        identities = _identities(exact, t, operator, gradient, scale, _Gradients(scratch, data, criterion))
+        place(t)
+        spectrum = _spectrum(operator, eigenvalues, tolerance, probes, density_steps, max_parameters)
+        jacobian = jacobian_rank(scratch, chosen, max_bytes=max_bytes)
+        jacobians.append(input_jacobians(scratch, chosen).double().cpu())
+        found.append(PointGeometry(t, value, float(gradient.norm()), speed, along, spectrum, *identities, jacobian))
+        if progress is not None:
+            progress(index + 1, points)
+    return CurveShape(
+        tuple(found),
+        _cosines(jacobians),
+        _alignments(jacobians),
+        samples,
+        len(chosen),
+        None if symmetry is None else symmetry.dimension,
+        bool(norms),
+    )
+
+
+# ---- directions and identities
+
+
+def _fixed_directions(curve: Curve) -> dict[str, Tensor]:
+    """Return the directions that are the same at all points."""
+    drawn = torch.randn(curve.points.shape[1], generator=generator("direction in weight space"), dtype=torch.float64)
+    found = {"straight": curve.points[-1] - curve.points[0], "random": drawn.to(curve.points)}
+    with suppress(ValueError):  # a straight line has none
+        found["detour"] = curve.plane().basis[:, 1].to(curve.points)
+    return found
+
+
+def _identities(
+    curve: Curve, t: float, operator: CurvatureOperator, gradient: Tensor, scale: float, beside: Callable[..., Tensor]
+) -> tuple[Identity, Identity]:
+    """Return how far both identities are from holding.
+
+    Args:
+        curve: The curve.
+        t: The place.
+        operator: The Hessian there.
+        gradient: The gradient there.
+        scale: Size of products with vectors as long as the tangent; what is below 1e-9 of it is rounding.
+        beside: Returns the gradient at a point.
+    """
+    tangent = curve.tangent(t)
+    product = operator @ tangent
+    parts = torch.stack([tangent @ product, gradient @ curve.second_derivative(t)])
+    sizes = (
+        max(float(product.norm()), 1e-9 * scale),
+        max(float(parts.abs().sum()), 1e-9 * scale * float(tangent.norm())),
+    )
+    best = [Identity(math.inf, STEPS[0])] * 2
+    for step in STEPS:
+        ends = [_extended(curve, t, offset) for offset in (-step, step)]
+        gradients = [beside(point) for point, _ in ends]
+        slopes = [own @ along for own, (_, along) in zip(gradients, ends, strict=True)]
+        differences = (
+            float(((gradients[1] - gradients[0]) / (2 * step) - product).norm()),
+            float(((slopes[1] - slopes[0]) / (2 * step) - parts.sum()).abs()),
+        )
+        for number, (difference, size) in enumerate(zip(differences, sizes, strict=True)):
+            deviation = difference / size if size > 0 else difference
+            best[number] = min(best[number], Identity(deviation, step))
+        if all(identity.holds for identity in best):
+            break
+    return best[0], best[1]
+
+
+def _extended(curve: Curve, t: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Return point and tangent of the polynomial that the curve is around a place; a chain goes straight on."""
+    if curve.kind == "chain" or curve.bends == 0:
+        tangent = curve.tangent(t)
+        return curve(t) + offset * tangent, tangent
+    at = torch.tensor(t + offset, dtype=torch.float64)
+    steps = curve.points.diff(dim=0)
+    point = curve_coefficients("bezier", len(curve.points), at).to(curve.points) @ curve.points
+    return point, len(steps) * (curve_coefficients("bezier", len(steps), at).to(steps) @ steps)
+
+
+class _Gradients:
+    """The gradient at points near one whose statistics of batch norms stay as they are."""
+
+    def __init__(self, network: nn.Module, data: Any, loss: Loss) -> None:
+        self._network, self._data, self._loss = network, data, loss
+
+    def __call__(self, point: Tensor) -> Tensor:
+        Curve(torch.stack([point, point]), "chain").writer(self._network)(0)
+        return CurvatureOperator(self._network, self._data, self._loss, check=False).gradient_and_loss()[0]
+
+
+# ---- the spectrum
+
+
+def _spectrum(
+    operator: CurvatureOperator,
+    count: int,
+    tolerance: float,
+    probes: int,
+    density_steps: int,
+    max_parameters: int,
+) -> PointSpectrum:
+    """Return all eigenvalues if the network is small, else some of them and estimates."""
+    if operator.size <= max_parameters:
+        values = torch.linalg.eigvalsh(operator.matrix(max_parameters=max_parameters)).flip(0).double().cpu()
+        return PointSpectrum(tuple(values[:count].tolist()), float(values.sum()), 0.0, near_zero(values))
+    estimate = trace(operator, probes)
+    density = spectral_density(operator, density_steps) if density_steps else None
+    try:
+        top, note = tuple(top_eigenpairs(operator, count, tolerance=tolerance).values.tolist()), ""
+    except NotConvergedError as error:
+        top, note = (), str(error)
+    return PointSpectrum(top, estimate.value, estimate.standard_error, None, density, note)
+
+
+# ---- Jacobians by the input
+
+
+def _cosines(jacobians: Sequence[Tensor]) -> Tensor:
+    """Return the mean over samples of the cosine between their Jacobians at two points. Shape ``[T, T]``."""
+    rows = torch.stack([F.normalize(jacobian.flatten(1), dim=1) for jacobian in jacobians])
+    there = rows.any(2).to(rows)  # a zero Jacobian has no direction
+    return torch.einsum("and,bnd->ab", rows, rows) / (there @ there.T)
+
+
+def _alignments(jacobians: Sequence[Tensor]) -> Tensor:
+    """Return the linear CKA between Jacobians at two points. Shape ``[T, T]``."""
+    metric = CKAMatrix(len(jacobians), len(jacobians))
+    features = [jacobian.flatten(1) for jacobian in jacobians]
+    metric.update(features, features)
+    return metric.compute()
+
+
+# ---- data
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+
+
+def _first(data: Any, count: int) -> Tensor:
+    """Return the first inputs of the first process that has some, on every process."""
+    found: list[Tensor] = []
+    for images, *_ in data:
+        found.append(images)
+        if sum(map(len, found)) >= count:
+            break
+    shared: list[Tensor] = [
+        each for each in gathered(torch.cat(found)[:count].cpu() if found else None) if each is not None
+    ]
+    return shared[0]
+
+
+class _Widened:
+    """The inputs of batches, floating ones in another precision."""
+
+    def __init__(self, data: Any, dtype: torch.dtype) -> None:
+        self._data, self._dtype = data, dtype
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for images, *_ in self._data:
+            yield images.to(self._dtype) if images.is_floating_point() else images

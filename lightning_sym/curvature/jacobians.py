@@ -1,0 +1,139 @@
+"""Jacobians of a network's outputs: by its parameters, of which the rank counts, and by its inputs."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import device_of, moved, wide
+from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.dimension import jacobian_rows
+
+
+@dataclass(frozen=True)
+class JacobianRank:
+    """Rank of the Jacobian J of a network's outputs by its parameters, on some inputs.
+
+    Attributes:
+        parameters: Number of trainable parameters P, the columns of J.
+        equations: Number of samples times number of outputs, the rows of J.
+        rank: Number of singular values above the tolerance; None if J is too large, see :attr:`note`.
+        note: Why there is no rank, or what limits it; empty if nothing does.
+        above: The smallest singular value that counts, relative to the largest.
+        below: The largest one that does not, relative to the largest; 0 if there is none.
+    """
+
+    parameters: int
+    equations: int
+    rank: int | None
+    note: str = ""
+    above: float = 0.0
+    below: float = 0.0
+
+    @property
+    def nullity(self) -> int | None:
+        """The number of directions that leave the outputs on these inputs alone, to first order: P minus the rank."""
+        return None if self.rank is None else self.parameters - self.rank
+
+
+def jacobian_rank(
+    network: nn.Module, inputs: Tensor, *, tolerance: float = 1e-6, max_bytes: int = 2**30
+) -> JacobianRank:
+    r"""Count how many directions in weight space change a network's outputs on some inputs.
+
+    From the eigenvalues of :math:`J J^\top`, or of :math:`J^\top J`, whichever is smaller, in double precision. These
+    are the squares of the singular values, of which those below 3e-8 of the largest are rounding;
+    :func:`lightning_sym.symmetry.local_dimension` does without squares, at a higher price.
+
+    Args:
+        network: Any module that treats samples apart in eval mode. Unchanged.
+        inputs: One batch, shape ``[N, ...]``.
+        tolerance: Singular values above it times the largest one count. In (0, 1).
+        max_bytes: Most memory for J (or for :math:`J^\top J`, if that is smaller). >= 1.
+
+    Returns:
+        The rank; without one where it would need more memory.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Note:
+        ``O(N K P min(N K, P))`` time for K outputs.
+
+    Example:
+        >>> jacobian_rank(nn.Linear(3, 2), torch.randn(50, 3)).nullity
+        0
+    """
+    check_numbers("in (0, 1)", tolerance=tolerance)
+    check_integers(max_bytes=max_bytes)
+    exact = copy.deepcopy(network).to(wide(device_of(network))).eval()
+    given = _widened(exact, inputs)
+    with torch.no_grad():
+        equations = exact(given).numel()
+    parameters = sum(p.numel() for p in exact.parameters() if p.requires_grad)
+    size = min(equations, parameters)
+    needed = 8 * (parameters**2 if parameters < equations else equations * parameters)
+    if needed > max_bytes:
+        note = (
+            f"no rank: the Jacobian of {equations} outputs by {parameters} parameters needs {needed / 2**30:.2g} GiB, "
+            f"more than {max_bytes / 2**30:.2g}; take fewer images, or raise max_bytes"
+        )
+        return JacobianRank(parameters, equations, None, note)
+    with torch.enable_grad():
+        rows = jacobian_rows(exact, (given,), lambda outputs: outputs)
+        if parameters < equations:
+            square = torch.zeros(parameters, parameters, dtype=given.dtype, device=given.device)
+            for block in rows:
+                square += block.T @ block
+        else:
+            whole = torch.cat(list(rows))
+            square = whole @ whole.T
+    singular = torch.linalg.eigvalsh(square).flip(0).clamp(min=0).sqrt()
+    relative = (singular / singular[0] if float(singular[0]) > 0 else singular).cpu()
+    rank = int((relative > tolerance).sum())
+    return JacobianRank(
+        parameters,
+        equations,
+        rank,
+        "the rank is that of all rows, and grows with more images" if rank == equations < parameters else "",
+        above=float(relative[rank - 1]) if rank else 0.0,
+        below=float(relative[rank]) if rank < size else 0.0,
+    )
+
+
+def input_jacobians(network: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the Jacobian of every sample's outputs by its own input.
+
+    Two networks that are the same function have the same Jacobians, whatever their weights are.
+
+    Args:
+        network: Any module that treats samples apart in eval mode. Unchanged.
+        inputs: Shape ``[N, ...]``, floating, with D entries per sample.
+
+    Returns:
+        Shape ``[N, K, D]`` for K outputs, in the network's dtype and on its device.
+
+    Raises:
+        ValueError: If the inputs are not floating.
+
+    Example:
+        >>> network = nn.Linear(3, 2)
+        >>> torch.equal(input_jacobians(network, torch.zeros(1, 3))[0], network.weight)
+        True
+    """
+    if not inputs.is_floating_point():
+        raise ValueError(f"inputs must be floating, as Jacobians by {inputs.dtype} are not defined.")
+    dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), inputs.dtype)
+    with torch.enable_grad(), evaluating(network):
+        given = moved(inputs.detach(), device_of(network)).to(dtype, copy=True).requires_grad_()
+        outputs = network(given).flatten(1)
+        # As samples do not depend on one another, the gradient of a sum over them holds those of all.
+        found = [torch.autograd.grad(each.sum(), given, retain_graph=True)[0] for each in outputs.unbind(1)]
+    return torch.stack(found, 1).flatten(2).detach()
+
+
+def _widened(network: nn.Module, inputs: Tensor) -> Tensor:
+    given = moved(inputs.detach(), device_of(network))
+    return given.to(wide(given.device)) if given.is_floating_point() else given
