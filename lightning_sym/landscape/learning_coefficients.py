@@ -77,6 +77,8 @@ class LossOnData:
         self._loss, self._block, self._execution = loss, block_size, execution
         self.data = joined(batches, self.own)
         self.samples = len(tree_leaves(self.data)[0])
+        if loss is F.cross_entropy and any(target.is_floating_point() for target in tree_leaves(self.data[1])):
+            raise ValueError("the cross-entropy needs class indices as targets, got floating ones; give another loss.")
         two = self._rows(torch.arange(min(2, self.samples)))
         once, twice = self._mean(self.own, two), self._mean(self.own, tree_map(lambda t: torch.cat([t, t]), two))
         if once.ndim != 0 or not once.is_floating_point():

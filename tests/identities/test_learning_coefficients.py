@@ -105,7 +105,7 @@ def test_chains_in_a_quadratic_loss_are_at_the_formula(settings: dict, expected:
     assert float(found.chain_means.mean()) == pytest.approx(exact, rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["two ReLU, opposite signs", "two ReLU, same sign"])
+@pytest.mark.parametrize("name", ["ReLU, opposite signs", "ReLU, same sign"])
 def test_two_rectified_units_with_the_settings_of_the_theory(name: str) -> None:
     settings = {"inverse_temperature": 1e4, "localisation": 100.0, "step": 5e-6, "method": "sgld"}
     found = LANDSCAPES[name].estimate(INPUTS, **settings, chains=500, steps=1000)
