@@ -27,7 +27,7 @@ class CalibrationReport(RunReport):
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
     """
 
-    needs = ("landscapes", "calibrate", "seed", "changes")
+    needs = ("calibrate", "seed", "changes")
     example = "AnalyticLandscapesTask"
     data_type = InputDataModule  # type: ignore[type-abstract]
 

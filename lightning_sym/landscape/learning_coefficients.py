@@ -264,6 +264,11 @@ class LearningCoefficientEstimate:
             )
         for what, (ratio, error) in (("loss", self.ratio), ("distance", self.distance_ratio)):
             text = f"the {what} in the last quarter of the chains is {ratio:.2f} ± {error:.2f} times that in the second"
+            if math.isnan(ratio):
+                return (
+                    f"undecided: the {what} in the second quarter of the chains is not above where they began; take "
+                    "more chains or steps."
+                )
             outside = not abs(ratio - 1) <= SAME
             if outside and not abs(ratio - 1) <= 2 * error:
                 return f"not stationary: {text}, not within {SAME} of 1; take more steps, or a larger localisation."

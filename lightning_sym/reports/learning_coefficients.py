@@ -97,12 +97,10 @@ def short_refusal(values: Row) -> str:
         return ""
     if values.get("escaped"):
         return "left to infinity"
-    if ": the loss" in refusal:
-        return f"{refusal.partition(':')[0]} {values['ratio']:.2f}"
-    if ": the distance" in refusal:
-        return f"{refusal.partition(':')[0]} {values['distance_ratio']:.2f}"
     if ": " in refusal:
-        return str(refusal.partition(":")[0])
+        which = "distance_ratio" if ": the distance" in refusal else "ratio" if ": the loss" in refusal else ""
+        ratio = values.get(which)
+        return str(refusal.partition(":")[0]) + ("" if ratio is None else f" {ratio:.2f}")
     return "not finite" if "not finite" in refusal else "no minimum"
 
 
