@@ -1,8 +1,10 @@
 """What happens between steps and epochs, and what is reported at the end."""
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
+from lightning_sym.callbacks.calibration_report import CalibrationReport
 from lightning_sym.callbacks.dissection_report import DissectionReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
+from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
@@ -19,8 +21,10 @@ from lightning_sym.reports.equivalence_grids import PlaneGrid
 
 __all__ = [
     "BatchNormRecalibration",
+    "CalibrationReport",
     "DissectionReport",
     "EquivalenceReport",
+    "LearningCoefficient",
     "MarginalLikelihood",
     "MatchingReport",
     "PlaneGrid",

@@ -13,6 +13,13 @@ from lightning_sym.figures.equivalence_sets import (
 )
 from lightning_sym.figures.equivalence_walks import walk_curves
 from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
+from lightning_sym.figures.learning_coefficients import (
+    ChainTraces,
+    Coefficient,
+    chain_traces,
+    coefficient_curves,
+    coefficient_rows,
+)
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.figures.similarity import (
     Depth,
@@ -37,6 +44,8 @@ from lightning_sym.figures.zoo import confusion_matrix, validation_curves, zoo_o
 
 __all__ = [
     "Bars",
+    "ChainTraces",
+    "Coefficient",
     "Depth",
     "FoundPoint",
     "HeatMap",
@@ -49,7 +58,10 @@ __all__ = [
     "ZooPanel",
     "barrier_bars",
     "betti_curve",
+    "chain_traces",
     "class_stack_figure",
+    "coefficient_curves",
+    "coefficient_rows",
     "confusion_matrix",
     "dissection_curves",
     "embedding",

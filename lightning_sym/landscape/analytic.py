@@ -20,7 +20,6 @@ from lightning_sym.landscape.learning_coefficients import (
 
 INPUTS = 3
 """How many numbers the inputs of :func:`analytic_landscapes` have."""
-_REFUSED = ("3x²+5y², sgld, unstable step", "3x²+5y², sgld, tiny step")
 _FARTHEST, _NODES = 8.0, 4000  # of the quadrature, in standard deviations of the localisation and per axis
 
 
@@ -240,40 +239,47 @@ def analytic_landscapes() -> list[AnalyticLandscape]:
     Returns:
         Networks of inputs with three numbers.
     """
-    cold = {"inverse_temperature": 1e3, "chains": 1000, "steps": 3000}
-    units = {"inverse_temperature": 1e4, "localisation": 100.0, "chains": 1000, "steps": 3000}
-    many = {**cold, "chains": 500}  # weights
-    paper = {**cold, "method": "sgld", "localisation": 300.0}
+    paper: dict[str, Any] = {
+        "inverse_temperature": 1e3,
+        "method": "sgld",
+        "localisation": 1e3,
+        "chains": 600,
+        "steps": 2500,
+    }
 
-    def toy(name: str, **settings: Any) -> AnalyticLandscape:
-        name = f"3x²+5y², {name}"
-        return AnalyticLandscape(name, SquareSum(3.0, 5.0, 0.0), 1.0, "regular", settings, name in _REFUSED)
+    def settings(inverse_temperature: float, localisation: float, chains: int, steps: int = 2500) -> dict[str, Any]:
+        cold = {"inverse_temperature": inverse_temperature, "localisation": localisation}
+        return {**cold, "chains": chains, "steps": steps}
 
-    def crossing(first: int, second: int) -> AnalyticLandscape:
+    def toy(name: str, refused: bool = False, **settings: Any) -> AnalyticLandscape:
+        return AnalyticLandscape(f"3x²+5y²{name}", SquareSum(3.0, 5.0, 0.0), 1.0, "regular", settings, refused)
+
+    def units(name: str, theory: float, *incoming: float) -> AnalyticLandscape:
+        network = TwoRectifiedUnits((incoming[0], incoming[1]), (0.7, 0.5))
+        return AnalyticLandscape(f"ReLU, {name}", network, theory, "regular", settings(1e5, 1e3, 600))
+
+    def reduced(rank: int, kind: Kind) -> AnalyticLandscape:
+        theory, network = reduced_rank_coefficient(3, 2, 3, rank), ReducedRank(3, 2, 3, rank)
+        return AnalyticLandscape(f"rank {rank} by 2 units", network, theory, kind, settings(1e4, 10.0, 400))
+
+    def crossing(first: int, second: int, chains: int = 800) -> AnalyticLandscape:
         network, theory = NormalCrossing(first, second), 1 / (2 * max(first, second))
         name = " ".join(f"{w}^{2 * power}" for w, power in zip("xy", network.powers, strict=True) if power)
-        return AnalyticLandscape(name, network, theory, "crossing", {**cold, "localisation": 1.0})
+        return AnalyticLandscape(name, network, theory, "crossing", settings(1e3, 1.0, chains, 3000))
 
-    found = [
-        toy("underdamped", **cold),
-        toy("sgld", **paper),
-        toy("sgld, large step", **{**paper, "step": 2e-4, "localisation": 30.0}),
-        AnalyticLandscape(
-            "two ReLU, opposite signs", TwoRectifiedUnits((0.8, -0.6), (0.7, 0.5)), 1.0, "regular", units
-        ),
-        AnalyticLandscape("two ReLU, same sign", TwoRectifiedUnits((0.8, 0.6), (0.7, 0.5)), 0.5, "regular", units),
-        AnalyticLandscape(
-            "rank 2 by 2 units", ReducedRank(3, 2, 3, 2), reduced_rank_coefficient(3, 2, 3, 2), "regular", many
-        ),
-        AnalyticLandscape(
-            "rank 1 by 2 units", ReducedRank(3, 2, 3, 1), reduced_rank_coefficient(3, 2, 3, 1), "singular", many
-        ),
+    return [
+        toy("", **settings(1e3, 10.0, 600)),
+        toy(", SGLD", **paper),
+        toy(", SGLD, large", **{**paper, "step": 2e-4, "localisation": 30.0}),
+        units("opposite signs", 1.0, 0.8, -0.6),
+        units("same sign", 0.5, 0.8, 0.6),
+        reduced(2, "regular"),
+        reduced(1, "singular"),
         crossing(1, 0),
-        crossing(1, 1),
+        crossing(1, 1, 1600),
         crossing(0, 2),
-        crossing(1, 2),
-        crossing(2, 2),
-        toy("sgld, unstable step", **{**paper, "step": 5e-4}),
-        toy("sgld, tiny step", **{**paper, "step": 1e-7}),
+        crossing(1, 2, 3200),
+        crossing(2, 2, 1600),
+        toy(", SGLD, unstable", refused=True, **{**paper, "step": 5e-4, "steps": 1000}),
+        toy(", SGLD, tiny", refused=True, **{**paper, "step": 1e-7, "steps": 1000}),
     ]
-    return found

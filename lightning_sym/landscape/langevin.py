@@ -105,10 +105,15 @@ def expected_energy(
         eigenvalues: Eigenvalues of the Hessian of J. Any shape.
         inverse_temperature: :math:`nb`.
         localisation: :math:`\gamma`.
-        step: :math:`\eta`; chains are stable below :math:`4 / k`.
+        step: :math:`\eta`.
         method: How they move.
+
+    Returns:
+        The mean; infinity if some :math:`\eta k \ge 4`, where chains leave to infinity.
     """
     rate = inverse_temperature * eigenvalues.double() + localisation
+    if bool((step * rate >= 4).any()):
+        return math.inf
     share = inverse_temperature * eigenvalues.double() / rate.where(rate != 0, 1.0) / 2
     return float((share / (1 - step * rate / 4) if method == "sgld" else share).sum())
 

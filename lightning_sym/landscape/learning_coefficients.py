@@ -77,6 +77,8 @@ class LossOnData:
         self._loss, self._block, self._execution = loss, block_size, execution
         self.data = joined(batches, self.own)
         self.samples = len(tree_leaves(self.data)[0])
+        if loss is F.cross_entropy and any(target.is_floating_point() for target in tree_leaves(self.data[1])):
+            raise ValueError("the cross-entropy needs class indices as targets, got floating ones; give another loss.")
         two = self._rows(torch.arange(min(2, self.samples)))
         once, twice = self._mean(self.own, two), self._mean(self.own, tree_map(lambda t: torch.cat([t, t]), two))
         if once.ndim != 0 or not once.is_floating_point():
@@ -262,6 +264,11 @@ class LearningCoefficientEstimate:
             )
         for what, (ratio, error) in (("loss", self.ratio), ("distance", self.distance_ratio)):
             text = f"the {what} in the last quarter of the chains is {ratio:.2f} ± {error:.2f} times that in the second"
+            if math.isnan(ratio):
+                return (
+                    f"undecided: the {what} in the second quarter of the chains is not above where they began; take "
+                    "more chains or steps."
+                )
             outside = not abs(ratio - 1) <= SAME
             if outside and not abs(ratio - 1) <= 2 * error:
                 return f"not stationary: {text}, not within {SAME} of 1; take more steps, or a larger localisation."

@@ -1,5 +1,6 @@
 """LightningModules, one per experiment."""
 
+from lightning_sym.tasks.analytic_landscapes import AnalyticLandscapesTask, Calibrated
 from lightning_sym.tasks.curve import CurveName, CurveTask
 from lightning_sym.tasks.dissection import Dissected, DissectionTask
 from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
@@ -16,6 +17,8 @@ from lightning_sym.tasks.strategy import MemberParallelStrategy
 from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
+    "AnalyticLandscapesTask",
+    "Calibrated",
     "CrossEntropy",
     "CurveName",
     "CurveTask",

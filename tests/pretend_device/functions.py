@@ -401,6 +401,19 @@ def chains(side):
 
 
 @case
+def learning_coefficients(side):
+    """The same chains on every device, with steps that depend on curvatures found there, and minibatches."""
+    network = side.net(dense)
+    data = [(side.x, side.x.flatten(1)[:, :3])]
+    settings = {"chains": 3, "steps": 44, "dtype": torch.float64}
+    found = [
+        landscape.learning_coefficient(network, data, nn.functional.mse_loss, **settings, **changes)
+        for changes in ({}, {"method": "sgld", "batch_size": 2, "block_size": 3}, {"execution": "loop"})
+    ]
+    return [tensor for one in found for tensor in (one.losses, one.distances, one.step, one.farthest_curvature)]
+
+
+@case
 def sampled_sets(side):
     network, losses = surface(side, small, side.few)
     evaluate = functools.partial(losses.on, landscape.WeightPlane.through(vectors(network)))

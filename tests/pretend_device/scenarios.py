@@ -37,8 +37,10 @@ from pytorch_lightning.loggers import TensorBoardLogger
 import lightning_sym
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
+    CalibrationReport,
     DissectionReport,
     EquivalenceReport,
+    LearningCoefficient,
     MarginalLikelihood,
     MatchingReport,
     PlaneGrid,
@@ -58,6 +60,7 @@ from lightning_sym.datamodules import ConceptsDataModule, GaussianInputsDataModu
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwork
 from lightning_sym.stitching import STITCHING_MAPS
 from lightning_sym.tasks import (
+    AnalyticLandscapesTask,
     DissectionTask,
     EquivalenceTask,
     EquivarianceTask,
@@ -219,6 +222,17 @@ def zoo_monitored(folder):
     run(folder, monitored, lambda path: [SymmetryMonitor(members=[0]), SimilarityMonitor(reference=myrtle())], digits)
 
 
+@scenario
+def zoo_learning_coefficients(folder):
+    task = functools.partial(ZooTask, perceptron(), members=2, optimizer=adam)
+    settings = {"chains": 3, "steps": 44}
+    make = lambda _: [  # noqa: E731
+        LearningCoefficient(every_n_epochs=1, **settings),
+        LearningCoefficient(method="sgld", batch_size=8, execution="loop", prefix="batches", members=[0], **settings),
+    ]
+    run(folder, task, make, digits)
+
+
 class Poison(Callback):
     """Makes the weights of member 1 NaN before the fifth step, in the second epoch."""
 
@@ -342,6 +356,19 @@ def dissection(folder):
         lambda: DissectionTask({"small": path}, alphas=[0.0, 1.0]),
         lambda _: [DissectionReport()],
         concepts,
+        interrupt=None,
+        tests=False,
+        max_epochs=0,
+    )
+
+
+@scenario
+def calibration(folder):
+    run(
+        folder,
+        lambda: AnalyticLandscapesTask(chains=4, steps=44),
+        lambda _: [CalibrationReport()],
+        lambda: GaussianInputsDataModule([3, 1, 1], samples=8, batch_size=8),
         interrupt=None,
         tests=False,
         max_epochs=0,

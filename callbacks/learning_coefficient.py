@@ -1,0 +1,264 @@
+"""Local learning coefficients of a network, or of the members of a population, at the end or along any training."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.utilities.seed import isolate_rng
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import gathered
+from lightning_sym._text import unknown
+from lightning_sym.callbacks._monitor import TrainingMonitor, has_members
+from lightning_sym.landscape import learning_coefficient
+from lightning_sym.landscape.langevin import METHODS, Method
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.cells import counted, picked
+from lightning_sym.reports.learning_coefficients import coefficient_record, coefficient_results, refused_record
+from lightning_sym.zoo import versions
+
+_NEVER = 2**62  # epochs between two points where only the end is measured
+_SETTINGS = (
+    "chains",
+    "steps",
+    "burn_in",
+    "inverse_temperature",
+    "localisation",
+    "step",
+    "method",
+    "batch_size",
+    "execution",
+    "seed",
+)
+
+
+class LearningCoefficient(TrainingMonitor):
+    r"""Estimate the local learning coefficient of a network at the end of training, or along it.
+
+    See :func:`lightning_sym.landscape.learning_coefficient` for what is estimated and when there is an estimate: not
+    unless the chains are stationary. Chains are run on all training data, as they are held without augmentation: the
+    ``curvature_dataloader()`` of a datamodule of :mod:`lightning_sym.datamodules`; of other data the training set in
+    its own order, read twice to see that it does not change. They are held in memory. With several processes each runs
+    its share of the chains, of every member.
+
+    For a task with several networks, such as a :class:`lightning_sym.tasks.ZooTask`, each watched member has an
+    estimate, at its present weights. All other modules are one network, the attribute ``network``.
+
+    Logged at each point, for networks that have an estimate: ``learning_coefficient/estimate`` (of members the mean,
+    and ``.../member-0003``); always ``learning_coefficient/refused``, the number of those that have none. At the end,
+    on rank 0, in ``results``: ``learning_coefficient.csv`` and ``.json`` (a row per point and network: estimate,
+    standard error, verdict, settings), ``learning_coefficient_traces.csv`` and ``.json`` and ``.png`` (the chains), and
+    ``learning_coefficient.png`` (in TensorBoard under ``figures/LearningCoefficient``). A table is printed.
+
+    Training stays bitwise as it is: a copy is sampled, and no random number of training is drawn. Checkpoints hold what
+    was found, so that a resumed run goes on with it.
+
+    Args:
+        every_n_epochs: Epochs between two estimates, >= 1. None: at the end only. There is none before the first step.
+        members: Which members of a task with several networks are watched: ``"all"`` or their numbers.
+        network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
+            ``""`` is the LightningModule itself. Not used for a task with several networks.
+        loss: Called with outputs and targets; the mean over samples, a scalar. Default the ``loss`` of a task with
+            several networks; otherwise the cross-entropy, for which targets must be class indices.
+        chains: As for :func:`lightning_sym.landscape.learning_coefficient`, like the next ten.
+        steps: Steps of each chain, the burn-in included.
+        burn_in: Steps that are not averaged, at least half; default half.
+        inverse_temperature: :math:`nb`; default :math:`n / \ln n`.
+        localisation: :math:`\gamma`; default :math:`nb / 100`.
+        step: :math:`\eta`; default what fits the curvature.
+        method: ``"underdamped"`` or ``"sgld"``.
+        batch_size: Samples of each gradient; default all.
+        execution: ``"vmap"`` or ``"loop"``.
+        seed: Seed of the chains.
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+        prefix: First part of all names, in place of ``learning_coefficient``; two of these callbacks in one fit need
+            two.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int | None = None,
+        members: Literal["all"] | list[int] = "all",
+        network: str = "network",
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        chains: int = 8,
+        steps: int = 2000,
+        burn_in: int | None = None,
+        inverse_temperature: float | None = None,
+        localisation: float | None = None,
+        step: float | None = None,
+        method: Method = "underdamped",
+        batch_size: int | None = None,
+        execution: Literal["vmap", "loop"] = "vmap",
+        seed: int = 0,
+        dirpath: str | None = None,
+        prefix: str = "learning_coefficient",
+    ) -> None:
+        often = _NEVER if every_n_epochs is None else every_n_epochs
+        super().__init__(often, None, members, network, dirpath, prefix)
+        check_integers(3, chains=chains)
+        check_integers(8, steps=steps)
+        check_integers(0, seed=seed)
+        if burn_in is not None and not steps <= 2 * burn_in + 1 <= 2 * steps:
+            raise ValueError(f"burn_in must be at least half of steps={steps} and less than all, got {burn_in!r}.")
+        optional = {"inverse_temperature": inverse_temperature, "step": step}
+        check_numbers("> 0", **{name: value for name, value in optional.items() if value is not None})
+        if localisation is not None:
+            check_numbers(">= 0", localisation=localisation)
+        if batch_size is not None:
+            check_integers(batch_size=batch_size)
+        for name, choice, choices in (("method", method, METHODS), ("execution", execution, ("vmap", "loop"))):
+            if choice not in choices:
+                raise ValueError(unknown(name, choice, choices))
+        self.loss = loss
+        self.chains, self.steps, self.burn_in = chains, steps, burn_in
+        self.inverse_temperature, self.localisation, self.step = inverse_temperature, localisation, step
+        self.method, self.batch_size, self.execution, self.seed = method, batch_size, execution, seed
+        self._data: list[Any] = []
+        self._found: RunResults | None = None
+
+    def settings(self, members: list[int]) -> dict[str, Any]:
+        """Return what a checkpoint and the run that goes on with it must have in common."""
+        return {"members": members, **picked(self, *_SETTINGS)}
+
+    # ---- the data
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring the data together, and begin.
+
+        Raises:
+            ValueError: If there is no such network, the data change between two passes, or are not pairs.
+        """
+        self.network_of(pl_module)  # an error if there is none
+        self._found = None
+        with isolate_rng():
+            self._data = _training_data(trainer, pl_module)
+        self.begin(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the data."""
+        self._data = []
+
+    # ---- points
+
+    def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
+        """Return the watched members; nothing is compared with the start."""
+        return dict.fromkeys(self.watched(pl_module))
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return what is found of each network, on every rank; nothing before the first step."""
+        if trainer.global_step == 0:
+            return {"networks": {}}
+        # One member is one rank's; chains of all are run by all.
+        states = {
+            number: state for part in gathered(self.own_states(trainer, pl_module)) for number, state in part.items()
+        }
+        return {"networks": {number: self._one(trainer, pl_module, states[number]) for number in sorted(states)}}
+
+    def _one(self, trainer: Trainer, pl_module: LightningModule, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the record of one network."""
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values() if tensor.is_floating_point()):
+            return refused_record("its weights are not finite.")
+        with isolate_rng():
+            network = copy.deepcopy(self.network_of(pl_module)).to(trainer.strategy.root_device)
+        network.load_state_dict(dict(state), strict=False)
+        arguments = picked(self, *_SETTINGS)
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(trainer.strategy.root_device.type, enabled=False),
+        ):
+            found = learning_coefficient(network, self._batches(pl_module), self._loss(pl_module), **arguments)
+        return coefficient_record(found)
+
+    def _batches(self, pl_module: LightningModule) -> Iterator[Any]:
+        task: Any = pl_module
+        for batch in self._data:
+            yield task.evaluation_batch(batch) if has_members(pl_module) else batch
+
+    def _loss(self, pl_module: LightningModule) -> Callable[[Any, Any], Tensor]:
+        if self.loss is not None:
+            return self.loss
+        if has_members(pl_module):
+            own: Callable[[Any, Any], Tensor] = pl_module.loss  # type: ignore[assignment]
+            return own
+        return F.cross_entropy
+
+    def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
+        """Return the estimates that there are, and how many there are not."""
+        found = {number: one["values"]["estimate"] for number, one in point["networks"].items()}
+        if not found:
+            return {}
+        values = {number: value for number, value in found.items() if value is not None}
+        scalars = {f"{self.prefix}/refused": float(len(found) - len(values))}
+        if values:
+            scalars[f"{self.prefix}/estimate"] = sum(values.values()) / len(values)
+        if named:
+            scalars |= {f"{self.prefix}/estimate/member-{number:04}": value for number, value in values.items()}
+        return scalars
+
+    # ---- the end
+
+    def results(self, network: str, members: list[int]) -> RunResults:
+        """Return the tables and the figures."""
+        entries = [
+            ({"epoch": point["epoch"], "training_step": point["step"], "network": self._name(number, members)}, record)
+            for point in self.points
+            for number, record in point["networks"].items()
+        ]
+        about = {"architecture": network, "settings": self.settings(members), "versions": versions()}
+        title = network if len(members) == 1 else f"{counted(len(members), 'member')}, {network}"
+        self._found = coefficient_results(entries, title=title, about=about, name=self.prefix)
+        return self._found
+
+    def _name(self, number: int, members: list[int]) -> str:
+        return f"member-{number:04}" if len(members) > 1 or self.members != "all" else "network"
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the summary, after the progress bar has gone."""
+        super().on_fit_end(trainer, pl_module)
+        if self.active and self._found is not None:
+            self._found.show(Console(), self.path, self._run)
+
+
+def _training_data(trainer: Trainer, pl_module: LightningModule) -> list[Any]:
+    """Return all batches of training data on this process's CPU, the same on every rank.
+
+    Raises:
+        TypeError: If they have no length or order.
+        ValueError: If they are not the same when they are read again.
+    """
+    data: Any = getattr(trainer, "datamodule", None)
+    if callable(getattr(data, "curvature_dataloader", None)):
+        own = [tree_map_only(Tensor, Tensor.cpu, batch) for batch in data.curvature_dataloader()]
+        # Members that are shared out over ranks see all the data on each.
+        whole = has_members(pl_module) and pl_module.member_parallel
+        return own if whole else [batch for part in gathered(own) for batch in part]
+    loader = trainer.train_dataloader
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"LearningCoefficient reads the training data in their own order, and {type(loader).__name__} has no "
+            "dataset with one; use a DataLoader of a map-style dataset, or a datamodule with curvature_dataloader()."
+        )
+    assert loader is not None
+    ordered = DataLoader(dataset, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
+    first, again = list(ordered), list(ordered)
+    for one, two in zip(tree_leaves(first), tree_leaves(again), strict=True):
+        if isinstance(one, Tensor) and not torch.equal(one, two):
+            raise ValueError(
+                "The training data are not the same when they are read again (augmentation?), and a learning "
+                "coefficient is that of fixed data; give the trainer a datamodule whose curvature_dataloader() does "
+                "not augment."
+            )
+    return first

@@ -1,0 +1,110 @@
+"""Landscapes whose learning coefficients are known, as a task: what chains say of them, beside the theory."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_integers
+from lightning_sym._text import unknown
+from lightning_sym.landscape import AnalyticLandscape, LearningCoefficientEstimate, analytic_landscapes
+
+
+class Calibrated(NamedTuple):
+    """What was found of one landscape.
+
+    Attributes:
+        landscape: The landscape.
+        found: What chains say.
+        exact: What the mean of such chains is; None if that is not known.
+    """
+
+    landscape: AnalyticLandscape
+    found: LearningCoefficientEstimate
+    exact: float | None
+
+
+class AnalyticLandscapesTask(LightningModule):
+    r"""Estimate learning coefficients that are known: do chains find them, and are they refused where they must be?
+
+    The landscapes are those of :func:`lightning_sym.landscape.analytic_landscapes`: quadratic ones, where the mean of
+    chains is known exactly at any temperature, step and localisation; two rectified units; reduced-rank regression;
+    normal crossings, at whose singular points it is an integral over two variables; and two whose settings are such
+    that there must be no estimate. Nothing is trained: a fit of no epochs, whose report does it all. With several
+    processes each runs its share of the chains.
+
+    Args:
+        landscapes: Names of landscapes, or ``"all"``.
+        chains: Number of chains of each, >= 3; default that of the landscape, 500 to 1000.
+        steps: Steps of each chain, >= 8; default that of the landscape, 3000.
+        seed: Seed of the chains, >= 0.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        docs/theory/learning_coefficients.md, 2 to 4.
+    """
+
+    def __init__(
+        self,
+        landscapes: Literal["all"] | list[str] = "all",
+        chains: int | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        known = {one.name: one for one in analytic_landscapes()}
+        names = list(known) if landscapes == "all" else landscapes
+        if isinstance(names, str) or not names or len(set(names)) < len(names):
+            raise ValueError(f'landscapes must be "all" or a list of different names, got {landscapes!r}.')
+        for name in names:
+            if name not in known:
+                raise ValueError(unknown("landscape", name, known))
+        check_integers(0, seed=seed)
+        for least, name, value in ((3, "chains", chains), (8, "steps", steps)):
+            if value is not None:
+                check_integers(least, **{name: value})
+        self.automatic_optimization = False
+        self.nothing = nn.Parameter(torch.zeros(1))  # DDP wants a parameter
+        self.landscapes = [known[name] for name in names]  # not registered: there is nothing to train
+        self.changes = {name: value for name, value in (("chains", chains), ("steps", steps)) if value is not None}
+        self.seed = seed
+        self.save_hyperparameters()
+
+    # ---- what Lightning asks for; nothing is trained
+
+    def configure_optimizers(self) -> list[Any]:
+        """Return none."""
+        return []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Do nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Do nothing."""
+
+    # ---- calibration
+
+    def calibrate(self, inputs: Tensor, progress: Callable[[int, int], None] | None = None) -> list[Calibrated]:
+        """Run the chains of all landscapes; to be called on every process, with the same inputs.
+
+        Args:
+            inputs: Shape ``[N, ...]``, at least three numbers each.
+            progress: Called with the numbers of landscapes that are done and of all.
+
+        Raises:
+            ValueError: If the inputs are too small.
+        """
+        if inputs[0].numel() < 3 if len(inputs) else True:
+            raise ValueError(f"The landscapes take inputs of at least 3 numbers, got shape {list(inputs.shape)}.")
+        results = []
+        for done, landscape in enumerate(self.landscapes):
+            landscape.network.to(inputs.device)
+            found = landscape.estimate(inputs, seed=self.seed, **self.changes)
+            results.append(Calibrated(landscape, found, landscape.exact(inputs, found)))
+            if progress is not None:
+                progress(done + 1, len(self.landscapes))
+        return results
