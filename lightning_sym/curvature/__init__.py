@@ -14,6 +14,13 @@ from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, EvidenceTerms, PrecisionOptimizer
 from lightning_sym.curvature.krylov import EigenPairs, NotConvergedError, Quadrature, lanczos, top_eigenpairs
 from lightning_sym.curvature.laplace import to_laplace
+from lightning_sym.curvature.modulo_symmetry import (
+    ComplementOperator,
+    Sharpness,
+    SharpnessModuloSymmetry,
+    canonical_operator,
+    sharpness_modulo_symmetry,
+)
 from lightning_sym.curvature.operators import (
     CurvatureOperator,
     MatrixOperator,
@@ -34,6 +41,7 @@ from lightning_sym.curvature.spectra import (
 )
 
 __all__ = [
+    "ComplementOperator",
     "CurvatureError",
     "CurvatureOperator",
     "EffectiveNumber",
@@ -54,11 +62,14 @@ __all__ = [
     "RelaxedKFAC",
     "RelaxedKFLR",
     "Rule",
+    "Sharpness",
+    "SharpnessModuloSymmetry",
     "SpectralDensity",
     "Spectrum",
     "SymmetricOperator",
     "TraceEstimate",
     "_layer_rules",
+    "canonical_operator",
     "directional_curvature",
     "factors",
     "find_rule",
@@ -66,6 +77,7 @@ __all__ = [
     "near_zero",
     "parameter_groups",
     "register_layer",
+    "sharpness_modulo_symmetry",
     "smoothed",
     "spectral_density",
     "to_laplace",
