@@ -1,6 +1,7 @@
 """What happens between steps and epochs, and what is reported at the end."""
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
+from lightning_sym.callbacks.curvature_monitor import CurvatureMonitor
 from lightning_sym.callbacks.dissection_report import DissectionReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
@@ -18,6 +19,7 @@ from lightning_sym.reports.equivalence_grids import PlaneGrid
 
 __all__ = [
     "BatchNormRecalibration",
+    "CurvatureMonitor",
     "DissectionReport",
     "EquivalenceReport",
     "MarginalLikelihood",

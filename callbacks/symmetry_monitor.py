@@ -14,7 +14,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._files import write_atomically
 from lightning_sym._random import generator
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import lacking
+from lightning_sym.callbacks._checks import lacking, network_of
 from lightning_sym.callbacks.publishing import publish_results, publish_text
 from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.datamodules import ImageDataModule
@@ -164,20 +164,7 @@ class SymmetryMonitor(AfterFit):
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         """Return the network to watch; for a population the one that its members are made from."""
-        found: Any = pl_module
-        name = "network" if _has_members(pl_module) else self.network
-        for part in name.split(".") if name else ():
-            found = getattr(found, part, None)
-        if isinstance(found, nn.Module):
-            compiled = getattr(found, "_orig_mod", None)
-            return compiled if isinstance(compiled, nn.Module) else found
-        children = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
-        choices = [f'network="{name}"' for name in children] + ['network="" for the whole module']
-        what = "no such attribute" if found is None else f"a {type(found).__name__} there, not an nn.Module"
-        raise ValueError(
-            f'SymmetryMonitor(network="{self.network}") watches the network in that attribute of the LightningModule, '
-            f"and {type(pl_module).__name__} has {what}; say where it is: {', '.join(choices)}."
-        )
+        return network_of(self, pl_module, "network" if _has_members(pl_module) else self.network)
 
     def _trace(self, network: nn.Module, example: Any) -> None:
         self._meter = SymmetryMeter(network, example)

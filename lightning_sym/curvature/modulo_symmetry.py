@@ -197,9 +197,15 @@ def sharpness_modulo_symmetry(
     check_integers(2, probes=probes)
     as_it_is = _whole(network, data, loss, kind, columns)
     balanced, modulo, notes = canonical_operator(symmetry, network, data, loss, kind=kind, columns=columns)
-    found = (_sharpness(operator, probes, tolerance) for operator in (as_it_is, balanced, modulo))
-    tangents = modulo.tangents
-    return SharpnessModuloSymmetry(*found, balanced.size, tangents.rank, tangents.statistics, notes)
+    return SharpnessModuloSymmetry(
+        raw=_sharpness(as_it_is, probes, tolerance),
+        balanced=_sharpness(balanced, probes, tolerance),
+        modulo=_sharpness(modulo, probes, tolerance),
+        parameters=balanced.size,
+        orbit=modulo.tangents.rank,
+        statistics=modulo.tangents.statistics,
+        notes=notes,
+    )
 
 
 def _whole(network: nn.Module, data: Any, loss: Loss, kind: Kind, columns: int) -> CurvatureOperator:

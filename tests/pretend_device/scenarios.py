@@ -37,6 +37,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 import lightning_sym
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
+    CurvatureMonitor,
     DissectionReport,
     EquivalenceReport,
     MarginalLikelihood,
@@ -214,6 +215,12 @@ SCENARIOS |= {
 def zoo_monitored(folder):
     monitored = functools.partial(ZooTask, myrtle(), members=1, optimizer=adam)
     run(folder, monitored, lambda path: [SymmetryMonitor()], digits)
+
+
+@scenario
+def zoo_with_curvature(folder):
+    monitored = functools.partial(ZooTask, myrtle(), members=1, optimizer=adam)
+    run(folder, monitored, lambda path: [CurvatureMonitor(probes=2, train_batches=1, tolerance=0.1)], digits)
 
 
 class Poison(Callback):
