@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import nn
 
 from lightning_sym._distributed import together
 from lightning_sym.datamodules import ImageDataModule, InputDataModule
@@ -33,6 +34,32 @@ def check_needs(callback: Callback, task: LightningModule, needs: Sequence[str],
             f"{type(callback).__name__} works with lightning_sym.tasks.{example} and its like, and "
             f"{type(task).__name__} has no {' and no '.join(missing)}; remove the callback, or give the task that."
         )
+
+
+def network_of(callback: Callback, task: LightningModule, name: str) -> nn.Module:
+    """Return the network that a callback watches.
+
+    Args:
+        callback: Named in the message; its argument ``network`` says where the network is.
+        task: The task.
+        name: The attribute, with dots for attributes of attributes; ``""`` is the task itself.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found: Any = task
+    for part in name.split(".") if name else ():
+        found = getattr(found, part, None)
+    if isinstance(found, nn.Module):
+        compiled = getattr(found, "_orig_mod", None)
+        return compiled if isinstance(compiled, nn.Module) else found
+    children = [name for name, child in task.named_children() if next(child.parameters(), None) is not None]
+    choices = [f'network="{name}"' for name in children] + ['network="" for the whole module']
+    what = "no such attribute" if found is None else f"a {type(found).__name__} there, not an nn.Module"
+    raise ValueError(
+        f'{type(callback).__name__}(network="{name}") watches the network in that attribute of the LightningModule, '
+        f"and {type(task).__name__} has {what}; say where it is: {', '.join(choices)}."
+    )
 
 
 def checked_datamodule(

@@ -15,6 +15,13 @@ from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, Evidence
 from lightning_sym.curvature.jacobians import JacobianRank, input_jacobians, jacobian_rank
 from lightning_sym.curvature.krylov import EigenPairs, NotConvergedError, Quadrature, lanczos, top_eigenpairs
 from lightning_sym.curvature.laplace import to_laplace
+from lightning_sym.curvature.modulo_symmetry import (
+    ComplementOperator,
+    Sharpness,
+    SharpnessModuloSymmetry,
+    canonical_operator,
+    sharpness_modulo_symmetry,
+)
 from lightning_sym.curvature.operators import (
     CurvatureOperator,
     MatrixOperator,
@@ -35,6 +42,7 @@ from lightning_sym.curvature.spectra import (
 )
 
 __all__ = [
+    "ComplementOperator",
     "CurvatureError",
     "CurvatureOperator",
     "EffectiveNumber",
@@ -56,11 +64,14 @@ __all__ = [
     "RelaxedKFAC",
     "RelaxedKFLR",
     "Rule",
+    "Sharpness",
+    "SharpnessModuloSymmetry",
     "SpectralDensity",
     "Spectrum",
     "SymmetricOperator",
     "TraceEstimate",
     "_layer_rules",
+    "canonical_operator",
     "directional_curvature",
     "factors",
     "find_rule",
@@ -70,6 +81,7 @@ __all__ = [
     "near_zero",
     "parameter_groups",
     "register_layer",
+    "sharpness_modulo_symmetry",
     "smoothed",
     "spectral_density",
     "to_laplace",

@@ -189,7 +189,8 @@ class CurvatureOperator(SymmetricOperator):
         self.network.requires_grad_(False)
         self._parameters = [p.requires_grad_(True) for p in chosen.values()]
         self.names, self.shapes = list(chosen), {name: tuple(p.shape) for name, p in chosen.items()}
-        self.size = sum(p.numel() for p in self._parameters)
+        self._sizes = [p.numel() for p in self._parameters]
+        self.size = sum(self._sizes)
         self.dtype, self.device = self._parameters[0].dtype, self._parameters[0].device
         self._loss = _MeanLoss(loss)
         self._data = _Batches(self.network, data, check=self.check)
@@ -215,9 +216,31 @@ class CurvatureOperator(SymmetricOperator):
         """Return this process's sum over samples. Shape ``[P, K]``."""
         if self._data.samples == 0:
             return torch.zeros_like(vectors, dtype=wide(self.device))
-        product: Tensor = self._operator @ vectors
+        if self.kind == "hessian" and vectors.shape[1] == 1:
+            product = self._one(vectors[:, 0])[:, None]
+        else:
+            mean: Tensor = self._operator @ vectors
+            product = mean.to(wide(self.device)) * self._data.samples
         self._data.require_same()
-        return product.to(wide(self.device)) * self._data.samples
+        return product
+
+    def _one(self, vector: Tensor) -> Tensor:
+        """Return the Hessian's product with one vector, as `_local`, by a derivative of the gradient.
+
+        Of a convolutional network it takes a third of the time of curvlinops's product, which is made for several
+        vectors.
+        """
+        total = torch.zeros(self.size, dtype=wide(self.device), device=self.device)
+        directions = list(self.split(vector).values())
+        for x, y in self._data:
+            loss = self._loss(self.network(x), y)
+            slopes = torch.autograd.grad(loss, self._parameters, create_graph=True, materialize_grads=True)
+            curved = [pair for pair in zip(slopes, directions, strict=True) if pair[0].requires_grad]
+            if curved:
+                ends, along = zip(*curved, strict=True)
+                parts = torch.autograd.grad(ends, self._parameters, along, materialize_grads=True)
+                total += len(x) * torch.cat([part.flatten() for part in parts])
+        return total
 
     @functools.cached_property
     def _operator(self) -> Any:
@@ -288,8 +311,7 @@ class CurvatureOperator(SymmetricOperator):
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the parts of a vector, shape ``[P]``, by the names of the parameters, each in its shape."""
-        sizes = [p.numel() for p in self._parameters]
-        parts = torch.split(vector, sizes)
+        parts = torch.split(vector, self._sizes)
         return {name: part.view(self.shapes[name]) for name, part in zip(self.names, parts, strict=True)}
 
     # ---- checks

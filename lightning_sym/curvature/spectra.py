@@ -122,10 +122,12 @@ def _signs(operator: SymmetricOperator, count: int, generator: torch.Generator) 
 
 
 class _Wide:
-    """An operator as curvlinops's estimators want it, with their vectors in the widest precision."""
+    """An operator as curvlinops's estimators want it; their vectors are drawn on the CPU, so alike for all devices."""
+
+    device, dtype = torch.device("cpu"), torch.float64
 
     def __init__(self, operator: SymmetricOperator) -> None:
-        self.shape, self.device, self.dtype = operator.shape, operator.device, wide(operator.device)
+        self.shape = operator.shape
         self._operator = operator
 
     def __matmul__(self, vectors: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_sym.symmetry.groups import (
 from lightning_sym.symmetry.matching.activations import ActivationMoments, activation_matching
 from lightning_sym.symmetry.matching.distance import OrbitDistance, orbit_distance
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
+from lightning_sym.symmetry.tangents import OrbitTangents, orbit_tangents
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.rules import register_rule
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
@@ -35,6 +36,7 @@ __all__ = [
     "Match",
     "Occurrence",
     "OrbitDistance",
+    "OrbitTangents",
     "Symmetry",
     "Tap",
     "Trace",
@@ -46,6 +48,7 @@ __all__ = [
     "local_dimension",
     "measure",
     "orbit_distance",
+    "orbit_tangents",
     "parameter_distance",
     "register_rule",
     "trace_symmetry",

@@ -193,6 +193,12 @@ def test_toy_has_its_known_spectrum() -> None:
     assert near_zero(torch.linalg.eigvalsh(operator.matrix())).below_gap == 1
 
 
+def test_a_loss_without_curvature_has_zero_products() -> None:
+    operator = of_landscape(lambda w: w.sum(), 1.0, 2.0)
+    assert torch.equal(operator @ torch.ones(2), torch.zeros(2))
+    assert torch.equal(operator.matrix(), torch.zeros(2, 2).double())
+
+
 @pytest.mark.parametrize(("point", "nullity"), [((0.0, 0.0), 2), ((1.0, 0.0), 1)], ids=["crossing", "line"])
 def test_nullity_at_a_crossing_exceeds_the_dimension(point: tuple[float, float], nullity: int) -> None:
     eigenvalues = torch.linalg.eigvalsh(of_landscape(lambda w: w[0] ** 2 * w[1] ** 2, *point).matrix())

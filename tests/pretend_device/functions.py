@@ -346,6 +346,31 @@ def posteriors(side):
     return [posterior(side.x.to(side.network)), posterior.log_marginal_likelihood()]
 
 
+@case
+def spectra(side):
+    found = []
+    for kind in ("hessian", "gauss_newton"):
+        batches = [(side.x[:12], side.y[:12]), (side.x[12:], side.y[12:])]
+        operator = curvature.CurvatureOperator(
+            side.net(dense), batches, nn.functional.cross_entropy, kind=kind, dtype=torch.float64
+        )
+        pairs, density = curvature.top_eigenpairs(operator, 2), curvature.spectral_density(operator, 6, 2)
+        estimates = [curvature.trace(operator, 8, method=method).value for method in ("hutchinson", "xtrace")]
+        found += [pairs.values, density.nodes, density.weights, torch.tensor(estimates)]
+        found += [operator.gradient_and_loss()[0], operator.matrix(), operator @ torch.ones(operator.size)]
+    return found
+
+
+@case
+def spectra_modulo_symmetry(side):
+    network, loss = side.net(dense), nn.functional.cross_entropy
+    group = symmetry.trace_symmetry(network, side.x)
+    _, across, _ = curvature.canonical_operator(group, network, (side.x, side.y), loss)
+    found = curvature.sharpness_modulo_symmetry(group, network, (side.x, side.y), loss, probes=4)
+    numbers = [float(value) for row in found.rows() for name, value in row.items() if name != "measure"]
+    return [across.matrix(), torch.tensor(numbers)]
+
+
 # ---- landscapes
 
 

@@ -38,6 +38,7 @@ import lightning_sym
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
     CalibrationReport,
+    CurvatureMonitor,
     DissectionReport,
     EquivalenceReport,
     LearningCoefficient,
@@ -231,6 +232,12 @@ def zoo_learning_coefficients(folder):
         LearningCoefficient(method="sgld", batch_size=8, execution="loop", prefix="batches", members=[0], **settings),
     ]
     run(folder, task, make, digits)
+
+
+@scenario
+def zoo_with_curvature(folder):
+    monitored = functools.partial(ZooTask, myrtle(), members=1, optimizer=adam)
+    run(folder, monitored, lambda path: [CurvatureMonitor(probes=2, train_batches=1, tolerance=0.1)], digits)
 
 
 class Poison(Callback):

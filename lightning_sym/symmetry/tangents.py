@@ -1,0 +1,156 @@
+"""The directions in which a network's parameters can move along its orbit."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.arrays import Floats, on_axes
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.tracing.structure import Slot
+
+# Directions that are this close to a combination of the others, relative to their length, add nothing to them.
+_DEPENDENT = 1e-10
+
+
+@dataclass(frozen=True, eq=False)
+class OrbitTangents:
+    r"""The tangent space of a network's orbit, as far as it lies in the space of its parameters.
+
+    Attributes:
+        names: Names of the parameters, in the order of the vectors.
+        vectors: One tangent of length 1 per column. Sparse, shape ``[P, d]``, float64.
+        rank: Dimension of the space that they span; less than d where units are dead or copies.
+        generators: Number of all one-parameter groups, `Symmetry.dimension`.
+        statistics: How many of them move running statistics of batch norms, and so are no directions of the parameters
+            alone. They are not among the vectors.
+    """
+
+    names: tuple[str, ...]
+    vectors: sparse.csr_matrix
+    rank: int
+    generators: int
+    statistics: int
+    _inverse: Floats
+
+    def along(self, vectors: Tensor) -> Tensor:
+        """Return the parts of vectors along the orbit, in the Euclidean metric.
+
+        Args:
+            vectors: Shape ``[P]`` or ``[P, K]``, floating, on any device.
+
+        Returns:
+            The same shape, dtype and device; computed in float64 on the CPU.
+        """
+        given = vectors.detach().double().cpu().numpy()
+        found = self.vectors @ (self._inverse @ (self.vectors.T @ given))
+        return torch.from_numpy(np.ascontiguousarray(found)).to(vectors)
+
+    def across(self, vectors: Tensor) -> Tensor:
+        """Return the parts of vectors orthogonal to the orbit; as `along`."""
+        return vectors - self.along(vectors)
+
+    def complement(self) -> Tensor:
+        """Return an orthonormal basis of what is orthogonal to the orbit. Shape ``[P, P - rank]``, float64, dense."""
+        left, _, _ = np.linalg.svd(self.vectors.toarray(), full_matrices=True)
+        return torch.from_numpy(np.ascontiguousarray(left[:, self.rank :]))
+
+
+def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
+    r"""Return the tangents of a network's orbit at the network.
+
+    A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a shift of biases has
+    ones there. What moves running statistics too is left out: with these fixed it changes the network's function.
+
+    Args:
+        symmetry: Symmetry of the network's architecture.
+        network: Not changed.
+
+    Returns:
+        The tangents.
+
+    Raises:
+        ValueError: If the network has another structure than the traced one, or invertible matrices act on some units.
+
+    Example:
+        >>> from lightning_sym.symmetry.trace import trace_symmetry
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> found = orbit_tangents(trace_symmetry(network, torch.randn(2, 5)), network)
+        >>> found.vectors.shape, found.rank
+        ((75, 8), 8)
+    """
+    symmetry.require(network)
+    structure = symmetry.structure
+    if structure.dense:
+        raise ValueError(
+            f"any invertible matrix acts on {len(structure.dense)} cells of units (linear layers in a row), for which "
+            "there is no balanced member; put an activation between them, or merge them into one."
+        )
+    parameters = {name: p.detach().double().cpu().numpy() for name, p in network.named_parameters()}
+    free = _free_of_statistics(symmetry, frozenset(parameters))
+    blocks = [
+        _tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()
+    ]
+    scales = sparse.vstack(blocks).tocsr() @ free
+    shifts = _shifts(symmetry, {name: w.size for name, w in parameters.items()})
+    vectors = sparse.hstack([scales, shifts]).tocsc()
+    lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
+    alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)
+    vectors = (vectors[:, alive] @ sparse.diags(1 / lengths[alive])).tocsr()
+    values, rotation = np.linalg.eigh((vectors.T @ vectors).toarray())
+    used = values > _DEPENDENT
+    inverse = (rotation[:, used] / values[used]) @ rotation[:, used].T
+    return OrbitTangents(
+        names=tuple(parameters),
+        vectors=vectors,
+        rank=int(used.sum()),
+        generators=symmetry.dimension,
+        statistics=symmetry.dimension - free.shape[1] - shifts.shape[1],
+        _inverse=inverse,
+    )
+
+
+def _free_of_statistics(symmetry: Symmetry, parameters: frozenset[str]) -> sparse.csr_matrix:
+    """Return combinations of scales that move no buffer, in columns. Shape (scales, combinations)."""
+    structure = symmetry.structure
+    rows = [
+        np.arange(slot.offset, slot.offset + slot.size) for slot in structure.slots if slot.tensor not in parameters
+    ]
+    count = structure.magnitudes.shape[1]
+    if not rows or not count:
+        return sparse.identity(count, format="csr")
+    moved = structure.magnitudes[np.concatenate(rows)]
+    gram = (moved.T @ moved).tocsr()
+    touching = np.flatnonzero(np.diff(gram.indptr))
+    apart = np.setdiff1d(np.arange(count), touching)
+    values, rotation = np.linalg.eigh(gram[touching][:, touching].toarray())
+    kernel = rotation[:, values <= _DEPENDENT * max(float(values.max(initial=0.0)), 1e-300)]
+    ones = sparse.csr_matrix((np.ones(len(apart)), (apart, np.arange(len(apart)))), shape=(count, len(apart)))
+    mixed = sparse.lil_matrix((count, kernel.shape[1]))
+    mixed[touching] = kernel
+    return sparse.hstack([ones, mixed]).tocsr()
+
+
+def _tangent_rows(slots: tuple[Slot, ...] | list[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return for each weight its rate of change under each scale. Shape (weights, scales)."""
+    total = sparse.csr_matrix((weights.size, forms.shape[1]))
+    for slot in slots:
+        places = on_axes(np.arange(slot.size, dtype=np.float64), slot.shape, slot.axes, weights.ndim)
+        places = np.broadcast_to(places, weights.shape).ravel().astype(np.int64)
+        total = total + forms[slot.rows][places]
+    return sparse.diags(weights.ravel()) @ total
+
+
+def _shifts(symmetry: Symmetry, sizes: dict[str, int]) -> sparse.csr_matrix:
+    """Return the shifts that move parameters alone, one column per unit. Shape (parameters, units)."""
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1], strict=True))
+    structure, columns = symmetry.structure, []
+    for places, size in structure.shifts:
+        tensors = [structure.slots[place].tensor for place in places]
+        if all(tensor in sizes for tensor in tensors):
+            rows = np.concatenate([starts[tensor] + np.arange(size) for tensor in tensors])
+            units = np.tile(np.arange(size), len(tensors))
+            columns.append(sparse.csr_matrix((np.ones(len(rows)), (rows, units)), shape=(sum(sizes.values()), size)))
+    return sparse.hstack([sparse.csr_matrix((sum(sizes.values()), 0)), *columns]).tocsr()
