@@ -12,7 +12,8 @@ from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, 
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.rotation_report import RotationReport
 from lightning_sym.callbacks.similarity_monitor import SimilarityMonitor
-from lightning_sym.callbacks.similarity_report import SimilarityOfZoosReport, SimilarityReport
+from lightning_sym.callbacks.similarity_of_zoos_report import SimilarityOfZoosReport
+from lightning_sym.callbacks.similarity_report import SimilarityReport
 from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.walk_report import WalkReport

@@ -8,36 +8,8 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
-from lightning_sym.reports.similarity import Similarities, similarity_of_zoos_results, similarity_results
-from lightning_sym.tasks import SimilarityOfZoosTask, SimilarityTask
-
-
-class SimilarityOfZoosReport(RunReport):
-    """Say what a fit of a :class:`lightning_sym.tasks.SimilarityOfZoosTask` found.
-
-    On rank 0, in ``results``: ``summary.csv`` and ``.json``, ``pairs.csv`` and ``.json``, ``channels.csv`` and
-    ``.json``, each as :class:`SimilarityReport` writes it, with the name of the zoo in front; and ``zoos.png`` (in
-    TensorBoard under ``figures/SimilarityOfZoosReport``), with the interval for the mean over pairs. A table is
-    printed, with the places of all files.
-
-    Args:
-        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
-    """
-
-    needs = ("parts", "split", "seed")
-    example = "SimilarityOfZoosTask"
-
-    def report(self, trainer: Trainer, task: SimilarityOfZoosTask, data: ImageDataModule, measured: Any) -> RunResults:
-        """Return the similarities, with the figure."""
-        about = {
-            "zoos": {name: {**_zoos(part), **part.identity()} for name, part in task.parts.items()},
-            "images": max(part.images for part in task.parts.values()),
-            "seeds": {"seed": task.seed},
-            **self.source(data),
-        }
-        found = {name: _found(part) for name, part in task.parts.items()}
-        title = f"{counted(len(found), 'zoo')}, {about['images']} {task.split} images"
-        return similarity_of_zoos_results(found, title=title, about=about)
+from lightning_sym.reports.similarity import Similarities, similarity_results
+from lightning_sym.tasks import SimilarityTask
 
 
 class SimilarityReport(RunReport):
@@ -70,9 +42,9 @@ class SimilarityReport(RunReport):
 
     def report(self, trainer: Trainer, task: SimilarityTask, data: ImageDataModule, measured: Any) -> RunResults:
         """Return the similarities, with figures."""
-        found = _found(task)
+        found = found_by(task)
         about = {
-            "zoos": _zoos(task),
+            "zoos": zoos_of(task),
             **task.identity(),
             "images": task.images,
             "seeds": {"seed": task.seed},
@@ -83,11 +55,12 @@ class SimilarityReport(RunReport):
         return similarity_results(found, title=title, about=about)
 
 
-def _found(task: SimilarityTask) -> Similarities:
+def found_by(task: SimilarityTask) -> Similarities:
+    """Return what a task has found."""
     return Similarities(task.similarities, task.pairs, task.layers, task.live, one_zoo=len(task.zoos) == 1)
 
 
-def _zoos(task: SimilarityTask) -> dict[str, Any]:
+def zoos_of(task: SimilarityTask) -> dict[str, Any]:
     """Return where the compared networks are from."""
     both = len(task.zoos) == 1  # zoos of the members of a pair
     return {
