@@ -14,6 +14,7 @@ from lightning_sym.figures.equivalence_sets import (
 from lightning_sym.figures.equivalence_walks import walk_curves
 from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
+from lightning_sym.figures.pruning import PruningCurve, pruning_curves
 from lightning_sym.figures.similarity import (
     Depth,
     HeatMap,
@@ -44,6 +45,7 @@ __all__ = [
     "Paths",
     "PenaltyFamily",
     "PenaltyPanel",
+    "PruningCurve",
     "Scale",
     "SparsityFamily",
     "ZooPanel",
@@ -63,6 +65,7 @@ __all__ = [
     "penalty_heat_map",
     "planes_beside",
     "point_set",
+    "pruning_curves",
     "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",

@@ -8,6 +8,7 @@ from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.matching import MatchingTask
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.population import PopulationTask
+from lightning_sym.tasks.pruning import RashomonPruning
 from lightning_sym.tasks.rotation import RotationTask
 from lightning_sym.tasks.similarity import SimilarityTask
 from lightning_sym.tasks.similarity_of_zoos import SimilarityOfZoosTask
@@ -29,6 +30,7 @@ __all__ = [
     "PopulationClassification",
     "PopulationLoss",
     "PopulationTask",
+    "RashomonPruning",
     "RotationTask",
     "SimilarityOfZoosTask",
     "SimilarityTask",
