@@ -8,6 +8,7 @@ from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
+from lightning_sym.callbacks.pruning_report import PruningReport
 from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.rotation_report import RotationReport
@@ -31,6 +32,7 @@ __all__ = [
     "MarginalLikelihood",
     "MatchingReport",
     "PlaneGrid",
+    "PruningReport",
     "RecalibrationTargets",
     "RotationReport",
     "RunReport",

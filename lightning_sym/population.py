@@ -309,7 +309,8 @@ class LoopPopulation(Population):
     def clip_gradients(self, value: float, *, by_norm: bool) -> None:  # noqa: D102
         clip = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
         for number in self.numbers:
-            if parameters := self.member_parameters(number):
+            # Those of members that are not run have no gradient, and torch cannot clip none at all by value.
+            if parameters := [p for p in self.member_parameters(number) if p.grad is not None]:
                 clip(parameters, value)
 
     def drop_gradients(self, number: int) -> None:  # noqa: D102

@@ -21,6 +21,7 @@ from lightning_sym.figures.learning_coefficients import (
     coefficient_rows,
 )
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
+from lightning_sym.figures.pruning import PruningCurve, pruning_curves
 from lightning_sym.figures.similarity import (
     Depth,
     HeatMap,
@@ -53,6 +54,7 @@ __all__ = [
     "Paths",
     "PenaltyFamily",
     "PenaltyPanel",
+    "PruningCurve",
     "Scale",
     "SparsityFamily",
     "ZooPanel",
@@ -75,6 +77,7 @@ __all__ = [
     "penalty_heat_map",
     "planes_beside",
     "point_set",
+    "pruning_curves",
     "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",

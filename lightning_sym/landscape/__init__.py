@@ -8,12 +8,21 @@ from lightning_sym.landscape.langevin import SGLDSamples, sample_sgld
 from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate, learning_coefficient
 from lightning_sym.landscape.outputs import surfaces
 from lightning_sym.landscape.planes import WeightPlane, independent, weight_tensors, weight_vector
+from lightning_sym.landscape.pruning import (
+    MagnitudePruning,
+    PrunedNetwork,
+    Pruning,
+    PruningSettings,
+    PruningStep,
+    rashomon_pruning,
+)
 from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
 from lightning_sym.landscape.sampling import NeighbourGraph, SetSample, neighbour_graph, sample_set
 from lightning_sym.landscape.scale import FunctionScale, Resolution, VolumeExponent, resolution, volume_exponent
 from lightning_sym.landscape.sets import SetNumbers, describe_set
 from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
 from lightning_sym.landscape.two_unit import Moments, TwoUnitClass, is_relu_line
+from lightning_sym.landscape.units import RemovableUnits, removable_units
 from lightning_sym.landscape.walks import LevelSetWalk, walk_level_set
 
 __all__ = [
@@ -25,9 +34,15 @@ __all__ = [
     "LearningCoefficientEstimate",
     "LevelSetWalk",
     "LossSurface",
+    "MagnitudePruning",
     "Moments",
     "NeighbourGraph",
     "OrbitDistances",
+    "PrunedNetwork",
+    "Pruning",
+    "PruningSettings",
+    "PruningStep",
+    "RemovableUnits",
     "Resolution",
     "SGLDSamples",
     "SetNumbers",
@@ -48,7 +63,9 @@ __all__ = [
     "learning_coefficient",
     "neighbour_graph",
     "orbit_distances",
+    "rashomon_pruning",
     "reduced_rank_coefficient",
+    "removable_units",
     "resolution",
     "sample_set",
     "sample_sgld",

@@ -19,6 +19,7 @@ from lightning_sym.networks.construction import build
 from lightning_sym.networks.lenet import LeNet5
 from lightning_sym.networks.multilayer_perceptron import MultiLayerPerceptron
 from lightning_sym.networks.myrtle import MyrtleCNN
+from lightning_sym.networks.narrowing import narrowed
 from lightning_sym.networks.relaxed import RelaxedNetwork
 from lightning_sym.networks.torchvision_network import TorchvisionNetwork
 
@@ -42,6 +43,7 @@ __all__ = [
     "float_average",
     "is_activation",
     "make_activation",
+    "narrowed",
     "preserved_statistics",
     "recalibrate_batch_norm",
 ]

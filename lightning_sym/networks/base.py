@@ -16,6 +16,7 @@ from lightning_sym._checks import height_width
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.networks.cuts import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
+from lightning_sym.networks.narrowing import KEPT, kept_as_json, narrowed
 
 _PUBLIC = "lightning_sym.networks"
 M = TypeVar("M", bound=nn.Module)
@@ -168,7 +169,8 @@ class Network(nn.Module, ABC):
         """What :func:`lightning_sym.networks.build` needs to make such a network again, ready for JSON.
 
         ``{"class_path": "lightning_sym.networks.MyrtleCNN", "init_args": {"width": 16, ...}}``: the public
-        path of our own classes, module and qualified name of others; all arguments, with tuples as lists.
+        path of our own classes, module and qualified name of others; all arguments, with tuples as lists. Of a
+        network that was :func:`narrowed <lightning_sym.networks.narrowed>` also ``kept``: which positions are left.
 
         Raises:
             ValueError: If an argument cannot be written as JSON.
@@ -188,7 +190,20 @@ class Network(nn.Module, ABC):
         path = f"{cls.__module__}.{cls.__qualname__}"
         if path.startswith(f"{_PUBLIC}.") and getattr(sys.modules.get(_PUBLIC), cls.__name__, None) is cls:
             path = f"{_PUBLIC}.{cls.__name__}"
-        return _description(path, arguments)
+        return self._described(path, arguments)
+
+    def _narrowed_like_this(self, whole: M) -> M:
+        return narrowed(whole, self.__dict__[KEPT]) if KEPT in self.__dict__ else whole
+
+    def _described(self, path: str, arguments: Mapping[str, object]) -> dict[str, Any]:
+        """Return class path and arguments in the form that jsonargparse reads, and what was kept of the network."""
+        described: dict[str, Any] = {
+            "class_path": path,
+            "init_args": {name: _json(value, name, path) for name, value in arguments.items()},
+        }
+        if KEPT in self.__dict__:
+            described["kept"] = kept_as_json(self.__dict__[KEPT])
+        return described
 
     def fresh(self, seed: int) -> Self:
         """Return a new network of the same class and arguments with its own initial weights.
@@ -211,7 +226,7 @@ class Network(nn.Module, ABC):
                     f"{type(self).__name__} was given a {type(value).__name__}, which a fresh network "
                     f"would share; let its constructor build it."
                 )
-        return _drawn(seed, lambda: type(self)(*args, **kwargs))
+        return self._narrowed_like_this(_drawn(seed, lambda: type(self)(*args, **kwargs)))
 
     def sites(self) -> list[str]:
         """Return the names of the network's sites in the order in which they are computed.
@@ -418,7 +433,7 @@ class WrappedNetwork(_ModuleHolder):
                 f"{name or repr(function)} cannot be imported by that name, so that the architecture cannot "
                 f"be recorded; pass Network.wrap a functools.partial of a function or class of a module."
             )
-        return _description(f"{module}.{name}", arguments)
+        return self._described(f"{module}.{name}", arguments)
 
     def fresh(self, seed: int) -> Self:
         """Return a new network from the same factory with its own initial weights.
@@ -435,7 +450,7 @@ class WrappedNetwork(_ModuleHolder):
             ValueError: If a module was wrapped rather than what builds it.
         """
         factory = self._require_factory("fresh weights")
-        return _drawn(seed, lambda: type(self)(factory))
+        return self._narrowed_like_this(_drawn(seed, lambda: type(self)(factory)))
 
     def _require_factory(self, purpose: str) -> Callable[[], nn.Module]:
         """Return the factory, or explain that a module alone cannot be made again."""
@@ -456,14 +471,6 @@ def _drawn(seed: int, make: Callable[[], M]) -> M:
     with seeded(seed), torch.device("cpu"):
         made = make()
     return made.to(torch.get_default_device())
-
-
-def _description(path: str, arguments: Mapping[str, object]) -> dict[str, Any]:
-    """Return class path and arguments in the form that jsonargparse reads."""
-    return {
-        "class_path": path,
-        "init_args": {name: _json(value, name, path) for name, value in arguments.items()},
-    }
 
 
 def _json(value: object, name: str, path: str) -> Any:

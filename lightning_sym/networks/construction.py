@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_sym.networks.base import Network, WrappedNetwork, snapshot
+from lightning_sym.networks.narrowing import Axis, kept_from_json, narrowed
 
 _TRUSTED = ("lightning_sym", "torchvision.models")
 
@@ -27,7 +28,8 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
     ``allow`` are trusted.
 
     Args:
-        architecture: ``{"class_path": ..., "init_args": {...}}``; ``init_args`` may be left out.
+        architecture: ``{"class_path": ..., "init_args": {...}}``; ``init_args`` may be left out. A third entry,
+            ``kept``, is there for networks that were :func:`narrowed <lightning_sym.networks.narrowed>`.
         allow: Names of further packages or modules, for example ``["my_package"]``.
 
     Returns:
@@ -44,7 +46,7 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
     """
     if isinstance(allow, str):
         raise ValueError(f"allow must be a list of package names, got the string {allow!r}.")
-    path, arguments = _read(architecture)
+    path, arguments, kept = _read(architecture)
     roots = (*_TRUSTED, *allow)
     target = _resolve(path, roots)
     _check_builds_module(target, path, allow)
@@ -52,19 +54,18 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
         module = target(**snapshot(arguments))
     except TypeError as error:
         raise ValueError(f"The architecture's arguments do not fit {path}: {error}.") from error
-    if isinstance(module, Network):
-        return module
     if not isinstance(module, nn.Module):
         raise ValueError(f"The architecture names {path}, which built a {type(module).__name__}, not a module.")
-    return WrappedNetwork(module, functools.partial(target, **arguments))
+    network = module if isinstance(module, Network) else WrappedNetwork(module, functools.partial(target, **arguments))
+    return narrowed(network, kept) if kept else network
 
 
-def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return class path and arguments of a well-formed architecture."""
+def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[Axis, list[int]]]:
+    """Return class path and arguments of a well-formed architecture, and what is kept of its tensors."""
     expected = 'expected {"class_path": "package.Class", "init_args": {...}}'
     if not isinstance(architecture, Mapping):
         raise ValueError(f"An architecture must be a dictionary, got {architecture!r}; {expected}.")
-    surplus = set(architecture) - {"class_path", "init_args"}
+    surplus = set(architecture) - {"class_path", "init_args", "kept"}
     if surplus:
         raise ValueError(f"An architecture has no entry {sorted(map(str, surplus))[0]!r}; {expected}.")
     path, arguments = architecture.get("class_path"), architecture.get("init_args", {})
@@ -72,7 +73,7 @@ def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"The class_path of an architecture is no dotted name: {path!r}; {expected}.")
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise ValueError(f"The init_args of an architecture must be a dictionary, got {arguments!r}; {expected}.")
-    return path, dict(arguments)
+    return path, dict(arguments), kept_from_json(architecture.get("kept", []))
 
 
 def _within(path: str, roots: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.matching import MatchingTask
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.population import PopulationTask
+from lightning_sym.tasks.pruning import RashomonPruning
 from lightning_sym.tasks.rotation import RotationTask
 from lightning_sym.tasks.similarity import SimilarityTask
 from lightning_sym.tasks.similarity_of_zoos import SimilarityOfZoosTask
@@ -32,6 +33,7 @@ __all__ = [
     "PopulationClassification",
     "PopulationLoss",
     "PopulationTask",
+    "RashomonPruning",
     "RotationTask",
     "SimilarityOfZoosTask",
     "SimilarityTask",

@@ -23,6 +23,7 @@ from lightning_sym.tasks import (
     EquivalenceTask,
     MatchingTask,
     PopulationTask,
+    RashomonPruning,
     RotationTask,
     StitchingTask,
     ZooTask,
@@ -89,6 +90,12 @@ def matching(zoo: Path, **settings: Any) -> MatchingTask:
     return MatchingTask(str(zoo.parent / "perceptrons"), **{"optimizer": SGD, **settings})
 
 
+def pruning(zoo: Path, **settings: Any) -> RashomonPruning:
+    slow = functools.partial(SGD, lr=0.005)  # the networks are trained: larger steps would enlarge what is rounded
+    own = {"steps": 4, "fraction": 0.0, "tries": 9, "epsilon": 0.01, "magnitude": False, "optimizer": slow}
+    return RashomonPruning(str(zoo.parent / "trained"), **{**own, **settings})
+
+
 def search(**settings: Any) -> EquivalenceTask:
     own = {"members": 3, "teacher": 5, "optimizer": SGD, "stop_when_found": False, "execution": "loop"}
     return EquivalenceTask(perceptron(), **{**own, **settings})
@@ -144,6 +151,7 @@ CASES = {
         processes={"ddp_fork": 3},
     ),
     "matching": Case(matching, {"pairs": [[0, 2]]}, 0, 1, vmap=False, processes={"ddp_fork": 3}),
+    "pruning": Case(pruning, {"members": [1]}, 0, 1, vmap=False, processes={"ddp_fork": 3}),
     "rotation": Case(rotation, {"kinds": ["orthogonal"], "members": [0]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
 }
 RESUMED = {**CASES, "zoo, vectorised": Case(functools.partial(restless, execution="vmap", keep="best"), MEMBER, 1, 1)}
@@ -155,11 +163,27 @@ vectorised = pytest.mark.parametrize(
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory) -> Path:
-    """Return a zoo of two small CNNs with batch norms; beside it are ``perceptrons``, three without."""
+    """Return a zoo of two small CNNs with batch norms, beside ``perceptrons``, three without; and ``trained``."""
     folder = tmp_path_factory.mktemp("population")
     write_zoo(folder / "perceptrons", [perceptron().fresh(n) for n in range(3)], digits())
+    write_zoo(folder / "trained", [trained(n) for n in range(3)], digits())
     networks = [randomize_statistics(MyrtleCNN(2, in_channels=1, image_size=8).fresh(n), n) for n in range(2)]
     return write_zoo(folder / "zoo", networks, digits())
+
+
+def trained(number: int) -> Network:
+    """Return a network after 30 steps on all digits, so that not all units can go for nothing."""
+    network = MultiLayerPerceptron(widths=(10,), image_size=8).fresh(number)
+    data = digits()
+    data.prepare_data()
+    data.setup("fit")
+    split = data.split_tensors("train")
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(data.normalize(split.images)), split.labels).backward()
+        optimizer.step()
+    return network
 
 
 def state(task: PopulationTask, number: int) -> dict[str, Tensor]:

@@ -45,6 +45,7 @@ from lightning_sym.callbacks import (
     MarginalLikelihood,
     MatchingReport,
     PlaneGrid,
+    PruningReport,
     RotationReport,
     SimilarityMonitor,
     SimilarityOfZoosReport,
@@ -66,6 +67,7 @@ from lightning_sym.tasks import (
     EquivalenceTask,
     EquivarianceTask,
     MatchingTask,
+    RashomonPruning,
     RotationTask,
     SimilarityOfZoosTask,
     SimilarityTask,
@@ -332,6 +334,14 @@ SCENARIOS |= {
         make=perceptron,
         interrupt="0 1",
         waits=True,  # for the assignments, which are made on the CPU in every step
+    ),
+    "pruning": functools.partial(
+        of_a_zoo,
+        task=functools.partial(RashomonPruning, epsilon=0.5, steps=2, fraction=0.3, tries=2),
+        callbacks=[PruningReport],
+        members=1,
+        interrupt="0 1",
+        waits=True,  # for the losses that decide
     ),
     "similarity": functools.partial(
         of_a_zoo,

@@ -180,6 +180,16 @@ def test_state_dict_of_other_members_is_refused(kind):
     assert_refused(lambda: kind(wider, (0, 1)).load_state_dict(state), says="shape", error=RuntimeError)
 
 
+@pytest.mark.parametrize("by_norm", [True, False])
+def test_a_member_without_gradients_is_left_out_of_clipping(by_norm):
+    population = LoopPopulation(MultiLayerPerceptron(widths=[2], image_size=2), [0, 1])
+    for parameter in population.member_parameters(1):
+        parameter.grad = torch.ones_like(parameter)
+    population.clip_gradients(0.1, by_norm=by_norm)
+    assert all(parameter.grad is None for parameter in population.member_parameters(0))
+    assert all(parameter.grad.abs().max() <= 0.1 for parameter in population.member_parameters(1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("by_norm", [True, False])
 def test_clipping_is_that_of_each_member_alone(kind, by_norm):

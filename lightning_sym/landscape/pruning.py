@@ -1,0 +1,448 @@
+"""Pruning on the Rashomon set: units are removed as long as the loss stays below that of the whole network plus eps."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import device_of, moved, summed, together, wide
+from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
+from lightning_sym.networks.batch_norm import recalibrate_batch_norm
+from lightning_sym.networks.modes import evaluating
+
+Loss = Callable[[Any, Any], Tensor]
+_ROUNDING = 1e-6  # relative, of a mean loss in float32
+
+
+@dataclass(frozen=True)
+class PruningSettings:
+    r"""How a network is pruned.
+
+    Attributes:
+        epsilon: By how much the loss on the training data may exceed that of the whole network: the Rashomon set is
+            ``{L <= L0 + epsilon}``. In units of the loss, > 0.
+        steps: Length of a walk, in optimizer steps, >= 1.
+        penalty: Weight of the squared outgoing weights of the units that are tried at the beginning of a walk, > 0.
+        penalty_end: The same at its end; in between it grows geometrically. >= ``penalty``.
+        fraction: How many of the units that are left are tried at once, as a fraction in ``[0, 1)``; at least one. 0
+            tries one after the other.
+        tries: How many units are tried, each with a walk of its own, before the network is given up. >= 1.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+
+    epsilon: float = 0.01
+    steps: int = 300
+    penalty: float = 1e-3
+    penalty_end: float = 7.1
+    fraction: float = 0.1
+    tries: int = 3
+
+    def __post_init__(self) -> None:
+        check_numbers("> 0", epsilon=self.epsilon, penalty=self.penalty, penalty_end=self.penalty_end)
+        check_numbers("in [0, 1)", fraction=self.fraction)
+        check_integers(steps=self.steps, tries=self.tries)
+        if self.penalty_end < self.penalty:
+            raise ValueError(f"penalty_end must be at least penalty, got {self.penalty_end} and {self.penalty}.")
+
+
+@dataclass(frozen=True)
+class PruningStep:
+    """What was removed at once.
+
+    Attributes:
+        units: Axis group and number of each unit that was removed.
+        loss: Mean loss on all training data afterwards.
+        walks: How many walks there had been by then, those that failed included.
+        walked: Whether a walk went before; otherwise the units could go as they were.
+        numbers: What else was measured of the network then, by name.
+    """
+
+    units: tuple[Unit, ...]
+    loss: float
+    walks: int
+    walked: bool
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+class Pruning:
+    r"""The pruning of one network, step by step: who removes what, when; it runs no optimizer of its own.
+
+    The tensors keep their whole size while a network is pruned, with zeros for the units that are gone, so that
+    optimizers and processes have nothing to learn; what is run, measured and comes out are smaller networks,
+    ``units.sliced(tensors, units.kept(pruning.removed))``. A walk is for whoever trains::
+
+        pruning.start(network)
+        while not pruning.finished:
+            while not pruning.due:
+                ...gradients of the loss on a batch...
+                pruning.add_gradients(network)
+                ...a step of the optimizer...
+            pruning.decide(network)
+
+    An attempt takes the units that do the least (:meth:`RemovableUnits.importance`), walks for some steps downhill on
+    :math:`L + \mu_s \sum \|\text{outgoing weights}\|^2` with a growing :math:`\mu_s`, and removes them: all of them if
+    the loss on all training data is at most the threshold then, otherwise half of them, and so on. If not even one can
+    go, all is put back as it was before the walk. Units that can go without a walk, at a loss that is not above that of
+    the whole network (or not above what it was before), go at once. When nothing more can go there is a last walk
+    without a penalty, which counts if it ends lower.
+
+    Args:
+        units: Units of the architecture.
+        settings: How it is pruned.
+        evaluate: Measures the statistics of batch norms anew, in place, and returns the mean loss on all training data.
+        batches: Returns the inputs on which activations are looked at.
+        describe: What else is measured of the network after each step; it decides nothing.
+
+    Attributes:
+        reference: Mean loss of the whole network.
+        threshold: The same plus epsilon: fixed, however low the loss has become since.
+        removed: By axis group, the numbers of units that are gone, in order.
+        history: What was removed, step by step; first the whole network, nothing removed.
+        kept: Weights of the whole size after the last step that was accepted.
+        finished: Whether nothing more can go.
+
+    References:
+        The loop is that of "Finding the Rashomon manifold" (SERI MATS sprint, 2022); docs/theory/pruning.md, 2.
+    """
+
+    def __init__(
+        self,
+        units: RemovableUnits,
+        settings: PruningSettings,
+        *,
+        evaluate: Callable[[nn.Module], float],
+        batches: Callable[[], Iterable[Any]],
+        describe: Callable[[nn.Module], dict[str, float]] | None = None,
+    ) -> None:
+        self.units = units
+        self.settings = settings
+        self._evaluate = evaluate
+        self._batches = batches
+        self._describe = describe
+        self.reference = self.threshold = math.nan
+        self.removed: dict[str, list[int]] = {name: [] for name in units.sizes}
+        self.history: list[PruningStep] = []
+        self.kept: dict[str, Tensor] = {}
+        self.finished = False
+        self.walks = 0
+        self._tried: list[Unit] = []
+        self._walked = 0
+        self._most = units_in(units.sizes)  # how many may be tried at once
+        self._failed = 0
+        self._ranking: list[Unit] | None = None  # of the weights that are kept
+        self._importance: dict[Unit, float] = {}
+
+    # ---- what is there
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """How many units are left in each axis group."""
+        return {name: size - len(self.removed[name]) for name, size in self.units.sizes.items()}
+
+    def small(self, network: nn.Module) -> nn.Module:
+        """Return the network without the units that are gone."""
+        return self.units.without(network, self.removed)
+
+    @property
+    def due(self) -> bool:
+        """Whether the walk has come to its end, and :meth:`decide` is to be called."""
+        return not self.finished and self._walked >= self.settings.steps
+
+    # ---- the loop
+
+    def start(self, network: nn.Module) -> None:
+        """Measure the whole network, remove what can go at once, and choose what is tried first."""
+        whole = self.small(network)
+        self.reference = self._evaluate(whole)
+        if not math.isfinite(self.reference):
+            raise ValueError("The loss of the network that is to be pruned is not finite; check its weights and data.")
+        self.threshold = self.reference + self.settings.epsilon
+        self._accept(network, whole, (), self.reference, walked=False)
+        self._remove_at_once(network)
+        self._choose(network)
+
+    @torch.no_grad()
+    def add_gradients(self, network: nn.Module) -> None:
+        """Add the gradient of the penalty; once for each optimizer step."""
+        settings = self.settings
+        growth = (settings.penalty_end / settings.penalty) ** (self._walked / settings.steps)
+        for parameter, axis, positions in self.units.outgoing(network, self._tried):
+            if parameter.grad is not None:
+                own = parameter.index_select(axis, positions)
+                parameter.grad.index_add_(axis, positions, own, alpha=2 * settings.penalty * growth)
+        self._walked += 1
+
+    def decide(self, network: nn.Module) -> None:
+        """Remove what was tried, or put everything back; then choose what is tried next."""
+        self.walks += 1
+        if not self._tried:
+            self._end(network)
+            return
+        count = self._remove_most(network, self._tried, self.threshold, walked=True)
+        if count:
+            self._failed, self._most = 0, count if count < len(self._tried) else 2 * count
+            self._remove_at_once(network)
+        else:
+            network.load_state_dict(self.kept)
+            self._failed += len(self._tried) == 1
+            if len(self._tried) > 1:
+                self._most = max(1, len(self._tried) // 4)
+        self._choose(network)
+
+    def _choose(self, network: nn.Module) -> None:
+        """Choose the units that are tried next: those that do the least; none for the last walk."""
+        count = self._at_once()
+        self._tried = self._least(network)[self._failed if count == 1 else 0 :][:count]
+        if self._failed >= self.settings.tries:
+            self._tried = []
+        self._walked = 0
+
+    def _at_once(self) -> int:
+        """Return how many units may be tried at once."""
+        return max(1, min(self._most, int(self.settings.fraction * units_in(self.widths))))
+
+    def _end(self, network: nn.Module) -> None:
+        """Keep what the last walk led to, if it went down."""
+        small = self.small(network)
+        loss = self._evaluate(small)
+        if loss <= self.history[-1].loss:
+            self._accept(network, small, (), loss, walked=True)
+        else:
+            network.load_state_dict(self.kept)
+        self.finished = True
+
+    def _least(self, network: nn.Module) -> list[Unit]:
+        """Return the units that may be tried, those that do the least first; one of every group stays."""
+        if self._ranking is None:
+            importance = self._importance = self.units.importance(network, self._batches(), self.removed)
+            order = {name: place for place, name in enumerate(self.units.sizes)}
+            units = [(name, number) for name, number in importance if number not in self.removed[name]]
+            self._ranking = sorted(units, key=lambda unit: (importance[unit], order[unit[0]], unit[1]))
+        left = self.widths
+        chosen = []
+        for name, number in self._ranking:
+            if left[name] > 1:
+                left[name] -= 1
+                chosen.append((name, number))
+        return chosen
+
+    def _remove_at_once(self, network: nn.Module) -> None:
+        """Remove units that need no walk: the loss stays at most what it is, or that of the whole network.
+
+        First those that do nothing at all, then as many as may be tried at once, as long as all of them can go.
+        """
+        dead = len([unit for unit in self._least(network) if self._importance[unit] == 0.0])
+        for count, again in ((dead, False), (self._at_once(), True)):
+            while count and (candidates := self._least(network)[:count]):
+                # Sums of other lengths are rounded otherwise: without this, units that do nothing might stay.
+                highest = min(max(self.reference, self.history[-1].loss) * (1 + _ROUNDING), self.threshold)
+                if not self._remove_most(network, candidates, highest, walked=False, fewer=False) or not again:
+                    break
+                count = self._at_once()
+
+    def _remove_most(
+        self, network: nn.Module, candidates: list[Unit], highest: float, *, walked: bool, fewer: bool = True
+    ) -> int:
+        """Remove all candidates, or else the first half, a quarter, ... if fewer will do; return how many."""
+        count = len(candidates)
+        while count:
+            removed = {name: [*numbers] for name, numbers in self.removed.items()}
+            for name, number in candidates[:count]:
+                removed[name].append(number)
+            small = self.units.without(network, removed)
+            loss = self._evaluate(small)
+            if loss <= highest:  # not so if it is NaN
+                self.removed = removed
+                self._accept(network, small, tuple(candidates[:count]), loss, walked=walked)
+                return count
+            count = count // 2 if fewer else 0
+        return 0
+
+    def _accept(
+        self, network: nn.Module, small: nn.Module, units: tuple[Unit, ...], loss: float, *, walked: bool
+    ) -> None:
+        self.units.write_back(network, small, self.removed)
+        self.kept = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+        self._ranking = None
+        numbers = {} if self._describe is None else self._describe(small)
+        self.history.append(PruningStep(units, loss, self.walks, walked, numbers))
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of the above as plain values and tensors; what is being walked is the network's."""
+        names = ("reference", "threshold", "removed", "kept", "finished", "walks", "_tried", "_walked", "_most")
+        plain = {name: getattr(self, name) for name in (*names, "_failed")}
+        return {**plain, "history": [vars(step) for step in self.history]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._ranking = None
+        for name, value in state.items():
+            setattr(self, name, [PruningStep(**step) for step in value] if name == "history" else value)
+
+
+class MagnitudePruning:
+    """Pruning by magnitude, along with another one: as many units of each group, those of the smallest weights.
+
+    Args:
+        units: Units of the architecture.
+
+    Attributes:
+        removed: By axis group, the numbers of units that are gone, in order.
+    """
+
+    def __init__(self, units: RemovableUnits) -> None:
+        self.units = units
+        self.removed: dict[str, list[int]] = {name: [] for name in units.sizes}
+
+    def follow(self, network: nn.Module, counts: Mapping[str, int]) -> None:
+        """Remove units, in place, until as many are gone of each group.
+
+        Args:
+            network: Of the whole architecture.
+            counts: By axis group, how many units are to be gone.
+        """
+        magnitude = self.units.magnitudes(network)
+        for name, count in counts.items():
+            left = [(name, n) for n in range(self.units.sizes[name]) if n not in self.removed[name]]
+            smallest = sorted(left, key=lambda unit: (magnitude[unit], unit[1]))
+            self.removed[name] += [number for _, number in smallest[: count - len(self.removed[name])]]
+        self.units.write_back(network, self.small(network), self.removed)
+
+    def small(self, network: nn.Module) -> nn.Module:
+        """Return the network without the units that are gone."""
+        return self.units.without(network, self.removed)
+
+
+def units_in(widths: Mapping[str, int]) -> int:
+    """Return how many units there are in all groups together."""
+    return sum(widths.values())
+
+
+def mean_loss(network: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[float, float | None]:
+    """Return the mean loss in evaluation mode, exact over batches and processes, and the error of a classifier.
+
+    Args:
+        network: The network.
+        batches: Inputs and targets; with several processes each brings its share, and all get the same numbers.
+        loss: Mean loss of a batch, given outputs and targets.
+
+    Returns:
+        The loss, and the fraction of samples that are not taken for what they are, in ``[0, 1]``; None unless targets
+        are labels of outputs ``[B, K]``.
+
+    Raises:
+        ValueError: If there are no samples.
+    """
+    device = device_of(network)
+    sums = torch.zeros(4, dtype=wide(device), device=device)  # samples, loss, wrong, labelled
+
+    def run() -> None:
+        for inputs, targets in batches:
+            given, wanted = moved(inputs, device), moved(targets, device)
+            outputs, size = network(given), len(given)
+            sums[0] += size
+            sums[1] += loss(outputs, wanted).to(sums.dtype) * size
+            if wanted.ndim == 1 and not wanted.is_floating_point() and outputs.ndim == 2:
+                sums[2] += (outputs.argmax(1) != wanted).sum()
+                sums[3] += size
+
+    with torch.no_grad(), evaluating(network):
+        together(run)
+    samples, total, wrong, labelled = summed(sums).tolist()
+    if not samples:
+        raise ValueError("There are no samples to evaluate the network on; expected at least one batch.")
+    return total / samples, wrong / labelled if labelled == samples else None
+
+
+@dataclass(frozen=True)
+class PrunedNetwork:
+    """What came out of :func:`rashomon_pruning`.
+
+    Attributes:
+        network: The smaller network, in evaluation mode.
+        loss: Its mean loss on the training data, at most ``threshold``.
+        threshold: Loss of the whole network plus epsilon.
+        widths: How many units are left in each axis group.
+        history: What was removed, step by step.
+    """
+
+    network: nn.Module
+    loss: float
+    threshold: float
+    widths: dict[str, int]
+    history: list[PruningStep]
+
+
+def rashomon_pruning(
+    network: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    settings: PruningSettings | None = None,
+    loss: Loss = F.cross_entropy,
+    learning_rate: float = 3e-3,
+    describe: Callable[[nn.Module], dict[str, float]] | None = None,
+) -> PrunedNetwork:
+    """Prune a network as long as its loss stays below a threshold, with walks on all data at once (Adam).
+
+    For data that fit into one batch; :class:`lightning_sym.tasks.RashomonPruning` takes batches, processes and zoos.
+
+    Args:
+        network: Any network whose symmetry knows its units, see :func:`removable_units`. Not changed.
+        inputs: Training data. Shape ``[N, ...]``.
+        targets: What they should give, as the loss takes them.
+        settings: How it is pruned.
+        loss: Mean loss, given outputs and targets.
+        learning_rate: Of Adam, which starts anew with each walk. > 0.
+        describe: What else is measured of the network after each step; it decides nothing.
+
+    Raises:
+        ValueError: If no unit can be removed, or the loss of the network is not finite.
+        RuntimeError: If the network that came out is above its threshold, which cannot be.
+    """
+    settings = settings or PruningSettings()
+    check_numbers("> 0", learning_rate=learning_rate)
+    data = [(inputs, targets)]
+
+    def evaluate(candidate: nn.Module) -> float:
+        recalibrate_batch_norm(candidate, data)
+        return mean_loss(candidate, data, loss)[0]
+
+    walker = copy.deepcopy(network)
+    units = removable_units(walker, inputs[:2])
+    pruning = Pruning(units, settings, evaluate=evaluate, batches=lambda: data, describe=describe)
+    pruning.start(walker)
+    while not pruning.finished:
+        optimizer = torch.optim.Adam(walker.parameters(), learning_rate)
+        small, kept = pruning.small(walker).train(), units.kept(pruning.removed)
+        whole = {**dict(walker.named_parameters()), **dict(walker.named_buffers())}
+        while not pruning.due:
+            optimizer.zero_grad()
+            value = loss(functional_call(small, units.sliced(whole, kept), (inputs,)), targets)
+            value.backward()  # type: ignore[no-untyped-call]
+            pruning.add_gradients(walker)
+            optimizer.step()
+        pruning.decide(walker)
+    found = pruning.small(walker).eval()
+    check_below(mean_loss(found, data, loss)[0], pruning.threshold)
+    return PrunedNetwork(found, pruning.history[-1].loss, pruning.threshold, pruning.widths, pruning.history)
+
+
+def check_below(loss: float, threshold: float) -> None:
+    """Raise ``RuntimeError`` if a network that was pruned is not below its threshold."""
+    if not loss <= threshold:
+        raise RuntimeError(
+            f"The pruned network has the loss {loss!r}, above its threshold {threshold!r}, although it was below when "
+            "it was accepted; use training data and a network that give the same numbers every time."
+        )
