@@ -3,6 +3,7 @@
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
 from lightning_sym.callbacks.calibration_report import CalibrationReport
 from lightning_sym.callbacks.curvature_monitor import CurvatureMonitor
+from lightning_sym.callbacks.curve_geometry import CurveGeometry
 from lightning_sym.callbacks.dissection_report import DissectionReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
@@ -26,6 +27,7 @@ __all__ = [
     "BatchNormRecalibration",
     "CalibrationReport",
     "CurvatureMonitor",
+    "CurveGeometry",
     "DissectionReport",
     "EquivalenceReport",
     "LearningCoefficient",

@@ -17,7 +17,7 @@ class SimilarityOfZoosReport(RunReport):
     """Say what a fit of a :class:`lightning_sym.tasks.SimilarityOfZoosTask` found.
 
     On rank 0, in ``results``: ``summary.csv`` and ``.json``, ``pairs.csv`` and ``.json``, ``channels.csv`` and
-    ``.json``, each as :class:`lightning_sym.callbacks.SimilarityReport` writes it, with the name of the zoo in front; and ``zoos.png`` (in
+XX
     TensorBoard under ``figures/SimilarityOfZoosReport``), with the interval for the mean over pairs. A table is
     printed, with the places of all files.
 

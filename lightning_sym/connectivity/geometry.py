@@ -21,7 +21,7 @@ from lightning_sym.curvature.krylov import NotConvergedError, top_eigenpairs
 from lightning_sym.curvature.operators import CurvatureOperator, directional_curvature
 from lightning_sym.curvature.spectra import NearZero, SpectralDensity, near_zero, spectral_density, trace
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.similarity import CKAMatrix
+from lightning_sym.similarity.cka import Alignment, alignments
 from lightning_sym.symmetry import Symmetry
 
 DIRECTIONS = ("straight", "detour", "tangent", "random")
@@ -110,8 +110,8 @@ class CurveShape:
         points: The points, in the order of t.
         cosine: Mean of the cosine between the Jacobians by the input at two points, over the samples for which neither
             is zero. Shape ``[T, T]``, float64, on the CPU.
-        cka: Linear CKA between these Jacobians, as features of the samples; NaN where one is the same for all of them.
-            Shape ``[T, T]``, float64, on the CPU.
+        cka: Linear CKA between these Jacobians, as features of the samples; NaN where one is the same for all of them,
+            or for fewer than 4 samples. Shape ``[T, T]``, float64, on the CPU.
         samples: Number of samples of the loss.
         jacobian_samples: Number of samples of the Jacobians.
         orbit_dimension: Dimension of the symmetry group; None if no symmetry was given.
@@ -354,10 +354,11 @@ def _cosines(jacobians: Sequence[Tensor]) -> Tensor:
 
 def _alignments(jacobians: Sequence[Tensor]) -> Tensor:
     """Return the linear CKA between Jacobians at two points. Shape ``[T, T]``."""
-    metric = CKAMatrix(len(jacobians), len(jacobians))
-    features = [jacobian.flatten(1) for jacobian in jacobians]
-    metric.update(features, features)
-    return metric.compute()
+    cka = Alignment("linear", "unbiased", "none", None)
+    features = [jacobian.flatten(1)[:, :, None] for jacobian in jacobians]
+    if len(features[0]) < cka.fewest:
+        return torch.full((len(features), len(features)), math.nan, dtype=torch.float64)
+    return alignments(*cka.criteria(features, features))
 
 
 # ---- data

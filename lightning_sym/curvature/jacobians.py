@@ -97,7 +97,9 @@ def jacobian_rank(
         parameters,
         equations,
         rank,
-        "the rank is that of all rows, and grows with more images" if rank == equations < parameters else "",
+        "the rank is as large as it can be with so few images, and grows with more"
+        if rank == equations < parameters
+        else "",
         above=float(relative[rank - 1]) if rank else 0.0,
         below=float(relative[rank]) if rank < size else 0.0,
     )

@@ -1,6 +1,7 @@
 """Data in, matplotlib figure out."""
 
 from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
 from lightning_sym.figures.dissection import Paths, dissection_curves
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
@@ -49,6 +50,7 @@ __all__ = [
     "Coefficient",
     "Depth",
     "FoundPoint",
+    "GeometryLines",
     "HeatMap",
     "Lines",
     "Paths",
@@ -65,6 +67,7 @@ __all__ = [
     "coefficient_curves",
     "coefficient_rows",
     "confusion_matrix",
+    "curve_geometry_panels",
     "dissection_curves",
     "embedding",
     "evidence_curves",

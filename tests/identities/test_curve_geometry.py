@@ -131,7 +131,7 @@ def test_nullity_of_the_jacobian_is_that_of_the_symmetry(activation, nullity):
     assert found.above > 1e-4 > 1e-7 > found.below
     wide = jacobian_rank(network, x[:4])  # fewer equations than parameters: the other Gram matrix
     assert (wide.rank, wide.equations) == (local_dimension(symmetry, network, x[:4]).rank, 12)
-    assert "grows with more images" in wide.note
+    assert "grows with more" in wide.note
 
 
 def test_a_jacobian_that_is_too_large_has_no_rank_and_says_why():

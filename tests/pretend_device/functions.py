@@ -216,6 +216,20 @@ def interpolation(side):
 
 
 @case
+def along_a_curve(side):
+    network = side.net(Normed).double()
+    points = torch.stack([landscape.weight_vector(side.net(Normed, seed)) for seed in range(3)]).double()
+    x, data = side.x.double(), [(side.x.double(), side.y)]
+    shape = connectivity.curve_geometry(
+        connectivity.Curve(points.to(side.inputs)), network, data, points=2, inputs=x, probes=2, max_parameters=0
+    )
+    numbers = [(p.loss, p.spectrum.trace, *p.spectrum.eigenvalues, *p.directions.values()) for p in shape.points]
+    gradient, _ = curvature.CurvatureOperator(network, data, nn.functional.cross_entropy).gradient_and_loss()
+    own = curvature.input_jacobians(network, x), curvature.jacobian_rank(network, x).rank
+    return [numbers, shape.cosine, shape.cka, gradient, *own]
+
+
+@case
 def local_dimensions(side):
     found = []
     for make, x in ((small, side.few), (dense, side.x)):

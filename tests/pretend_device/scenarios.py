@@ -39,6 +39,7 @@ from lightning_sym.callbacks import (
     BatchNormRecalibration,
     CalibrationReport,
     CurvatureMonitor,
+    CurveGeometry,
     DissectionReport,
     EquivalenceReport,
     LearningCoefficient,
@@ -63,6 +64,7 @@ from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwo
 from lightning_sym.stitching import STITCHING_MAPS
 from lightning_sym.tasks import (
     AnalyticLandscapesTask,
+    CurveTask,
     DissectionTask,
     EquivalenceTask,
     EquivarianceTask,
@@ -342,6 +344,14 @@ SCENARIOS |= {
         members=1,
         interrupt="0 1",
         waits=True,  # for the losses that decide
+    ),
+    "curve_geometry": functools.partial(
+        of_a_zoo,
+        task=functools.partial(CurveTask, kinds=["bezier"]),
+        callbacks=[functools.partial(CurveGeometry, points=2, images=8, jacobian_images=4, probes=2, density_steps=2)],
+        make=lambda: MultiLayerPerceptron(widths=(2,), image_size=8, in_channels=1),
+        interrupt="0 1",
+        waits=True,  # for eigenvalues, which are computed on the CPU
     ),
     "similarity": functools.partial(
         of_a_zoo,

@@ -7,6 +7,7 @@ from helpers import refused
 
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
+    CurveGeometry,
     EquivalenceReport,
     MarginalLikelihood,
     MatchingReport,
@@ -22,6 +23,8 @@ from lightning_sym.callbacks import (
     "refusal",
     [
         *(refused(BatchNormRecalibration, **bad) for bad in ({"images": 0}, {"batch_size": -1})),
+        *(refused(CurveGeometry, **bad) for bad in ({"points": 1}, {"pairs": 0}, {"jacobian_images": 3})),
+        *(refused(CurveGeometry, **bad) for bad in ({"probes": 1}, {"density_steps": -1}, {"max_parameters": 0.5})),
         *(refused(EquivalenceReport, **bad) for bad in ({"epsilon": 0}, {"epsilon_unit": "V"}, {"inputs": 0})),
         *(refused(EquivalenceReport, through=through) for through in ([], "search", ["teacher"])),
         refused(EquivalenceReport, precision="half"),

@@ -11,7 +11,7 @@ from fits import Theirs, digits, fit, quiet_trainer
 from helpers import assert_refused, assert_same, randomize_statistics, refused, write_zoo
 
 from lightning_sym.callbacks import ZooExport
-from lightning_sym.connectivity import Curve, CurveSummary, barrier, curve_barriers
+from lightning_sym.connectivity import Curve, CurveSummary, barrier, curve_barriers, curve_geometry
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.landscape import weight_vector
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
@@ -65,6 +65,24 @@ def test_loss_stays_low_along_a_curve_and_not_along_the_line(trained):
     assert along["bezier"]["test"].accuracy.min() > 0.94
     plane = curves["bezier"].plane()
     assert 0.4 < plane.coordinates(plane.points)[2, 0] / curves["line"].length() < 0.6
+
+
+def test_the_loss_is_flatter_along_a_curve_than_beside_it(trained):
+    """The table of docs/theory/curves.md, 4.4."""
+    task, curves = trained
+    data = list(all_digits().curvature_dataloader())
+    shape = curve_geometry(curves["bezier"], task.member(0), data, symmetry=task.symmetry, max_parameters=0)
+    for point in shape.points:
+        assert 4 * point.directions["tangent"][0] < point.directions["detour"][0]
+        assert abs(point.directions["tangent"][1]) < point.directions["detour"][1] / 5
+    start, _, middle, _, end = (point.spectrum.eigenvalues[0] for point in shape.points)
+    assert 1.5 * max(start, end) < middle
+    assert shape.points[2].directions["tangent"][1] < 0
+    assert shape.worst_deviation < 1e-6  # although there are kinks
+    assert shape.points[2].gradient_norm > 1e-2  # no critical point
+    assert shape.cosine[0, -1] < 0.95
+    assert shape.orbit_dimension == 32
+    assert all(point.jacobian.nullity >= 32 for point in shape.points)
 
 
 def test_ends_stay_bitwise_and_only_bends_are_trained(trained):

@@ -1,0 +1,130 @@
+"""Hessian and Jacobians at points of trained curves: the table and the pictures."""
+
+import copy
+from typing import Any
+
+from pytorch_lightning import Trainer
+
+from lightning_sym._checks import check_integers
+from lightning_sym._distributed import rank, ranks
+from lightning_sym.callbacks.report import RunReport
+from lightning_sym.connectivity import curve_geometry
+from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.cells import picked
+from lightning_sym.reports.curve_geometry import CurveOf, curve_geometry_results
+from lightning_sym.tasks import CurveTask
+
+
+class CurveGeometry(RunReport):
+    """Look at the loss and the function around points of the curves that a fit has trained.
+
+    At the end of a fit of :class:`lightning_sym.tasks.CurveTask`, at points of the kept curves of the first pairs, in
+    double precision: products of the Hessian with the straight, detour, tangent and a random direction, the largest
+    eigenvalues, the trace with its standard error, counts of small eigenvalues (or for larger networks their density),
+    rank and nullity of the Jacobian of the outputs by the weights beside the dimension of the symmetry's orbit, and how
+    alike the Jacobians by the input are. Two exact identities are checked at every point, see
+    :func:`lightning_sym.connectivity.curve_geometry`. The statistics of batch norms are measured anew at every point.
+    With several processes each takes its share of the images.
+
+    On rank 0, in ``results``: ``geometry.csv`` and ``.json`` (a row for each point), ``geometry_jacobians.csv`` and
+    ``.json``, ``geometry_near_zero.csv`` and ``.json`` or ``geometry_density.csv`` and ``.json``, and for each curve
+    ``geometry-<first>-<second>-<kind>.png`` (in TensorBoard under ``figures/CurveGeometry``). Logged are, under
+    ``geometry/pair-<first>-<second>/<kind>``, ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
+    ``<direction>_product/max`` over the points, ``jacobian_cosine/ends``, and ``identities/worst``. A table is printed,
+    with the places of all files.
+
+    Args:
+        points: Number of points of a curve, equally spaced, both ends included. >= 2.
+        pairs: Of how many pairs the curves are looked at, the first ones. >= 1.
+        images: How many training images the loss is that of, the first ones, without augmentation. >= 1.
+        jacobian_images: How many of these Jacobians are taken on. >= 4, as their likeness needs so many.
+        eigenvalues: How many of the largest are looked for. >= 1.
+        probes: Random vectors for the trace of networks too large to decompose their Hessian. >= 2.
+        density_steps: Lanczos steps for the density of their eigenvalues; 0 for none.
+        max_parameters: Up to so many parameters the whole Hessian is decomposed, which takes a product for each of
+            them. >= 0.
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    needs = (
+        *("pairs", "curves", "member", "model_zoo", "symmetry", "loss_function", "classifies"),
+        *("bends", "decay", "matched", "seed"),
+    )
+    example = "CurveTask"
+
+    def __init__(
+        self,
+        points: int = 5,
+        pairs: int = 1,
+        images: int = 512,
+        jacobian_images: int = 64,
+        eigenvalues: int = 1,
+        probes: int = 16,
+        density_steps: int = 16,
+        max_parameters: int = 4000,
+        dirpath: str | None = None,
+    ) -> None:
+        check_integers(2, points=points, probes=probes)
+        check_integers(pairs=pairs, images=images, eigenvalues=eigenvalues)
+        check_integers(4, jacobian_images=jacobian_images)
+        check_integers(0, density_steps=density_steps, max_parameters=max_parameters)
+        self.points, self.pairs = points, pairs
+        self.images, self.jacobian_images = images, jacobian_images
+        self.settings = {
+            "eigenvalues": eigenvalues,
+            "probes": probes,
+            "density_steps": density_steps,
+            "max_parameters": max_parameters,
+        }
+        super().__init__(dirpath)
+
+    def measure(self, trainer: Trainer, task: CurveTask, data: ImageDataModule) -> Any:
+        """Look at all curves."""
+        network = copy.deepcopy(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
+        images, labels = (part[: self.images] for part in data.split_tensors("train"))
+        inputs = data.normalize(images)
+        own = [tuple(part[rank() :: ranks()] for part in (inputs, labels))] if len(inputs) > rank() else []
+        chosen = [(name, curve) for name, curve in task.curves.items() if name.pair in task.pairs[: self.pairs]]
+        found = {}
+        with self.progress(trainer, "looking along curves") as progress:
+            for number, (name, curve) in enumerate(chosen):
+
+                def show(done: int, total: int, before: int = number) -> None:
+                    if progress is not None:
+                        progress(before * total + done, len(chosen) * total)
+
+                found[CurveOf(*name)] = curve_geometry(
+                    curve,
+                    network,
+                    own,
+                    None if task.classifies else task.loss_function,
+                    points=self.points,
+                    inputs=inputs[: self.jacobian_images],
+                    symmetry=task.symmetry,
+                    progress=show,
+                    **self.settings,
+                )
+        return found
+
+    def report(self, trainer: Trainer, task: CurveTask, data: ImageDataModule, measured: Any) -> RunResults:
+        """Return what was found, with figures."""
+        members = sorted({number for name in measured for number in name[:2]})
+        zoo = task.model_zoo
+        about = {
+            "architecture": zoo.architecture,
+            "zoo": str(zoo.path),
+            "members": {str(number): zoo.member(number).sha256 for number in members},
+            "images": {name.title: shape.samples for name, shape in measured.items()},
+            "seeds": {"members": members, "seed": task.seed},
+            "settings": {
+                **picked(task, "bends", "decay", "matched"),
+                **picked(self, "points", "pairs", "jacobian_images"),
+                **self.settings,
+            },
+            **self.source(data),
+        }
+        return curve_geometry_results(measured, title=type(task.member(task.pairs[0][0])).__name__, about=about)

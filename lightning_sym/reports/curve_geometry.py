@@ -1,0 +1,269 @@
+"""The geometry along curves: rows, tables and figures of what was found at their points."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from lightning_sym.connectivity import CurveShape, PointGeometry
+from lightning_sym.connectivity.curves import CurveKind
+from lightning_sym.connectivity.geometry import DIRECTIONS, TOLERANCE
+from lightning_sym.figures import GeometryLines, curve_geometry_panels
+from lightning_sym.reports.cells import finite, numeric, text_table
+from lightning_sym.reports.table import ResultTable, RunResults
+
+UNITS = {
+    "t": "place on the curve, 0 (first network) to 1 (second network)",
+    "loss": "mean loss, nats for the cross-entropy",
+    "gradient_norm": "norm of the gradient of the loss by the weights",
+    "speed": "norm of the derivative of the curve by t",
+    "..._norm": "norm of the Hessian's product with the direction, of length 1",
+    "..._curvature": "second derivative of the loss along the direction, of length 1",
+    "eigenvalue_...": "the largest eigenvalues of the Hessian",
+    "trace": "trace of the Hessian; trace_error: its standard error, 0 if all eigenvalues were computed",
+    "rank": "of the Jacobian of the outputs by the weights; nullity: parameters minus rank",
+    "orbit_dimension": "dimension of the symmetry's orbit: the nullity is at least that",
+    "cosine_to_start, cka_to_start": "likeness of the Jacobians of the outputs by the input to those at t = 0",
+    "..._identity": "relative deviation of both sides, by central differences in t with the step beside it",
+    "tolerance": "eigenvalues of smaller magnitude are counted: relative to the largest, or absolute",
+    "density": "of eigenvalues, smoothed with Gaussians of standard deviation width; one over eigenvalues",
+}
+# Points at which a density is written.
+_GRID = 400
+# Tolerances whose counts are drawn.
+_COUNTED = (1e-3, 1e-6)
+
+
+class CurveOf(NamedTuple):
+    """Which curve: the numbers of the members at its ends, and its kind."""
+
+    first: int
+    second: int
+    kind: CurveKind
+
+    @property
+    def title(self) -> str:
+        """For example ``0-1 bezier``."""
+        return f"{self.first}-{self.second} {self.kind}"
+
+
+Shapes = Mapping[CurveOf, CurveShape]
+
+
+def curve_geometry_results(shapes: Shapes, *, title: str, about: Mapping[str, Any]) -> RunResults:
+    """Say what was found along curves.
+
+    Args:
+        shapes: By curve.
+        title: For tables and figures.
+        about: What is needed to make the tables again.
+    """
+    if not shapes:
+        return RunResults([], notes=["no curve was kept, so that there is nothing to look along"])
+    tables = [ResultTable("geometry", "the geometry at points of curves", geometry_rows(shapes), UNITS, about)]
+    for name, what, rows in (
+        ("geometry_near_zero", "eigenvalues near zero at points of curves", near_zero_rows(shapes)),
+        ("geometry_density", "density of eigenvalues at points of curves", density_rows(shapes)),
+        ("geometry_jacobians", "likeness of Jacobians by the input between points", jacobian_rows(shapes)),
+    ):
+        tables += [ResultTable(name, what, rows, UNITS, about)] if rows else []
+    first = next(iter(shapes))
+    return RunResults(
+        tables,
+        _figures(shapes, title),
+        numbers=_numbers(shapes),
+        shown=_shown(shapes, title),
+        notes=_notes(shapes),
+        places={
+            "table": "geometry.csv",
+            "picture": f"{_figure_name(first)}.png",
+        },
+    )
+
+
+def geometry_rows(shapes: Shapes) -> list[dict[str, Any]]:
+    """Return all numbers of each point of each curve."""
+    rows = []
+    for name, shape in shapes.items():
+        count = max(len(point.spectrum.eigenvalues) for point in shape.points)
+        for index, point in enumerate(shape.points):
+            jacobian = point.jacobian
+            row: dict[str, Any] = {**name._asdict()}
+            row |= {key: getattr(point, key) for key in ("t", "loss", "gradient_norm", "speed")}
+            for direction in DIRECTIONS:
+                norm, curvature = point.directions.get(direction, (None, None))
+                row |= {f"{direction}_norm": norm, f"{direction}_curvature": curvature}
+            row |= {f"eigenvalue_{number + 1}": _eigenvalue(point, number) for number in range(count)}
+            row |= {"trace": point.spectrum.trace, "trace_error": point.spectrum.trace_error}
+            row |= {key: getattr(jacobian, key) for key in ("parameters", "equations", "rank", "nullity")}
+            row |= {"orbit_dimension": shape.orbit_dimension}
+            row |= {f"{key}_to_start": finite(float(getattr(shape, key)[0, index])) for key in ("cosine", "cka")}
+            for identity in ("gradient_identity", "curvature_identity"):
+                found = getattr(point, identity)
+                row |= {identity: finite(found.deviation), f"{identity}_step": found.step}
+            rows.append({**row, "note": "; ".join(point.notes)})
+    return rows
+
+
+def near_zero_rows(shapes: Shapes) -> list[dict[str, Any]]:
+    """Return the counts of small eigenvalues, by tolerance, where all eigenvalues were computed."""
+    return [
+        {
+            **name._asdict(),
+            "t": point.t,
+            "tolerance": tolerance,
+            "relative": near.relative[tolerance],
+            "absolute": near.absolute[tolerance],
+            "eigenvalues": near.size,
+            "negative": near.negative,
+            "largest_gap_decades": near.gap,
+            "below_gap": near.below_gap,
+        }
+        for name, shape in shapes.items()
+        for point in shape.points
+        if (near := point.spectrum.near_zero) is not None
+        for tolerance in near.relative
+    ]
+
+
+def density_rows(shapes: Shapes) -> list[dict[str, Any]]:
+    """Return the densities of eigenvalues, where they were estimated."""
+    return [
+        {**name._asdict(), "t": point.t, "eigenvalue": place, "density": height, "width": density.width}
+        for name, shape in shapes.items()
+        for point in shape.points
+        if (density := point.spectrum.density) is not None
+        for places in [density.grid(_GRID)]
+        for place, height in zip(places.tolist(), density.at(places).tolist(), strict=True)
+    ]
+
+
+def jacobian_rows(shapes: Shapes) -> list[dict[str, Any]]:
+    """Return how alike the Jacobians by the input are, of every two points of each curve."""
+    return [
+        {
+            **name._asdict(),
+            "t": shape.points[a].t,
+            "other_t": shape.points[b].t,
+            "cosine": finite(float(shape.cosine[a, b])),
+            "cka": finite(float(shape.cka[a, b])),
+        }
+        for name, shape in shapes.items()
+        for a in range(len(shape.points))
+        for b in range(a + 1, len(shape.points))
+    ]
+
+
+def _eigenvalue(point: PointGeometry, number: int) -> float | None:
+    values = point.spectrum.eigenvalues
+    return values[number] if number < len(values) else None
+
+
+def _numbers(shapes: Shapes) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for name, shape in shapes.items():
+        prefix = f"geometry/pair-{name.first}-{name.second}/{name.kind}"
+        tops = [numeric(_eigenvalue(point, 0)) for point in shape.points]
+        found = {
+            "top_eigenvalue/max": max(tops),
+            "trace/max": max(point.spectrum.trace for point in shape.points),
+            "gradient_norm/max": max(point.gradient_norm for point in shape.points),
+            "jacobian_cosine/ends": float(shape.cosine[0, -1]),
+            "identities/worst": shape.worst_deviation,
+        }
+        found |= {
+            f"{direction}_product/max": max(numeric(p.directions.get(direction, (None,))[0]) for p in shape.points)
+            for direction in DIRECTIONS
+        }
+        numbers |= {f"{prefix}/{what}": value for what, value in found.items() if math.isfinite(value)}
+    return numbers
+
+
+def _figure_name(name: CurveOf) -> str:
+    return f"geometry-{name.first}-{name.second}-{name.kind}"
+
+
+def _figures(shapes: Shapes, title: str) -> Iterator[tuple[str, Figure]]:
+    for name, shape in shapes.items():
+        yield _figure_name(name), curve_geometry_panels(_drawn(shape), title=f"Along the curve {name.title}: {title}")
+
+
+def _drawn(shape: CurveShape) -> GeometryLines:
+    points = shape.points
+    names = [d for d in DIRECTIONS if any(d in point.directions for point in points)]
+    missing = (math.nan, math.nan)
+    along = {name: [point.directions.get(name, missing) for point in points] for name in names}
+    count = max(len(point.spectrum.eigenvalues) for point in points)
+    near = [point.spectrum.near_zero for point in points]
+    counts = {
+        f"|λ| < {tolerance:g}{words}": [getattr(each, how)[tolerance] for each in near if each is not None]
+        for tolerance in _COUNTED
+        for how, words in (("relative", " of the largest"), ("absolute", ""))
+        if all(near)
+    }
+    ranks = {key: [numeric(getattr(point.jacobian, key)) for point in points] for key in ("rank", "nullity")}
+    if shape.orbit_dimension is not None:
+        ranks["dimension of the orbit"] = [float(shape.orbit_dimension)] * len(points)
+    densities = {p.t: (d.grid(_GRID).numpy(), d.at(d.grid(_GRID)).numpy()) for p in points if (d := p.spectrum.density)}
+    return GeometryLines(
+        t=[point.t for point in points],
+        loss=[point.loss for point in points],
+        gradient_norm=[point.gradient_norm for point in points],
+        norms={name: [norm for norm, _ in values] for name, values in along.items()},
+        curvatures={name: [curvature for _, curvature in values] for name, values in along.items()},
+        eigenvalues=np.array([[numeric(_eigenvalue(p, number)) for p in points] for number in range(count)]),
+        trace=[point.spectrum.trace for point in points],
+        trace_error=[point.spectrum.trace_error for point in points],
+        ranks=ranks,
+        similarity={"mean cosine": shape.cosine[0].numpy(), "linear CKA": shape.cka[0].numpy()},
+        deviations={
+            "gradient along the curve": [point.gradient_identity.deviation for point in points],
+            "second derivative of the loss": [point.curvature_identity.deviation for point in points],
+        },
+        tolerance=TOLERANCE,
+        counts=counts,
+        density=densities,
+    )
+
+
+def _shown(shapes: Shapes, title: str) -> Table:
+    columns = ["t", "loss", *(f"‖Hd‖\n{name}" for name in DIRECTIONS), "top\neigenv.", "trace"]
+    lines: list[list[str] | None] = []
+    for name, shape in shapes.items():
+        lines.append([f"[bold]{name.first}-{name.second}[/bold]", f"[bold]{name.kind}[/bold]"])
+        for point in shape.points:
+            norms = [point.directions.get(direction, (None,))[0] for direction in DIRECTIONS]
+            numbers = [point.loss, *norms, _eigenvalue(point, 0), point.spectrum.trace]
+            lines.append([f"{point.t:.2g}", *map(_short, numbers)])
+        lines.append(None)
+    return text_table(f"Along curves: {title}", columns, lines, whole=columns, compact=True)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.2g}"
+
+
+def _notes(shapes: Shapes) -> list[str]:
+    worst = max(shape.worst_deviation for shape in shapes.values())
+    verdict = "hold" if worst <= TOLERANCE else "[bold]do not hold[/bold]"
+    notes = [
+        f"both identities {verdict} at every point: largest relative deviation {worst:.1e} (tolerance {TOLERANCE:g})"
+    ]
+    for name, shape in shapes.items():
+        notes.append(
+            f"{name.title}: Jacobians by the input of both ends: cosine {float(shape.cosine[0, -1]):.3f}, CKA "
+            f"{float(shape.cka[0, -1]):.3f}"
+        )
+        ranks = [point.jacobian for point in shape.points]
+        found = sorted({each.rank for each in ranks if each.rank is not None})
+        if found:
+            span = f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}"
+            outputs, weights = ranks[0].equations, ranks[0].parameters
+            orbit = shape.orbit_dimension
+            beside = "" if orbit is None else f"; dimension of the orbit {orbit:,}"
+            notes.append(f"{name.title}: Jacobian of {outputs:,} outputs by {weights:,} weights: rank {span}{beside}")
+        notes += [f"{name.title}: {note}" for note in dict.fromkeys(n for point in shape.points for n in point.notes)]
+    return notes
