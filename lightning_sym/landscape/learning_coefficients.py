@@ -13,7 +13,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_counts_alike, check_integers, check_numbers
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
@@ -26,6 +26,7 @@ from lightning_sym.landscape.langevin import (
     lanczos_top,
 )
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
+from lightning_sym.networks.modes import in_precision
 
 LARGEST_STEP = 0.1
 """What the step times the largest curvature of the chains' potential should not exceed."""
@@ -34,6 +35,7 @@ SAME = 0.05
 AGREEMENT = 1.1
 """The potential scale reduction below which chains count as agreeing."""
 _FEWEST = 3  # chains
+_FEWEST_DRAWS = 8  # two in each quarter
 _TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
 _FIRST_LOOK = 10  # step at which the curvature is measured again; then at twice as many, and so on
 _UNSTABLE = 4  # times the step that fits: chains that have taken such steps begin again
@@ -72,7 +74,7 @@ class LossOnData:
         block_size: int = 2048,
         execution: Literal["vmap", "loop"] = "vmap",
     ) -> None:
-        self.network = copy.deepcopy(network).to(dtype).eval()
+        self.network = in_precision(copy.deepcopy(network), dtype).eval()
         self.own = weight_vector(self.network)
         self._loss, self._block, self._execution = loss, block_size, execution
         self.data = joined(batches, self.own)
@@ -88,6 +90,8 @@ class LossOnData:
                 "loss must be the mean over samples, and that of two samples changes when each is given twice, from "
                 f"{float(once):.4g} to {float(twice):.4g}; use reduction='mean'."
             )
+        with torch.no_grad():
+            check_counts_alike(lambda rows: self._mean(self.own, self._rows(rows)), self.samples)
 
     def _rows(self, rows: Tensor) -> Any:
         return tree_map(lambda tensor: tensor[rows.to(tensor.device)], self.data)
@@ -176,6 +180,8 @@ def joined(batches: Iterable[Any], like: Tensor) -> Any:
     if not parts or not len(tree_leaves(parts[0])[0]):
         raise ValueError("data must hold at least one sample, got none.")
     whole = tree_map(lambda *tensors: torch.cat(tensors), *parts)
+    if len(lengths := {len(tensor) for tensor in tree_leaves(whole)}) > 1:
+        raise ValueError(f"inputs and targets must have as many samples, got {sorted(lengths)}.")
     return tree_map(
         lambda tensor: tensor.detach().to(like.device, like.dtype if tensor.is_floating_point() else None), whole
     )
@@ -256,6 +262,16 @@ class LearningCoefficientEstimate:
             return (
                 f"{len(self.escaped)} of {self.losses.shape[1]} chains left to infinity, the first at step {first}; "
                 f"take a step smaller than {self.step:.1e}, or a localisation larger than {self.localisation:.3g}."
+            )
+        if len(self.losses) < _FEWEST_DRAWS or len(self.losses) - self.burn_in < 2:
+            return (
+                f"undecided: {len(self.losses)} draws, {self.burn_in} of them burn-in, are too few to show whether the "
+                "chains are stationary; take more steps, or a shorter burn-in."
+            )
+        if bool((self.losses == self.reference).all()):
+            return (
+                "the loss is the same wherever the chains went, so that no direction counts or they do not move (a "
+                "dead network?); begin at weights that the loss depends on."
             )
         if not float(self.chain_means.mean()) > 0:
             return (
@@ -549,8 +565,8 @@ class _Run:
         steepest = self.inverse_temperature * max(curvature, 0.0) + self.localisation
         if not steepest > 0:
             raise ValueError(
-                "The loss has no curvature at the network's weights (a dead network?) and there is no localisation, so "
-                "that no step fits; give step, or localisation."
+                "The loss has no curvature above 0 at the network's weights (a dead network, a maximum?) and there is "
+                "no localisation, so that no step fits; give step, or localisation."
             )
         return LARGEST_STEP / steepest
 
