@@ -20,7 +20,7 @@ from lightning_sym._random import derive_seed, seeded
 from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
 from lightning_sym.curvature.passes import batches, check_weights, ready
-from lightning_sym.networks.modes import in_precision
+from lightning_sym.networks.modes import in_precision, twice_differentiable
 
 Kind = Literal["hessian", "gauss_newton"]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -472,8 +472,9 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _exactly(device: torch.device) -> Iterator[None]:
-    """Compute in full precision, with gradients possible, wherever the caller is."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    """Compute in full precision, with gradients of gradients possible, wherever the caller is."""
+    autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast, twice_differentiable():
         yield
 
 
@@ -490,6 +491,9 @@ def _copied(network: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _chosen(network: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Parameter]:
     """Return the parameters that are the variables, by name."""
     every = dict(network.named_parameters())
+    for name, parameter in every.items():
+        if parameter.is_complex() and (parameter.requires_grad if names is None else name in names):
+            raise ValueError(f"Parameter {name!r} is complex, and curvature is that of real numbers; freeze it.")
     if names is None:
         chosen = {name: p for name, p in every.items() if p.requires_grad}
         if not chosen:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sym._checks import check_counts_alike, check_integers, check_numbers
 from lightning_sym._distributed import gathered, rank, ranks
-from lightning_sym._random import generator
+from lightning_sym._random import derive_seed, generator, seeded
 from lightning_sym._text import unknown
 from lightning_sym.landscape.langevin import (
     METHODS,
@@ -26,7 +27,7 @@ from lightning_sym.landscape.langevin import (
     lanczos_top,
 )
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
-from lightning_sym.networks.modes import in_precision
+from lightning_sym.networks.modes import in_precision, twice_differentiable
 
 LARGEST_STEP = 0.1
 """What the step times the largest curvature of the chains' potential should not exceed."""
@@ -79,9 +80,21 @@ class LossOnData:
         self._loss, self._block, self._execution = loss, block_size, execution
         self.data = joined(batches, self.own)
         self.samples = len(tree_leaves(self.data)[0])
-        if loss is F.cross_entropy and any(target.is_floating_point() for target in tree_leaves(self.data[1])):
-            raise ValueError("the cross-entropy needs class indices as targets, got floating ones; give another loss.")
+        if loss is F.cross_entropy and not all(_classes(target) for target in tree_leaves(self.data[1])):
+            raise ValueError(
+                "the cross-entropy needs class indices or probabilities as targets, got other floating ones; give "
+                "another loss."
+            )
         two = self._rows(torch.arange(min(2, self.samples)))
+        with seeded(derive_seed("learning coefficient", 1)):
+            drawn = self._mean(self.own, two)
+        with seeded(derive_seed("learning coefficient", 2)):
+            again = self._mean(self.own, two)
+        if not torch.allclose(drawn, again, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                "the network puts out something else for the same input in eval mode, so that its loss is no function "
+                "of its weights; use modules for dropout and noise, which eval mode turns off."
+            )
         once, twice = self._mean(self.own, two), self._mean(self.own, tree_map(lambda t: torch.cat([t, t]), two))
         if once.ndim != 0 or not once.is_floating_point():
             raise ValueError(f"loss must return one number, got {once.dtype} of shape {list(once.shape)}.")
@@ -102,14 +115,21 @@ class LossOnData:
             () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
         )
         named = inputs if isinstance(inputs, dict) else {}
-        outputs = functional_call(self.network, weight_tensors(self.network, vector), positional, named)
+        with twice_differentiable():
+            outputs = functional_call(self.network, weight_tensors(self.network, vector), positional, named)
         return self._loss(outputs, targets)
 
     def _mapped(self, function: Callable[..., Any], *arguments: Any, shared: bool = False) -> Any:
         """Call a function for each row of its arguments; the last one is the same for all if ``shared``."""
         if self._execution == "vmap":
             dims = (*(0 for _ in arguments[shared:]), *([None] if shared else []))
-            return vmap(function, in_dims=dims, randomness="same")(*arguments)
+            try:
+                return vmap(function, in_dims=dims, randomness="same")(*arguments)
+            except RuntimeError as error:
+                if not re.search("vmap|batching rule", str(error), re.IGNORECASE):
+                    raise
+                reason = str(error).split(". ")[0].splitlines()[0]
+                raise ValueError(f"vmap cannot run the network ({reason}); use execution='loop'.") from error
         own = arguments[:-1] if shared else arguments
         results = []
         for row in range(len(own[0])):
@@ -163,6 +183,13 @@ class LossOnData:
             return found
 
         return lanczos_top(lambda directions: self._summed(product, vectors, directions), vectors, seed=seed)
+
+
+def _classes(targets: Tensor) -> bool:
+    """Return whether targets are class indices, or probabilities of classes."""
+    if not targets.is_floating_point():
+        return True
+    return targets.ndim > 1 and bool((targets >= 0).all()) and bool(((targets.sum(1) - 1).abs() < 1e-3).all())
 
 
 def joined(batches: Iterable[Any], like: Tensor) -> Any:

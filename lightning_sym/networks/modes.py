@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
@@ -35,3 +36,15 @@ def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return network
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Compute attention by plain operations, which can be differentiated twice and forward, and run by ``vmap``."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
