@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym.connectivity import Curve, CurveNetwork, CurveSummary, curve_coefficients
+from lightning_sym.connectivity import Curve, CurveNetwork, CurveSummary, curve_coefficients, curve_geometry
 from lightning_sym.curvature import (
     CurvatureOperator,
+    EmptyLoaderError,
     MatrixOperator,
     NonFiniteError,
     NotConvergedError,
@@ -26,6 +27,7 @@ from lightning_sym.curvature import (
 )
 from lightning_sym.landscape import learning_coefficient, weight_vector
 from lightning_sym.landscape.analytic import reduced_rank_coefficient
+from lightning_sym.landscape.langevin import METHODS, expected_energy
 from lightning_sym.landscape.learning_coefficients import LossOnData
 
 KINDS = ("bezier", "chain")
@@ -478,6 +480,69 @@ def test_laws_of_reduced_rank_regression(inputs, hidden, outputs, rank):
         assert reduced_rank_coefficient(inputs, hidden, outputs, rank - 1) <= found
 
 
+@pytest.mark.parametrize(("eigenvalues", "step"), [([10.0], 4e-4), ([10.0, -1.0], 1e-5)], ids=["unstable", "saddle"])
+def test_what_has_no_stationary_law_has_no_energy(eigenvalues, step):
+    for method in METHODS:
+        assert expected_energy(torch.tensor(eigenvalues), 1e3, 0.0, step, method) == math.inf
+    assert math.isfinite(expected_energy(torch.tensor([10.0, -1e-15, 0.0]), 1e3, 0.0, 1e-5))
+
+
+# ---- networks of other kinds
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, :, None] * torch.ones(4, dtype=x.dtype)
+        return self.last(self.attend(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells, self.last = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cells(x[:, :, None])[0][:, -1])
+
+
+@pytest.mark.parametrize("make", [Attention, Recurrent])
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_curvature_of_attention_and_recurrence(make, kind):
+    network, x, y = make().double(), normal(6, 3), torch.arange(6) % 2
+    operator = CurvatureOperator(network, (x, y), F.cross_entropy, kind=kind)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    products = operator.matrix()
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+    v, step = normal(operator.size), 1e-5
+    torch.testing.assert_close(products @ v, operator @ v, rtol=1e-9, atol=1e-12)
+    if kind == "gauss_newton":
+        assert torch.linalg.eigvalsh(products)[0] > -1e-10
+        return
+
+    def slope(shift: float) -> Tensor:
+        moved = copy.deepcopy(network)
+        weights = weight_vector(network) + shift * v
+        Curve(torch.stack([weights, weights])).writer(moved)(0)
+        return CurvatureOperator(moved, (x, y), F.cross_entropy).gradient_and_loss()[0]
+
+    difference = (slope(step) - slope(-step)) / (2 * step)
+    assert (products @ v - difference).norm() < 1e-6 * difference.norm()
+
+
+@pytest.mark.parametrize(("make", "execution"), [(Attention, "vmap"), (Attention, "loop"), (Recurrent, "loop")])
+def test_chains_of_attention_and_recurrence(make, execution):
+    data = [(normal(6, 3), torch.arange(6) % 2)]
+    found = learning_coefficient(make().double(), data, chains=3, steps=8, execution=execution)
+    assert found.losses.isfinite().all()
+    assert found.curvature > 0
+
+
 # ---- what is refused
 
 X, Y = torch.zeros(4, 3), torch.tensor([0, 1, 1, 0])
@@ -489,13 +554,23 @@ def operator_of(data=(X, Y), loss=F.cross_entropy, network=None) -> CurvatureOpe
     return CurvatureOperator(Odd() if network is None else network, data, loss)
 
 
-def chains_of(data=(X, Y), loss=F.cross_entropy):
-    return learning_coefficient(Odd(), [data], loss, chains=3, steps=8, inverse_temperature=1.0)
+def chains_of(data=(X, Y), loss=F.cross_entropy, network=None):
+    network = Odd() if network is None else network
+    return learning_coefficient(network, [data], loss, chains=3, steps=8, inverse_temperature=1.0)
 
 
 def ranking(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compare samples with each other, so that it is a mean over pairs."""
     return (outputs[:, None] - outputs[None]).square().mean() + outputs.square().mean()
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, training=True)
+
+
+def complex_network() -> nn.Module:
+    return nn.Linear(3, 2, dtype=torch.complex128)
 
 
 def infinite(value: float, name: str) -> nn.Module:
@@ -518,6 +593,16 @@ def infinite(value: float, name: str) -> nn.Module:
         refused(lambda: operator_of() @ torch.zeros(20, 0), says="[20, 0]"),
         refused(chains_of, loss=WEIGHTED, says="without class weights"),
         refused(chains_of, data=(X, IGNORED), says="ignored labels"),
+        refused(chains_of, data=(X, normal(4, 2)), says="indices or probabilities"),
+        refused(chains_of, data=(X, normal(4)), says="indices or probabilities"),
+        refused(chains_of, network=Noisy(3, 2), data=(X + 1, Y), says="dropout"),
+        refused(chains_of, network=Recurrent(), says="use execution='loop'"),
+        refused(chains_of, network=complex_network(), says="'weight' is complex"),
+        refused(operator_of, network=complex_network(), says="'weight' is complex"),
+        refused(lambda: CurveNetwork(complex_network(), complex_network()), says="'weight' is complex"),
+        refused(
+            lambda: curve_geometry(Curve(normal(2, 8)), nn.Linear(3, 2), []), says="no samples", error=EmptyLoaderError
+        ),
         refused(chains_of, data=(X, Y[:2]), says="as many samples, got [2, 4]"),
         refused(lambda: chains(lambda w: -bowl(w), localisation=0.0), says="no curvature above 0"),
         refused(Curve.straight, torch.zeros(3), torch.zeros(4), says="of one shape and dtype"),
