@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 
+import torch
 from torch import Tensor, nn
 
 Grid = int | Sequence[int]
@@ -63,6 +64,31 @@ def _within(value: float, allowed: str) -> bool:
         return above and (value <= float(high) if closing == "]" else value < float(high))
     relation, bound = allowed.split()
     return value > float(bound) if relation == ">" else value >= float(bound)
+
+
+def check_counts_alike(mean: Callable[[Tensor], Tensor], samples: int) -> None:
+    """Check, on up to 32 samples, that a loss is their mean, in which each counts alike.
+
+    With class weights or ignored labels the mean over a batch is divided by something else, so that a sum over batches
+    depends on how samples are batched.
+
+    Args:
+        mean: From the numbers of some samples, of which one may come twice, to their loss, a scalar.
+        samples: How many there are. >= 1.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    rows = torch.linspace(0, samples - 1, min(samples, 32)).round().long()
+    rows = torch.cat([rows[:1], rows])
+    together = mean(rows)
+    apart = torch.stack([mean(row[None]) for row in rows]).mean()
+    if bool(together.isfinite()) and not torch.allclose(together, apart, rtol=1e-3, atol=1e-6):
+        raise ValueError(
+            f"loss must be the mean over samples, and of {len(rows)} samples it is {float(together):.4g} where the "
+            f"mean of their losses is {float(apart):.4g}; divide by the number of samples, without class weights and "
+            "ignored labels."
+        )
 
 
 def check_kernel(module: nn.Module, kernel_size: object) -> None:

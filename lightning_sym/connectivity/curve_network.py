@@ -119,11 +119,16 @@ def check_same_ends(start: nn.Module, end: nn.Module) -> None:
     }
     others = {**dict(end.named_parameters()), **dict(end.named_buffers())}
     for name, value in (*start.named_parameters(), *start.named_buffers()):
-        if name not in weights and name not in statistics and not torch.equal(value, others[name].to(value.device)):
+        if name not in weights and name not in statistics and not _same(value, others[name]):
             raise ValueError(
                 f"The networks differ in {name!r}, which is not trained, so that no curve joins them; give both the "
                 "same values."
             )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape have the same values, of which NaN may be one."""
+    return bool(((one == other.to(one.device)) | (one != one) & (other != other).to(one.device)).all())
 
 
 def _without_weights(network: nn.Module) -> nn.Module:

@@ -110,9 +110,14 @@ class Curve:
             The curve; both ends are copied bit by bit.
 
         Raises:
-            ValueError: If an argument is out of range.
+            ValueError: If an argument is out of range, or the ends differ in shape or dtype.
         """
         check_integers(0, bends=bends)
+        if start.ndim != 1 or start.shape != end.shape or start.dtype != end.dtype or not start.is_floating_point():
+            raise ValueError(
+                "start and end must be floating weight vectors of one shape and dtype, got "
+                f"{start.dtype} {list(start.shape)} and {end.dtype} {list(end.shape)}."
+            )
         share = torch.linspace(0, 1, bends + 2, dtype=torch.float64)[1:-1, None].to(start)
         return cls(torch.cat([start[None], torch.lerp(start, end, share), end[None]]).detach(), kind)
 
@@ -149,7 +154,9 @@ class Curve:
         return float(self.steps(torch.linspace(0, 1, chords + 1, dtype=torch.float64)).sum())
 
     def steps(self, t: Tensor) -> Tensor:
-        """Return the distances between neighbouring places ``[T]``. Shape ``[T - 1]``, float64, on the CPU."""
+        """Return the distances between neighbouring places ``[T]``, T >= 2. Shape ``[T - 1]``, float64, on the CPU."""
+        if t.ndim != 1 or len(t) < 2:
+            raise ValueError(f"t must have shape [T], T >= 2, got {list(t.shape)}.")
         points = [self(place) for place in t.tolist()[:1]]
         found = []
         for place in t.tolist()[1:]:  # one after the other, as all of them together may not fit
@@ -253,7 +260,7 @@ def load_curve(path: str | Path) -> Curve:
             if record["format"] != FORMAT:
                 raise ValueError(f"its format is {record['format']!r}, not {FORMAT!r}")
             return Curve(opened.get_tensor("points"), record["kind"], record["about"])
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} holds no curve, or is damaged ({error}); train the curve again.") from None
 
 
@@ -315,7 +322,7 @@ class CurveSummary:
         lowest: Over all places.
         highest: Over all places.
         mean: Over places: the mean over t.
-        integral: Mean over the length of the curve, by the trapezoidal rule.
+        integral: Mean over the length of the curve, by the trapezoidal rule; over places where it has none.
     """
 
     start: float
@@ -342,6 +349,8 @@ class CurveSummary:
             )
         values, steps = values.double(), steps.double()
         middles = (values[1:] + values[:-1]) / 2
+        if not steps.any():  # between equal ends
+            steps = torch.ones_like(steps)
         return cls(
             start=float(values[0]),
             end=float(values[-1]),

@@ -16,11 +16,13 @@ from lightning_sym._distributed import device_of, gathered, wide
 from lightning_sym._random import generator
 from lightning_sym.connectivity.curves import Curve, curve_coefficients
 from lightning_sym.connectivity.interpolation import Loss
+from lightning_sym.curvature.blocks import EmptyLoaderError
 from lightning_sym.curvature.jacobians import JacobianRank, input_jacobians, jacobian_rank
 from lightning_sym.curvature.krylov import NotConvergedError, top_eigenpairs
 from lightning_sym.curvature.operators import CurvatureOperator, directional_curvature
 from lightning_sym.curvature.spectra import NearZero, SpectralDensity, near_zero, spectral_density, trace
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+from lightning_sym.networks.modes import in_precision
 from lightning_sym.similarity.cka import Alignment, alignments
 from lightning_sym.symmetry import Symmetry
 
@@ -207,7 +209,7 @@ def curve_geometry(
     check_numbers("in (0, 1)", tolerance=tolerance)
     device = device_of(network)
     dtype = wide(device)
-    scratch = copy.deepcopy(network).to(dtype).eval()
+    scratch = in_precision(copy.deepcopy(network), dtype).eval()
     exact = Curve(curve.points.detach().to(device, dtype), curve.kind)
     place = exact.writer(scratch)
     norms = batch_norms(scratch)
@@ -378,6 +380,8 @@ def _first(data: Any, count: int) -> Tensor:
     shared: list[Tensor] = [
         each for each in gathered(torch.cat(found)[:count].cpu() if found else None) if each is not None
     ]
+    if not shared:
+        raise EmptyLoaderError("data has no samples on any process; give the training split some.")
     return shared[0]
 
 

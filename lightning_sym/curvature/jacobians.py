@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import device_of, moved, wide
-from lightning_sym.networks.modes import evaluating
+from lightning_sym.networks.modes import evaluating, in_precision
 from lightning_sym.symmetry.dimension import jacobian_rows
 
 
@@ -68,7 +68,7 @@ def jacobian_rank(
     """
     check_numbers("in (0, 1)", tolerance=tolerance)
     check_integers(max_bytes=max_bytes)
-    exact = copy.deepcopy(network).to(wide(device_of(network))).eval()
+    exact = in_precision(copy.deepcopy(network), wide(device_of(network))).eval()
     given = _widened(exact, inputs)
     with torch.no_grad():
         equations = exact(given).numel()

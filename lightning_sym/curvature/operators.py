@@ -14,12 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_counts_alike, check_integers
 from lightning_sym._distributed import gathered, summed, together, wide
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
-from lightning_sym.curvature.passes import batches, ready
+from lightning_sym.curvature.passes import batches, check_weights, ready
+from lightning_sym.networks.modes import in_precision, twice_differentiable
 
 Kind = Literal["hessian", "gauss_newton"]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -71,7 +72,7 @@ class SymmetricOperator(ABC):
         Raises:
             ValueError: If the shape does not fit.
         """
-        if vectors.ndim not in (1, 2) or len(vectors) != self.size:
+        if vectors.ndim not in (1, 2) or len(vectors) != self.size or not vectors.numel():
             raise ValueError(
                 f"the operator has shape {list(self.shape)} and multiplies vectors of shape [{self.size}] or "
                 f"[{self.size}, K], got {list(vectors.shape)}."
@@ -329,21 +330,30 @@ class CurvatureOperator(SymmetricOperator):
                         f"the network must put out one tensor with a row for each of {len(x)} inputs, got "
                         f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
                     )
+                if not one.isfinite().all():
+                    raise NonFiniteError(
+                        "The network's outputs are not finite; lower the learning rate or look at the inputs."
+                    )
                 if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
                     raise ValueError(
                         "the network puts out something else for the same input in eval mode, so that it has no one "
                         "curvature; use modules for dropout and noise, which eval mode turns off."
                     )
-                value = self._loss(one, y)
-                if value.ndim:
-                    raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
-                twice = self._loss(torch.cat([one, one]), torch.cat([y, y]))
-                if not torch.allclose(value, twice, rtol=1e-3, atol=1e-6):
-                    raise ValueError(
-                        f"loss must be a mean over samples, and with each sample twice it goes from {float(value):.4g} "
-                        f"to {float(twice):.4g}; divide sums by the number of samples."
-                    )
+                self._check_loss(one, y)
             return
+
+    def _check_loss(self, outputs: Tensor, targets: Tensor) -> None:
+        """Check on a batch that the loss is a mean over samples, in which each counts alike."""
+        value = self._loss(outputs, targets)
+        if value.ndim:
+            raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
+        twice = self._loss(torch.cat([outputs, outputs]), torch.cat([targets, targets]))
+        if not torch.allclose(value, twice, rtol=1e-3, atol=1e-6):
+            raise ValueError(
+                f"loss must be a mean over samples, and with each sample twice it goes from {float(value):.4g} "
+                f"to {float(twice):.4g}; divide sums by the number of samples."
+            )
+        check_counts_alike(lambda rows: self._loss(outputs[rows], targets[rows]), len(outputs))
 
 
 def directional_curvature(
@@ -427,6 +437,10 @@ class _Batches:
             if batch is None:
                 return
             x, y = batch
+            if y.ndim == 0 or len(y) != len(x):
+                raise ValueError(
+                    f"targets must have a row for each of the {len(x)} inputs of a batch, got shape {list(y.shape)}."
+                )
             if y.is_floating_point():
                 y = y.to(dtype)
             if self._check:
@@ -458,8 +472,9 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _exactly(device: torch.device) -> Iterator[None]:
-    """Compute in full precision, with gradients possible, wherever the caller is."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    """Compute in full precision, with gradients of gradients possible, wherever the caller is."""
+    autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), autocast, twice_differentiable():
         yield
 
 
@@ -468,16 +483,17 @@ def _copied(network: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     with ready(network) as checked:
         copied = copy.deepcopy(checked)
     if dtype is not None:
-        copied.to(dtype)
-    for name, tensor in (*copied.named_parameters(), *copied.named_buffers()):
-        if not tensor.isfinite().all():
-            raise NonFiniteError(f"{name!r} of the network is not finite; lower the learning rate.")
+        in_precision(copied, dtype)
+    check_weights(copied)
     return copied
 
 
 def _chosen(network: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Parameter]:
     """Return the parameters that are the variables, by name."""
     every = dict(network.named_parameters())
+    for name, parameter in every.items():
+        if parameter.is_complex() and (parameter.requires_grad if names is None else name in names):
+            raise ValueError(f"Parameter {name!r} is complex, and curvature is that of real numbers; freeze it.")
     if names is None:
         chosen = {name: p for name, p in every.items() if p.requires_grad}
         if not chosen:

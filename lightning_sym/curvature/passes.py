@@ -150,9 +150,15 @@ def curved_layers(network: nn.Module, ffc: FFC = "shared") -> dict[str, tuple[nn
 
 
 def check_weights(network: nn.Module) -> None:
-    """Raise :class:`NonFiniteError` if a parameter or buffer is not finite; the error names it."""
+    """Raise :class:`NonFiniteError` if a parameter or buffer is not finite; the error names it.
+
+    Buffers may hold minus infinity, as masks of attention do.
+    """
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        if not tensor.isfinite().all():
+        broken = ~tensor.isfinite()
+        if not isinstance(tensor, nn.Parameter):
+            broken &= tensor != -torch.inf
+        if broken.any():
             raise NonFiniteError(f"{name!r} of the network is not finite; lower the learning rate.")
 
 

@@ -21,6 +21,8 @@ TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
 TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
 # How near to the maximum in its middle a Gaussian of the default width falls at the next node, for evenly spaced ones.
 _KAPPA = 3.0
+# What is smaller than this, relative to the largest magnitude, is rounding.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,8 @@ def spectral_density(
 
     Args:
         operator: The matrix H.
-        steps: Number m of products per vector, at most P (then the rest is left out). More steps resolve finer detail.
+        steps: Number m of products per vector; of more than P, which the rule for the width counts, P are made. More
+            steps resolve finer detail.
         probes: Number R of random vectors. More of them lower the noise. >= 1.
         width: Standard deviation of the smoothing, in units of eigenvalues, > 0; default
             :math:`\frac{1.1\,(\theta_{max} - \theta_{min})}{(m - 1) \sqrt{8 \ln 3}}`, the rule of Papyan (2020): what m
@@ -277,7 +280,9 @@ def spectral_density(
     if width is None:
         span = 1.1 * float(found.nodes.max() - found.nodes.min())
         width = span / (max(steps - 1, 1) * math.sqrt(8 * math.log(_KAPPA)))
-        width = width if width > 0 else 1e-3 * (abs(float(found.nodes.max())) or 1.0)
+        largest = float(found.nodes.abs().max())
+        if not width > _ROUNDING * largest:  # a multiple of the identity
+            width = 1e-3 * (largest or 1.0)
     return SpectralDensity(found.nodes, found.weights, operator.size, width, found.products)
 
 
@@ -288,7 +293,7 @@ class NearZero:
     Attributes:
         size: Number of eigenvalues.
         largest: The largest magnitude.
-        relative: By tolerance, how many magnitudes are below it times the largest.
+        relative: By tolerance, how many magnitudes are at most it times the largest; all, if that is 0.
         absolute: By tolerance, how many magnitudes are below it.
         negative: How many eigenvalues are below minus rounding (``1e-12`` of the largest magnitude).
         gap: Decades between the two neighbouring magnitudes that are furthest apart, of those above rounding and the
@@ -332,7 +337,7 @@ def near_zero(eigenvalues: Tensor, tolerances: Sequence[float] = TOLERANCES) -> 
         check_numbers("in (0, 1)", tolerance=tolerance)
     sizes = values.abs().sort(descending=True).values
     largest = float(sizes[0])
-    rounding = 1e-12 * largest
+    rounding = _ROUNDING * largest
     # What is below rounding is as good as rounding: gaps among such numbers mean nothing.
     logs = sizes.clamp(min=rounding or 1.0).log10()
     steps = logs[:-1] - logs[1:]
@@ -341,7 +346,7 @@ def near_zero(eigenvalues: Tensor, tolerances: Sequence[float] = TOLERANCES) -> 
     return NearZero(
         size=len(values),
         largest=largest,
-        relative={t: int((sizes < t * largest).sum()) for t in tolerances},
+        relative={t: int((sizes <= t * largest).sum()) for t in tolerances},
         absolute={t: int((sizes < t).sum()) for t in tolerances},
         negative=int((values < -rounding).sum()),
         gap=gap,

@@ -19,6 +19,7 @@ from lightning_sym._text import unknown
 from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
 from lightning_sym.landscape.planes import WeightPlane, as_tensors, trainable, weight_vector
 from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
+from lightning_sym.networks.modes import in_precision
 
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -255,7 +256,7 @@ class LossSurface:
 
     def _private(self, network: nn.Module) -> tuple[nn.Module, Tensor]:
         """Return a copy of the network whose trainable parameters are views of one vector, and the vector."""
-        private = copy.deepcopy(network).to(self.dtype).eval()
+        private = in_precision(copy.deepcopy(network), self.dtype).eval()
         flat = weight_vector(private)
         nn.utils.vector_to_parameters(flat, trainable(private).values())
         private.requires_grad_(False)

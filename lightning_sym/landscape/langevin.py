@@ -109,10 +109,11 @@ def expected_energy(
         method: How they move.
 
     Returns:
-        The mean; infinity if some :math:`\eta k \ge 4`, where chains leave to infinity.
+        The mean; infinity if some :math:`\eta k \ge 4` or :math:`k < 0`, where chains leave to infinity.
     """
     rate = inverse_temperature * eigenvalues.double() + localisation
-    if bool((step * rate >= 4).any()):
+    rounding = 1e-9 * inverse_temperature * eigenvalues.double().abs().amax() if eigenvalues.numel() else 0.0
+    if bool(((step * rate >= 4) | (rate < -rounding)).any()):
         return math.inf
     share = inverse_temperature * eigenvalues.double() / rate.where(rate != 0, 1.0) / 2
     return float((share / (1 - step * rate / 4) if method == "sgld" else share).sum())

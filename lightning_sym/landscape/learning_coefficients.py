@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +14,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_counts_alike, check_integers, check_numbers
 from lightning_sym._distributed import gathered, rank, ranks
-from lightning_sym._random import generator
+from lightning_sym._random import derive_seed, generator, seeded
 from lightning_sym._text import unknown
 from lightning_sym.landscape.langevin import (
     METHODS,
@@ -26,6 +27,7 @@ from lightning_sym.landscape.langevin import (
     lanczos_top,
 )
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
+from lightning_sym.networks.modes import in_precision, twice_differentiable
 
 LARGEST_STEP = 0.1
 """What the step times the largest curvature of the chains' potential should not exceed."""
@@ -34,6 +36,7 @@ SAME = 0.05
 AGREEMENT = 1.1
 """The potential scale reduction below which chains count as agreeing."""
 _FEWEST = 3  # chains
+_FEWEST_DRAWS = 8  # two in each quarter
 _TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
 _FIRST_LOOK = 10  # step at which the curvature is measured again; then at twice as many, and so on
 _UNSTABLE = 4  # times the step that fits: chains that have taken such steps begin again
@@ -72,14 +75,26 @@ class LossOnData:
         block_size: int = 2048,
         execution: Literal["vmap", "loop"] = "vmap",
     ) -> None:
-        self.network = copy.deepcopy(network).to(dtype).eval()
+        self.network = in_precision(copy.deepcopy(network), dtype).eval()
         self.own = weight_vector(self.network)
         self._loss, self._block, self._execution = loss, block_size, execution
         self.data = joined(batches, self.own)
         self.samples = len(tree_leaves(self.data)[0])
-        if loss is F.cross_entropy and any(target.is_floating_point() for target in tree_leaves(self.data[1])):
-            raise ValueError("the cross-entropy needs class indices as targets, got floating ones; give another loss.")
+        if loss is F.cross_entropy and not all(_classes(target) for target in tree_leaves(self.data[1])):
+            raise ValueError(
+                "the cross-entropy needs class indices or probabilities as targets, got other floating ones; give "
+                "another loss."
+            )
         two = self._rows(torch.arange(min(2, self.samples)))
+        with seeded(derive_seed("learning coefficient", 1)):
+            drawn = self._mean(self.own, two)
+        with seeded(derive_seed("learning coefficient", 2)):
+            again = self._mean(self.own, two)
+        if not torch.allclose(drawn, again, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                "the network puts out something else for the same input in eval mode, so that its loss is no function "
+                "of its weights; use modules for dropout and noise, which eval mode turns off."
+            )
         once, twice = self._mean(self.own, two), self._mean(self.own, tree_map(lambda t: torch.cat([t, t]), two))
         if once.ndim != 0 or not once.is_floating_point():
             raise ValueError(f"loss must return one number, got {once.dtype} of shape {list(once.shape)}.")
@@ -88,6 +103,8 @@ class LossOnData:
                 "loss must be the mean over samples, and that of two samples changes when each is given twice, from "
                 f"{float(once):.4g} to {float(twice):.4g}; use reduction='mean'."
             )
+        with torch.no_grad():
+            check_counts_alike(lambda rows: self._mean(self.own, self._rows(rows)), self.samples)
 
     def _rows(self, rows: Tensor) -> Any:
         return tree_map(lambda tensor: tensor[rows.to(tensor.device)], self.data)
@@ -98,14 +115,21 @@ class LossOnData:
             () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
         )
         named = inputs if isinstance(inputs, dict) else {}
-        outputs = functional_call(self.network, weight_tensors(self.network, vector), positional, named)
+        with twice_differentiable():
+            outputs = functional_call(self.network, weight_tensors(self.network, vector), positional, named)
         return self._loss(outputs, targets)
 
     def _mapped(self, function: Callable[..., Any], *arguments: Any, shared: bool = False) -> Any:
         """Call a function for each row of its arguments; the last one is the same for all if ``shared``."""
         if self._execution == "vmap":
             dims = (*(0 for _ in arguments[shared:]), *([None] if shared else []))
-            return vmap(function, in_dims=dims, randomness="same")(*arguments)
+            try:
+                return vmap(function, in_dims=dims, randomness="same")(*arguments)
+            except RuntimeError as error:
+                if not re.search("vmap|batching rule", str(error), re.IGNORECASE):
+                    raise
+                reason = str(error).split(". ")[0].splitlines()[0]
+                raise ValueError(f"vmap cannot run the network ({reason}); use execution='loop'.") from error
         own = arguments[:-1] if shared else arguments
         results = []
         for row in range(len(own[0])):
@@ -161,6 +185,13 @@ class LossOnData:
         return lanczos_top(lambda directions: self._summed(product, vectors, directions), vectors, seed=seed)
 
 
+def _classes(targets: Tensor) -> bool:
+    """Return whether targets are class indices, or probabilities of classes."""
+    if not targets.is_floating_point():
+        return True
+    return targets.ndim > 1 and bool((targets >= 0).all()) and bool(((targets.sum(1) - 1).abs() < 1e-3).all())
+
+
 def joined(batches: Iterable[Any], like: Tensor) -> Any:
     """Return all batches as one pair of inputs and targets, on a tensor's device, what is floating in its dtype.
 
@@ -176,6 +207,8 @@ def joined(batches: Iterable[Any], like: Tensor) -> Any:
     if not parts or not len(tree_leaves(parts[0])[0]):
         raise ValueError("data must hold at least one sample, got none.")
     whole = tree_map(lambda *tensors: torch.cat(tensors), *parts)
+    if len(lengths := {len(tensor) for tensor in tree_leaves(whole)}) > 1:
+        raise ValueError(f"inputs and targets must have as many samples, got {sorted(lengths)}.")
     return tree_map(
         lambda tensor: tensor.detach().to(like.device, like.dtype if tensor.is_floating_point() else None), whole
     )
@@ -256,6 +289,16 @@ class LearningCoefficientEstimate:
             return (
                 f"{len(self.escaped)} of {self.losses.shape[1]} chains left to infinity, the first at step {first}; "
                 f"take a step smaller than {self.step:.1e}, or a localisation larger than {self.localisation:.3g}."
+            )
+        if len(self.losses) < _FEWEST_DRAWS or len(self.losses) - self.burn_in < 2:
+            return (
+                f"undecided: {len(self.losses)} draws, {self.burn_in} of them burn-in, are too few to show whether the "
+                "chains are stationary; take more steps, or a shorter burn-in."
+            )
+        if bool((self.losses == self.reference).all()):
+            return (
+                "the loss is the same wherever the chains went, so that no direction counts or they do not move (a "
+                "dead network?); begin at weights that the loss depends on."
             )
         if not float(self.chain_means.mean()) > 0:
             return (
@@ -549,8 +592,8 @@ class _Run:
         steepest = self.inverse_temperature * max(curvature, 0.0) + self.localisation
         if not steepest > 0:
             raise ValueError(
-                "The loss has no curvature at the network's weights (a dead network?) and there is no localisation, so "
-                "that no step fits; give step, or localisation."
+                "The loss has no curvature above 0 at the network's weights (a dead network, a maximum?) and there is "
+                "no localisation, so that no step fits; give step, or localisation."
             )
         return LARGEST_STEP / steepest
 

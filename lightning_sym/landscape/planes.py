@@ -58,11 +58,14 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of a network by name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or one is complex.
     """
     found = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not found:
         raise ValueError(f"{type(network).__name__} has no trainable parameters, so that it has no weight vector.")
+    for name, parameter in found.items():
+        if parameter.is_complex():
+            raise ValueError(f"Parameter {name!r} is complex, and weight vectors are real; freeze it.")
     return found
 
 

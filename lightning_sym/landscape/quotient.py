@@ -14,6 +14,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import best_scales
 from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import trainable, weight_tensors, weight_vector
+from lightning_sym.networks.modes import in_precision
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.matching.weights import weight_matching
@@ -211,7 +212,7 @@ def orbit_distances(
 
 def _prepared(network: nn.Module, example_input: Any, symmetry: Symmetry | None) -> tuple[nn.Module, Symmetry]:
     """Return a copy in float64 on the CPU, and its symmetry."""
-    exact = copy.deepcopy(network).to("cpu", torch.float64).eval()
+    exact = in_precision(copy.deepcopy(network).to("cpu"), torch.float64).eval()
     if symmetry is None:
         symmetry = trace_symmetry(exact, on_device_of(exact, double(example_input)))
     symmetry.require(exact)

@@ -1,9 +1,11 @@
-"""Train and eval mode of a network and its parts."""
+"""Train and eval mode of a network and its parts, and its precision."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
@@ -16,3 +18,33 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Bring floating parameters and buffers to a dtype, in place.
+
+    Complex ones stay as they are: ``Module.to`` would drop their imaginary part.
+
+    Args:
+        network: Any module.
+        dtype: Floating.
+
+    Returns:
+        The network.
+    """
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return network
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Compute attention by plain operations, which can be differentiated twice and forward, and run by ``vmap``."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym.connectivity import Curve, CurveNetwork, curve_coefficients
 from lightning_sym.connectivity.curves import KINDS, CurveKind
+from lightning_sym.landscape import weight_vector
 from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import NotFiniteStatisticsError, batch_norms, recalibrate_batch_norm
 from lightning_sym.population import Loss
@@ -372,7 +373,7 @@ def _check_ends(zoo: ModelZoo, pair: Pair, a: Network, b: Network) -> None:
             f"The members of pair {name} of the zoo at {zoo.path} were trained on different data, so that no loss is "
             "theirs; choose pairs of members with the same data."
         )
-    if all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)):
+    if torch.equal(weight_vector(a), weight_vector(b)):
         raise ValueError(
             f"The members of pair {name} of the zoo at {zoo.path} have the same weights, so that there is nothing "
             "between them; choose pairs of different networks."

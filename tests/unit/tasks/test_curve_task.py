@@ -184,6 +184,14 @@ def test_pairs_that_no_curve_can_join(matching_zoo, tmp_path):
     assert_refused(fit, CurveTask(str(matching_zoo), pairs=[[0, 7]]), says="No member 7")
 
 
+def test_networks_that_differ_in_statistics_only_are_one(tmp_path):
+    networks = [MyrtleCNN(2, in_channels=1, image_size=8).fresh(0) for _ in range(2)]
+    first = next(module for module in networks[1].modules() if isinstance(module, torch.nn.BatchNorm2d))
+    first.running_mean.fill_(0.1)
+    zoo = write_zoo(tmp_path / "zoo", networks, digits())
+    assert_refused(fit, CurveTask(str(zoo)), says="have the same weights, so that there is nothing between them")
+
+
 def test_data_that_know_no_training_images_are_refused(normed):
     for changes in ({}, {"matched": "activations"}):
         with pytest.raises(ValueError, match="the data have no curvature_dataloader; use a datamodule of"):
