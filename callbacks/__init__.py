@@ -4,6 +4,7 @@ from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibrat
 from lightning_sym.callbacks.calibration_report import CalibrationReport
 from lightning_sym.callbacks.curvature_monitor import CurvatureMonitor
 from lightning_sym.callbacks.curve_geometry import CurveGeometry
+from lightning_sym.callbacks.curve_report import CurveReport
 from lightning_sym.callbacks.dissection_report import DissectionReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
@@ -28,6 +29,7 @@ __all__ = [
     "CalibrationReport",
     "CurvatureMonitor",
     "CurveGeometry",
+    "CurveReport",
     "DissectionReport",
     "EquivalenceReport",
     "LearningCoefficient",

@@ -9,6 +9,7 @@ from pytorch_lightning import Trainer
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
+from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.datamodules import ImageDataModule
@@ -100,7 +101,7 @@ class MatchingReport(RunReport):
                             loaders[split],
                             points=self.points,
                             recalibrate=kind == RECALIBRATED,
-                            recalibration_data=_Equal(loaders["train"]),
+                            recalibration_data=EqualBatches(loaders["train"]),
                         )
                 if progress is not None:
                     progress(done + 1, len(jobs))
@@ -125,20 +126,6 @@ class MatchingReport(RunReport):
         kind = type(task.member(members[0])).__name__
         title = f"{kind}, {counted(len(task.pairs), 'pair')}"
         return matching_results(curves, distances, task.symmetry, title=title, about=about)
-
-
-class _Equal:
-    """The batches that are as large as the first one: statistics count every batch alike."""
-
-    def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        size = None
-        for batch in self._batches:
-            size = size or len(batch[0])
-            if len(batch[0]) == size:
-                yield batch
 
 
 def _distance(a: nn.Module, b: nn.Module) -> float:

@@ -179,8 +179,12 @@ class Curve:
         away = offsets - (offsets @ along / (along @ along))[:, None] * along
         if self.bends == 0:
             raise ValueError("The curve has no bend, so that it spans no plane; train it with bends >= 1.")
-        furthest = 1 + int(torch.linalg.vector_norm(away, dim=1).argmax())
-        return WeightPlane.through(exact[[0, -1, furthest]], tolerance=1e-9)
+        distances = torch.linalg.vector_norm(away, dim=1)
+        if distances.max() <= 1e-6 * torch.linalg.vector_norm(exact, dim=1).max():  # rounding, in float32
+            raise ValueError(
+                "The bends of the curve lie on the straight line between its ends, so that it spans no plane; train it."
+            )
+        return WeightPlane.through(exact[[0, -1, 1 + int(distances.argmax())]], tolerance=1e-9)
 
     def writer(self, network: nn.Module) -> Callable[[float], None]:
         """Return a function that writes the weights at a place into a network, in place.
@@ -249,7 +253,7 @@ def load_curve(path: str | Path) -> Curve:
         ValueError: If it holds no curve, or is damaged.
 
     Example:
-        >>> load_curve("runs/curve-mnist5k-mlp/results/curve-0-1-bezier.safetensors")  # doctest: +SKIP
+        >>> curve = load_curve("results/curve-0-1-bezier.safetensors")  # doctest: +SKIP
     """
     file = Path(path)
     if not file.is_file():

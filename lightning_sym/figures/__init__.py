@@ -1,6 +1,7 @@
 """Data in, matplotlib figure out."""
 
 from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
 from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
 from lightning_sym.figures.dissection import Paths, dissection_curves
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
@@ -48,6 +49,7 @@ __all__ = [
     "Bars",
     "ChainTraces",
     "Coefficient",
+    "CurvePlane",
     "Depth",
     "FoundPoint",
     "GeometryLines",
@@ -67,7 +69,9 @@ __all__ = [
     "coefficient_curves",
     "coefficient_rows",
     "confusion_matrix",
+    "contour_levels",
     "curve_geometry_panels",
+    "curve_planes",
     "dissection_curves",
     "embedding",
     "evidence_curves",

@@ -1,4 +1,4 @@
-"""Figures of matching: loss and accuracy on the lines between networks, and the barriers."""
+"""Figures of ways between networks: loss and accuracy on lines and curves, and the barriers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +16,10 @@ _LOOKS = {
     "weights": ("weight matching", shared.BLUE, "-"),
     "activations": ("activation matching", shared.VERMILION, "--"),
     "straight_through": ("straight-through", shared.PINK, ":"),
+    "line": ("straight line", "#7f7f7f", "-"),
+    "matched": ("line after matching", shared.GREEN, "--"),
+    "bezier": ("Bezier curve", shared.BLUE, "-"),
+    "chain": ("chain", shared.VERMILION, "-"),
 }
 _OTHERS = (shared.GREEN, shared.SKY, shared.ORANGE, shared.BLACK)
 
@@ -36,7 +40,7 @@ class Lines:
 
 
 def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str = "") -> Figure:
-    """Draw loss (above) and accuracy (below) on the line between two networks, one column per kind of evaluation.
+    """Draw loss (above) and accuracy (below) on ways between two networks, one column per kind of evaluation.
 
     Lines are means over pairs, shades reach from the lowest to the highest pair. All panels of a row share their
     vertical axis.
@@ -64,7 +68,7 @@ def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str =
             axes.grid(alpha=0.25)
             axes.margins(x=0.01)
         above.set_title(column.title)
-        below.set_xlabel("place $t$ on the line from A ($0$) to B ($1$)", fontsize=9)
+        below.set_xlabel("place $t$ on the way from A ($0$) to B ($1$)", fontsize=9)
     rows[0].set_ylim(bottom=0)
     rows[0].set_ylabel("loss, nats")
     rows[count].set_ylabel("accuracy, %")

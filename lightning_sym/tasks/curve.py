@@ -202,6 +202,8 @@ class CurveTask(ZooUserTask):
         self._opened = zoo
         for pair in self.pairs:
             _check_ends(zoo, pair, *map(self.member, pair))
+            if self._trainer is not None:  # now, as Lightning makes members on its own device
+                self.end(pair, self.matched)
 
     def end(self, pair: Pair, matched: Matched) -> Network:
         """Return the second member of a pair, moved along its orbit to be like the first; to be called on every rank.

@@ -230,6 +230,16 @@ def along_a_curve(side):
 
 
 @case
+def curves(side):
+    a, b = side.net(Normed), side.net(Normed, 1)
+    curve = connectivity.Curve.straight(*map(landscape.weight_vector, (a, b)), 1)
+    found = connectivity.curve_barriers(curve, a, {"train": [(side.x, side.y)]}, points=5)["train"]
+    again = connectivity.curve_losses(a, curve.writer(a), [0.5], [(side.x, side.y)])
+    network = connectivity.CurveNetwork(a, b)
+    return [found.loss, again.loss, curve(0.3), curve.tangent(0.3), curve.steps(found.t), side.outputs(network)]
+
+
+@case
 def local_dimensions(side):
     found = []
     for make, x in ((small, side.few), (dense, side.x)):

@@ -40,6 +40,7 @@ from lightning_sym.callbacks import (
     CalibrationReport,
     CurvatureMonitor,
     CurveGeometry,
+    CurveReport,
     DissectionReport,
     EquivalenceReport,
     LearningCoefficient,
@@ -352,6 +353,17 @@ SCENARIOS |= {
         make=lambda: MultiLayerPerceptron(widths=(2,), image_size=8, in_channels=1),
         interrupt="0 1",
         waits=True,  # for eigenvalues, which are computed on the CPU
+    ),
+    "curve_loop_batch_norm": functools.partial(
+        of_a_zoo,
+        task=functools.partial(CurveTask, matched="activations", decay=1e-3),
+        callbacks=[functools.partial(CurveReport, points=3, plane_points=3)],
+    ),
+    "curve_vmap": functools.partial(
+        of_a_zoo,
+        task=functools.partial(CurveTask, execution="vmap"),
+        callbacks=[functools.partial(CurveReport, points=3, plane_points=3)],
+        make=perceptron,
     ),
     "similarity": functools.partial(
         of_a_zoo,

@@ -21,6 +21,7 @@ TRIED = ("2.14", "2.15")
 # No tasks and no callbacks that run by themselves.
 NOT_RUN = {
     "Calibrated": "what AnalyticLandscapesTask finds",
+    "CurveName": "which curve a member of a population is",
     "Dissected": "what a dissection has found",
     "FoundWeights": "what a search has found",
     "MemberParallelStrategy": "places members on several processes",

@@ -8,6 +8,7 @@ from helpers import refused
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
     CurveGeometry,
+    CurveReport,
     EquivalenceReport,
     MarginalLikelihood,
     MatchingReport,
@@ -25,6 +26,8 @@ from lightning_sym.callbacks import (
         *(refused(BatchNormRecalibration, **bad) for bad in ({"images": 0}, {"batch_size": -1})),
         *(refused(CurveGeometry, **bad) for bad in ({"points": 1}, {"pairs": 0}, {"jacobian_images": 3})),
         *(refused(CurveGeometry, **bad) for bad in ({"probes": 1}, {"density_steps": -1}, {"max_parameters": 0.5})),
+        *(refused(CurveReport, **bad) for bad in ({"points": 1}, {"train_batches": 0}, {"planes": -1})),
+        *(refused(CurveReport, **bad) for bad in ({"plane_points": 1}, {"plane_images": 0}, {"matching": "functions"})),
         *(refused(EquivalenceReport, **bad) for bad in ({"epsilon": 0}, {"epsilon_unit": "V"}, {"inputs": 0})),
         *(refused(EquivalenceReport, through=through) for through in ([], "search", ["teacher"])),
         refused(EquivalenceReport, precision="half"),
