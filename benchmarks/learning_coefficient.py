@@ -28,7 +28,7 @@ from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.landscape import learning_coefficient
 from lightning_sym.networks import MultiLayerPerceptron
 
-CHAINS, STEPS, STEP, LOCALISATION = 8, 200, 1e-5, 2.0
+CHAINS, STEPS, STEP, LOCALISATION = 8, 500, 1e-5, 2.0
 
 
 def plain(network: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> list[list[float]]:
