@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -164,9 +164,23 @@ class LossOnData:
             vectors: The weight vectors.
             rows: Numbers of the samples of each, shape ``[C, B]``; None for all data.
         """
-        both = grad_and_value(self._mean)
-        slopes, values = self._summed(both, vectors) if rows is None else self._mapped(both, vectors, self._rows(rows))
-        return slopes, values
+        # One gradient of the sum is that of each chain: their losses share no weights.
+        if rows is not None:
+            return self._with_slopes(vectors, self._rows(rows), shared=False)
+        found = None
+        for block in torch.split(torch.arange(self.samples), self._block):
+            part = [tensor * (len(block) / self.samples) for tensor in self._with_slopes(vectors, self._rows(block))]
+            found = part if found is None else [one + two for one, two in zip(found, part, strict=True)]
+        assert found is not None
+        return found[0], found[1]
+
+    def _with_slopes(self, vectors: Tensor, batch: Any, shared: bool = True) -> tuple[Tensor, Tensor]:
+        """Return gradients and losses on a batch, which is the same for all weight vectors if ``shared``."""
+        leaves = vectors.detach().requires_grad_()
+        with torch.enable_grad():
+            values: Tensor = self._mapped(self._mean, leaves, batch, shared=shared)
+            (slopes,) = torch.autograd.grad(values.sum(), leaves)
+        return slopes, values.detach()
 
     def largest_curvatures(self, vectors: Tensor, seed: int = 0) -> Tensor:
         """Return upper estimates of the largest Hessian eigenvalues at ``[C, P]``. Shape ``[C]``, float64, CPU.
