@@ -10,6 +10,7 @@ from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, 
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.rotation_report import RotationReport
 from lightning_sym.callbacks.similarity_report import SimilarityReport
+from lightning_sym.callbacks.spectrum_report import SpectrumReport
 from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.walk_report import WalkReport
@@ -29,6 +30,7 @@ __all__ = [
     "RotationReport",
     "RunReport",
     "SimilarityReport",
+    "SpectrumReport",
     "StitchingReport",
     "SymmetryMonitor",
     "WalkReport",

@@ -15,6 +15,7 @@ from lightning_sym.figures.equivalence_walks import walk_curves
 from lightning_sym.figures.equivariance import evidence_curves, relative_effective_parameters
 from lightning_sym.figures.matching import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.figures.similarity import Depth, HeatMap, similarity_depth, similarity_maps
+from lightning_sym.figures.spectra import sharpness_bars, spectral_densities
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
     PenaltyPanel,
@@ -57,9 +58,11 @@ __all__ = [
     "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",
+    "sharpness_bars",
     "similarity_depth",
     "similarity_maps",
     "sparsity_against_penalty",
+    "spectral_densities",
     "symmetry_curves",
     "validation_curves",
     "walk_curves",
