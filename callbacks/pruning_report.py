@@ -53,6 +53,7 @@ class PruningReport(RunReport):
                     sizes=task.units.sizes,
                     widths=pruning.widths,
                     parameters=(_parameters(whole), _parameters(small)),
+                    walks=pruning.walks,
                     steps=pruning.walks * pruning.settings.steps,
                     finished=pruning.finished,
                     stopped=task.stopped.get(job, {}).get("reason", ""),

@@ -67,7 +67,7 @@ def pruning_curves(curves: Sequence[PruningCurve], *, title: str = "") -> Figure
     left.set(yscale="log", ylabel="training loss, nats", title="Loss on all training data")
     right.set(ylabel="test error, %", title="Test data")
     for axes in (left, right):
-        axes.set_xlabel("units left")
+        axes.set(xscale="log", xlabel="units left")
         axes.grid(alpha=0.25)
     kinds = [("stays below the threshold", "-"), ("threshold", ":")]
     kinds += [("magnitude, as wide, trained as long", "--")] if any(curve.threshold is None for curve in curves) else []

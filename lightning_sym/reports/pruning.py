@@ -40,7 +40,8 @@ class PrunedMember:
         sizes: Units of the whole network by axis group.
         widths: Units that are left.
         parameters: Numbers that are trained, of the whole network and of what is left.
-        steps: Optimizer steps of all walks.
+        walks: All walks, those that failed included.
+        steps: Their optimizer steps.
         finished: Whether it was pruned to the end.
         stopped: Why it was stopped; empty if it was not.
         twin: Rows of the twin that is pruned by magnitude; none without one.
@@ -53,6 +54,7 @@ class PrunedMember:
     sizes: Mapping[str, int]
     widths: Mapping[str, int]
     parameters: tuple[int, int]
+    walks: int
     steps: int
     finished: bool
     stopped: str
@@ -140,7 +142,7 @@ def summary_row(member: PrunedMember) -> dict[str, Any]:
         "test_error_before": first.numbers.get("test_error"),
         "test_error": last.numbers.get("test_error"),
         **{f"magnitude_{name}": twin.get(name) for name in ("loss", "test_loss", "test_error")},
-        "walks": last.walks,
+        "walks": member.walks,
         "steps": member.steps,
         "finished": member.finished,
     }
