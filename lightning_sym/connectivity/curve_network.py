@@ -78,9 +78,10 @@ class _Point(torch.autograd.Function):
 
     @staticmethod
     def forward(bends: Tensor, ends: Tensor, coefficients: Tensor, decay: float) -> Tensor:
-        with torch.autocast(bends.device.type, enabled=False):  # which would round the weights
-            point = torch.mv(ends.T, torch.stack([coefficients[0], coefficients[-1]]))
-            return torch.addmv(point, bends.T, coefficients[1:-1])
+        point = coefficients[0] * ends[0] + coefficients[-1] * ends[1]
+        for coefficient, bend in zip(coefficients[1:-1], bends, strict=True):  # no product: autocast would round it
+            point = point + coefficient * bend
+        return point
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
