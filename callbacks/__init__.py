@@ -16,6 +16,7 @@ from lightning_sym.callbacks.rotation_report import RotationReport
 from lightning_sym.callbacks.similarity_monitor import SimilarityMonitor
 from lightning_sym.callbacks.similarity_of_zoos_report import SimilarityOfZoosReport
 from lightning_sym.callbacks.similarity_report import SimilarityReport
+from lightning_sym.callbacks.spectrum_report import SpectrumReport
 from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.walk_report import WalkReport
@@ -41,6 +42,7 @@ __all__ = [
     "SimilarityMonitor",
     "SimilarityOfZoosReport",
     "SimilarityReport",
+    "SpectrumReport",
     "StitchingReport",
     "SymmetryMonitor",
     "WalkReport",

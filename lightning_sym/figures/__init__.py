@@ -32,6 +32,7 @@ from lightning_sym.figures.similarity import (
     similarity_maps,
     similarity_of_zoos,
 )
+from lightning_sym.figures.spectra import sharpness_bars, spectral_densities
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
     PenaltyPanel,
@@ -84,11 +85,13 @@ __all__ = [
     "relative_effective_parameters",
     "rotation_penalty",
     "search_curves",
+    "sharpness_bars",
     "similarity_curves",
     "similarity_depth",
     "similarity_maps",
     "similarity_of_zoos",
     "sparsity_against_penalty",
+    "spectral_densities",
     "symmetry_curves",
     "validation_curves",
     "walk_curves",

@@ -1,13 +1,13 @@
-"""CurvatureMonitor measures the same from two processes, whether they share out the data or the members."""
+"""CurvatureMonitor and SpectrumReport find the same with two processes, which share out the data or the members."""
 
 import functools
 
 import pytest
 import torch
 from fits import digits
-from helpers import read_csv
+from helpers import read_csv, read_rows
 
-from lightning_sym.callbacks import CurvatureMonitor
+from lightning_sym.callbacks import CurvatureMonitor, SpectrumReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
@@ -21,7 +21,8 @@ def scenarios(run):
         task = ZooTask(MultiLayerPerceptron(widths=(6,), image_size=8), members=3, optimizer=sgd, keep="last")
         logger = MetricsCSV(run.folder / name)
         data = digits(batch_size=batch_size, max_samples=81)
-        run.fit(name, task, data, CurvatureMonitor(probes=4), max_epochs=2, logger=logger, **settings)
+        callbacks = [CurvatureMonitor(probes=4), SpectrumReport(steps=8, probes=1, trace_probes=4)]
+        run.fit(name, task, data, *callbacks, max_epochs=2, logger=logger, **settings)
 
     fit("data 2", processes=2)
     fit("members 2", processes=2, strategy="ddp_members_fork")
@@ -41,3 +42,12 @@ def test_two_processes_measure_what_one_does(runs, what):
     for expected, found in zip(one, two, strict=True):
         assert "curvature/step/member-0002" in found
         assert found == {tag: pytest.approx(value, rel=2e-3, abs=1e-5) for tag, value in expected.items()}
+
+
+@pytest.mark.parametrize("what", ["data", "members"])
+def test_two_processes_report_what_one_does(runs, what):
+    one, two = (read_rows(runs / f"{what} {processes}" / "results" / "sharpness") for processes in (1, 2))
+    assert len(one) == 3 * 3
+    for row, other in zip(one, two, strict=True):
+        for name in ("raw", "balanced", "modulo_symmetry"):
+            assert other[name] == pytest.approx(row[name], rel=2e-3)

@@ -51,6 +51,7 @@ from lightning_sym.callbacks import (
     SimilarityMonitor,
     SimilarityOfZoosReport,
     SimilarityReport,
+    SpectrumReport,
     StitchingReport,
     SymmetryMonitor,
     WalkReport,
@@ -241,7 +242,9 @@ def zoo_learning_coefficients(folder):
 @scenario
 def zoo_with_curvature(folder):
     monitored = functools.partial(ZooTask, myrtle(), members=1, optimizer=adam)
-    run(folder, monitored, lambda path: [CurvatureMonitor(probes=2, train_batches=1, tolerance=0.1)], digits)
+    monitor = functools.partial(CurvatureMonitor, probes=2, train_batches=1, tolerance=0.1)
+    report = functools.partial(SpectrumReport, steps=4, probes=1, trace_probes=2, tolerance=0.1, train_batches=1)
+    run(folder, monitored, lambda path: [monitor(), report()], digits)
 
 
 class Poison(Callback):

@@ -1,0 +1,107 @@
+"""What is sharp about the members of a zoo, at the end of training them."""
+
+from itertools import islice
+from typing import Any
+
+import torch
+from pytorch_lightning import Trainer
+
+from lightning_sym._checks import check_integers
+from lightning_sym._random import seeded
+from lightning_sym.callbacks.report import RunReport
+from lightning_sym.curvature import canonical_operator, sharpness_modulo_symmetry, spectral_density
+from lightning_sym.datamodules import InputDataModule
+from lightning_sym.reports import RunResults
+from lightning_sym.reports.spectra import MemberSpectrum, spectrum_results
+from lightning_sym.symmetry import trace_symmetry
+
+
+class SpectrumReport(RunReport):
+    """Say how sharp the networks are that a fit has trained, and how much of it is a matter of their symmetry.
+
+    At the end of the fit, of the kept weights of every member that was not stopped: the largest eigenvalue, trace and
+    Frobenius norm of the Hessian of the task's loss on the training data (not augmented, in eval mode): of the network
+    as it is, of the balanced member of its orbit, and of that across the orbit, which rescaling cannot change
+    (docs/theory/spectra.md, 6.1); and the density of the spectrum there. Everything in float64; with several processes
+    each takes its share of the data.
+
+    On rank 0, in ``results``: ``sharpness.csv`` and ``.json`` (a row per member and measure), ``spectrum.csv`` and
+    ``.json`` (nodes and weights of the densities), ``spectrum.png`` and ``sharpness.png`` (in TensorBoard under
+    ``figures/SpectrumReport``); means over members as ``sharpness/<measure>/<place>``; a table is printed.
+
+    Args:
+        steps: Steps of Lanczos's method for the density. >= 1.
+        probes: Random vectors for the density. >= 1.
+        trace_probes: Random vectors for traces and norms. >= 2.
+        tolerance: Of the largest eigenvalues' residuals, relative to them. In (0, 1).
+        train_batches: How many batches of the training data are used per process, >= 1; None for all.
+        dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Note:
+        A member takes about ``3 * (trace_probes + 20) + steps * probes`` products with the Hessian, each some three
+        gradients over the data.
+    """
+
+    needs = ("kept", "loss", "network", "numbers", "gathered_by_member", "member_parallel")
+    example = "ZooTask"
+    data_type = InputDataModule
+
+    def __init__(
+        self,
+        steps: int = 64,
+        probes: int = 4,
+        trace_probes: int = 64,
+        tolerance: float = 1e-4,
+        train_batches: int | None = None,
+        dirpath: str | None = None,
+    ) -> None:
+        check_integers(steps=steps, probes=probes, train_batches=1 if train_batches is None else train_batches)
+        check_integers(2, trace_probes=trace_probes)
+        self.steps = steps
+        self.probes = probes
+        self.trace_probes = trace_probes
+        self.tolerance = tolerance
+        self.train_batches = train_batches
+        super().__init__(dirpath)
+
+    def measure(self, trainer: Trainer, task: Any, data: Any) -> dict[int, MemberSpectrum]:
+        """Measure all members; to be called on every rank."""
+        device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
+        batches = list(islice(data.curvature_dataloader(), self.train_batches))
+        if task.member_parallel:  # every rank has all the data, and takes a part of each batch
+            rank, size = trainer.global_rank, trainer.world_size
+            batches = [[tensor[rank::size] for tensor in batch] for batch in batches]
+        states = task.gathered_by_member({number: record["state"] for number, record in task.kept.items()})
+        found = {}
+        with self.progress(trainer, "measuring spectra") as progress, seeded(0):
+            for done, (number, state) in enumerate(states.items()):
+                network = task.network.fresh(number)
+                dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+                network.to(device, dtype).load_state_dict(state)
+                if not done:
+                    symmetry = trace_symmetry(network, torch.rand(2, *data.input_shape, dtype=dtype).to(device))
+                found[number] = self._measured(symmetry, network, batches, task.loss)
+                if progress is not None:
+                    progress(done + 1, len(states))
+        return found
+
+    def _measured(self, symmetry: Any, network: Any, batches: Any, loss: Any) -> MemberSpectrum:
+        sharpness = sharpness_modulo_symmetry(
+            symmetry, network, batches, loss, probes=self.trace_probes, tolerance=self.tolerance, columns=32
+        )
+        _, across, _ = canonical_operator(symmetry, network, batches, loss, columns=32)
+        return MemberSpectrum(sharpness, spectral_density(across, self.steps, self.probes))
+
+    def report(self, trainer: Trainer, task: Any, data: Any, measured: dict[int, MemberSpectrum]) -> RunResults:
+        """Return the table and the figures."""
+        about = {
+            "architecture": task.network.architecture,
+            "seeds": list(measured),
+            "settings": {name: getattr(self, name) for name in ("steps", "probes", "trace_probes", "tolerance")},
+            **self.source(data),
+        }
+        title = f"{type(task.network).__name__}, {len(measured)} members"
+        return spectrum_results(measured, title=title, about=about)

@@ -1,0 +1,123 @@
+"""Spectra and sharpness of the members of a zoo, and how much of it is a matter of their symmetry."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from lightning_sym.curvature import SharpnessModuloSymmetry, SpectralDensity
+from lightning_sym.curvature.modulo_symmetry import MEASURES
+from lightning_sym.figures import sharpness_bars, spectral_densities
+from lightning_sym.reports.cells import Row, finite, text_table
+from lightning_sym.reports.table import ResultTable, RunResults
+
+_PLACES = ("raw", "balanced", "modulo_symmetry")
+UNITS = {
+    "top_eigenvalue": "largest eigenvalue, in nats (or the loss's unit) per squared unit of parameters",
+    "trace": "sum of eigenvalues, same unit",
+    "norm": "Frobenius norm, same unit",
+    "raw": "of the network as it is",
+    "balanced": "of the canonical member of its orbit",
+    "modulo_symmetry": "of that member, in the directions orthogonal to the orbit: the same for all of the orbit",
+    "gauge_share": "1 - modulo_symmetry / raw; negative where the network is flatter than the balanced member",
+    "raw_error, modulo_error": "standard error of the trace; of the eigenvalue, its residual",
+    "node, weight": "nodes and weights of the spectral density, modulo symmetry; the weights of one probe sum to 1",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class MemberSpectrum:
+    """What was measured of one member.
+
+    Attributes:
+        sharpness: Its sharpness.
+        density: The density of its spectrum, modulo symmetry.
+    """
+
+    sharpness: SharpnessModuloSymmetry
+    density: SpectralDensity
+
+
+def spectrum_results(members: Mapping[int, MemberSpectrum], *, title: str, about: Mapping[str, Any]) -> RunResults:
+    """Say how sharp networks are, and how much of that is a matter of the member of their orbit.
+
+    Args:
+        members: What was measured, by number; at least one.
+        title: For the table and the figures.
+        about: What is needed to make the tables again.
+    """
+    rows = list(sharpness_rows(members))
+    width = max(one.density.width for one in members.values())
+    means = {
+        f"sharpness/{measure}/{place}": sum(row[place] for row in rows if row["measure"] == measure) / len(members)
+        for measure in MEASURES
+        for place in _PLACES
+    }
+    what = "Hessian modulo symmetry of the members of a zoo"
+    facts = {**about, "smoothing": width}
+    notes = list(dict.fromkeys(note for one in members.values() for note in one.sharpness.notes))
+    some = next(iter(members.values())).sharpness
+    taken = f"{some.orbit} of {some.parameters} directions are the orbit's"
+    kept = f"; {some.statistics} move statistics of batch norms, and stay" if some.statistics else ""
+    return RunResults(
+        [
+            ResultTable("sharpness", f"{what}: sharpness", rows, UNITS, facts),
+            ResultTable("spectrum", f"{what}: densities", list(node_rows(members)), UNITS, facts),
+        ],
+        _figures(members, rows, width, title),
+        numbers=means,
+        shown=text_table(
+            title,
+            ("member", "measure", "as it is", "balanced", "modulo symmetry", "gauge share"),
+            [_cells(row) for row in rows],
+            names=2,
+        ),
+        notes=[taken + kept, *notes],
+        places={"picture": "sharpness.png", "table": "sharpness.csv"},
+    )
+
+
+def sharpness_rows(members: Mapping[int, MemberSpectrum]) -> Iterator[dict[str, Any]]:
+    """Yield a row per member and measure."""
+    for number, one in members.items():
+        raw, modulo = one.sharpness.raw, one.sharpness.modulo
+        errors = {
+            "top_eigenvalue": (raw.residual, modulo.residual),
+            "trace": (raw.trace.standard_error, modulo.trace.standard_error),
+        }
+        for row in one.sharpness.rows():
+            raw_error, modulo_error = errors.get(row["measure"], (None, None))
+            share = finite(row.pop("gauge_share"))
+            yield {"member": number, **row, "gauge_share": share, "raw_error": raw_error, "modulo_error": modulo_error}
+
+
+def node_rows(members: Mapping[int, MemberSpectrum]) -> Iterator[dict[str, Any]]:
+    """Yield a row per member, probe and node."""
+    for number, one in members.items():
+        for probe, (nodes, weights) in enumerate(zip(one.density.nodes, one.density.weights, strict=True)):
+            for node, weight in zip(nodes.tolist(), weights.tolist(), strict=True):
+                yield {"member": number, "probe": probe, "node": node, "weight": weight}
+
+
+def _cells(row: Row) -> list[str]:
+    share = row["gauge_share"]
+    values = [f"{row[place]:.4g}" for place in _PLACES]
+    last = "-" if share is None else f"{100 * share:.0f} %"
+    return [str(row["member"]), row["measure"].replace("_", " "), *values, last]
+
+
+def _figures(
+    members: Mapping[int, MemberSpectrum], rows: list[dict[str, Any]], width: float, title: str
+) -> Iterator[tuple[str, Figure]]:
+    low, high = min(m.density.low for m in members.values()), max(m.density.high for m in members.values())
+    x = torch.linspace(low - 5 * width, high + 5 * width, 1024, dtype=torch.float64)
+    densities = {f"member {number}": one.density.at(x, width).numpy() for number, one in members.items()}
+    size = next(iter(members.values())).density.size
+    yield "spectrum", spectral_densities(x.numpy(), densities, width=width, size=size, title=title)
+    measures = {
+        measure: {place: [row[place] for row in rows if row["measure"] == measure] for place in _PLACES}
+        for measure in MEASURES
+    }
+    yield "sharpness", sharpness_bars([str(number) for number in members], measures, title=title)

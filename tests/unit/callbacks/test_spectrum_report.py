@@ -1,0 +1,58 @@
+"""SpectrumReport: the numbers in its tables are those of the functions, its figures show them."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from fits import digits, fit
+from helpers import assert_refused, read_csv, read_rows
+from matplotlib.image import imread
+from torch import nn
+
+from lightning_sym.callbacks import SpectrumReport
+from lightning_sym.curvature import sharpness_modulo_symmetry
+from lightning_sym.figures import sharpness_bars, spectral_densities
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks import ZooTask
+
+
+def test_tables_hold_what_the_functions_find(tmp_path) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    task = ZooTask(MultiLayerPerceptron(widths=(6,), image_size=8), 2, optimizer=sgd)
+    data, report = digits(), SpectrumReport(steps=6, probes=2, trace_probes=4)
+    fit(task, data, report, folder=tmp_path)
+    rows = read_rows(tmp_path / "results" / "sharpness")
+    assert [(row["member"], row["measure"]) for row in rows] == [
+        (member, measure) for member in (0, 1) for measure in ("top_eigenvalue", "trace", "norm")
+    ]
+    network = task.network.fresh(1)
+    network.load_state_dict(task.kept[1]["state"])
+    batches = list(data.curvature_dataloader())
+    symmetry = trace_symmetry(network, batches[0][0][:2])
+    loss = nn.functional.cross_entropy
+    found = sharpness_modulo_symmetry(symmetry, network, batches, loss, probes=4, tolerance=1e-4)
+    for row, expected in zip(rows[3:], found.rows(), strict=True):
+        for name in ("raw", "balanced", "modulo_symmetry", "gauge_share"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-6)
+    nodes = read_csv(tmp_path / "results" / "spectrum.csv")
+    assert len(nodes) == 2 * 2 * 6
+    assert sum(float(row["weight"]) for row in nodes) == pytest.approx(4)
+    assert all(imread(tmp_path / "results" / f"{name}.png").std() > 0.05 for name in ("spectrum", "sharpness"))
+
+
+def test_figures_show_what_they_are_given() -> None:
+    x = np.linspace(-1, 3, 50)
+    (axes,) = spectral_densities(x, {"member 0": np.exp(-(x**2)), "member 1": 0 * x}, width=0.1, size=100).axes
+    np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), np.maximum(np.exp(-(x**2)), 1e-3 / 25.0663), rtol=1e-4)
+    assert (axes.get_lines()[1].get_ydata() > 0).all()  # zero has no logarithm
+    values = {"raw": [3.0, 2.0], "balanced": [2.0, 1.0], "modulo_symmetry": [1.5, 1.0]}
+    panels = sharpness_bars(["0", "1"], {"trace": values, "norm": values}).axes
+    assert [bar.get_height() for bar in panels[1].patches] == [3, 2, 2, 1, 1.5, 1]
+    assert_refused(spectral_densities, x, {}, width=0.1, size=3, says="densities")
+
+
+@pytest.mark.parametrize("name", ["steps", "probes", "trace_probes", "train_batches"])
+def test_arguments_out_of_range_are_refused(name: str) -> None:
+    assert_refused(SpectrumReport, **{name: 0})
