@@ -192,6 +192,7 @@ def curve_geometry(
     Note:
         To be called on every process together. A decomposed Hessian costs P products with vectors and ``O(P^3)`` time
         per point; else it is about ``30 + probes + 4 density_steps`` products, each of about four gradients.
+        In memory there are at least 60 vectors of P numbers of 8 bytes, for the density ``4 density_steps``.
 
     References:
         The directions are those of a post on the Rashomon manifold (2022), which has no identities.
