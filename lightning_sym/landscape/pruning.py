@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._distributed import device_of, moved, summed, together, wide
+from lightning_sym._distributed import device_of, moved, on_device_of, summed, together, wide
 from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
 from lightning_sym.networks.batch_norm import recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
@@ -413,6 +413,7 @@ def rashomon_pruning(
     """
     settings = settings or PruningSettings()
     check_numbers("> 0", learning_rate=learning_rate)
+    inputs, targets = on_device_of(network, (inputs, targets))
     data = [(inputs, targets)]
 
     def evaluate(candidate: nn.Module) -> float:

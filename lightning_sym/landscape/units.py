@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._distributed import Batches, device_of, moved, summed, together, wide
+from lightning_sym._distributed import Batches, device_of, moved, on_device_of, summed, together, wide
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.networks.narrowing import Axis, narrowed
@@ -301,7 +301,7 @@ def removable_units(network: nn.Module, example: Any, *, symmetry: Symmetry | No
     Raises:
         ValueError: If no unit can be removed; the message says why.
     """
-    arguments = example if isinstance(example, tuple) else (example,)
+    arguments = on_device_of(network, example if isinstance(example, tuple) else (example,))
     symmetry = trace_symmetry(network, arguments) if symmetry is None else symmetry
     units = RemovableUnits(symmetry, network)
     units.check(network, arguments)

@@ -37,9 +37,9 @@ class SimilarityOfZoosTask(LightningModule):
         ValueError: If there are no zoos, or an argument is out of range.
 
     Example:
-        >>> task = SimilarityOfZoosTask({"8": "runs/narrow/zoo", "64": "runs/wide/zoo"}, measures=["group"])
+        >>> task = SimilarityOfZoosTask({"cnn": "runs/zoo-mnist5k/zoo", "mlp": "runs/zoo-mnist5k-mlp/zoo"})
         >>> list(task.parts)
-        ['8', '64']
+        ['cnn', 'mlp']
     """
 
     def __init__(

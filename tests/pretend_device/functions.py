@@ -23,6 +23,7 @@ from torch import nn
 
 from lightning_sym import connectivity, curvature, landscape, networks, symmetry
 from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.landscape.pruning import mean_loss
 from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.population import LoopPopulation, VmapPopulation
 from lightning_sym.stitching import CutNetwork, PlantedStitches, StitchedNetwork
@@ -447,6 +448,22 @@ def chains(side):
     start = landscape.weight_vector(network).detach().to(side.inputs)
     found = [chain(inverse_temperature=1e3), chain(dimension=3, target_loss=1e-3, chunk=2, start=start)]
     return [tensor for one in found for tensor in (one.losses, one.vectors, one.curvature)]
+
+
+@case
+def pruning(side):
+    network = side.net(perceptron)
+    settings = landscape.PruningSettings(epsilon=0.3, steps=3, fraction=0.3, tries=1)
+    found = landscape.rashomon_pruning(network, side.x, side.y, settings=settings)
+    units = landscape.removable_units(network, side.x)
+    step_by_step = landscape.Pruning(
+        units,
+        settings,
+        evaluate=lambda candidate: mean_loss(candidate, [(side.x, side.y)], nn.functional.cross_entropy)[0],
+        batches=lambda: [(side.x, side.y)],
+    )
+    step_by_step.start(network)
+    return found.loss, list(found.widths.values()), list(units.sizes.values()), step_by_step.reference
 
 
 @case
