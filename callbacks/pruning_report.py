@@ -30,7 +30,10 @@ class PruningReport(RunReport):
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
     """
 
-    needs = ("prunings", "jobs", "twins", "units", "pruned", "check", "model_zoo", "kept", "stopped", "name")
+    needs = (
+        *("prunings", "jobs", "twins", "units", "pruned", "check", "model_zoo", "stopped", "name"),
+        *("settings", "describe"),
+    )
     example = "RashomonPruning"
 
     def measure(self, trainer: Trainer, task: RashomonPruning, data: ImageDataModule) -> None:

@@ -147,8 +147,14 @@ def test_statistics_are_new_and_differ_between_the_ways(results):
         ("wrong, True", r"built for images of shape \[N, 1, 8, 8\] and cannot take \[\d, 7, 8, 8\]"),
         ("wrong, barrier", r"built for images of shape \[N, 1, 8, 8\] and cannot take \[\d, 7, 8, 8\]"),
         ("wrong, match", r"was built for images of shape"),
-        ("infinite, False", "ValueError: The recalibrated statistics of the batch norm 'norm1' are not finite"),
-        ("infinite, True", "ValueError: The recalibrated statistics of the batch norm 'norm1' are not finite"),
+        (
+            "infinite, False",
+            "NotFiniteStatisticsError: The recalibrated statistics of the batch norm 'norm1' are not finite",
+        ),
+        (
+            "infinite, True",
+            "NotFiniteStatisticsError: The recalibrated statistics of the batch norm 'norm1' are not finite",
+        ),
         ("infinite, barrier", "ValueError: At t = 0: The recalibrated statistics of the batch norm 'norm1'"),
         ("none, False", "ValueError: There are no batches"),
         ("none, True", "ValueError: There are no batches"),
