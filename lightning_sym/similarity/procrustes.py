@@ -202,19 +202,19 @@ class GroupProcrustes(SimilarityMetric):
             norms > torch.maximum(_DEAD**2 * norms.max(), floor) for norms, floor in zip(diagonals, floors, strict=True)
         ]
         self.live_channels = int(alive[0].sum()), int(alive[1].sum())
-        for name, number in zip("xy", self.live_channels, strict=True):
-            if not number:
-                warnings.warn(
-                    f"all channels of {name} are zero on these inputs, so that its similarity says nothing.",
-                    stacklevel=2,
-                )
+        zero = [name for name, number in zip("xy", self.live_channels, strict=True) if not number]
+        if len(zero) == 2 and self.live:
+            return undefined("all channels of both networks are zero on these inputs.")
+        if zero:
+            names = " and of ".join(zero)
+            warnings.warn(
+                f"all channels of {names} are zero on these inputs, so that the similarity says nothing.", stacklevel=2
+            )
         numbers = [_scale_numbers(group) for group in groups]
         standard_x, mass_x = _standard(groups[0], squares[0], alive[0], numbers[1])
         standard_y, mass_y = _standard(groups[1], squares[1], alive[1], numbers[0])
         cross = standard_x @ cross @ standard_y.T
         both = mass_x + mass_y
-        if both == 0 and self.live:
-            return undefined("all channels of both networks are zero on these inputs.")
         squared = both - 2 * best_overlap(*groups, cross)
         rounding = torch.finfo(torch.float64).eps * max(64.0, math.sqrt(float(n))) * both
         distance = math.sqrt(squared) if squared > rounding else 0.0

@@ -159,7 +159,7 @@ def test_dead_channels_and_padding_have_the_published_effect():
     means = {name: sum(found) / len(found) for name, found in values.items()}
     assert means == close({"alive": 0.427, "dead": 0.593, "dead live": 0.425, "padded": 0.504}, abs=2e-3)
     dead = torch.zeros(5, 3, 2, 2)
-    with pytest.warns(UserWarning, match="all channels of x are zero"):
+    with pytest.warns(UserWarning, match="all channels of x and of y are zero"):
         assert measured(paper, dead, dead) == 1
 
 
