@@ -14,6 +14,7 @@ Plain references:
 
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,8 @@ def measure_matrix(rounds: int, device: str) -> Results:
     """Time all pairs of layers of two networks on 2,000 images."""
     networks = [MyrtleCNN(16, in_channels=1, image_size=28).fresh(seed).to(device).eval() for seed in (0, 1)]
     sites = [f"{kind}{block}" for block in range(1, 5) for kind in ("conv", "activation")]
-    images = torch.rand(2000, 1, 28, 28, generator=torch.Generator().manual_seed(0)).split(100)
+    every = torch.rand(2000, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    images = every.split(100)
 
     def forward() -> None:
         with torch.no_grad():
@@ -95,7 +97,7 @@ def measure_matrix(rounds: int, device: str) -> Results:
             for network in networks:
                 features_of(network, sites, batch)
 
-    def matrix(metric: Any) -> Tensor:
+    def matrix(metric: Any, images: Sequence[Tensor] = images) -> Tensor:
         found = SimilarityMatrix(metric, sites)
         for batch in images:
             found.update(*(features_of(network, sites, batch) for network in networks))
@@ -107,6 +109,7 @@ def measure_matrix(rounds: int, device: str) -> Results:
         "features only": watched,
         "linear CKA, unbiased": lambda: matrix(CKA()),
         "linear CKA, minibatch": lambda: matrix(CKA(estimator="minibatch")),
+        "linear CKA, minibatches of 50": lambda: matrix(CKA(estimator="minibatch"), every.split(50)),
         "Procrustes, ReLU group": lambda: matrix(GroupProcrustes("relu")),
         "Procrustes, orthogonal": lambda: matrix(OrthogonalProcrustes()),
     }
