@@ -6,13 +6,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import lacking
+from lightning_sym.callbacks._checks import lacking, network_of
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.reports import RunResults
@@ -113,11 +113,7 @@ class TrainingMonitor(AfterFit):
             return
         self.clear()
         name = type(self).__name__
-        if isinstance(trainer.strategy, _SHARDED):
-            raise ValueError(
-                f"{name} needs whole weights, which {type(trainer.strategy).__name__} shards; use ddp, or remove the "
-                "callback."
-            )
+        check_whole_weights(self, trainer)
         task: Any = pl_module
         several = has_members(pl_module)
         if several and self.members != "all" and (missing := sorted(set(self.members) - set(task.numbers))):
@@ -137,20 +133,7 @@ class TrainingMonitor(AfterFit):
         Raises:
             ValueError: If there is none.
         """
-        found: Any = pl_module
-        name = "network" if has_members(pl_module) else self.network
-        for part in name.split(".") if name else ():
-            found = getattr(found, part, None)
-        if isinstance(found, nn.Module):
-            compiled = getattr(found, "_orig_mod", None)
-            return compiled if isinstance(compiled, nn.Module) else found
-        children = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
-        choices = [f'network="{name}"' for name in children] + ['network="" for the whole module']
-        what = "no such attribute" if found is None else f"a {type(found).__name__} there, not an nn.Module"
-        raise ValueError(
-            f'{type(self).__name__}(network="{self.network}") watches the network in that attribute of the '
-            f"LightningModule, and {type(pl_module).__name__} has {what}; say where it is: {', '.join(choices)}."
-        )
+        return network_of(self, pl_module, "network" if has_members(pl_module) else self.network)
 
     def watched(self, pl_module: LightningModule) -> list[int]:
         """Return the numbers of all watched members; a network that is no population is number 0."""
@@ -257,6 +240,19 @@ class TrainingMonitor(AfterFit):
             self._saved_as = state_dict["settings"]
             self.points = list(state_dict["points"])
             self.starts = state_dict["starts"]
+
+
+def check_whole_weights(callback: Callback, trainer: Trainer) -> None:
+    """Check that every process has whole weights.
+
+    Raises:
+        ValueError: If the strategy shards them.
+    """
+    if isinstance(trainer.strategy, _SHARDED):
+        raise ValueError(
+            f"{type(callback).__name__} needs whole weights, which {type(trainer.strategy).__name__} shards; use ddp, "
+            "or remove the callback."
+        )
 
 
 def has_members(pl_module: LightningModule) -> bool:

@@ -8,14 +8,14 @@ from itertools import islice
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._random import seeded
-from lightning_sym.callbacks._checks import lacking, network_of
+from lightning_sym.callbacks._checks import network_of
+from lightning_sym.callbacks._monitor import check_whole_weights, has_members
 from lightning_sym.curvature import (
     CurvatureOperator,
     NonFiniteError,
@@ -25,8 +25,6 @@ from lightning_sym.curvature import (
     trace,
 )
 
-_SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
-_OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network")
 _LOSSES = ("loss", "loss_function", "criterion", "loss_fn")
 
 State = dict[str, Tensor]
@@ -122,11 +120,7 @@ class CurvatureMonitor(Callback):
         """
         if stage != "fit":
             return
-        if isinstance(trainer.strategy, _SHARDED):
-            raise ValueError(
-                f"CurvatureMonitor needs whole weights, which {type(trainer.strategy).__name__} shards; use ddp, or "
-                "remove the callback."
-            )
+        check_whole_weights(self, trainer)
         self._loss_of(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,7 +129,7 @@ class CurvatureMonitor(Callback):
         Raises:
             ValueError: If there is no such network.
         """
-        if not _has_members(pl_module):
+        if not has_members(pl_module):
             network_of(self, pl_module, self.network)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -176,7 +170,7 @@ class CurvatureMonitor(Callback):
 
     def _states(self, task: Any) -> dict[int, State]:
         """Return copies of the weights and buffers of the networks that this process has."""
-        if not _has_members(task):
+        if not has_members(task):
             network = network_of(self, task, self.network)
             return {0: {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}}
         own = [number for number in task.numbers if number in task.member_seeds or not task.member_parallel]
@@ -189,7 +183,7 @@ class CurvatureMonitor(Callback):
             return  # resumed within a batch that was measured
         before, self._before = self._before, {}
         after, loss = self._states(task), self._loss_of(task)
-        several = _has_members(task)
+        several = has_members(task)
         stopped = task.gathered()[0] if several else {}
         data = self._data(trainer, spread=several and task.member_parallel)
         found: dict[int, dict[str, float]] = {}
@@ -211,7 +205,7 @@ class CurvatureMonitor(Callback):
         """Return a network's state as all ranks take it to be; to be called on every rank."""
         if trainer.world_size == 1:
             return state
-        if not _has_members(task):  # rank 0 has the statistics that DDP and checkpoints keep
+        if not has_members(task):  # rank 0 has the statistics that DDP and checkpoints keep
             source = 0
         elif task.member_parallel:
             source = task.numbers.index(number) % trainer.world_size
@@ -230,7 +224,7 @@ class CurvatureMonitor(Callback):
 
     def _network(self, trainer: Trainer, task: Any, number: int, state: State) -> nn.Module:
         """Return a network with a state; the module's own one where that has it."""
-        several = _has_members(task)
+        several = has_members(task)
         network: nn.Module = task.network.fresh(number) if several else network_of(self, task, self.network)
         if several or trainer.world_size > 1:
             network = network if several else copy.deepcopy(network)
@@ -287,10 +281,6 @@ class CurvatureMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the points back."""
         self.points = list(state_dict["points"])
-
-
-def _has_members(task: LightningModule) -> bool:
-    return not lacking(task, _OF_POPULATIONS)
 
 
 def _scalars(found: Mapping[int, Mapping[str, float]], prefix: str, *, several: bool) -> dict[str, float]:
