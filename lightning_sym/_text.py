@@ -1,10 +1,26 @@
 """Sentences for the user, made in one place so that they read alike."""
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 TRACEBACK = "LIGHTNING_SYM_TRACEBACK"  # environment variable
 USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME VALUE ...]"
+
+
+def nearest(given: str, names: Iterable[str], before: str = "", after: str = "") -> str:
+    """Return a question with the names that are nearest to one that was given; empty if none is near.
+
+    Args:
+        given: What was given.
+        names: The valid names.
+        before: Written before each name.
+        after: Written behind each name.
+    """
+    found = get_close_matches(given, sorted(set(names)), n=2, cutoff=0.6)
+    # Two if both are as near.
+    likeness = [SequenceMatcher(None, name, given).ratio() for name in found]
+    found = [name for name, ratio in zip(found, likeness, strict=True) if ratio > likeness[0] - 0.1]
+    return f" Did you mean {' or '.join(repr(before + name + after) for name in found)}?" if found else ""
 
 
 def unknown(kind: str, name: object, options: Iterable[str]) -> str:
@@ -19,8 +35,8 @@ def unknown(kind: str, name: object, options: Iterable[str]) -> str:
         One sentence, ending in a full stop.
     """
     options = list(options)
-    nearest = get_close_matches(str(name), options, n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    near = get_close_matches(str(name), options, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"Unknown {kind} {name!r}; expected one of: {', '.join(options)}.{hint}"
 
 

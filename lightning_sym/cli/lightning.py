@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import yaml
@@ -32,6 +32,7 @@ from lightning_sym._files import write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
+from lightning_sym.cli.given import merge, read_given
 from lightning_sym.cli.messages import class_at, explain, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
@@ -45,7 +46,12 @@ class RecipeParser(LightningArgumentParser):
 
     Args:
         kwargs: Passed on.
+
+    Attributes:
+        given: The options that are being parsed.
     """
+
+    given: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)  # --trainer.max_epoch is a misspelling, not max_epochs
@@ -54,7 +60,7 @@ class RecipeParser(LightningArgumentParser):
         """Print what was wrong and exit with status 2."""
         if ex is not None and show_traceback():
             raise ex
-        print(f"lightning-sym: error: {explain(message)}", file=sys.stderr)
+        print(f"lightning-sym: error: {explain(message, self.given)}", file=sys.stderr)
         print(USAGE, file=sys.stderr)
         raise SystemExit(2)
 
@@ -152,7 +158,10 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
-        self.config = parser.parse_args(_with_resets(_with_checkpoint_settings(args)))
+        options = _with_resets(_with_checkpoint_settings(args))
+        self._given = read_given(options[1:])
+        RecipeParser.given = merge(self._given)  # of the class: errors come from nested parsers, too
+        self.config = parser.parse_args(options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the checkpoint, and link the data's sizes into the network."""
@@ -173,10 +182,10 @@ class RecipeCLI(LightningCLI):
         )
         parser.add_argument(
             "--requires",
-            type=dict[str, str],
+            type=dict[str, str] | None,
             default={},
             help="Recipes that make what the run needs, by the option that names its folder, for example "
-            "{model.zoo: zoo/mnist5k}; fit runs them first if the folder is not there.",
+            "{model.zoo: zoo/mnist5k}; fit runs them first if the folder is not there. Null for none.",
         )
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.set_defaults(
@@ -225,7 +234,8 @@ class RecipeCLI(LightningCLI):
         self._trial: Path | None = None
         if self.subcommand == "fit":
             self._prepare_run_dir(config)
-            self._required = [found for found in find_requirements(config.requires, config) if not found.met]
+            required = find_requirements(config.requires, config, self._given)
+            self._required = [requirement for requirement in required if not requirement.met]
             if self._required and config.trainer.get("fast_dev_run"):
                 self._try_requirements(config)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightning_sym import __version__
-from lightning_sym._text import TRACEBACK, USAGE, unknown
+from lightning_sym._text import TRACEBACK, USAGE, nearest, unknown
 
 _COMMANDS = {
     "fit": "train, for example: lightning-sym fit --config zoo/mnist5k",
@@ -56,7 +56,16 @@ def _command(args: list[str]) -> int:
         rest = _resolve_configs(rest)
     except ValueError as error:
         return _misunderstood(str(error))
+    if wrong := _unknown_option(rest):  # before the imports, which take seconds
+        return _misunderstood(wrong)
     return _run([command, *rest])
+
+
+def _unknown_option(args: list[str]) -> str:
+    from lightning_sym.cli.catalogue import shipped_options
+    from lightning_sym.cli.given import merge, read_given, unknown_option
+
+    return unknown_option(merge(read_given(args)), shipped_options)
 
 
 def _help() -> str:
@@ -113,7 +122,10 @@ def _config_file(name: str) -> str:
         return str(recipe_path(name))
     if name.startswith("{") or "\n" in name:
         return name  # YAML text in place of a file, as jsonargparse allows
-    raise ValueError(unknown("recipe or file", name, recipe_names()))
+    if name.startswith((".", os.sep)) or name.count("/") > 1:  # no recipe could be meant
+        raise ValueError(f"There is no file {os.path.abspath(name)}.")
+    hint = nearest(name, recipe_names()) or " lightning-sym recipes lists the recipes."
+    raise ValueError(f"There is no recipe or file {name!r}.{hint}")
 
 
 def _check_config(name: str) -> None:

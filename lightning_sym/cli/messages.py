@@ -5,34 +5,29 @@ import inspect
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator
-from difflib import SequenceMatcher, get_close_matches
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+from jsonargparse._parameter_resolvers import get_signature_parameters
+from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 
-from lightning_sym._text import TRACEBACK
+from lightning_sym._text import TRACEBACK, nearest
+from lightning_sym.cli.given import SECTIONS, SETTINGS, path_of, unknown_option
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network
 
-_SECTIONS = [
-    "model",
-    "data",
-    "trainer",
-    "checkpoint",
-    "run_dir",
-    "zoo_dir",
-    "overwrite",
-    "seed_everything",
-    "ckpt_path",
-    "config",
-]
 
+def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
+    """Return an error's message on one line, and a parser's in plain words with the nearest valid name.
 
-def explain(message: str) -> str:
-    """Return an error's message on one line, and a parser's in plain words with the nearest valid name."""
+    Args:
+        message: What was raised, or what the parser says.
+        given: The options that were given, by :func:`~lightning_sym.cli.given.merge`; they say of which class an
+            option is that the parser calls by its name alone.
+    """
     line = " ".join(message.split())
     if path := _foreign_class(line):
         return (
@@ -44,7 +39,7 @@ def explain(message: str) -> str:
         r"does not accept (?:option|nested key) '([^']+)'|[Uu]nrecognized arguments: (?:--)?([^\s=]+)",
         line,
     ):
-        return _unknown_option(next(filter(None, match.groups())))
+        return _unknown_option(next(filter(None, match.groups())), given or {})
     if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
         missing = ", ".join(f"--{name.split('.', 1)[-1]}" for name in (match[1] or match[2]).split(", "))
         return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
@@ -57,30 +52,26 @@ def explain(message: str) -> str:
         r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
     ):
         line = match[1]  # older versions of jsonargparse hand a constructor's error on as text only
-    return _wrong_class(line) or _wrong_value(line) or line
+    return _wrong_class(line) or _wrong_value(line, given or {}) or line
 
 
-def _unknown_option(given: str) -> str:
-    head, dot, rest = given.partition(".")
-    if given in _option_names():  # of another class than the one that was named
-        return (
-            f"Option {given!r} does not belong to the class that was named; name its class first, as in --model CLASS."
-        )
-    if not dot:
-        return f"Unknown option {given!r}.{_hint(given, [*_SECTIONS, *_option_names()])}"
-    if head not in _SECTIONS:
-        return f"Unknown option {given!r}.{_hint(head, _SECTIONS, after=dot + rest)}"
-    parents, _, name = given.rpartition(".")
-    return f"Unknown option {given!r}.{_hint(name, _option_names(), before=parents + '.')}"
+def _unknown_option(name: str, given: Mapping[str, Any]) -> str:
+    return unknown_option(given, _options_of) or f"Unknown option {name!r}.{nearest(name, (*SECTIONS, *SETTINGS))}"
+
+
+def _options_of(kind: str) -> frozenset[str] | None:
+    """Return the options of a class of any package, which has been imported by now."""
+    found = class_at(kind) or next((known for known in _classes() if known.__name__ == kind), None)
+    return None if found is None else frozenset(parameter.name for parameter in get_signature_parameters(found))
 
 
 def _wrong_class(line: str) -> str | None:
     """Return the sentence for a class that was not found or is of the wrong kind; None if that is not the trouble."""
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
-        return f"There is no class {match[1]}.{match[2]}.{_hint(match[2], _class_names())}"
+        return f"There is no class {match[1]}.{match[2]}.{nearest(match[2], _class_names())}"
     if match := re.search(r"No module named '([\w.]+)'", line):
         return (
-            f"There is no module {match[1]!r}.{_hint(match[1], ('lightning_sym', 'pytorch_lightning', 'torch'))} "
+            f"There is no module {match[1]!r}.{nearest(match[1], ('lightning_sym', 'pytorch_lightning', 'torch'))} "
             "The folder of a module of your own has to be on PYTHONPATH."
         )
     # A class without its path; a plain word may be a wrong value where a class is one of several things accepted.
@@ -88,14 +79,15 @@ def _wrong_class(line: str) -> str | None:
     if (match := re.search(r"Expected a dot import path string: (\w+)", line)) and (
         basic is None or match[1][0].isupper()
     ):
-        hint = _hint(match[1], _class_names())
+        hint = nearest(match[1], _class_names())
         return f"Unknown class {match[1]!r}; give its full path, or the name of one of ours.{hint}"
     if match := re.search(r"does not correspond to a subclass of (\w+)", line):
-        return f"{_key(line)}{' or '.join(_misfits(line))} is not a subclass of {match[1]}."
+        key = re.search(r'Parser key "([^"]+)"', line)
+        return f"{key[1] + ': ' if key else ''}{' or '.join(_misfits(line))} is not a subclass of {match[1]}."
     return None
 
 
-def _wrong_value(line: str) -> str | None:
+def _wrong_value(line: str, given: Mapping[str, Any]) -> str | None:
     """Return the sentence for a value of the wrong type; None if that is not the trouble."""
     value = re.search(r"(?:Got value|Given value): (.*)$", line)
     # Literals are written out, types are not: <class 'int'>.
@@ -108,12 +100,9 @@ def _wrong_value(line: str) -> str | None:
     kinds = [
         "a list" if kind in ("Sequence", "list") else kind for kind in dict.fromkeys(sorted(kinds, key="null".__eq__))
     ]
-    return f"{_key(line)}expected {' or '.join(kinds)}, got {value[1]!r}."
-
-
-def _key(line: str) -> str:
-    match = re.search(r'Parser key "([^"]+)"', line)
-    return f"{match[1]}: " if match else ""
+    key = re.search(r'Parser key "([^"]+)"', line)
+    where = f"{path_of(given, key[1], value[1])}: " if key else ""
+    return f"{where}expected {' or '.join(kinds)}, got {value[1]!r}."
 
 
 def _foreign_class(line: str) -> str | None:
@@ -166,14 +155,6 @@ def show_traceback() -> bool:
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
-def _hint(given: str, names: Iterable[str], before: str = "", after: str = "") -> str:
-    nearest = get_close_matches(given, sorted(set(names)), n=2, cutoff=0.6)
-    # Two if both are as near: which class an option was meant for is not known here.
-    likeness = [SequenceMatcher(None, name, given).ratio() for name in nearest]
-    nearest = [name for name, ratio in zip(nearest, likeness, strict=True) if ratio > likeness[0] - 0.1]
-    return f" Did you mean {' or '.join(repr(before + name + after) for name in nearest)}?" if nearest else ""
-
-
 def _classes() -> Iterator[type]:
     """Yield the classes that a recipe may name: ours, torch's, Lightning's, and those of imported modules."""
     kinds = [Callback, ImageTransform, LightningDataModule, LightningModule, Network, torch.optim.Optimizer]
@@ -187,7 +168,3 @@ def _classes() -> Iterator[type]:
 
 def _class_names() -> list[str]:
     return [kind.__name__ for kind in _classes()]
-
-
-def _option_names() -> list[str]:
-    return [name for kind in (Trainer, *_classes()) for name in inspect.signature(kind).parameters]

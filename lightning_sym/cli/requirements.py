@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from jsonargparse import Namespace
 
+from lightning_sym.cli.given import Tree
 from lightning_sym.recipes import recipe_of
 
 # A trial of the other recipe: a handful of steps, and nothing written but what is asked for.
@@ -47,32 +49,57 @@ class Requirement:
         return self.folder.is_dir() and any(not path.name.startswith(".") for path in self.folder.iterdir())
 
 
-def find_requirements(requires: Mapping[str, str], settings: Namespace) -> list[Requirement]:
+def find_requirements(
+    requires: Mapping[str, str] | None, settings: Namespace, given: Sequence[Tree] = ()
+) -> list[Requirement]:
     """Return what a run requires.
 
     Args:
         requires: By option, the recipe that makes the folder which the option names, with options if it needs any.
+            None for nothing.
         settings: Settings of the run. Options of a class are named as on the command line, without ``init_args``.
+        given: What each file and each option said, by :func:`~lightning_sym.cli.given.read_given`.
 
     Raises:
-        ValueError: If an option is not one of the run's, or names no folder, or one that is not there and that another
-            recipe makes: what is in it afterwards would not be what its name says.
+        ValueError: If an option is not one of the run's, or names no folder; or if it names one that is not there and
+            that is not the one to be made: because it was given elsewhere than the recipe that makes it, so that it may
+            be a slip of the pen, or because another recipe makes it.
     """
     found = []
-    for option, recipe in requires.items():
+    for option, recipe in (requires or {}).items():
         key, entry = _key(settings, option)
         folder = settings[key][entry] if entry else settings[key]
         if not isinstance(folder, str | os.PathLike):
             raise ValueError(f"requires names the option {option}, which must be a folder, and is {folder!r}.")
         found.append(Requirement(option, recipe, Path(folder)))
+        if found[-1].met:
+            continue
         owner = recipe_of(found[-1].folder)
-        if owner not in (None, recipe) and not found[-1].met:
+        own = _own_folder(option, given)
+        if own is not None and Path(own) != Path(folder):
+            first = f"run lightning-sym fit --config {owner} first, or " if owner else ""
+            raise ValueError(
+                f"{folder}, which --{option} names, is not there; {first}give a folder that is, or leave the option "
+                f"out: {own} is then made, by {recipe}."
+            )
+        if owner not in (None, recipe):
             raise ValueError(
                 f"{folder}, which {option} names, is not there, and this run would make it by {recipe}, though it is "
                 f"the folder of {owner}; run lightning-sym fit --config {owner} first, or give another folder as "
                 f"--{option}."
             )
     return found
+
+
+def _own_folder(option: str, given: Sequence[Tree]) -> str | None:
+    """Return the folder that is named where the recipe that makes it is; None if that place names none."""
+    for tree in reversed(given):
+        if option in (tree.get("requires") or {}):
+            folder: Any = tree
+            for name in option.split("."):
+                folder = folder.get(name) if isinstance(folder, Mapping) else None
+            return folder if isinstance(folder, str) else None
+    return None
 
 
 def redirect(settings: Namespace, option: str, folder: Path) -> None:

@@ -33,7 +33,11 @@ Unknown command 'fitt'; expected one of: fit, validate, test, predict, recipes. 
 $ recipes zoo/mnist6k
 Unknown recipe 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
 $ fit --config zoo/mnist6k
-Unknown recipe or file 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
+There is no recipe or file 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?
+$ fit --config mine
+There is no recipe or file 'mine'. lightning-sym recipes lists the recipes.
+$ fit --config runs/mine/config.yaml
+There is no file .../runs/mine/config.yaml.
 $ fit --config
 ...--config: expected one argument
 $ fit --config words.yaml
@@ -49,21 +53,22 @@ Missing: --...; or name a recipe with --config (lightning-sym recipes lists them
 $ fit SMALL --trainr.max_epochs=3
 Unknown option 'trainr.max_epochs'. Did you mean 'trainer.max_epochs'?
 $ fit SMALL --trainer.maxepochs=3
-Unknown option 'trainer.maxepochs'. Did you mean 'trainer.max_epochs'?
+Trainer has no option 'trainer.maxepochs'. Did you mean 'trainer.max_epochs'?
 $ fit SMALL --trainer.max_epoch=3
-Unknown option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?
+Trainer has no option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?
 $ fit SMALL --over=true
 Unknown option 'over'. Did you mean ...'overwrite'?
 $ fit SMALL --run_dri=x
 Unknown option 'run_dri'. Did you mean 'run_dir'?
 $ fit SMALL --model.membres=3
-Unknown option 'membres'. Did you mean 'members' or 'member'?
+ZooTask has no option 'model.membres'. Did you mean 'model.members'?
 $ fit SMALL --model.network.widthz=[3]
-Unknown option 'widthz'. Did you mean 'width' or 'widths'?
+MultiLayerPerceptron has no option 'model.network.widthz'. Did you mean 'model.network.widths'?
 $ fit SMALL --model.network.batch_norm=1
-Option 'batch_norm' does not belong to the class that was named; name its class first, as in --model CLASS.
+MultiLayerPerceptron has no option 'model.network.batch_norm'. lightning-sym fit --model ZooTask --model.network.help
+MultiLayerPerceptron lists those it has.
 $ fit SMALL --model.optimizer=SGD --model.optimizer.momentun=0.9
-Unknown option 'momentun'. Did you mean 'momentum'?
+SGD has no option 'model.optimizer.momentun'. Did you mean 'model.optimizer.momentum'?
 $ fit SMALL --model=ZooTsk
 Unknown class 'ZooTsk'; give its full path, or the name of one of ours. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sym.tasks.ZooTsk
@@ -80,13 +85,13 @@ There is no class torch.optim.Adm. Did you mean 'Adam'?
 $ fit SMALL --trainer.callbacks+=ZooExprt
 Unknown class 'ZooExprt'; give its full path, or the name of one of ours. Did you mean 'ZooExport'?
 $ fit SMALL --model.members=many
-members: expected int, got 'many'.
+model.members: expected int, got 'many'.
 $ fit SMALL --trainer.max_epochs=many
 trainer.max_epochs: expected int or null, got 'many'.
 $ fit SMALL --model.execution=fast
-execution: expected one of 'loop', 'vmap', got 'fast'.
+model.execution: expected one of 'loop', 'vmap', got 'fast'.
 $ fit SMALL --model.network.widths=wide
-widths: expected a list, got 'wide'.
+model.network.widths: expected a list, got 'wide'.
 $ fit SMALL --overwrite=perhaps
 overwrite: expected bool, got 'perhaps'.
 $ fit SMALL --seed_everything=x
@@ -124,9 +129,14 @@ $ fit --config stitching/mnist5k --requires={} --model.zoo=nowhere
 No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config zoo/mnist5k.
 $ fit --config matching/mnist5k_mlp --requires '{"model.zo": "zoo/mnist5k"}'
 requires names the option 'model.zo', which this run does not have.
+$ fit --config matching/mnist5k_mlp --requires=null --model.zoo=nowhere
+No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config zoo/mnist5k.
 $ fit --config matching/mnist5k_mlp --model.zoo=runs/zoo-mnist5k/zoo
-runs/zoo-mnist5k/zoo, which model.zoo names, is not there, and this run would make it by zoo/mnist5k_mlp, though it is
-the folder of zoo/mnist5k; run lightning-sym fit --config zoo/mnist5k first, or give another folder as --model.zoo.
+runs/zoo-mnist5k/zoo, which --model.zoo names, is not there; run lightning-sym fit --config zoo/mnist5k first, or give a
+folder that is, or leave the option out: runs/zoo-mnist5k-mlp/zoo is then made, by zoo/mnist5k_mlp.
+$ fit --config stitching/mnist5k --model.zoo=runs/zoo-mnist5kk/zoo
+runs/zoo-mnist5kk/zoo, which --model.zoo names, is not there; give a folder that is, or leave the option out:
+runs/zoo-mnist5k/zoo is then made, by zoo/mnist5k.
 """
 
 

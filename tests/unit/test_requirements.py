@@ -161,6 +161,21 @@ def test_a_folder_of_one_recipe_is_not_made_by_another(tmp_path):
     assert find_requirements({"model.zoo": "zoo/mnist5k_mlp"}, settings(folder))[0].met
 
 
+def test_only_the_folder_that_the_recipe_names_is_made(tmp_path):
+    recipe = {"requires": {"model.zoo": "zoo/mnist5k"}, "model": {"zoo": "runs/a/zoo"}}
+    requires, option = recipe["requires"], {"model": {"zoo": "runs/aa/zoo"}}
+    find = functools.partial(find_requirements, requires)
+    assert find(settings("runs/a/zoo"), [recipe]) == find(settings("runs/a/zoo/"), [recipe, option]) == [REQUIRED]
+    says = ("runs/aa/zoo, which --model.zoo names, is not there", "runs/a/zoo is then made, by zoo/mnist5k")
+    assert_refused(find, settings("runs/aa/zoo"), [recipe, option], says=says)
+    assert find(settings("runs/aa/zoo"), [recipe, option, {"requires": requires}])  # both are given: meant
+    Path("runs/aa/zoo").mkdir(parents=True)
+    assert_refused(find, settings("runs/aa/zoo"), [recipe, option], says=says)  # it holds nothing
+    Path("runs/aa/zoo/member-0000.safetensors").touch()
+    assert find(settings("runs/aa/zoo"), [recipe, option])[0].met
+    assert find_requirements(None, settings()) == []
+
+
 def test_requirements_may_be_entries_of_a_dictionary():
     found = settings({"one": "runs/one/zoo", "two words": "runs/two/zoo"})
     option = "model.zoo.two words"

@@ -1,0 +1,198 @@
+"""What a command line and its files say, as trees of options: read without importing torch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_sym._text import nearest
+
+Tree = dict[str, Any]
+
+# Keys of a class in YAML beside its arguments.
+_CLASS, _ARGUMENTS = "class_path", ("init_args", "dict_kwargs")
+# What a command takes beside the sections of its classes, and what is asked of the parser itself.
+SECTIONS = ("model", "data", "trainer", "checkpoint")
+SETTINGS = (
+    *("run_dir", "overwrite", "zoo_dir", "requires", "seed_everything", "ckpt_path", "config"),
+    *("weights_only", "verbose", "return_predictions", "print_config", "help"),
+)
+# Classes that are not named, because nothing else may stand there.
+_FIXED = {"trainer": "pytorch_lightning.Trainer"}
+
+
+def read_given(args: Sequence[str]) -> list[Tree]:
+    """Return what each file and each option says, in their order: later ones win.
+
+    Options of a class are named as on the command line, without ``init_args``; its name is under ``class_path``.
+
+    Args:
+        args: Options after the command; ``--config`` with files or YAML text.
+    """
+    trees: list[Tree] = []
+    for arg, following in pairwise([*args, ""]):
+        option, given, value = arg.partition("=")
+        if not given:
+            value = "" if following.startswith("--") else following
+        if option in ("--config", "-c"):
+            trees.append(_config(value))
+        elif option.startswith("--"):
+            tree: Tree = {}
+            _place(tree, option.removeprefix("--").split("."), _yaml(value))
+            trees.append(tree)
+    return trees
+
+
+def merge(trees: Sequence[Tree]) -> Tree:
+    """Return one tree of several; options of a class that a later tree replaces are left out.
+
+    Args:
+        trees: As :func:`read_given` returns them.
+    """
+    merged: Tree = {}
+    for tree in trees:
+        _merge(merged, tree)
+    return merged
+
+
+def class_of(node: Any) -> str:
+    """Return the class that a node of a tree names; empty if it names none."""
+    name = node.get(_CLASS) if isinstance(node, Mapping) else node
+    return name if isinstance(name, str) else ""
+
+
+def owned(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield every option of a class: the dotted path of its owner, the owner's class, its name and its value.
+
+    Args:
+        tree: As :func:`merge` returns it.
+    """
+    for section, node in tree.items():
+        yield from _owned(section, node, _FIXED.get(section, ""))
+
+
+def unknown_option(tree: Mapping[str, Any], options_of: Callable[[str], frozenset[str] | None]) -> str:
+    """Return the sentence for an option that is not one of its class; empty if there is none.
+
+    Args:
+        tree: As :func:`merge` returns it.
+        options_of: Returns the options of a class by its name; None if they are not known.
+    """
+    for name, node in tree.items():
+        if name not in (*SECTIONS, *SETTINGS):
+            rest = "".join(f".{key}" for key in list(node)[:1]) if isinstance(node, Mapping) else ""
+            return f"Unknown option '{name}{rest}'.{nearest(name, (*SECTIONS, *SETTINGS), after=rest)}"
+    for path, kind, name, _ in owned(tree):
+        options = options_of(kind)
+        if options is not None and name not in options:
+            short = kind.rpartition(".")[2]
+            known = nearest(name, options, before=f"{path}.") or f" {_help(tree, path, short)} lists those it has."
+            return f"{short} has no option '{path}.{name}'.{known}"
+    return ""
+
+
+def path_of(tree: Mapping[str, Any], name: str, value: str) -> str:
+    """Return where an option with this value is, from the section on; the name itself if that is not known.
+
+    Args:
+        tree: As :func:`merge` returns it.
+        name: Name of the option, or the end of its path.
+        value: What was given, as text.
+    """
+    paths = [f"{path}.{key}" for path, _, key, found in owned(tree) if str(found) == value]
+    return next((path for path in paths if f".{path}".endswith(f".{name}")), name)
+
+
+def _help(tree: Mapping[str, Any], path: str, kind: str) -> str:
+    """Return the command that lists the options of a class."""
+    section, nested, _ = path.partition(".")
+    if path == "trainer":
+        return "lightning-sym fit --help"
+    owner = class_of(tree[section]).rpartition(".")[2] if nested else ""
+    return f"lightning-sym fit {f'--{section} {owner} ' if owner else ''}--{path}.help {kind}"
+
+
+def _owned(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, str, Any]]:
+    if isinstance(node, list):
+        for entry in node:
+            yield from _owned(path, entry)
+    if not isinstance(node, Mapping):
+        return
+    kind = kind or class_of(node)
+    for name, value in node.items():
+        if name in (_CLASS, "help"):
+            continue
+        if kind:
+            yield path, kind, name, value
+        yield from _owned(f"{path}.{name}", value)
+
+
+def _config(value: str) -> Tree:
+    try:
+        text = Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError):  # YAML text in place of a file
+        text = value
+    content = _plain(_yaml(text))
+    return content if isinstance(content, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the arguments of each class beside its name."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    plain: Tree = {}
+    for key, entry in value.items():
+        if key in _ARGUMENTS and isinstance(entry, Mapping):
+            plain |= _plain(entry)
+        else:
+            plain[str(key)] = _plain(entry)
+    return plain
+
+
+def _place(tree: Tree, path: Sequence[str], value: Any) -> None:
+    """Set the value at the end of a path of names; ``name+`` appends to a list."""
+    *parents, last = [name for name in path if name not in _ARGUMENTS]
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[last] = _plain(value)
+
+
+def _merge(node: Tree, other: Tree) -> None:
+    for key, value in other.items():
+        name = key.removesuffix("+")
+        old = node.get(name)
+        if key != name:
+            node[name] = [*(old if isinstance(old, list) else []), *(value if isinstance(value, list) else [value])]
+        elif isinstance(value, dict):
+            node[name] = _joined(old, value)
+        elif isinstance(old, dict) and isinstance(value, str) and class_of(old) and _same(class_of(old), value):
+            continue  # the class that is there already: its options stay
+        else:
+            node[name] = value
+
+
+def _joined(old: Any, value: Tree) -> Any:
+    if isinstance(old, list) and old:  # options of the entry that was appended last
+        return [*old[:-1], _joined(old[-1], value)]
+    if isinstance(old, str):
+        old = {_CLASS: old}
+    joined: Tree = dict(old) if isinstance(old, dict) else {}
+    if _CLASS in value and class_of(joined) and not _same(class_of(joined), class_of(value)):
+        joined = {}
+    _merge(joined, value)
+    return joined
+
+
+def _same(kind: str, other: str) -> bool:
+    return kind.rpartition(".")[2] == other.rpartition(".")[2]
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:  # the parser says what is wrong
+        return text
