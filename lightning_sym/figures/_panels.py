@@ -123,6 +123,19 @@ def legend_beside(
     figure.legend(handles=list(handles), frameon=False, fontsize=9, **look)
 
 
+def legend_above(axes: Axes) -> None:
+    """Name what is drawn in a strip above all of it, for which the axis is made longer, so that it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    columns = 2 if max(map(len, labels)) < 16 else 1
+    share = 0.05 + 0.065 * -(-len(handles) // columns)
+    scale = axes.yaxis.get_transform()  # a logarithmic axis grows in decades
+    low, high = scale.transform(np.array(axes.get_ylim()))
+    axes.set_ylim(top=float(scale.inverted().transform(low + (high - low) / (1 - share))))
+    axes.legend(handles, labels, loc="upper right", ncols=columns, fontsize=8, framealpha=0.9)
+
+
 def line_colors(count: int) -> list[str | tuple[float, ...]]:
     """Return colors of so many lines in one panel; of many they go from dark to bright in the order of the lines."""
     if count <= len(_FEW):

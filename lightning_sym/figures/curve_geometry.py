@@ -84,7 +84,8 @@ def curve_geometry_panels(lines: GeometryLines, *, title: str = "") -> Figure:
     axes[6].set_ylim(top=1.03)
     _lines(axes[7], t, lines.deviations, "identities: relative deviation", log=True)
     axes[7].axhline(lines.tolerance, color=shared.INK, lw=1, ls="--", label="tolerance")
-    axes[7].legend(fontsize=8, framealpha=0.9)
+    for panel in axes:
+        shared.legend_above(panel)
     return figure
 
 
@@ -104,8 +105,6 @@ def _lines(axes: Axes, t: shared.Values, curves: Curves, title: str, *, log: boo
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("place $t$ on the curve", fontsize=9)
     axes.grid(alpha=0.25)
-    if curves:
-        axes.legend(fontsize=8, framealpha=0.9)
 
 
 def _spectrum(axes: Axes, t: shared.Values, lines: GeometryLines) -> None:
@@ -116,7 +115,6 @@ def _spectrum(axes: Axes, t: shared.Values, lines: GeometryLines) -> None:
         t, np.asarray(lines.trace), yerr=np.asarray(lines.trace_error), label="trace ± standard error", **look
     )
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, framealpha=0.9)
 
 
 def _eigenvalue(number: int) -> str:
@@ -134,4 +132,3 @@ def _density(axes: Axes, density: Mapping[float, tuple[ArrayLike, ArrayLike]]) -
     axes.set_title("density of eigenvalues, smoothed", fontsize=10)
     axes.set_xlabel("eigenvalue of the Hessian", fontsize=9)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, framealpha=0.9)

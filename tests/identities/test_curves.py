@@ -81,6 +81,10 @@ def test_derivatives_are_those_of_finite_differences(kind, count):
     torch.testing.assert_close(
         curve.tangent(t), differences, rtol=1e-10 if exact else 1e-6, atol=1e-9 if exact else 1e-6
     )
+    if kind == "bezier" and exact:
+        for half in (0.1, 0.01, 1e-3):  # whatever the step
+            ends = curve(t + half) - curve(t - half)
+            torch.testing.assert_close(ends, 2 * half * curve.tangent(t), rtol=1e-10, atol=1e-13)
     seconds = (curve(t + step) - 2 * curve(t) + curve(t - step)) / step**2
     torch.testing.assert_close(curve.second_derivative(t), seconds, rtol=1e-5, atol=1e-5)
 
