@@ -11,12 +11,10 @@ from lightning_sym._distributed import wide
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import CurvatureError
-from lightning_sym.curvature.operators import SymmetricOperator
+from lightning_sym.curvature.operators import ROUNDING, SymmetricOperator
 
 Which = Literal["largest", "smallest", "magnitude"]
-# A new direction shorter than this, relative to the largest eigenvalue seen, is rounding: the Krylov space is complete.
-_COMPLETE = 1e-12
-# Matrices of at most so many rows are decomposed whole, so that no copy of a multiple eigenvalue is missed.
+# Matrices of at most so many eigenvalues are decomposed whole, so that no copy of a multiple eigenvalue is missed.
 _WHOLE = 64
 
 
@@ -30,7 +28,8 @@ class EigenPairs:
 
     Attributes:
         values: Eigenvalues, the most extreme one first. Shape ``[k]``, float64, on the CPU.
-        vectors: Their eigenvectors, of length 1. Shape ``[P, k]``, in the widest dtype of the operator's device.
+        vectors: Their eigenvectors, of length 1, in the subspace that the matrix acts on. Shape ``[P, k]``, in the
+            widest dtype of the operator's device.
         residuals: :math:`\|H v - \lambda v\|` from a product made for this: within so much of the value there is an
             eigenvalue. Shape ``[k]``, float64, on the CPU.
         products: Number of products with vectors that it took.
@@ -77,8 +76,8 @@ def top_eigenpairs(
     gap.
 
     Args:
-        operator: The matrix H.
-        k: How many. At most P.
+        operator: The matrix H; of one that acts on a subspace, eigenvalues of the restriction.
+        k: How many. At most ``operator.dimension``.
         which: ``"largest"`` or ``"smallest"`` algebraically, or largest ``"magnitude"``.
         tolerance: Residual relative to the largest eigenvalue by magnitude. In (0, 1); below 1e-5 it needs a network in
             float64.
@@ -96,8 +95,8 @@ def top_eigenpairs(
 
     Note:
         Of an eigenvalue with several independent eigenvectors (copies of units make such) one vector is found at first
-        and others by rounding only, perhaps after k others have converged; matrices of up to 64 rows are decomposed
-        whole, with all copies.
+        and others by rounding only, perhaps after k others have converged; matrices of up to 64 eigenvalues are
+        decomposed whole, with all copies.
 
     References:
         Wu and Simon (2000), "Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems".
@@ -107,12 +106,15 @@ def top_eigenpairs(
         >>> top_eigenpairs(MatrixOperator(torch.diag(torch.tensor([6.0, 10.0, 0.0]))), 2).values
         tensor([10.,  6.], dtype=torch.float64)
     """
-    size = operator.size
+    size = operator.dimension
     check_integers(k=k, max_products=max_products)
     check_numbers("in (0, 1)", tolerance=tolerance)
     basis = min(size, max(2 * k + 20, 60, _WHOLE) if basis is None else basis)
     if k > size or (basis < k + 4 and basis < size):
-        raise ValueError(f"k must be at most {size} and basis at least k + 4, got k={k} and basis={basis}.")
+        raise ValueError(
+            f"k must be at most {size}, the number of eigenvalues, and basis at least k + 4, got k={k} and "
+            f"basis={basis}."
+        )
     if which not in get_args(Which):
         raise ValueError(unknown("which", which, get_args(Which)))
     before = operator.products
@@ -159,8 +161,9 @@ def lanczos(operator: SymmetricOperator, starts: Tensor, steps: int) -> Quadratu
 
     Args:
         operator: The matrix H.
-        starts: Starting vectors of any length but 0. Shape ``[P, R]``.
-        steps: Number of steps m, at most P. >= 1.
+        starts: Starting vectors, of which the parts in the subspace that the matrix acts on count, of any length but 0.
+            Shape ``[P, R]``.
+        steps: Number of steps m, at most ``operator.dimension``. >= 1.
 
     Returns:
         Nodes and weights for each vector.
@@ -174,10 +177,10 @@ def lanczos(operator: SymmetricOperator, starts: Tensor, steps: int) -> Quadratu
     check_integers(steps=steps)
     if starts.ndim != 2 or len(starts) != operator.size or not starts.shape[1]:
         raise ValueError(f"starts must have shape [{operator.size}, R], got {list(starts.shape)}.")
-    if steps > operator.size:
-        raise ValueError(f"steps must be at most the {operator.size} rows of the matrix, got {steps}.")
+    if steps > operator.dimension:
+        raise ValueError(f"steps must be at most the {operator.dimension} eigenvalues of the matrix, got {steps}.")
     device, before = operator.device, operator.products
-    q = starts.detach().T.to(device=device, dtype=wide(device))
+    q = operator.inside(starts.detach().to(device=device, dtype=wide(device))).T
     norms = q.norm(dim=1, keepdim=True)
     if not bool(((norms > 0) & norms.isfinite()).all()):
         raise ValueError("starts must be finite vectors other than zero.")
@@ -193,11 +196,12 @@ def lanczos(operator: SymmetricOperator, starts: Tensor, steps: int) -> Quadratu
         diagonal[:, step] = (q * z).sum(1).double().cpu()
         known = held[:, : step + 1]
         for _ in range(2):
-            z = z - ((known @ z[:, :, None]).mT @ known)[:, 0]
+            z = operator.inside((z - ((known @ z[:, :, None]).mT @ known)[:, 0]).T).T
         beta = z.norm(dim=1)
         beside[:, step] = beta.double().cpu()
         largest = torch.maximum(largest, diagonal[:, step].abs() + beside[:, step])
-        ended = (beside[:, step] <= _COMPLETE * largest) & (lengths == steps)
+        # A new direction shorter than rounding: the Krylov space is complete.
+        ended = (beside[:, step] <= ROUNDING * largest) & (lengths == steps)
         lengths[ended] = step + 1
         if bool((lengths <= step + 1).all()):
             break
@@ -230,10 +234,13 @@ class _Space:
         return self._outside(self._outside(drawn / drawn.norm())[0])[0]
 
     def _outside(self, vector: Tensor) -> tuple[Tensor, float]:
-        """Return the part of a vector outside the space, brought to length 1, and how long it was."""
+        """Return the part of a vector outside the space, brought to length 1, and how long it was.
+
+        It stays in the subspace that the matrix acts on, however small what is left of it and large its rounding.
+        """
         known = self.basis[: self.held]
         for _ in range(2):
-            vector = vector - (known @ vector) @ known
+            vector = self.operator.inside(vector - (known @ vector) @ known)
         length = float(vector.norm())
         return (vector / length if length > 0 else vector), length
 
@@ -248,7 +255,7 @@ class _Space:
         self.matrix[place, : self.held] = inside
         self.largest = max(self.largest, float(image.norm()))
         self.next, self.beta = self._outside(image)
-        if self.beta <= _COMPLETE * self.largest:
+        if self.beta <= ROUNDING * self.largest:
             # The space is complete: what is outside has no part in it.
             self.beta = 0.0
             if self.held < len(self.basis):

@@ -24,7 +24,8 @@ MEASURES = ("top_eigenvalue", "trace", "norm")
 class ComplementOperator(SymmetricOperator):
     r"""A matrix restricted to the directions orthogonal to an orbit: :math:`\Pi H \Pi`.
 
-    It has the eigenvalues of the restriction, and one zero for each dimension of the orbit.
+    Its eigenvalues are those of the restriction, ``P - rank`` of them; the zeros that :math:`\Pi H \Pi` has along the
+    orbit are none of them.
 
     Args:
         operator: The matrix H, of all of the network's parameters.
@@ -44,8 +45,17 @@ class ComplementOperator(SymmetricOperator):
         self.operator, self.tangents = operator, tangents
         self.size, self.dtype, self.device = operator.size, operator.dtype, operator.device
 
+    @property
+    def dimension(self) -> int:
+        """Number of directions across the orbit, ``P - rank``."""
+        return self.size - self.tangents.rank
+
+    def inside(self, vectors: Tensor) -> Tensor:
+        """Return the parts of vectors orthogonal to the orbit."""
+        return self.tangents.across(vectors)
+
     def _times(self, vectors: Tensor) -> Tensor:
-        return self.tangents.across(self.operator @ self.tangents.across(vectors))
+        return self.inside(self.operator @ self.inside(vectors))
 
     def matrix(self, *, max_parameters: int = 4000) -> Tensor:
         """Return the restriction in an orthonormal basis of the complement; as :meth:`CurvatureOperator.matrix`.

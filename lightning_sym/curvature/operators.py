@@ -24,6 +24,8 @@ from lightning_sym.networks.modes import in_precision, twice_differentiable
 
 Kind = Literal["hessian", "gauss_newton"]
 Loss = Callable[[Tensor, Tensor], Tensor]
+# What is smaller than this, relative to the largest magnitude, is rounding.
+ROUNDING = 1e-12
 _CLASSES = {"hessian": "HessianLinearOperator", "gauss_newton": "GGNLinearOperator"}
 
 
@@ -40,6 +42,9 @@ def curvlinops() -> ModuleType:
 
 class SymmetricOperator(ABC):
     """A symmetric matrix of which only products with vectors are known.
+
+    It may act on a subspace only. Eigenvalues, densities and directions are then those of its restriction to that
+    subspace; the zeros that the matrix has beside it are none of its eigenvalues.
 
     Attributes:
         size: Number of rows and of columns, P.
@@ -59,6 +64,15 @@ class SymmetricOperator(ABC):
     def shape(self) -> tuple[int, int]:
         """Number of rows and of columns."""
         return self.size, self.size
+
+    @property
+    def dimension(self) -> int:
+        """Number of eigenvalues: the dimension of the subspace that the matrix acts on, P if that is all."""
+        return self.size
+
+    def inside(self, vectors: Tensor) -> Tensor:
+        """Return the parts of vectors in the subspace that the matrix acts on; the same shape, dtype and device."""
+        return vectors
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """Return the product with one vector or with several.
@@ -361,6 +375,8 @@ def directional_curvature(
 ) -> dict[str, tuple[float, float]]:
     r"""Return :math:`\|H d\|` and :math:`d^\top H d` for some directions, each brought to length 1.
 
+    Of a matrix that acts on a subspace, for the parts of the directions in it.
+
     Args:
         operator: The matrix H.
         directions: Vectors by name, shape ``[P]`` each, not zero.
@@ -369,7 +385,7 @@ def directional_curvature(
         The two numbers by name.
 
     Raises:
-        ValueError: If a direction is zero or not finite.
+        ValueError: If a direction is zero, not finite, or orthogonal to the subspace that the matrix acts on.
     """
     if not directions:
         return {}
@@ -379,7 +395,12 @@ def directional_curvature(
         length = float(vector.norm())
         if not 0 < length < float("inf"):
             raise ValueError(f"direction {name!r} must be a finite vector other than zero, got one of norm {length}.")
-        units.append(vector / length)
+        part = operator.inside(vector / length)
+        if not float(part.norm()) > ROUNDING:
+            raise ValueError(
+                f"direction {name!r} is orthogonal to the subspace that the matrix acts on, and has no curvature there."
+            )
+        units.append(part / part.norm())
     block = torch.stack(units, 1)
     products = operator @ block
     norms, curvatures = products.norm(dim=0).tolist(), (block * products).sum(0).tolist()

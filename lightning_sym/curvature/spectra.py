@@ -15,14 +15,12 @@ from lightning_sym._random import generator as seeded_generator
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.curvature.krylov import Quadrature, lanczos
-from lightning_sym.curvature.operators import SymmetricOperator, curvlinops
+from lightning_sym.curvature.operators import ROUNDING, SymmetricOperator, curvlinops
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
 TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
 # How near to the maximum in its middle a Gaussian of the default width falls at the next node, for evenly spaced ones.
 _KAPPA = 3.0
-# What is smaller than this, relative to the largest magnitude, is rounding.
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,11 @@ def trace(
         raise ValueError(unknown("method", method, get_args(TraceMethod)))
     unit = 3 if method == "hutch++" else 2
     share = probes // repeats // unit * unit
-    if not 0 < share < operator.size:
+    if not 0 < share < operator.dimension:
         raise ValueError(
-            f"{method} needs at least {unit} probes in each of {repeats} repeats, and fewer than the {operator.size} "
-            f"rows of the matrix, got probes={probes}; change probes or repeats, or use method='hutchinson'."
+            f"{method} needs at least {unit} probes in each of {repeats} repeats, and fewer than the "
+            f"{operator.dimension} eigenvalues of the matrix, got probes={probes}; change probes or repeats, or use "
+            "method='hutchinson'."
         )
     before = operator.products
     estimate = getattr(curvlinops(), "hutchpp_trace" if method == "hutch++" else "xtrace")
@@ -147,7 +146,7 @@ class SpectralDensity:
     Attributes:
         nodes: Nodes :math:`\theta`. Shape ``[R, m]``, float64.
         weights: Weights :math:`\tau`, with sum 1 for each r. Shape ``[R, m]``, float64.
-        size: Number of eigenvalues P.
+        size: Number of eigenvalues.
         width: Standard deviation :math:`\sigma` of the smoothing, in units of eigenvalues.
         products: Number of products with vectors.
     """
@@ -245,9 +244,9 @@ def spectral_density(
     nodes and weights, all vectors together in every product.
 
     Args:
-        operator: The matrix H.
-        steps: Number m of products per vector; of more than P, which the rule for the width counts, P are made. More
-            steps resolve finer detail.
+        operator: The matrix H; of one that acts on a subspace, the density of eigenvalues of the restriction.
+        steps: Number m of products per vector; of more than there are eigenvalues, which the rule for the width counts,
+            so many are made. More steps resolve finer detail.
         probes: Number R of random vectors. More of them lower the noise. >= 1.
         width: Standard deviation of the smoothing, in units of eigenvalues, > 0; default
             :math:`\frac{1.1\,(\theta_{max} - \theta_{min})}{(m - 1) \sqrt{8 \ln 3}}`, the rule of Papyan (2020): what m
@@ -258,7 +257,7 @@ def spectral_density(
         The density, with its nodes and weights.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or there are no eigenvalues.
 
     References:
         Ghorbani, Krishnan, Xiao (2019), arXiv:1901.10159; Papyan (2020), JMLR 21, without reorthogonalisation.
@@ -273,17 +272,19 @@ def spectral_density(
     check_integers(steps=steps, probes=probes)
     if width is not None:
         check_numbers("> 0", width=width)
+    if not operator.dimension:
+        raise ValueError("the matrix acts on a subspace of dimension 0, so that there are no eigenvalues.")
     generator = seeded_generator("density") if generator is None else generator
     draw = partial(torch.randn, operator.size, dtype=torch.float64, generator=generator)
     starts = torch.stack([draw() for _ in range(probes)], 1)
-    found: Quadrature = lanczos(operator, starts, min(steps, operator.size))
+    found: Quadrature = lanczos(operator, starts, min(steps, operator.dimension))
     if width is None:
         span = 1.1 * float(found.nodes.max() - found.nodes.min())
         width = span / (max(steps - 1, 1) * math.sqrt(8 * math.log(_KAPPA)))
         largest = float(found.nodes.abs().max())
-        if not width > _ROUNDING * largest:  # a multiple of the identity
+        if not width > ROUNDING * largest:  # a multiple of the identity
             width = 1e-3 * (largest or 1.0)
-    return SpectralDensity(found.nodes, found.weights, operator.size, width, found.products)
+    return SpectralDensity(found.nodes, found.weights, operator.dimension, width, found.products)
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,7 @@ def near_zero(eigenvalues: Tensor, tolerances: Sequence[float] = TOLERANCES) -> 
         check_numbers("in (0, 1)", tolerance=tolerance)
     sizes = values.abs().sort(descending=True).values
     largest = float(sizes[0])
-    rounding = _ROUNDING * largest
+    rounding = ROUNDING * largest
     # What is below rounding is as good as rounding: gaps among such numbers mean nothing.
     logs = sizes.clamp(min=rounding or 1.0).log10()
     steps = logs[:-1] - logs[1:]

@@ -1,11 +1,14 @@
 """Curvature across the orbit is the same for all its members, whose own curvatures are orders of magnitude apart."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from helpers import refused
+from helpers import assert_refused, refused
+from scipy import sparse
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp
 from torch.nn import functional as F
@@ -13,9 +16,15 @@ from torch.nn import functional as F
 from lightning_sym.curvature import (
     ComplementOperator,
     CurvatureOperator,
+    MatrixOperator,
     canonical_operator,
+    directional_curvature,
+    lanczos,
+    near_zero,
     sharpness_modulo_symmetry,
     spectral_density,
+    top_eigenpairs,
+    trace,
 )
 from lightning_sym.symmetry import canonicalize, local_dimension, orbit_tangents, trace_symmetry
 
@@ -122,14 +131,67 @@ def test_restriction_has_the_spectrum_of_the_dense_one() -> None:
     whole, across, notes = canonical_operator(symmetry, network, data, F.cross_entropy)
     assert notes == ()
     restricted = torch.linalg.eigvalsh(across.matrix())
-    assert len(restricted) == whole.size - 13
+    assert len(restricted) == across.dimension == whole.size - 13
     columns = across @ torch.eye(whole.size).double()
     everything = torch.linalg.eigvalsh((columns + columns.T) / 2)
     expected = torch.cat([restricted, torch.zeros(13)]).double().sort().values
     torch.testing.assert_close(everything, expected, rtol=0, atol=1e-10)
     assert float((whole.matrix() - columns).norm()) > 1e-3  # away from critical points tangents are no null vectors
-    density = spectral_density(across, 40, 8)
-    assert density.trace().value == pytest.approx(float(restricted.sum()), rel=0.2)
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
+def test_zeros_along_the_orbit_are_no_eigenvalues(sign: int) -> None:
+    """Where the restriction is definite a zero would be seen: as an extreme, in a count, as a mass of the density."""
+    network, (x, y) = prepared("relu")
+    data = x, F.one_hot(y, 3).double()
+    symmetry = trace_symmetry(network, x)
+    whole, across, _ = canonical_operator(
+        symmetry, network, data, lambda outputs, targets: sign * F.mse_loss(outputs, targets), kind="gauss_newton",
+        columns=64,
+    )  # fmt: skip
+    expected = torch.linalg.eigvalsh(across.matrix())
+    dense = MatrixOperator(whole.matrix())  # faster
+    dense.names = whole.names
+    across = ComplementOperator(dense, across.tangents)
+    smallest = float(expected.abs().min())
+    assert float((sign * expected).min()) > 0
+    for count, basis in ((3, None), (3, 40), (across.dimension, None)):
+        for which, values in (("largest", expected.flip(0)), ("smallest", expected)):
+            pairs = top_eigenpairs(across, count, which=which, basis=basis, tolerance=1e-6)
+            torch.testing.assert_close(pairs.values, values[:count], rtol=0, atol=1e-6 * float(expected.abs().max()))
+            assert float(across.tangents.along(pairs.vectors).abs().max()) < 1e-10
+    total = float(expected.sum())
+    estimate, density = trace(across, 64), spectral_density(across, 40, 8)
+    assert abs(estimate.value - total) < 5 * estimate.standard_error
+    assert estimate.squared_norm == pytest.approx(float(expected.square().sum()), rel=0.5)
+    assert abs(density.trace().value - total) < 5 * density.trace().standard_error
+    assert density.size == across.dimension
+    assert density.share_within(0.99 * smallest) == 0
+    everything = top_eigenpairs(across, across.dimension).values
+    assert near_zero(everything, [0.1 * smallest]).absolute == {0.1 * smallest: 0}
+    for tangent in torch.from_numpy(across.tangents.vectors.toarray()).T[:1]:
+        mixed = tangent + torch.randn(across.size).double()
+        inside = across.inside(mixed)
+        (curvature,) = directional_curvature(across, {"mixed": mixed}).values()
+        assert curvature[1] == pytest.approx(float(inside @ (across @ inside) / (inside @ inside)), rel=1e-10)
+        assert_refused(directional_curvature, across, {"tangent": tangent}, says="'tangent' is orthogonal")
+    assert_refused(top_eigenpairs, across, across.dimension + 1, says=f"at most {across.dimension}")
+    assert_refused(lanczos, across, torch.ones(across.size, 1), across.dimension + 1, says=f"{across.dimension} eigen")
+
+
+def test_an_orbit_that_is_everything_leaves_no_eigenvalue() -> None:
+    network, data = prepared("relu")
+    names = [name for name, _ in network.named_parameters()]
+    whole = CurvatureOperator(network, data, F.cross_entropy, parameters=names)
+    tangents = orbit_tangents(trace_symmetry(network, data[0]), network)
+    everything = dataclasses.replace(
+        tangents, vectors=sparse.identity(whole.size, format="csr"), rank=whole.size, _inverse=np.eye(whole.size)
+    )
+    across = ComplementOperator(whole, everything)
+    assert across.matrix().shape == (0, 0)
+    assert trace(across, 4).value == pytest.approx(0, abs=1e-12)
+    assert_refused(top_eigenpairs, across, says="at most 0")
+    assert_refused(spectral_density, across, says="no eigenvalues")
 
 
 def test_gauss_newton_loses_nothing_but_zeros() -> None:
