@@ -25,8 +25,8 @@ def test_a_run_is_a_recipe_that_is_made_once(tmp_path, capsys):
 
 
 def test_a_run_that_fails_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match=r"MAP FC on digit, seed 0, in .* failed: (.|\n)*no_such_option"):
-        table.run("digit", "MAP FC", 0, tmp_path, ("--no_such_option=1",))
+    with pytest.raises(RuntimeError, match=r"MAP FC on digit, seed 0, in .* failed: (.|\n)*no_such_recipe"):
+        table.run("digit", "MAP FC", 0, tmp_path, ("--config=no_such_recipe",))  # is found out without torch
 
 
 def test_table_and_picture(tmp_path, monkeypatch, capsys):
