@@ -101,7 +101,7 @@ class _Point(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         coefficients, *point = ctx.saved_tensors
         whole = gradients[0].new_empty(sum(ctx.sizes))
-        for part, gradient, place in zip(whole.split(ctx.sizes), gradients, point, strict=True):
+        for part, gradient, place in zip(torch.split(whole, ctx.sizes), gradients, point, strict=True):
             part.copy_(gradient)
             if ctx.decay:
                 part.add_(place, alpha=ctx.decay)
