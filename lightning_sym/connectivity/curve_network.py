@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym.connectivity.curves import Curve, CurveKind
 from lightning_sym.connectivity.interpolation import check_same_structure
-from lightning_sym.landscape.planes import as_tensors, trainable, weight_vector
+from lightning_sym.landscape.planes import trainable, weight_vector
 
 
 class CurveNetwork(nn.Module):
@@ -52,6 +52,7 @@ class CurveNetwork(nn.Module):
         self.register_buffer("ends", points[[0, -1]])
         self.register_buffer("coefficients", torch.eye(bends + 2)[0].to(points), persistent=False)
         self._shapes = {name: parameter.shape for name, parameter in trainable(start).items()}
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
         own: dict[Tensor, str] = {}
         names = {n: own.setdefault(p, n) for n, p in start.named_parameters(remove_duplicate=False)}
         self._own_names = {name: first for name, first in names.items() if first in self._shapes}  # with those tied
@@ -59,8 +60,8 @@ class CurveNetwork(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """Return the outputs of the network at the point."""
-        point: Tensor = _Point.apply(self.bends, self.ends, self.coefficients, self.decay)
-        weights = as_tensors(point, self._shapes)
+        parts: tuple[Tensor, ...] = _Point.apply(self.bends, self.ends, self.coefficients, self.decay, self._sizes)
+        weights = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
         tensors = {name: weights[first] for name, first in self._own_names.items()}
         return functional_call(self.network, tensors, (inputs,), tie_weights=False)
 
@@ -72,28 +73,41 @@ class CurveNetwork(nn.Module):
 
 
 class _Point(torch.autograd.Function):
-    """The point of a curve; its backward adds the regulariser's gradient to that of the loss."""
+    """The point of a curve, in parts for the parameters; its backward adds the regulariser's gradient to the loss's.
+
+    What it costs is the way to memory and back: so it works part by part and in place, as they stay in the cache.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bends: Tensor, ends: Tensor, coefficients: Tensor, decay: float) -> Tensor:
-        point = coefficients[0] * ends[0] + coefficients[-1] * ends[1]
-        for coefficient, bend in zip(coefficients[1:-1], bends, strict=True):  # no product: autocast would round it
-            point = point + coefficient * bend
-        return point
+    def forward(
+        bends: Tensor, ends: Tensor, coefficients: Tensor, decay: float, sizes: list[int]
+    ) -> tuple[Tensor, ...]:
+        found = []
+        for start, end, *between in zip(*(row.split(sizes) for row in (*ends, *bends)), strict=True):
+            part = (coefficients[0] * start).addcmul_(coefficients[-1], end)
+            for coefficient, bend in zip(coefficients[1:-1], between, strict=True):  # no product: autocast rounds it
+                part.addcmul_(coefficient, bend)
+            found.append(part)
+        return tuple(found)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, coefficients, ctx.decay = inputs
-        ctx.save_for_backward(coefficients, output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, _, coefficients, ctx.decay, ctx.sizes = inputs
+        ctx.save_for_backward(coefficients, *output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        coefficients, point = ctx.saved_tensors
-        (gradient,) = gradients
-        whole = torch.add(gradient, point, alpha=ctx.decay) if ctx.decay else gradient
-        return coefficients[1:-1, None] * whole, None, None, None
+        coefficients, *point = ctx.saved_tensors
+        whole = gradients[0].new_empty(sum(ctx.sizes))
+        for part, gradient, place in zip(torch.split(whole, ctx.sizes), gradients, point, strict=True):
+            part.copy_(gradient)
+            if ctx.decay:
+                part.add_(place, alpha=ctx.decay)
+        between = coefficients[1:-1, None]
+        scaled = whole.mul_(between[0])[None] if len(between) == 1 else between * whole
+        return scaled, None, None, None, None
 
 
 def check_same_ends(start: nn.Module, end: nn.Module) -> None:

@@ -12,11 +12,8 @@ from torch.func import grad, jacrev
 
 from lightning_sym._checks import check_integers
 from lightning_sym._random import generator
-from lightning_sym.landscape.learning_coefficients import (
-    LearningCoefficientEstimate,
-    LossOnData,
-    learning_coefficient,
-)
+from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate, learning_coefficient
+from lightning_sym.landscape.loss_on_data import LossOnData
 
 INPUTS = 3
 """How many numbers the inputs of :func:`analytic_landscapes` have."""

@@ -17,7 +17,8 @@ Method = Literal["underdamped", "sgld"]
 METHODS: tuple[Method, ...] = ("underdamped", "sgld")
 # Noise that is drawn at once for each chain: steps, and entries; whatever the number of chains, so that it is the same.
 _NOISE_STEPS, _NOISE = 256, 2**18
-_PRODUCTS = 30  # with the Hessian, for its largest eigenvalue
+_PRODUCTS = 30  # with the Hessian, at most, for its largest eigenvalue
+_CLOSE = 0.01  # which part of an eigenvalue its residual may be
 
 
 class Noise:
@@ -84,13 +85,13 @@ class Dynamics:
         """
         noise = self._noise()
         if self._velocity is None:
-            return vectors - self.step / 2 * slope + math.sqrt(self.step) * noise
+            return torch.add(vectors, slope, alpha=-self.step / 2).add_(noise, alpha=math.sqrt(self.step))
         time = math.sqrt(self.step)
         keep = math.exp(-self._friction * time)
-        kicked = self._velocity - time * slope
-        halfway = vectors + time / 2 * kicked
-        self._velocity = keep * kicked + math.sqrt(1 - keep**2) * noise
-        return halfway + time / 2 * self._velocity
+        kicked = torch.add(self._velocity, slope, alpha=-time)
+        halfway = torch.add(vectors, kicked, alpha=time / 2)
+        self._velocity = kicked.mul_(keep).add_(noise, alpha=math.sqrt(1 - keep**2))
+        return halfway.add_(self._velocity, alpha=time / 2)
 
 
 def expected_energy(
@@ -123,7 +124,8 @@ def largest_curvatures(loss: Callable[[Tensor], Tensor], vectors: Tensor, *, see
     r"""Return for each weight vector an upper estimate of the largest eigenvalue of the Hessian of a loss there.
 
     Lanczos with full reorthogonalisation, of all vectors together: the largest Ritz value plus the norm of its
-    residual, within which there is an eigenvalue; 30 Hessian products, or P of them, which are exact.
+    residual, within which there is an eigenvalue. It ends when that norm is 1% of the value, or after 30 Hessian
+    products; P of them, where P is less, are exact.
 
     Args:
         loss: From a weight vector ``[P]`` to a scalar; twice differentiable by ``torch.func``.
@@ -144,6 +146,8 @@ def largest_curvatures(loss: Callable[[Tensor], Tensor], vectors: Tensor, *, see
 def lanczos_top(products: Callable[[Tensor], Tensor], like: Tensor, *, seed: int = 0) -> Tensor:
     """Return the largest Ritz values plus the norms of their residuals, for several symmetric matrices at once.
 
+    Ends as :func:`largest_curvatures` says.
+
     Args:
         products: From directions ``[C, P]``, one for each matrix, to its products with them.
         like: Shape, dtype and device of the directions.
@@ -157,7 +161,6 @@ def lanczos_top(products: Callable[[Tensor], Tensor], like: Tensor, *, seed: int
     first = torch.randn(size, generator=generator("lanczos", seed), dtype=torch.float64).to(like)
     basis = [(first / first.norm()).expand(count, size)]
     matrix = torch.zeros(count, steps, steps, dtype=torch.float64)
-    remainder = torch.zeros(count, dtype=torch.float64)
     for row in range(steps):
         ahead = products(basis[-1])
         matrix[:, row, row] = (ahead * basis[-1]).sum(1).cpu().double()
@@ -168,15 +171,17 @@ def lanczos_top(products: Callable[[Tensor], Tensor], like: Tensor, *, seed: int
         # Where the space is exhausted what is left is rounding: a direction of length 0 leaves it out.
         scale = matrix.abs().amax((1, 2)).to(length)
         left = length > 100 * torch.finfo(like.dtype).eps * scale
-        remainder = torch.where(left, length, 0).cpu().double()
+        remainder = torch.where(left, length, 0).cpu().double() * (row + 1 < size)
+        values, directions = torch.linalg.eigh(matrix[:, : row + 1, : row + 1])
+        found: Tensor = values[:, -1]
+        residual = remainder * directions[:, -1, -1].abs()
+        if steps < size and bool((residual <= _CLOSE * found).all()):
+            break
         if row + 1 < steps:
             matrix[:, row, row + 1] = matrix[:, row + 1, row] = remainder
             basis.append(torch.where(left[:, None], ahead / length.where(left, 1.0)[:, None], 0.0))
-    values, directions = torch.linalg.eigh(matrix)
-    if steps == size:
-        remainder = torch.zeros_like(remainder)
-    found: Tensor = values[:, -1] + remainder * directions[:, -1, -1].abs()
-    return found
+    upper: Tensor = found + residual
+    return upper
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,8 @@ from lightning_sym.landscape.analytic import (
     summed_squares,
 )
 from lightning_sym.landscape.langevin import Dynamics, expected_energy, lanczos_top
-from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate, LossOnData
+from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate
+from lightning_sym.landscape.loss_on_data import LossOnData
 
 INPUTS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LANDSCAPES = {one.name: one for one in analytic_landscapes()}

@@ -28,7 +28,7 @@ from lightning_sym.curvature import (
 from lightning_sym.landscape import learning_coefficient, weight_vector
 from lightning_sym.landscape.analytic import reduced_rank_coefficient
 from lightning_sym.landscape.langevin import METHODS, expected_energy
-from lightning_sym.landscape.learning_coefficients import LossOnData
+from lightning_sym.landscape.loss_on_data import LossOnData
 
 KINDS = ("bezier", "chain")
 laws = settings(max_examples=25, deadline=None, derandomize=True)

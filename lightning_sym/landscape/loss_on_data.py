@@ -1,0 +1,221 @@
+"""The loss of a network on data that are held in memory, at many weight vectors at once."""
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_sym._checks import check_counts_alike
+from lightning_sym._random import derive_seed, seeded
+from lightning_sym.landscape.langevin import lanczos_top
+from lightning_sym.landscape.planes import weight_tensors, weight_vector
+from lightning_sym.landscape.recorded import Recorded
+from lightning_sym.networks.modes import in_precision, twice_differentiable
+
+BatchLoss = Callable[[Any, Any], Tensor]
+
+
+class LossOnData:
+    """The mean loss of a network in evaluation mode on data that are held in memory, as a function of its weights.
+
+    Args:
+        network: Any module. Not changed; a copy is used. Parameters without ``requires_grad`` stay as they are.
+        batches: Pairs of inputs and targets. Inputs are a tensor, a tuple or list of tensors (positional arguments), or
+            a dictionary (keyword arguments); targets any nesting of tensors; samples along the first axis.
+        loss: Called with outputs and targets; the mean over samples, a scalar.
+        dtype: Dtype of weights, floating inputs and targets.
+        block_size: Most samples that go through the network at once, >= 1.
+        execution: ``"vmap"`` or ``"loop"``: networks with other weights together, or one after another.
+
+    Attributes:
+        network: The copy.
+        own: Its weight vector. Shape ``[P]``.
+        samples: How many there are, n.
+
+    Raises:
+        ValueError: If there are no data, the network has nothing to train, or the loss is not a mean over samples.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        batches: Iterable[Any],
+        loss: BatchLoss,
+        *,
+        dtype: torch.dtype,
+        block_size: int = 2048,
+        execution: Literal["vmap", "loop"] = "vmap",
+    ) -> None:
+        self.network = in_precision(copy.deepcopy(network), dtype).eval()
+        self.own = weight_vector(self.network)
+        self._compare = _cross_entropy if loss is F.cross_entropy else loss
+        self._block, self._execution = block_size, execution
+        record = Recorded if execution == "vmap" else lambda function: function
+        self._values = record(functools.partial(self._mapped, self._mean, shared=True))
+        self._slopes = record(functools.partial(self._with_slopes, shared=True))
+        self._slopes_of_own = record(functools.partial(self._with_slopes, shared=False))
+        self._products = record(functools.partial(self._mapped, self._product, shared=True))
+        self.data = joined(batches, self.own)
+        self.samples = len(tree_leaves(self.data)[0])
+        if loss is F.cross_entropy and not all(_classes(target) for target in tree_leaves(self.data[1])):
+            raise ValueError(
+                "the cross-entropy needs class indices or probabilities as targets, got other floating ones; give "
+                "another loss."
+            )
+        two = self._rows(torch.arange(min(2, self.samples)))
+        with seeded(derive_seed("learning coefficient", 1)):
+            drawn = self._mean(self.own, two)
+        with seeded(derive_seed("learning coefficient", 2)):
+            again = self._mean(self.own, two)
+        if not torch.allclose(drawn, again, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                "the network puts out something else for the same input in eval mode, so that its loss is no function "
+                "of its weights; use modules for dropout and noise, which eval mode turns off."
+            )
+        once, twice = self._mean(self.own, two), self._mean(self.own, tree_map(lambda t: torch.cat([t, t]), two))
+        if once.ndim != 0 or not once.is_floating_point():
+            raise ValueError(f"loss must return one number, got {once.dtype} of shape {list(once.shape)}.")
+        if bool(torch.isfinite(once)) and not torch.allclose(once, twice, rtol=1e-3, atol=1e-6):
+            raise ValueError(
+                "loss must be the mean over samples, and that of two samples changes when each is given twice, from "
+                f"{float(once):.4g} to {float(twice):.4g}; use reduction='mean'."
+            )
+        with torch.no_grad():
+            check_counts_alike(lambda rows: self._mean(self.own, self._rows(rows)), self.samples)
+
+    def _rows(self, rows: Tensor) -> Any:
+        return tree_map(lambda tensor: tensor[rows.to(tensor.device)], self.data)
+
+    def _mean(self, vector: Tensor, batch: Any) -> Tensor:
+        inputs, targets = batch
+        positional = (
+            () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+        )
+        named = inputs if isinstance(inputs, dict) else {}
+        with twice_differentiable():
+            outputs = functional_call(self.network, weight_tensors(self.network, vector), positional, named)
+        return self._compare(outputs, targets)
+
+    def _mapped(self, function: Callable[..., Any], *arguments: Any, shared: bool = False) -> Any:
+        """Call a function for each row of its arguments; the last one is the same for all if ``shared``."""
+        if self._execution == "vmap":
+            dims = (*(0 for _ in arguments[shared:]), *([None] if shared else []))
+            try:
+                return vmap(function, in_dims=dims, randomness="same")(*arguments)
+            except RuntimeError as error:
+                if not re.search("vmap|batching rule", str(error), re.IGNORECASE):
+                    raise
+                reason = str(error).split(". ")[0].splitlines()[0]
+                raise ValueError(f"vmap cannot run the network ({reason}); use execution='loop'.") from error
+        own = arguments[:-1] if shared else arguments
+        results = []
+        for row in range(len(own[0])):
+            given = [tree_map(lambda tensor, row=row: tensor[row], one) for one in own]
+            results.append(function(*given, *arguments[len(own) :]))
+        return tree_map(lambda *parts: torch.stack(parts), *results)
+
+    def _summed(self, function: Callable[..., Any], *vectors: Tensor) -> Any:
+        """Return the mean over all data of what a function gives for vectors and some data, a block at a time."""
+        total: Any = None
+        for rows in torch.split(torch.arange(self.samples), self._block):
+            whole = len(rows) == self.samples
+            found = function(*vectors, self.data if whole else self._rows(rows))
+            if whole:
+                return found
+            found = tree_map(functools.partial(torch.mul, len(rows) / self.samples), found)
+            total = found if total is None else tree_map(torch.add, total, found)
+        return total
+
+    def at(self, vector: Tensor) -> Tensor:
+        """Return the loss on all data at one weight vector ``[P]``, a scalar; differentiable."""
+        return self._mean(vector, self.data)
+
+    def values(self, vectors: Tensor) -> Tensor:
+        """Return the losses on all data at weight vectors ``[C, P]``. Shape ``[C]``."""
+        with torch.no_grad():
+            found: Tensor = self._summed(self._values, vectors)
+        return found
+
+    def gradients(self, vectors: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return gradients ``[C, P]`` and losses ``[C]`` at weight vectors ``[C, P]``.
+
+        Args:
+            vectors: The weight vectors.
+            rows: Numbers of the samples of each, shape ``[C, B]``; None for all data.
+        """
+        # One gradient of the sum is that of each chain: their losses share no weights.
+        found: tuple[Tensor, Tensor] = (
+            self._summed(self._slopes, vectors) if rows is None else self._slopes_of_own(vectors, self._rows(rows))
+        )
+        return found
+
+    def _with_slopes(self, vectors: Tensor, batch: Any, shared: bool = True) -> tuple[Tensor, Tensor]:
+        """Return gradients and losses on a batch, which is the same for all weight vectors if ``shared``."""
+        leaves = vectors.detach().requires_grad_()
+        with torch.enable_grad():
+            values: Tensor = self._mapped(self._mean, leaves, batch, shared=shared)
+            (slopes,) = torch.autograd.grad(values.sum(), leaves)
+        return slopes, values.detach()
+
+    def largest_curvatures(self, vectors: Tensor, seed: int = 0) -> Tensor:
+        """Return upper estimates of the largest Hessian eigenvalues at ``[C, P]``. Shape ``[C]``, float64, CPU.
+
+        See :func:`lightning_sym.landscape.langevin.largest_curvatures`, of which this is the one for blocks of data.
+        """
+        return lanczos_top(lambda directions: self._summed(self._products, vectors, directions), vectors, seed=seed)
+
+    def _product(self, vector: Tensor, direction: Tensor, batch: Any) -> Tensor:
+        """Return the Hessian's product with a direction."""
+
+        def slope(weights: Tensor) -> Tensor:
+            ahead: Tensor = torch.func.grad(self._mean)(weights, batch) * direction
+            return ahead.sum()
+
+        found: Tensor = torch.func.grad(slope)(vector)
+        return found
+
+
+def _cross_entropy(outputs: Any, targets: Any) -> Tensor:
+    """Return the mean cross-entropy; of ``[N, classes]`` by way of ``[1, classes, N]``.
+
+    On CPUs a softmax over a short last axis takes ten times as long as one over another axis.
+    """
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+        return F.cross_entropy(outputs, targets)
+    return F.cross_entropy(outputs.T.contiguous()[None], (targets.T if targets.ndim == 2 else targets)[None])
+
+
+def _classes(targets: Tensor) -> bool:
+    """Return whether targets are class indices, or probabilities of classes."""
+    if not targets.is_floating_point():
+        return True
+    return targets.ndim > 1 and bool((targets >= 0).all()) and bool(((targets.sum(1) - 1).abs() < 1e-3).all())
+
+
+def joined(batches: Iterable[Any], like: Tensor) -> Any:
+    """Return all batches as one pair of inputs and targets, on a tensor's device, what is floating in its dtype.
+
+    Raises:
+        ValueError: If there is no batch, or one is not a pair.
+    """
+    parts = []
+    for batch in batches:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            found = f"{len(batch)} parts" if isinstance(batch, list | tuple) else f"a {type(batch).__name__}"
+            raise ValueError(f"data must be batches of two parts, inputs and targets, got one that is {found}.")
+        parts.append(tuple(batch))
+    if not parts or not len(tree_leaves(parts[0])[0]):
+        raise ValueError("data must hold at least one sample, got none.")
+    whole = tree_map(lambda *tensors: torch.cat(tensors), *parts)
+    if len(lengths := {len(tensor) for tensor in tree_leaves(whole)}) > 1:
+        raise ValueError(f"inputs and targets must have as many samples, got {sorted(lengths)}.")
+    return tree_map(
+        lambda tensor: tensor.detach().to(like.device, like.dtype if tensor.is_floating_point() else None), whole
+    )
