@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sym._distributed import together
 from lightning_sym.datamodules import ImageDataModule, InputDataModule
+
+Loss = Callable[[Any, Any], Tensor]
+_LOSSES = ("loss", "loss_function", "criterion", "loss_fn")
+# A task with all of these trains several networks.
+OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network", "evaluation_batch", "loss")
 
 
 def lacking(task: LightningModule, needs: Sequence[str]) -> list[str]:
@@ -60,6 +65,32 @@ def network_of(callback: Callback, task: LightningModule, name: str) -> nn.Modul
         f'{type(callback).__name__}(network="{name}") watches the network in that attribute of the LightningModule, '
         f"and {type(task).__name__} has {what}; say where it is: {', '.join(choices)}."
     )
+
+
+def loss_of(callback: Callback, task: LightningModule, given: Loss | None) -> Loss:
+    """Return the loss of outputs and targets that a callback works with.
+
+    Args:
+        callback: Named in the message; its argument ``loss`` is ``given``.
+        task: The task.
+        given: The loss; None for the task's own: its ``loss``, ``loss_function``, ``criterion`` or ``loss_fn``.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    named = (getattr(task, name, None) for name in _LOSSES)
+    loss = given if given is not None else next((found for found in named if callable(found)), None)
+    if loss is None:
+        raise ValueError(
+            f"{type(callback).__name__} needs the loss of outputs and targets, and {type(task).__name__} has no "
+            f"{' and no '.join(_LOSSES)}; give it such an attribute, or the callback loss=..."
+        )
+    return loss
+
+
+def has_members(task: LightningModule) -> bool:
+    """Return whether a task trains several networks, which it has by number."""
+    return not lacking(task, OF_POPULATIONS)
 
 
 def checked_datamodule(

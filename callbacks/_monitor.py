@@ -1,25 +1,27 @@
 """What callbacks that measure networks while they are trained have in common: which networks, when, and the start."""
 
+import copy
 import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
+from lightning_sym._distributed import gathered
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._checks import lacking, network_of
+from lightning_sym.callbacks._checks import OF_POPULATIONS, has_members, lacking, network_of
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.reports import RunResults
 
 _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
-# A task with all of these trains several networks.
-_OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network")
 
 
 class TrainingMonitor(AfterFit):
@@ -79,9 +81,9 @@ class TrainingMonitor(AfterFit):
     def settings(self, members: list[int]) -> dict[str, Any]:
         """Return what a checkpoint and the run that goes on with it must have in common."""
 
-    @abstractmethod
     def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
-        """Return what later weights are compared with, by member; called on every rank."""
+        """Return what later weights are compared with, by member, by default nothing; called on every rank."""
+        return dict.fromkeys(self.watched(pl_module))
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class TrainingMonitor(AfterFit):
         if not several and self.members != "all":
             raise ValueError(
                 f"{name}(members={self.members}) is for a task with several networks, such as a ZooTask, and "
-                f"{type(pl_module).__name__} has no {' and no '.join(lacking(pl_module, _OF_POPULATIONS))}; leave "
+                f"{type(pl_module).__name__} has no {' and no '.join(lacking(pl_module, OF_POPULATIONS))}; leave "
                 'members at "all".'
             )
 
@@ -144,22 +146,34 @@ class TrainingMonitor(AfterFit):
 
     def own_states(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, dict[str, Tensor]]:
         """Return the weights of the members that this rank answers for; each member is one rank's."""
-        numbers, task = self.watched(pl_module), pl_module
-        if has_members(pl_module) and task.member_parallel:
-            numbers = [number for number in numbers if number in task.member_seeds]  # type: ignore[operator]
-        elif not trainer.is_global_zero:
-            numbers = []  # all ranks have the same weights
-        return {number: self._state(pl_module, number) for number in numbers}
-
-    def _state(self, pl_module: LightningModule, number: int) -> dict[str, Tensor]:
-        """Return a copy on the CPU of the current parameters and buffers."""
-        if has_members(pl_module):
-            population: Any = pl_module.population
-            state: Mapping[str, Tensor] = population.member_state(number)
-        else:
+        if not has_members(pl_module):  # all ranks have the same weights
             network = self.network_of(pl_module)
             state = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+            return {0: _on_cpu(state)} if trainer.is_global_zero else {}
+        task: Any = pl_module
+        numbers = self.watched(pl_module)
+        if task.member_parallel:
+            return {n: _on_cpu(task.population.member_state(n)) for n in numbers if n in task.member_seeds}
+        states = {number: _on_cpu(task.population.member_state(number)) for number in numbers}
+        if trainer.world_size > 1:  # of running statistics the mean, as the task has it at the end of an epoch
+            for name, _ in task.network.named_buffers():
+                for state in states.values():
+                    if state[name].is_floating_point():
+                        state[name] = torch.stack(gathered(state[name])).mean(0)
+        return states if trainer.is_global_zero else {}
+
+    def states(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, dict[str, Tensor]]:
+        """Return the weights of all watched members, on the CPU of every rank; to be called on every rank."""
+        return by_member(self.own_states(trainer, pl_module))
+
+    def copied(self, trainer: Trainer, pl_module: LightningModule, state: Mapping[str, Tensor]) -> nn.Module:
+        """Return a copy of the network with the weights of a member, on this process's device."""
+        with isolate_rng():
+            network = copy.deepcopy(self.network_of(pl_module)).to(trainer.strategy.root_device)
+        if has_members(pl_module):  # made from a network that was never trained, and so in no other precision
+            network.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
+        network.load_state_dict(dict(state), strict=False)
+        return network
 
     # ---- points
 
@@ -242,6 +256,21 @@ class TrainingMonitor(AfterFit):
             self.starts = state_dict["starts"]
 
 
+def by_member(own: Mapping[int, Any]) -> dict[int, Any]:
+    """Return what all ranks know of their members, in the order of the numbers; to be called on every rank."""
+    return dict(sorted(item for part in gathered(dict(own)) for item in part.items()))
+
+
+def all_finite(state: Mapping[str, Tensor]) -> bool:
+    """Return whether all weights are finite."""
+    return all(bool(tensor.isfinite().all()) for tensor in state.values() if tensor.is_floating_point())
+
+
+def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
 def check_whole_weights(callback: Callback, trainer: Trainer) -> None:
     """Check that every process has whole weights.
 
@@ -253,11 +282,6 @@ def check_whole_weights(callback: Callback, trainer: Trainer) -> None:
             f"{type(callback).__name__} needs whole weights, which {type(trainer.strategy).__name__} shards; use ddp, "
             "or remove the callback."
         )
-
-
-def has_members(pl_module: LightningModule) -> bool:
-    """Return whether a task trains several networks, which it has by number."""
-    return not lacking(pl_module, _OF_POPULATIONS)
 
 
 def _epochs(trainer: Trainer, *, begun: int | None = None, ended: bool = False) -> float:

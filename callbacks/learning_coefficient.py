@@ -1,7 +1,6 @@
 """Local learning coefficients of a network, or of the members of a population, at the end or along any training."""
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -9,18 +8,16 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities.seed import isolate_rng
 from rich.console import Console
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._distributed import gathered
 from lightning_sym._text import unknown
-from lightning_sym.callbacks._monitor import TrainingMonitor, has_members
+from lightning_sym.callbacks._batches import TrainingBatches
+from lightning_sym.callbacks._checks import loss_of
+from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite
 from lightning_sym.landscape import learning_coefficient
 from lightning_sym.landscape.langevin import METHODS, Method
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, picked
+from lightning_sym.reports.cells import counted, over_members, picked
 from lightning_sym.reports.learning_coefficients import coefficient_record, coefficient_results, refused_record
 from lightning_sym.zoo import versions
 
@@ -44,8 +41,8 @@ class LearningCoefficient(TrainingMonitor):
 
     See :func:`lightning_sym.landscape.learning_coefficient` for what is estimated and when there is an estimate: not
     unless the chains are stationary. Chains are run on all training data, as they are held without augmentation: the
-    ``curvature_dataloader()`` of a datamodule of :mod:`lightning_sym.datamodules`; of other data the training set in
-    its own order, read twice to see that it does not change. They are held in memory. With several processes each runs
+    ``curvature_dataloader()`` of a datamodule; of other data the training set in its own order. They are read twice to
+    see that they do not change, and held in memory. With several processes each runs
     its share of the chains, of every member.
 
     For a task with several networks, such as a :class:`lightning_sym.tasks.ZooTask`, each watched member has an
@@ -65,8 +62,8 @@ class LearningCoefficient(TrainingMonitor):
         members: Which members of a task with several networks are watched: ``"all"`` or their numbers.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a task with several networks.
-        loss: Called with outputs and targets; the mean over samples, a scalar. Default the ``loss`` of a task with
-            several networks; otherwise the cross-entropy, for which targets must be class indices.
+        loss: Called with outputs and targets; the mean over samples, a scalar. Default the module's ``loss``,
+            ``loss_function``, ``criterion`` or ``loss_fn``.
         chains: As for :func:`lightning_sym.landscape.learning_coefficient`, like the next ten.
         steps: Steps of each chain, the burn-in included.
         burn_in: Steps that are not averaged, at least half; default half.
@@ -137,12 +134,14 @@ class LearningCoefficient(TrainingMonitor):
         """Bring the data together, and begin.
 
         Raises:
-            ValueError: If there is no such network, the data change between two passes, or are not pairs.
+            TypeError: If the training data have no order of their own.
+            ValueError: If there is no such network or no loss, or the data change between two passes.
         """
         self.network_of(pl_module)  # an error if there is none
+        loss_of(self, pl_module, self.loss)  # as well
         self._found = None
         with isolate_rng():
-            self._data = _training_data(trainer, pl_module)
+            self._data = TrainingBatches(self, trainer, pl_module).held()
         self.begin(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -151,48 +150,26 @@ class LearningCoefficient(TrainingMonitor):
 
     # ---- points
 
-    def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
-        """Return the watched members; nothing is compared with the start."""
-        return dict.fromkeys(self.watched(pl_module))
-
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return what is found of each network, on every rank; nothing before the first step."""
         if trainer.global_step == 0:
             return {"networks": {}}
         # One member is one rank's; chains of all are run by all.
-        states = {
-            number: state for part in gathered(self.own_states(trainer, pl_module)) for number, state in part.items()
-        }
-        return {"networks": {number: self._one(trainer, pl_module, states[number]) for number in sorted(states)}}
+        states = self.states(trainer, pl_module)
+        return {"networks": {number: self._one(trainer, pl_module, state) for number, state in states.items()}}
 
     def _one(self, trainer: Trainer, pl_module: LightningModule, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the record of one network."""
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values() if tensor.is_floating_point()):
+        if not all_finite(state):
             return refused_record("its weights are not finite.")
-        with isolate_rng():
-            network = copy.deepcopy(self.network_of(pl_module)).to(trainer.strategy.root_device)
-        network.load_state_dict(dict(state), strict=False)
+        network, loss = self.copied(trainer, pl_module, state), loss_of(self, pl_module, self.loss)
         arguments = picked(self, *_SETTINGS)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(trainer.strategy.root_device.type, enabled=False),
         ):
-            found = learning_coefficient(network, self._batches(pl_module), self._loss(pl_module), **arguments)
-        return coefficient_record(found)
-
-    def _batches(self, pl_module: LightningModule) -> Iterator[Any]:
-        task: Any = pl_module
-        for batch in self._data:
-            yield task.evaluation_batch(batch) if has_members(pl_module) else batch
-
-    def _loss(self, pl_module: LightningModule) -> Callable[[Any, Any], Tensor]:
-        if self.loss is not None:
-            return self.loss
-        if has_members(pl_module):
-            own: Callable[[Any, Any], Tensor] = pl_module.loss  # type: ignore[assignment]
-            return own
-        return F.cross_entropy
+            return coefficient_record(learning_coefficient(network, self._data, loss, **arguments))
 
     def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
         """Return the estimates that there are, and how many there are not."""
@@ -200,12 +177,8 @@ class LearningCoefficient(TrainingMonitor):
         if not found:
             return {}
         values = {number: value for number, value in found.items() if value is not None}
-        scalars = {f"{self.prefix}/refused": float(len(found) - len(values))}
-        if values:
-            scalars[f"{self.prefix}/estimate"] = sum(values.values()) / len(values)
-        if named:
-            scalars |= {f"{self.prefix}/estimate/member-{number:04}": value for number, value in values.items()}
-        return scalars
+        refusals = {f"{self.prefix}/refused": float(len(found) - len(values))}
+        return refusals | over_members({f"{self.prefix}/estimate": values}, named=named)
 
     # ---- the end
 
@@ -229,36 +202,3 @@ class LearningCoefficient(TrainingMonitor):
         super().on_fit_end(trainer, pl_module)
         if self.active and self._found is not None:
             self._found.show(Console(), self.path, self._run)
-
-
-def _training_data(trainer: Trainer, pl_module: LightningModule) -> list[Any]:
-    """Return all batches of training data on this process's CPU, the same on every rank.
-
-    Raises:
-        TypeError: If they have no length or order.
-        ValueError: If they are not the same when they are read again.
-    """
-    data: Any = getattr(trainer, "datamodule", None)
-    if callable(getattr(data, "curvature_dataloader", None)):
-        own = [tree_map_only(Tensor, Tensor.cpu, batch) for batch in data.curvature_dataloader()]
-        # Members that are shared out over ranks see all the data on each.
-        whole = has_members(pl_module) and pl_module.member_parallel
-        return own if whole else [batch for part in gathered(own) for batch in part]
-    loader = trainer.train_dataloader
-    dataset = getattr(loader, "dataset", None)
-    if dataset is None or isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"LearningCoefficient reads the training data in their own order, and {type(loader).__name__} has no "
-            "dataset with one; use a DataLoader of a map-style dataset, or a datamodule with curvature_dataloader()."
-        )
-    assert loader is not None
-    ordered = DataLoader(dataset, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
-    first, again = list(ordered), list(ordered)
-    for one, two in zip(tree_leaves(first), tree_leaves(again), strict=True):
-        if isinstance(one, Tensor) and not torch.equal(one, two):
-            raise ValueError(
-                "The training data are not the same when they are read again (augmentation?), and a learning "
-                "coefficient is that of fixed data; give the trainer a datamodule whose curvature_dataloader() does "
-                "not augment."
-            )
-    return first

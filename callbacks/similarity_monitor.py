@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sym._checks import check_integers
-from lightning_sym._distributed import gathered
 from lightning_sym._random import seeded
-from lightning_sym.callbacks._monitor import TrainingMonitor, has_members
+from lightning_sym.callbacks._checks import has_members
+from lightning_sym.callbacks._monitor import TrainingMonitor
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.similarity_monitor import SimilarityMeter, monitor_results, monitor_scalars, with_weights
 from lightning_sym.similarity.measures import Setting, checked_sites, named_measures
@@ -190,18 +190,14 @@ class SimilarityMonitor(TrainingMonitor):
             "images": len(meter.inputs),
         }
 
-    def _everywhere(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, dict[str, Tensor]]:
-        """Return the weights of all watched members, on every rank."""
-        return dict(sorted(item for own in gathered(self.own_states(trainer, pl_module)) for item in own.items()))
-
     def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
         """Return the weights of all members."""
-        return self._everywhere(trainer, pl_module)
+        return self.states(trainer, pl_module)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return all similarities, on every rank."""
         with isolate_rng():
-            return {"values": self.meter.values(self._everywhere(trainer, pl_module), self.starts)}
+            return {"values": self.meter.values(self.states(trainer, pl_module), self.starts)}
 
     def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
         """Return means over members and pairs."""

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from lightning_sym._files import write_atomically
 from lightning_sym._random import generator
-from lightning_sym.callbacks._monitor import TrainingMonitor, has_members
+from lightning_sym.callbacks._checks import has_members
+from lightning_sym.callbacks._monitor import TrainingMonitor, by_member
 from lightning_sym.callbacks.publishing import publish_text
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.symmetry import GroupKind, SymmetryMeter, monitor_results, monitor_scalars
-from lightning_sym.tasks.strategy import gather
 from lightning_sym.zoo import versions
 
 
@@ -148,7 +148,7 @@ class SymmetryMonitor(TrainingMonitor):
     def take_starts(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, Any]:
         """Return the starts, on rank 0 of all members, as it writes the checkpoint."""
         own = self.own_states(trainer, pl_module)
-        return _of_all_ranks({n: self.meter.start(state, distance=self.distance) for n, state in own.items()})
+        return by_member({n: self.meter.start(state, distance=self.distance) for n, state in own.items()})
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the quantities of each member, on rank 0 of all members."""
@@ -159,7 +159,7 @@ class SymmetryMonitor(TrainingMonitor):
                 self._forms[number] = self.meter.forms(start["state"])
             forms = self._forms[number] if self.distance else None
             own[number] = self.meter.values(state, start, forms)
-        return {"members": _of_all_ranks(own)}
+        return {"members": by_member(own)}
 
     def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
         """Return means over members, and the members' own values."""
@@ -187,11 +187,6 @@ class SymmetryMonitor(TrainingMonitor):
             # For a run without an epoch left, which may never see a batch to trace the network on.
             self._kinds = {name: GroupKind(*kind) for name, kind in state_dict["kinds"].items()}
             self._table = state_dict["table"]
-
-
-def _of_all_ranks(own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return what all ranks know of their members, in order; to be called on every rank."""
-    return dict(sorted(item for part in gather(own) for item in part.items()))
 
 
 def _example(trainer: Trainer, pl_module: LightningModule) -> Any:

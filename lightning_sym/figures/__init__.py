@@ -33,7 +33,7 @@ from lightning_sym.figures.similarity import (
     similarity_maps,
     similarity_of_zoos,
 )
-from lightning_sym.figures.spectra import sharpness_bars, spectral_densities
+from lightning_sym.figures.spectra import sharpness_bars, sharpness_curves, spectral_densities
 from lightning_sym.figures.stitching import (
     PenaltyFamily,
     PenaltyPanel,
@@ -90,6 +90,7 @@ __all__ = [
     "rotation_penalty",
     "search_curves",
     "sharpness_bars",
+    "sharpness_curves",
     "similarity_curves",
     "similarity_depth",
     "similarity_maps",

@@ -73,3 +73,60 @@ def sharpness_bars(
         axes.set(xlabel="member", title=measure.replace("_", " "))
     shared.legend_beside(figure, panels[0].get_legend_handles_labels()[0], "lower center")
     return figure
+
+
+def sharpness_curves(
+    epochs: Sequence[float],
+    *,
+    loss: ArrayLike,
+    top_eigenvalue: ArrayLike,
+    along_step: ArrayLike,
+    trace: ArrayLike,
+    trace_error: ArrayLike,
+    title: str = "",
+) -> Figure:
+    """Draw how sharp a loss is over training: largest eigenvalue and curvature along the step, trace, loss.
+
+    Lines are means over members, shades reach from the lowest to the highest member, bars are one standard error of the
+    mean trace; NaN is left out.
+
+    Args:
+        epochs: How many epochs had been trained at each point. Length ``T``.
+        loss: In its own unit. Shape ``[T, M]`` for ``M`` members, like all that follows.
+        top_eigenvalue: In units of the loss per squared unit of parameters, like the next three.
+        along_step: Second derivative in the direction of the step just taken.
+        trace: Estimate of the sum of eigenvalues.
+        trace_error: Its standard error.
+        title: Above all.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If there is no point.
+    """
+    shared.check_some(epochs=epochs)
+    figure, (top, middle, right) = shared.panels(12.3, 3.8, 3, title=title)
+    places = np.asarray(epochs, dtype=float)
+    values, errors = (np.asarray(each, dtype=float) for each in (trace, trace_error))
+    shared.band(top, places, np.asarray(top_eigenvalue, dtype=float), color=shared.BLUE, lw=1.8, label="largest")
+    along = np.asarray(along_step, dtype=float)
+    shared.band(top, places, along, color=shared.VERMILION, lw=1.8, ls="--", label="along the step")
+    shared.band(middle, places, values, color=shared.BLUE, lw=1.8)
+    known = np.isfinite(values)
+    count = known.sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.where(known, values, 0).sum(1) / count
+        bars = np.sqrt(np.where(known, errors, 0) ** 2 @ np.ones(values.shape[1])) / count
+    middle.errorbar(places, means, bars, fmt="none", ecolor=shared.INK, capsize=3, lw=1)
+    shared.band(right, places, np.asarray(loss, dtype=float), color=shared.BLUE, lw=1.8)
+    for axes, heading, label in (
+        (top, "Eigenvalue", "second derivative of the loss"),
+        (middle, "Trace", "sum of eigenvalues, ± standard error"),
+        (right, "Training loss", "in eval mode, without regularisers"),
+    ):
+        shared.over_epochs(axes, label)
+        axes.set_title(heading, fontsize=11)
+        axes.margins(x=0.02)
+    shared.legend_of_some(top)
+    return figure

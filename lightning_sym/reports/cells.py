@@ -99,6 +99,23 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
+def over_members(values: Mapping[str, Mapping[int, float]], *, named: bool) -> dict[str, float]:
+    """Return what is logged of members: means, without what is not finite, and each member's own value.
+
+    Args:
+        values: By tag and number of the member.
+        named: Whether each member has a tag of its own, ``<tag>/member-0003``, too.
+    """
+    scalars: dict[str, float] = {}
+    for tag, of_all in values.items():
+        known = {number: value for number, value in of_all.items() if math.isfinite(value)}
+        if known:
+            scalars[tag] = math.fsum(known.values()) / len(known)
+        if named:
+            scalars |= {f"{tag}/member-{number:04d}": value for number, value in known.items()}
+    return scalars
+
+
 def picked(holder: object, *names: str) -> dict[str, Any]:
     """Return attributes by name, for what is said about a table."""
     return {name: getattr(holder, name) for name in names}

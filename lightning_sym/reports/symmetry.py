@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sym._random import seeded
 from lightning_sym.figures import symmetry_curves
-from lightning_sym.reports.cells import finite
+from lightning_sym.reports.cells import finite, over_members
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
 
@@ -201,14 +201,8 @@ def monitor_scalars(point: Point, prefix: str = "symmetry", *, named: bool = Fal
         for group, quantities in values["groups"].items():
             own |= {f"{quantity}/{_tag(group)}": value for quantity, value in quantities.items()}
         for tag, value in own.items():
-            if math.isfinite(value):
-                found.setdefault(f"{prefix}/{tag}", {})[number] = value
-    scalars: Numbers = {}
-    for tag, known in found.items():
-        scalars[tag] = math.fsum(known.values()) / len(known)
-        if named:
-            scalars |= {f"{tag}/member-{number:04d}": value for number, value in known.items()}
-    return scalars
+            found.setdefault(f"{prefix}/{tag}", {})[number] = value
+    return over_members(found, named=named)
 
 
 def monitor_results(

@@ -14,7 +14,6 @@ from lightning_sym.callbacks import (
     MatchingReport,
     PlaneGrid,
     SimilarityMonitor,
-    SymmetryMonitor,
     WalkReport,
     ZooReport,
 )
@@ -38,14 +37,9 @@ from lightning_sym.callbacks import (
         *(refused(MatchingReport, **bad) for bad in ({"points": 1}, {"train_batches": 0}, {"recalibrate": "never"})),
         *(refused(PlaneGrid, **bad) for bad in ({"dimension": 0}, {"dimension": 2.0}, {"points": 1}, {"points": 10.0})),
         *(refused(PlaneGrid, **bad) for bad in ({"bound": 0.0}, {"epsilon": math.inf})),
-        *(
-            refused(SimilarityMonitor, **bad)
-            for bad in ({"images": 3}, {"reference_member": -1}, {"every_n_epochs": 0})
-        ),
+        *(refused(SimilarityMonitor, **bad) for bad in ({"images": 3}, {"reference_member": -1})),
         *(refused(SimilarityMonitor, sites=sites) for sites in ([], "first", ["a", "a"])),
         refused(SimilarityMonitor, measures=["group", "cosine"], says="cosine"),
-        *(refused(SymmetryMonitor, **bad) for bad in ({"every_n_epochs": 0}, {"every_n_steps": 0}, {"prefix": "a/b"})),
-        *(refused(SymmetryMonitor, members=members) for members in ([], [1, 1], "best")),
         *(refused(WalkReport, **bad) for bad in ({"step_size": 0}, {"chain_steps": 9}, {"direction": "back"})),
         refused(ZooReport, rows=-1),
     ],

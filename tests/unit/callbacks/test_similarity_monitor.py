@@ -1,24 +1,22 @@
-"""SimilarityMonitor: what it measures, that it leaves training alone, and that it goes on after a resume."""
+"""SimilarityMonitor: what it measures; test_training_monitors.py has what all monitors share."""
 
 import json
-import random
-import warnings
 
 import fits
 import numpy as np
 import pytest
 import torch
-from fits import Interrupt, Poison, saving
+from fits import Poison
 from helpers import Program, assert_refused, of, read_csv, read_rows, write_zoo
 from matplotlib.image import imread
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sym.callbacks import SimilarityMonitor
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.figures import similarity_curves
-from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.reports.similarity_monitor import SimilarityMeter
 from lightning_sym.similarity import CKA, GroupProcrustes, features_of
 from lightning_sym.symmetry import trace_symmetry
@@ -202,8 +200,6 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("monitor", "task", "data", "error", "says"),
     [
-        ({"network": "net"}, Plain, digits, ValueError, 'SimilarityMonitor(network="net") watches the network in'),
-        ({"members": [7]}, zoo, digits, ValueError, "names member(s) 7, and the task has 0-2"),
         ({"sites": ["conv"]}, zoo, digits, ValueError, "conv"),
         ({"sites": ["act"], "measures": ["group"]}, lambda: Plain(branching()), digits, ValueError,
          "the measure group compares up to the network's own symmetry, and"),
@@ -254,89 +250,3 @@ def test_figure_shows_all_values():
         low, high = axes.get_ylim()
         assert low < -0.2
         assert high > 1
-
-
-def test_fast_dev_run_leaves_no_files(tmp_path):
-    fit(tmp_path, zoo(), SimilarityMonitor(), fast_dev_run=True)
-    assert not (tmp_path / "results").exists()
-
-
-# ---- training stays as it is
-
-
-class Randomness(Callback):
-    """Note the states of all generators at the end of every batch."""
-
-    def __init__(self) -> None:
-        self.states: list[object] = []
-
-    def on_train_batch_end(self, *_):
-        state = np.random.get_state()
-        self.states += [torch.get_rng_state().tolist(), random.getstate(), (state[0], state[1].tolist(), *state[2:])]
-
-
-@pytest.mark.parametrize("case", ["plain", "dataloader", "loop", "vmap"])
-def test_training_is_bitwise_the_same(tmp_path, case):
-    results = []
-    for watched in (False, True):
-        if case in ("plain", "dataloader"):
-            task, data = Plain(), digits(shift=1)
-        else:
-            network = MyrtleCNN(2, in_channels=1, image_size=8)
-            task, data = ZooTask(network, members=2, execution=case), digits(max_samples=48, shift=1)
-        torch.manual_seed(3)
-        np.random.seed(3)
-        random.seed(3)
-        noted = Randomness()
-        monitors = [SimilarityMonitor(every_n_steps=1)] if watched else []
-        trainer = fits.quiet_trainer(*monitors, noted, folder=tmp_path / f"{case}{watched}", max_epochs=2)
-        if case == "dataloader":
-            images = TensorDataset(validation_images(24), torch.arange(24) % 10)
-            trainer.fit(task, DataLoader(images, 8, shuffle=True), DataLoader(images, 8))
-        else:
-            trainer.fit(task, data)
-        assert task.training
-        results.append((noted.states, task.state_dict(), [module.training for module in task.modules()]))
-    (noise, one, modes), (others, two, other_modes) = results
-    assert noise == others
-    assert modes == other_modes
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-# ---- resume
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("case", ["plain", "zoo"])
-@pytest.mark.parametrize("saved_every", [None, 2])
-def test_resumed_similarities_are_uninterrupted(tmp_path, case, saved_every):
-    def run(path, *callbacks, ckpt_path=None):
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
-        task = Plain(network) if case == "plain" else zoo()
-        keep = saving(path) if saved_every is None else saving(path, every_n_train_steps=saved_every)
-        monitor = SimilarityMonitor(reference=None if case == "plain" else perceptron().fresh(9))
-        fit(path, task, monitor, keep, *callbacks, max_epochs=4, ckpt_path=ckpt_path)
-
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    run(whole)
-    assert_refused(lambda: run(part, Interrupt("2 1")), says="interrupted", error=RuntimeError)
-    run(part, ckpt_path=part / "last.ckpt")
-    expected = (whole / "results" / "similarity.csv").read_bytes()
-    assert (part / "results" / "similarity.csv").read_bytes() == expected
-    if saved_every is None:  # nothing is left to train, and the files are made all the same
-        (whole / "results" / "similarity.csv").unlink()
-        run(whole, ckpt_path=whole / "last.ckpt")
-        assert (whole / "results" / "similarity.csv").read_bytes() == expected
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_resuming_with_other_settings_is_refused(tmp_path):
-    fit(tmp_path, zoo(), SimilarityMonitor(images=20), saving(tmp_path), max_epochs=1)
-    resumed = {"max_epochs": 3, "ckpt_path": tmp_path / "last.ckpt"}
-    says = "The checkpoint's SimilarityMonitor watched something else: images 20 there, 80 here. Resume with"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The dirpath has changed")
-        assert_refused(lambda: fit(tmp_path, zoo(), SimilarityMonitor(), **resumed), says=says)

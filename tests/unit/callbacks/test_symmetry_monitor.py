@@ -1,20 +1,17 @@
-"""SymmetryMonitor: when it measures, that it leaves training alone, and that it goes on after a resume."""
+"""SymmetryMonitor: what it measures, and when; test_training_monitors.py has what all monitors share."""
 
 import json
-import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fits import Interrupt, digits, saving
+from fits import digits
 from fits import fit as fit_task
 from helpers import Program, assert_refused, of, read_csv, read_rows
 from matplotlib.image import imread
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.strategies import FSDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sym.callbacks import SymmetryMonitor
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.figures import symmetry_curves
-from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import ZooTask
 
@@ -187,8 +184,6 @@ def with_example(example) -> Other:
     [
         (Other, {}, loader, ['network="network")', 'no such attribute; say where it is: network="parts", network="" ']),
         (Plain, {"network": "lr"}, loader, "Plain has a float there, not an nn.Module"),
-        (Plain, {"members": [0]}, loader, ["members=[0]) is for a task with several networks", "Plain has no populat"]),
-        (lambda: zoo(), {"members": [1, 4, 5]}, digits, "names member(s) 4-5, and the task has 0-1"),
         (Other, {"network": "parts.body"}, dictionaries, "a batch that is a dict; set example_input_array in Other.__"),
         (lambda: with_example({"x": torch.zeros(1, 4)}), {"network": "parts.body"}, loader,
          "example_input_array of Other is a dict; make it a tensor or a tuple"),
@@ -197,12 +192,6 @@ def with_example(example) -> Other:
 )  # fmt: skip
 def test_errors_before_training(tmp_path, task, settings, data, says):
     assert_refused(lambda: fit(tmp_path, task(), SymmetryMonitor(**settings), data=data()), says=says)
-
-
-def test_sharded_weights_are_refused():
-    trainer = SimpleNamespace(strategy=FSDPStrategy(), fast_dev_run=True)  # a Trainer would ask for GPUs
-    says = "needs whole weights, which FSDPStrategy shards; use ddp"
-    assert_refused(lambda: SymmetryMonitor().setup(trainer, Plain(), "fit"), says=says)
 
 
 # ---- populations
@@ -281,94 +270,6 @@ def test_tensorboard_and_files(tmp_path):
     about = json.loads((tmp_path / "results" / "symmetry.json").read_text())
     assert about["units"]["drift"].startswith("sum over units")
     assert [row["group"] for row in about["symmetry"]] == ["linear1", "linear2"]
-
-
-def test_fast_dev_run_leaves_no_files(tmp_path):
-    fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(max_samples=48), fast_dev_run=True)
-    assert not (tmp_path / "results").exists()
-
-
-# ---- training stays as it is
-
-
-class Randomness(Callback):
-    """Note the states of all generators at the end of every batch."""
-
-    def __init__(self) -> None:
-        self.states: list[object] = []
-
-    def on_train_batch_end(self, *_):
-        state = np.random.get_state()
-        self.states += [torch.get_rng_state().tolist(), random.getstate(), (state[0], state[1].tolist(), *state[2:])]
-
-
-@pytest.mark.parametrize("case", ["plain", "batch norm", "loop", "vmap"])
-def test_training_is_bitwise_the_same(tmp_path, case):
-    results = []
-    for watched in (False, True):
-        torch.manual_seed(3)
-        np.random.seed(3)
-        random.seed(3)
-        if case in ("plain", "batch norm"):
-            network = nn.Sequential(*sequential(norm=case == "batch norm"), nn.Dropout(0.2))
-            task: LightningModule = Plain(network)
-            data = loader(shuffle=True)
-        else:
-            network = MyrtleCNN(2, in_channels=1, image_size=8)
-            task, data = ZooTask(network, members=2, execution=case), digits(max_samples=48, shift=1)
-        noted = Randomness()
-        monitors = [SymmetryMonitor(every_n_steps=1)] if watched else []
-        fit(tmp_path / f"{case}{watched}", task, *monitors, noted, data=data)
-        assert task.training
-        results.append((noted.states, task.state_dict(), [module.training for module in task.modules()]))
-    (noise, one, modes), (others, two, other_modes) = results
-    assert noise == others
-    assert modes == other_modes
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-# ---- resume
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("case", ["plain", "zoo"])
-@pytest.mark.parametrize("settings", [{}, {"every_n_steps": 2}, {"every_n_epochs": 2}], ids=str)
-@pytest.mark.parametrize("saved_every", [None, 2])
-def test_resumed_is_uninterrupted(tmp_path, case, settings, saved_every):
-    def run(path, *callbacks, ckpt_path=None):
-        data = loader() if case == "plain" else digits(max_samples=48)
-        task = Plain() if case == "plain" else zoo()
-        keep = saving(path) if saved_every is None else saving(path, every_n_train_steps=saved_every)
-        fit(path, task, SymmetryMonitor(**settings), keep, *callbacks, data=data, max_epochs=4, ckpt_path=ckpt_path)
-
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    run(whole)
-    assert_refused(lambda: run(part, Interrupt("2 1")), says="interrupted", error=RuntimeError)
-    assert not (part / "results" / "symmetry.csv").exists()
-    run(part, ckpt_path=part / "last.ckpt")
-    for name in ("symmetry.csv", "symmetry_distance.csv"):
-        assert (part / "results" / name).read_bytes() == (whole / "results" / name).read_bytes(), name
-    if saved_every is None:  # nothing is left to train, and the files are made all the same
-        (whole / "results" / "symmetry.csv").unlink()
-        run(whole, ckpt_path=whole / "last.ckpt")
-        assert rows(whole) == rows(part)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_resuming_with_other_settings_is_refused(tmp_path):
-    fit(tmp_path, zoo(), SymmetryMonitor(members=[0]), saving(tmp_path), data=digits(max_samples=48))
-    resumed = {"data": digits(max_samples=48), "max_epochs": 3, "ckpt_path": tmp_path / "last.ckpt"}
-    says = "watched something else: members [0] there, [0, 1] here. Resume with"
-    assert_refused(lambda: fit(tmp_path, zoo(), SymmetryMonitor(), **resumed), says=says)
-
-
-def test_a_second_fit_begins_anew(tmp_path):
-    monitor = SymmetryMonitor()
-    fit(tmp_path, Plain(), monitor, max_epochs=1)
-    fit(tmp_path, Plain(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))), monitor, max_epochs=1)
-    assert [row["size"] for row in rows(tmp_path)] == [3, 3]
 
 
 # ---- the figure

@@ -1,0 +1,68 @@
+"""What CurvatureMonitor says of a run: how sharp the loss was while networks were trained."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from lightning_sym.figures import sharpness_curves
+from lightning_sym.reports.cells import over_members
+from lightning_sym.reports.table import ResultTable, RunResults
+
+Point = Mapping[str, Any]
+QUANTITIES = ("loss", "top_eigenvalue", "along_step", "trace", "trace_error")
+UNITS = {
+    "step": "optimizer steps",
+    "epoch": "epochs of training, with the part of the current one",
+    "loss": "mean over samples, in eval mode, without regularisers, in nats (or the loss's unit)",
+    "top_eigenvalue": "largest eigenvalue of the Hessian, in units of the loss per squared unit of parameters",
+    "along_step": "second derivative in the direction of the optimizer step just taken, same unit",
+    "trace": "sum of eigenvalues, same unit, with its standard error in trace_error",
+}
+
+
+def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = False) -> dict[str, float]:
+    """Return what is logged for a point: means over members.
+
+    Args:
+        point: ``members``, by number: those of ``QUANTITIES`` that were found.
+        prefix: First part of all tags.
+        named: Whether each member has a tag of its own, too.
+    """
+    found = {
+        f"{prefix}/{name}": {number: values[name] for number, values in point["members"].items() if name in values}
+        for name in QUANTITIES
+    }
+    return over_members(found, named=named)
+
+
+def monitor_results(
+    points: Sequence[Point], *, network: str, about: Mapping[str, Any], name: str = "curvature"
+) -> RunResults:
+    """Say how sharp the loss was while networks were trained.
+
+    Args:
+        points: In the order of time: ``step``, ``epoch`` and ``members``, as for :func:`monitor_scalars`.
+        network: Name of the architecture, for the title.
+        about: What is needed to make the table again.
+        name: Name of the files.
+    """
+    rows = [
+        {"step": point["step"], "epoch": point["epoch"], "member": number, **{q: values.get(q) for q in QUANTITIES}}
+        for point in points
+        for number, values in point["members"].items()
+    ]
+    table = ResultTable(name, "Hessian of the training loss, while training", rows, UNITS, about)
+    return RunResults([table], _figures(points, name, network))
+
+
+def _figures(points: Sequence[Point], name: str, network: str) -> Iterator[tuple[str, Figure]]:
+    curves = {
+        quantity: [[values.get(quantity, math.nan) for values in point["members"].values()] for point in points]
+        for quantity in QUANTITIES
+    }
+    if members := len(points[-1]["members"]):
+        count = f", mean of {members} members" if members > 1 else ""
+        title = f"Sharpness of {network} while training{count}"
+        yield name, sharpness_curves([point["epoch"] for point in points], **curves, title=title)
