@@ -7,6 +7,7 @@ from lightning_sym.callbacks.curve_geometry import CurveGeometry
 from lightning_sym.callbacks.curve_report import CurveReport
 from lightning_sym.callbacks.dissection_report import DissectionReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
+from lightning_sym.callbacks.fast_geometric_ensemble import FastGeometricEnsemble
 from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
@@ -33,6 +34,7 @@ __all__ = [
     "CurveReport",
     "DissectionReport",
     "EquivalenceReport",
+    "FastGeometricEnsemble",
     "LearningCoefficient",
     "MarginalLikelihood",
     "MatchingReport",

@@ -4,6 +4,7 @@ from lightning_sym.figures._equivalence import FoundPoint, Scale
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
 from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
 from lightning_sym.figures.dissection import Paths, dissection_curves
+from lightning_sym.figures.ensembles import EnsembleCurve, ensemble_curves
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -52,6 +53,7 @@ __all__ = [
     "Coefficient",
     "CurvePlane",
     "Depth",
+    "EnsembleCurve",
     "FoundPoint",
     "GeometryLines",
     "HeatMap",
@@ -75,6 +77,7 @@ __all__ = [
     "curve_planes",
     "dissection_curves",
     "embedding",
+    "ensemble_curves",
     "evidence_curves",
     "interpolation_curves",
     "isosurface",

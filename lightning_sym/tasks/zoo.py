@@ -1,6 +1,6 @@
 """Training a zoo: many members of one architecture in one fit."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -10,9 +10,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population
+from lightning_sym.tasks._members import check_data
 from lightning_sym.tasks.losses import CrossEntropy
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.population import PopulationTask
+from lightning_sym.zoo import ModelZoo
 
 
 class SplitData(Protocol):
@@ -65,6 +67,8 @@ class ZooTask(PopulationTask):
             ``torch.nn.MSELoss``.
         prior_precision: Precision of the Gaussian prior of all weights at the start, > 0; it needs an optimizer without
             weight decay and the plain cross-entropy. Default: members have no prior.
+        initial: Folder of a zoo whose members of these numbers are where training begins. Default: with random weights.
+        allow: Packages of your own whose networks that zoo may hold, see ``ModelZoo.open``.
 
     Attributes:
         prior: :class:`lightning_sym.curvature.GaussianPrior` of the members, whose precisions
@@ -94,6 +98,8 @@ class ZooTask(PopulationTask):
         channels_last: bool = False,
         loss: Callable[[Any, Any], Any] | None = None,
         prior_precision: float | None = None,
+        initial: str | None = None,
+        allow: Sequence[str] | None = None,
     ) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
@@ -121,6 +127,8 @@ class ZooTask(PopulationTask):
             )
         self._template = (network,)  # in a tuple: the template's weights are no part of the population
         self.members = members
+        self.initial = initial
+        self.allow = tuple(allow or ())
         self.label_smoothing = label_smoothing
         self.channels_last = channels_last
         if prior_precision is not None:
@@ -141,9 +149,31 @@ class ZooTask(PopulationTask):
         """The architecture that the members are made from."""
         return self._template[0]
 
+    def setup(self, stage: str) -> None:
+        """Check that the trainer, and the data if training goes on with a zoo, suit the members.
+
+        Raises:
+            FileNotFoundError: If there is no such zoo.
+            ValueError: If the trainer would tie the members together, or the zoo's members do not suit.
+        """
+        super().setup(stage)
+        if self.initial is not None and stage == "fit":
+            data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+            check_data(self._open_initial(), self.seed, data, trial=trial)
+
+    def _open_initial(self) -> ModelZoo:
+        assert self.initial is not None
+        zoo = ModelZoo.open(self.initial, allow=self.allow)
+        if zoo.architecture != self.network.architecture:
+            raise ValueError(
+                f"The zoo at {zoo.path} holds {zoo.architecture} and network is {self.network.architecture}; give the "
+                "architecture of the zoo."
+            )
+        return zoo
+
     def make_member(self, number: int) -> nn.Module:
-        """Return the architecture with the weights of a seed."""
-        return self.network.fresh(number)
+        """Return the architecture with the weights of a seed, or of a member of the initial zoo."""
+        return self.network.fresh(number) if self.initial is None else self._open_initial().load(number).train()
 
     def make_population(self, numbers: list[int]) -> Population:
         """Return the members with these numbers, of this rank."""

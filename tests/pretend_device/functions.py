@@ -23,6 +23,7 @@ from torch import nn
 
 from lightning_sym import connectivity, curvature, landscape, networks, symmetry
 from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.ensembles import ensemble_scores, log_probabilities
 from lightning_sym.landscape.pruning import mean_loss
 from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.population import LoopPopulation, VmapPopulation
@@ -228,6 +229,14 @@ def along_a_curve(side):
     gradient, _ = curvature.CurvatureOperator(network, data, nn.functional.cross_entropy).gradient_and_loss()
     own = curvature.input_jacobians(network, x), curvature.jacobian_rank(network, x).rank
     return [numbers, shape.cosine, shape.cka, gradient, *own]
+
+
+@case
+def ensembles(side):
+    networks = [side.net(Normed), side.net(Normed, 1)]
+    predicted, labels = log_probabilities(networks, [(side.x, side.y)], recalibration_data=[side.x])
+    scores = ensemble_scores(predicted, labels)
+    return [predicted, scores.together.loss, scores.ambiguity, scores.divergences]
 
 
 @case

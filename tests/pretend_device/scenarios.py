@@ -43,6 +43,7 @@ from lightning_sym.callbacks import (
     CurveReport,
     DissectionReport,
     EquivalenceReport,
+    FastGeometricEnsemble,
     LearningCoefficient,
     MarginalLikelihood,
     MatchingReport,
@@ -238,6 +239,13 @@ def zoo_learning_coefficients(folder):
         LearningCoefficient(method="sgld", batch_size=8, execution="loop", prefix="batches", members=[0], **settings),
     ]
     run(folder, task, make, digits)
+
+
+@scenario
+def zoo_of_snapshots(folder):
+    zoo_at(folder / "zoo")
+    task = functools.partial(ZooTask, myrtle(), members=2, optimizer=adam, keep="last", initial=str(folder / "zoo"))
+    run(folder, task, lambda path: [FastGeometricEnsemble(0.01, 1e-4, cycle_steps=2, points=2)], digits)
 
 
 @scenario

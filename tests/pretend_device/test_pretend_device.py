@@ -32,7 +32,17 @@ NOT_RUN = {
     **dict.fromkeys(("CrossEntropy", "SquaredDistance"), "losses that the tasks of the scenarios use by themselves"),
     **dict.fromkeys(("publish_figure", "publish_numbers", "publish_results", "publish_text"), "parts of every report"),
 }
-ROOMS = ("connectivity", "curvature", "landscape", "networks", "population", "stitching", "symmetry", "zoo")
+ROOMS = (
+    "connectivity",
+    "curvature",
+    "ensembles",
+    "landscape",
+    "networks",
+    "population",
+    "stitching",
+    "symmetry",
+    "zoo",
+)
 INPUTS = {"inputs", "images", "example", "example_input", "data", "loader", "batches"}
 
 

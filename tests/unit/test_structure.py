@@ -24,7 +24,7 @@ LEVELS = [
     {"layers"},
     {"networks"},
     {"symmetry", "curvature"},
-    {"stitching", "connectivity", "landscape", "similarity", "dissection", "zoo", "population"},
+    {"stitching", "connectivity", "landscape", "similarity", "dissection", "ensembles", "zoo", "population"},
     {"reports", "figures"},
     {"tasks", "datamodules"},
     {"callbacks"},

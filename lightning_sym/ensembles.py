@@ -1,0 +1,290 @@
+"""Ensembles of networks: the cyclical learning rate that makes one, and what the mean of predictions is worth."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._distributed import Batches, device_of, gathered, moved
+from lightning_sym.connectivity.interpolation import LabelledBatches
+from lightning_sym.networks import recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.networks.modes import evaluating
+
+_CHUNK = 4096  # samples that are worked on at once
+
+
+def cyclical_learning_rate(steps: float, cycle: int, highest: float, lowest: float) -> float:
+    r"""Return the learning rate of fast geometric ensembling after so many steps.
+
+    It falls in a straight line from ``highest`` to ``lowest`` in the first half of a cycle, and rises again in the
+    second (docs/theory/ensembles.md, 1).
+
+    Args:
+        steps: Optimizer steps since the first cycle began. >= 0; need not be whole.
+        cycle: Length of a cycle in optimizer steps. >= 1.
+        highest: At both ends of a cycle. >= ``lowest``.
+        lowest: In the middle of a cycle. >= 0.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Garipov et al. (2018), "Loss Surfaces, Mode Connectivity, and Fast Ensembling of DNNs", arXiv:1802.10026,
+        section 4.
+
+    Example:
+        >>> [cyclical_learning_rate(step, 4, 0.5, 0.25) for step in range(6)]
+        [0.5, 0.375, 0.25, 0.375, 0.5, 0.375]
+    """
+    check_integers(cycle=cycle)
+    check_numbers(">= 0", steps=steps, highest=highest, lowest=lowest)
+    if lowest > highest:
+        raise ValueError(f"lowest must be at most highest={highest}, got {lowest}.")
+    place = (steps % cycle) / cycle
+    share = 2 * place if place < 0.5 else 2 - 2 * place
+    return (1 - share) * highest + share * lowest
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """How good probabilities of classes are, for each of several predictors. All of shape ``[M]``, float64, on the CPU.
+
+    Standard errors are over samples: how sure a number is given these networks, and not how much it would differ for
+    networks that are trained again.
+
+    Attributes:
+        accuracy: Fraction of samples whose most probable class is the right one, in [0, 1].
+        accuracy_error: Its standard error.
+        loss: Mean negative log probability of the right class, nats.
+        loss_error: Its standard error.
+        brier: Mean squared distance of the probabilities from the one-hot label, in [0, 2].
+        calibration_error: Expected calibration error, in [0, 1]: mean over samples of how far, in a bin of samples with
+            like confidence, accuracy and mean confidence are apart. It is biased upwards for few samples.
+    """
+
+    accuracy: Tensor
+    accuracy_error: Tensor
+    loss: Tensor
+    loss_error: Tensor
+    brier: Tensor
+    calibration_error: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class EnsembleScores:
+    r"""What the members of an ensemble are worth alone and together, as one after the other is added.
+
+    All tensors are float64, on the CPU. Entry ``j - 1`` of those of shape ``[M]`` is of the first ``j`` members; the
+    prediction of an ensemble is the mean of its members' probabilities. See docs/theory/ensembles.md, 2 and 3.
+
+    Attributes:
+        alone: Each member by itself.
+        together: The ensemble of the first members.
+        ambiguity: Mean loss of the members less that of the ensemble, nats: what the mean of predictions gains over a
+            member picked at random; never negative. Shape ``[M]``.
+        ambiguity_error: Its standard error over samples, which are paired. Shape ``[M]``.
+        variance: Mean Brier score of the members less that of the ensemble, which is the mean squared distance of the
+            members' probabilities from their mean. Shape ``[M]``.
+        disagreements: Fraction of samples that two members assign to different classes. Shape ``[M, M]``.
+        divergences: Mean over samples of :math:`\mathrm{KL}(p_a \Vert p_b)`, nats. Shape ``[M, M]``.
+        samples: Number of samples, over all ranks.
+        bins: Number of bins of the calibration error.
+    """
+
+    alone: Scores
+    together: Scores
+    ambiguity: Tensor
+    ambiguity_error: Tensor
+    variance: Tensor
+    disagreements: Tensor
+    divergences: Tensor
+    samples: int
+    bins: int
+
+    @property
+    def disagreement(self) -> Tensor:
+        """Mean of ``disagreements`` over pairs of the first members. Shape ``[M]``; NaN for one member."""
+        return _over_pairs(self.disagreements)
+
+    @property
+    def divergence(self) -> Tensor:
+        """Mean of ``divergences`` over ordered pairs of the first members, nats. Shape ``[M]``; NaN for one member."""
+        return _over_pairs(self.divergences)
+
+
+def log_probabilities(
+    networks: Iterable[nn.Module], batches: LabelledBatches, *, recalibration_data: Batches | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what networks predict for the same samples, one network after the other.
+
+    Args:
+        networks: Classifiers, run in evaluation mode on their own devices; at least one. A generator may yield one and
+            the same network with other weights each time.
+        batches: Pairs of inputs and labels; the same ones whenever they are read: a list or a loader, neither shuffled
+            nor augmented. With several processes each passes its share.
+        recalibration_data: Inputs on which the statistics of batch norms are measured anew before each network is run,
+            in place, as for :func:`lightning_sym.networks.recalibrate_batch_norm`; None leaves them as they are.
+
+    Returns:
+        Logarithms of the probabilities ``[M, N, C]``, float64, and the labels ``[N]``, int64; on the CPU.
+
+    Raises:
+        ValueError: If there are no networks, outputs are no logits ``[B, C]``, labels are no integers ``[B]``, or the
+            data change from one pass to the next.
+
+    Note:
+        Takes ``8 M N C`` bytes.
+    """
+    found, labels = [], None
+    for network in networks:
+        if recalibration_data is not None and batch_norms(network):
+            recalibrate_batch_norm(network, recalibration_data)
+        with torch.no_grad(), evaluating(network):
+            rows = [_predicted(network, batch) for batch in batches]
+        own = torch.cat([target for _, target in rows]) if rows else torch.zeros(0, dtype=torch.int64)
+        found.append(torch.cat([row for row, _ in rows]) if rows else torch.zeros(0, 1, dtype=torch.float64))
+        if labels is not None and not torch.equal(labels, own):
+            raise ValueError(
+                "The data are not the same when they are read again; pass a list, or a loader that neither shuffles "
+                "nor drops anything."
+            )
+        labels = own
+    if labels is None:
+        raise ValueError("networks must have at least one network, got none.")
+    return torch.stack(found), labels
+
+
+def _predicted(network: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    inputs, labels = batch
+    outputs = network(moved(inputs, device_of(network)))
+    logits = isinstance(outputs, Tensor) and outputs.ndim == 2
+    if not logits or labels.shape != outputs.shape[:1] or labels.is_floating_point():
+        got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"An ensemble is of classifiers: logits [B, C] and integer labels [B] are needed, got outputs {got} and "
+            f"labels {list(labels.shape)} of {labels.dtype}."
+        )
+    return outputs.cpu().double().log_softmax(1), labels.cpu().long()
+
+
+def ensemble_scores(log_probabilities: Tensor, labels: Tensor, *, bins: int = 15) -> EnsembleScores:
+    """Return how good the members of an ensemble are, alone and together, and how different.
+
+    With several processes (``torch.distributed`` initialised) each passes its own samples, and all get the same result;
+    to be called on every rank.
+
+    Args:
+        log_probabilities: Of the classes, by member and sample, as from :func:`log_probabilities`. Shape ``[M, N, C]``.
+        labels: Right classes. Shape ``[N]``, integers in ``[0, C)``.
+        bins: Number of bins of equal width that confidences are sorted into for the calibration error. >= 1.
+
+    Raises:
+        ValueError: If shapes do not fit, probabilities do not sum to 1, or there are no samples.
+
+    References:
+        Krogh, Vedelsby (1995), "Neural Network Ensembles, Cross Validation, and Active Learning", for the ambiguity;
+        Guo et al. (2017), "On Calibration of Modern Neural Networks", arXiv:1706.04599, for the calibration error.
+
+    Example:
+        >>> predicted = torch.tensor([[[0.75, 0.25]], [[0.25, 0.75]]]).log()
+        >>> scores = ensemble_scores(predicted, torch.tensor([0]))
+        >>> scores.alone.accuracy, scores.together.loss.exp()
+        (tensor([1., 0.], dtype=torch.float64), tensor([1.3333, 2.0000], dtype=torch.float64))
+    """
+    check_integers(bins=bins)
+    if log_probabilities.ndim != 3 or labels.shape != log_probabilities.shape[1:2] or not len(log_probabilities):
+        raise ValueError(
+            "log_probabilities must have shape [M, N, C], M >= 1, and labels [N], got "
+            f"{list(log_probabilities.shape)} and {list(labels.shape)}."
+        )
+    members = len(log_probabilities)
+    sums = torch.zeros(3 * members, 4, dtype=torch.float64)  # each alone, each ensemble, the ambiguities
+    binned = torch.zeros(2 * members, bins, 3, dtype=torch.float64)
+    pairs = torch.zeros(2, members, members, dtype=torch.float64)
+    for start in range(0, len(labels), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        _add(log_probabilities[:, part].cpu().double(), labels[part].cpu(), sums, binned, pairs)
+    count = torch.tensor([len(labels)], dtype=torch.float64)
+    sums, binned, pairs, count = (sum(parts) for parts in zip(*gathered((sums, binned, pairs, count)), strict=True))
+    samples = int(count)
+    if samples == 0:
+        raise ValueError("There are no samples to score an ensemble on; pass at least one.")
+    means = sums / samples
+    alone, together = (_scores(means[own], binned[own] / samples, samples)
+                       for own in (slice(members), slice(members, 2 * members)))  # fmt: skip
+    ambiguity = means[2 * members :]
+    return EnsembleScores(
+        alone,
+        together,
+        ambiguity=ambiguity[:, 1],
+        ambiguity_error=_error(ambiguity[:, 1], ambiguity[:, 2], samples),
+        variance=_means_of_first(alone.brier) - together.brier,
+        disagreements=pairs[0] / samples,
+        divergences=pairs[1] / samples,
+        samples=samples,
+        bins=bins,
+    )
+
+
+def _add(logs: Tensor, labels: Tensor, sums: Tensor, binned: Tensor, pairs: Tensor) -> None:
+    """Add samples: columns of the sums are correct, loss, its square, and Brier score."""
+    members, samples, _ = logs.shape
+    if samples and not float(logs.logsumexp(2).abs().max()) < 1e-3:  # NaN, too
+        raise ValueError(
+            "log_probabilities must be logarithms of probabilities that sum to 1; apply log_softmax to logits."
+        )
+    counts = torch.arange(1, members + 1, dtype=torch.float64)[:, None, None]
+    together = logs.logcumsumexp(0) - counts.log()
+    every = torch.cat([logs, together])
+    probabilities, right = every.exp(), labels[None, :, None].expand(len(every), -1, 1)
+    losses = -every.gather(2, right)[..., 0]
+    confidence, predicted = probabilities.max(2)
+    correct = (predicted == labels).double()
+    # |p - e_y|^2 = |p|^2 - 2 p_y + 1
+    brier = probabilities.square().sum(2) - 2 * probabilities.gather(2, right)[..., 0] + 1
+    sums[: len(every)] += torch.stack([correct, losses, losses.square(), brier], 2).sum(1)
+    ambiguity = _means_of_first(losses[:members]) - losses[members:]
+    sums[len(every) :, 1:3] += torch.stack([ambiguity, ambiguity.square()], 2).sum(1)
+    bins = binned.shape[1]
+    inner = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
+    places = torch.bucketize(confidence, inner) + bins * torch.arange(len(every))[:, None]  # (a, b], as in Guo et al.
+    for column, values in enumerate((torch.ones_like(confidence), confidence, correct)):
+        found = torch.bincount(places.flatten(), values.flatten(), minlength=len(every) * bins)
+        binned[..., column] += found.view(len(every), bins)
+    pairs[0] += torch.stack([(predicted[:members] != own).sum(1) for own in predicted[:members]])
+    flat = probabilities[:members].flatten(1)
+    entropies = (flat * logs.flatten(1)).sum(1, keepdim=True)
+    pairs[1] += (entropies - flat @ logs.flatten(1).T).fill_diagonal_(0)  # exactly
+
+
+def _scores(means: Tensor, binned: Tensor, samples: int) -> Scores:
+    accuracy, loss, square, brier = means.unbind(1)
+    return Scores(
+        accuracy=accuracy,
+        accuracy_error=_error(accuracy, accuracy, samples),
+        loss=loss,
+        loss_error=_error(loss, square, samples),
+        brier=brier,
+        calibration_error=(binned[..., 2] - binned[..., 1]).abs().sum(1),
+    )
+
+
+def _error(mean: Tensor, square: Tensor, samples: int) -> Tensor:
+    """Return the standard error of a mean, given the mean of squares; NaN for one sample."""
+    return ((square - mean.square()).clamp(min=0) / (samples - 1)).sqrt() if samples > 1 else mean * torch.nan
+
+
+def _means_of_first(values: Tensor) -> Tensor:
+    """Return the means over the first 1, 2, ... entries along the first axis."""
+    counts = torch.arange(1, len(values) + 1, dtype=values.dtype)
+    return values.cumsum(0) / counts.view(-1, *[1] * (values.ndim - 1))
+
+
+def _over_pairs(values: Tensor) -> Tensor:
+    """Return the means over ordered pairs of the first 1, 2, ... entries."""
+    counts = torch.arange(1, len(values) + 1, dtype=values.dtype)
+    return values.cumsum(0).cumsum(1).diagonal() / (counts * (counts - 1))
