@@ -19,11 +19,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import sklearn.datasets  # noqa: F401 (the digits)
 import torch
+import torch.utils.tensorboard  # noqa: F401
 from fits import fit, saving
+from helpers import draw_nothing
 from pytorch_lightning import Callback, LightningModule
 
 import lightning_sym.callbacks  # noqa: F401 (brings the tasks and whatever else scenarios need)
+import lightning_sym.cli.lightning  # noqa: F401
 
 
 class Scenarios:
@@ -149,6 +153,7 @@ def work(module: str, log: str, folder: str, arguments: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
+    draw_nothing()  # each process would learn anew how letters are drawn, for half a second
     os.register_at_fork(after_in_child=settle_threads)
     for line in sys.stdin:
         job = json.loads(line)

@@ -171,10 +171,14 @@ class Curve:
         line, the second towards the bend.
 
         Raises:
-            ValueError: If the curve has no bend, or all lie on the straight line.
+            ValueError: If the curve has no bend, or all lie on the straight line, or both ends are one point.
         """
         exact = self.points.detach().double().cpu()
         along = exact[-1] - exact[0]
+        if not bool(along.any()):
+            raise ValueError(
+                "Both ends of the curve are the same weights, so that it has no plane; give it two different networks."
+            )
         offsets = exact[1:-1] - exact[0]
         away = offsets - (offsets @ along / (along @ along))[:, None] * along
         if self.bends == 0:

@@ -417,10 +417,13 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
     for name in (*first, *second):
         if name not in first or name not in second:
             which = "first" if name in first else "second"
-            raise ValueError(f"The networks differ in structure: only the {which} has the {name}.")
+            raise ValueError(
+                f"The networks differ in structure: only the {which} has the {name}; give two of one architecture."
+            )
         if first[name] != second[name]:
             raise ValueError(
-                f"The networks differ: the {name} is {first[name]} in the first and {second[name]} in the second."
+                f"The networks differ: the {name} is {first[name]} in the first and {second[name]} in the second; give "
+                "two of one architecture."
             )
 
 

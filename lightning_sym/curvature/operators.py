@@ -298,7 +298,7 @@ class CurvatureOperator(SymmetricOperator):
             Shape ``[P, P]``, float64 (float32 where the device has none), on the device of the network.
 
         Raises:
-            ValueError: If there are more parameters.
+            ValueError: If there are more parameters, or the device has no room for the matrix.
         """
         check_integers(max_parameters=max_parameters)
         if self.size > max_parameters:
@@ -306,9 +306,22 @@ class CurvatureOperator(SymmetricOperator):
                 f"the network has {self.size} parameters, and the whole matrix is made for at most max_parameters="
                 f"{max_parameters}; use top_eigenpairs, trace and spectral_density, or raise max_parameters."
             )
-        eye = torch.eye(self.size, dtype=wide(self.device), device=self.device)
-        matrix = torch.cat([self @ part for part in torch.split(eye, max(self.columns, 128), 1)], 1)
-        return (matrix + matrix.T) / 2
+        try:
+            matrix, symmetric = (
+                torch.empty(self.size, self.size, dtype=wide(self.device), device=self.device) for _ in range(2)
+            )
+        except RuntimeError as error:  # where there is no room
+            raise ValueError(
+                f"the whole matrix of {self.size} parameters needs {16 * self.size**2 / 2**30:.3g} GiB, more than "
+                f"{self.device} has; use top_eigenpairs, trace and spectral_density, and a lower max_parameters."
+            ) from error
+        columns = max(self.columns, 128)
+        for start in range(0, self.size, columns):
+            part = torch.zeros(self.size, min(columns, self.size - start), dtype=matrix.dtype, device=self.device)
+            part.diagonal(-start).fill_(1)
+            matrix[:, start : start + columns] = self @ part
+        torch.add(matrix, matrix.T, out=symmetric)
+        return symmetric.div_(2)
 
     # ---- vectors
 

@@ -86,18 +86,46 @@ class RemovableUnits:
         """
         wanted = list(groups)
         for name in wanted:
-            if name in self.refused:
-                raise ValueError(f"The units of {name} cannot be removed one by one: {self.refused[name]}.")
-            if name not in self.sizes:
+            self._check_group(name)
+            if name not in self.sizes:  # an earlier restriction has left it out
                 raise ValueError(unknown("axis group", name, self.sizes))
         self.sizes = {name: size for name, size in self.sizes.items() if name in wanted}
+
+    def _check_group(self, name: str) -> None:
+        """Check that the units of an axis group can be removed.
+
+        Raises:
+            ValueError: If not; the message says why, and which group can be named in its place.
+        """
+        if name in self.refused:
+            raise ValueError(
+                f"The units of {name} cannot be removed one by one: {self.refused[name]}; choose of "
+                f"{', '.join(self.sizes)}."
+            )
+        if name in self._places:
+            return
+        for group, places in self._places.items():
+            if any(place.tensor.rpartition(".")[0] == name and not place.is_read for place in places):
+                raise ValueError(
+                    f"The units of {name} are tied to those of axis group {group!r}, and are removed with them or not "
+                    "at all; name that group."
+                )
+        raise ValueError(unknown("axis group", name, self.sizes))
 
     # ---- without some units
 
     def kept(self, removed: Removed) -> dict[Axis, Tensor]:
-        """Return the positions that are left on every axis that becomes shorter, for :func:`narrowed`."""
+        """Return the positions that are left on every axis that becomes shorter, for :func:`narrowed`.
+
+        Raises:
+            ValueError: If there is no such unit, or its group cannot lose one.
+        """
         gone: dict[Axis, list[Tensor]] = {}
         for group, numbers in removed.items():
+            self._check_group(group)
+            size = len(self._places[group][0].positions)
+            if any(not 0 <= number < size for number in numbers):
+                raise ValueError(f"Units of {group} are numbers from 0 to {size - 1}, got {list(numbers)[:8]}.")
             for place in self._places[group] if len(numbers) else ():
                 positions = place.positions[torch.tensor(list(numbers))].flatten()
                 gone.setdefault((place.tensor, place.axis), []).append(positions)

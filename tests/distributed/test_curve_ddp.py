@@ -35,6 +35,9 @@ def scenarios(run, matching_zoo):
         run.fit(f"normed {processes}", task, data, report, processes=processes)
 
     fit(2)
+    message = "CurveTask shares out the data, not its members; use --trainer.strategy ddp in place of ddp_members."
+    placed = CurveTask(str(matching_zoo), pairs=[[0, 2]])
+    run.fit("placed", placed, digits(), processes=2, strategy="ddp_members_fork", fails=message)
     fit(1)
 
 
@@ -50,6 +53,10 @@ def test_two_processes_report_what_one_does(name, runs):
                     assert float(b[column]) == pytest.approx(float(value), rel=1e-3, abs=1e-4), (table, column)
                 except ValueError:
                     assert b[column] == value
+
+
+def test_curves_are_not_placed_on_processes(runs):
+    assert not (runs / "placed" / "last.ckpt").exists()  # the sentence is checked where it is said
 
 
 def test_two_processes_train_the_same_curves_between_matched_ends(runs):

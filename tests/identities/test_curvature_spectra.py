@@ -401,6 +401,13 @@ def operator_of(**settings) -> CurvatureOperator:
     return CurvatureOperator(**({"network": small(), "data": ONE, "loss": F.cross_entropy} | settings))
 
 
+def huge() -> CurvatureOperator:
+    """Return the operator of a network whose Hessian would need more memory than can be addressed."""
+    landscape = Landscape(lambda w: w[0], [0.0])
+    landscape.w = nn.Parameter(torch.zeros(10**7))
+    return CurvatureOperator(landscape, (torch.zeros(4, 1), torch.zeros(4)), mean)
+
+
 MATRIX = MatrixOperator(torch.diag(torch.arange(100.0)))
 
 
@@ -421,6 +428,9 @@ MATRIX = MatrixOperator(torch.diag(torch.arange(100.0)))
         refused(operator_of, parameters=[], says="at least one"),
         refused(operator_of, kind="fisher", says="gauss_newton"),
         refused(operator_of().matrix, max_parameters=10, says=["75 parameters", "max_parameters"]),
+        refused(
+            lambda: huge().matrix(max_parameters=10**7), says=["10000000 parameters needs 1.49e+06 GiB", "top_eig"]
+        ),
         refused(lambda: operator_of() @ torch.ones(3), says="[75]"),
         refused(MatrixOperator, torch.ones(2, 3), says="[P, P]"),
         refused(MatrixOperator, torch.triu(torch.ones(3, 3)), says="symmetric"),

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import OURS
-from helpers import Program, randomize_statistics, refused
+from helpers import Program, assert_refused, randomize_statistics, refused
 from torch import nn
 from torch.func import functional_call
 
@@ -64,8 +64,15 @@ def test_channels_that_padding_holds_in_place_are_refused():
     units = removable_units(CIFARResNet(width=4), torch.rand(2, 3, 8, 8))
     assert set(units.refused) == {"blocks.3.conv2", "blocks.6.conv2"}
     assert units.sizes["conv"] == 4
-    with pytest.raises(ValueError, match=r"The units of blocks.3.conv2 cannot be removed one by one: without one the"):
-        units.restrict(["blocks.3.conv2"])
+    for call in (lambda: units.restrict(["blocks.3.conv2"]), lambda: units.kept({"blocks.3.conv2": [0]})):
+        assert_refused(
+            call, says=["The units of blocks.3.conv2 cannot be removed one by one: without one the", "conv,"]
+        )
+    for name in ("blocks.0.conv2", "blocks.2.conv2"):  # what they add to is the stream that "conv" begins
+        assert_refused(units.kept, {name: [0]}, says=f"{name} are tied to those of axis group 'conv'")
+        assert_refused(units.restrict, [name], says="name that group")
+    assert_refused(units.kept, {"conv": [4]}, says="Units of conv are numbers from 0 to 3, got [4]")
+    assert_refused(units.kept, {"blocks": [0]}, says="Unknown axis group 'blocks'")
     units.restrict(["conv"])
     assert units.sizes == {"conv": 4}
     free = removable_units(CIFARResNet(width=4, shortcut="B"), torch.rand(2, 3, 8, 8))

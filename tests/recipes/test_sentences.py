@@ -194,7 +194,7 @@ ValueError: b is not of the traced architecture: the network has shape [5, 64] t
 [4, 64], as in the traced network.
 $ barrier(perceptron(4), perceptron(5), [(images, torch.tensor([0, 1]))])
 ValueError: The networks differ: the parameter 'linear1.weight' is of shape [4, 64] and dtype float32 in the first and
-of shape [5, 64] and dtype float32 in the second.
+of shape [5, 64] and dtype float32 in the second; give two of one architecture.
 $ Grid(2, points=1, bound=1.0)
 ValueError: points of a grid must be an integer >= 2, got 1.
 """
