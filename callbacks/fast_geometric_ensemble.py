@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym.callbacks._batches import EqualBatches, PreparedBatches, splits_of
-from lightning_sym.callbacks._checks import network_of
-from lightning_sym.callbacks._monitor import check_whole_weights, has_members
+from lightning_sym.callbacks._checks import has_members, network_of
+from lightning_sym.callbacks._monitor import check_whole_weights
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import average, barrier
 from lightning_sym.ensembles import Scores, cyclical_learning_rate, ensemble_scores, log_probabilities

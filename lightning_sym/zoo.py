@@ -38,16 +38,18 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._files import write_atomically
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, build
+from lightning_sym.weights import as_network, fit_weights, flat_weights, read_weights
 
 FORMAT = "lightning_sym.zoo/1"
 MANIFEST = "manifest.json"
 _MEMBER = re.compile(r"member-\d{4,}\.safetensors")
+_DAMAGED = "delete it and train the member again"
 _WRONG_SUM = "its content does not agree with its checksum"
 _LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
@@ -149,13 +151,79 @@ class ModelZoo:
         missing = sorted(set(listed) - {member.file for member in members.values()} - set(damaged))
         damaged.update(dict.fromkeys(missing, "listed in the manifest, but the file is gone"))
         for name, reason in sorted(damaged.items()):
-            warnings.warn(f"Left out {path / name}: {reason}.", stacklevel=2)
+            warnings.warn(f"Left out {path / name}: {reason}; {_DAMAGED}.", stacklevel=2)
         if not members:
             what = f"{len(damaged)} damaged member(s) only" if damaged else "no members"
             todo = "Delete them and train" if damaged else "Train"
             raise FileNotFoundError(f"The zoo at {path.absolute()} holds {what}. {todo} some into it first.")
         _check_one_architecture(path, members.values())
         return cls(path, members, damaged, network, allow)
+
+    @classmethod
+    def add(
+        cls,
+        path: str | Path,
+        weights: Sequence[str | Path | nn.Module | Mapping[str, Tensor]],
+        *,
+        network: Network | Callable[[], nn.Module],
+        prefix: str | None = None,
+        data: Mapping[str, Any] | None = None,
+        metrics: Sequence[Mapping[str, Mapping[str, float]]] | None = None,
+    ) -> "ModelZoo":
+        """Add networks that were trained elsewhere, and open the zoo. All are checked before one is written.
+
+        Args:
+            path: The zoo's folder; made if it is not there. New members get the numbers after the largest one.
+            weights: Per member a file (a state dict of ``torch.save``, a Lightning checkpoint, safetensors), a state
+                dict, or the trained module. See :func:`lightning_sym.weights.fit_weights`.
+            network: What builds the architecture: a ``Network``, or the class of a plain module, or a
+                ``functools.partial`` of it with its arguments, which have to be plain values. It must be importable:
+                the zoo's files hold its path.
+            prefix: Before the names in the files; None: the only one that fits.
+            data: The identity of the data that they were trained on, ``datamodule.identity()``; None if unknown.
+            metrics: Per member by split and name, if known.
+
+        Returns:
+            The zoo, which may build this architecture; ``ModelZoo.open`` elsewhere needs ``allow``.
+
+        Raises:
+            FileNotFoundError: If a file is not there.
+            TypeError: If ``network`` is a module that nothing says how to build.
+            ValueError: If weights do not fit the architecture or are not finite, or the zoo holds another one.
+        """
+        path, network = Path(path), as_network(network)
+        architecture = network.architecture
+        if isinstance(weights, str | Path | nn.Module | Mapping) or not len(weights):
+            raise ValueError("weights must be a list of files, state dicts or modules, at least one.")
+        states = []
+        for index, found in enumerate(weights):
+            source = str(found) if isinstance(found, str | Path) else f"weights[{index}]"
+            tensors = found.state_dict() if isinstance(found, nn.Module) else found
+            tensors = flat_weights(tensors, source) if isinstance(tensors, Mapping) else read_weights(tensors)
+            states.append(fit_weights(tensors, network, prefix=prefix, source=source))
+            _check_finite(states[-1], source)
+        start = 0
+        if any(path.glob("member-*.safetensors")):
+            zoo = cls.open(path, network=network)
+            if zoo.architecture != architecture:
+                raise ValueError(
+                    f"The zoo at {path} holds {zoo.architecture}, and these are {architecture}; choose another folder."
+                )
+            start = max(zoo.numbers) + 1
+        for index, state in enumerate(states):
+            found = weights[index]
+            write_member(
+                path,
+                start + index,
+                state,
+                architecture=architecture,
+                metrics=metrics[index] if metrics else None,
+                data=data,
+                training={"imported": str(found) if isinstance(found, str | Path) else type(found).__name__},
+            )
+        rebuild_manifest(path)
+        package = architecture["class_path"].split(".")[0]
+        return cls.open(path, allow=() if package in ("lightning_sym", "torchvision") else [package])
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -186,7 +254,7 @@ class ModelZoo:
             return self.members[number]
         name = member_file(number) if isinstance(number, int) else ""
         if name in self.damaged:
-            raise ValueError(f"Member {number} cannot be used: {self.path / name}: {self.damaged[name]}.")
+            raise ValueError(f"Member {number} cannot be used: {self.path / name}: {self.damaged[name]}; {_DAMAGED}.")
         raise ValueError(f"No member {number!r} in {self.path}; it has members {ranges(self.numbers)}.")
 
     def state(self, number: int) -> dict[str, Tensor]:
@@ -337,11 +405,7 @@ def write_member(
     """
     path = Path(path)
     check_integers(0, number=number)
-    broken = [name for name, value in state.items() if not value.isfinite().all()]
-    if broken:
-        raise ValueError(
-            f"Member {number} has values that are not finite in {', '.join(broken[:3])}; it was not written."
-        )
+    _check_finite(state, f"Member {number}")
     record = {
         "format": FORMAT,
         "number": number,
@@ -379,14 +443,14 @@ def read_member(file: str | Path) -> tuple[ZooMember, dict[str, Tensor]]:
     file = Path(file)
     try:
         content = file.read_bytes()  # once, as another process may replace the file at any time
-        member, text = _read_record(file, io.BytesIO(content), len(content))
+        member, text = _read_record(file.name, io.BytesIO(content), len(content))
         tensors = load_safetensors(content)
+        if _checksum(text, tensors) != member.sha256:
+            raise ValueError(_WRONG_SUM)
     except OSError as error:
-        raise ValueError(_damage(file, error.strerror or str(error))) from None
-    except SafetensorError as error:
-        raise ValueError(_damage(file, str(error))) from None
-    if _checksum(text, tensors) != member.sha256:
-        raise ValueError(_damage(file, _WRONG_SUM))
+        raise ValueError(f"{file} cannot be read ({error.strerror or error}).") from None
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{file} is damaged or no zoo member ({error}); {_DAMAGED}.") from None
     return member, tensors
 
 
@@ -452,20 +516,23 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read_record(file: Path, content: BinaryIO, length: int) -> tuple[ZooMember, str]:
+def _read_record(name: str, content: BinaryIO, length: int) -> tuple[ZooMember, str]:
     """Return a member's record and its text, after checking the text's checksum; weights stay unread.
 
     Args:
-        file: The member's file, for messages and its name.
+        name: Name of the member's file.
         content: Content of the file.
         length: Length of the content, in bytes.
+
+    Raises:
+        ValueError: If it is no member; the message is what is wrong with it.
     """
     try:
         (size,) = struct.unpack("<Q", content.read(8))
         if size > min(length, _LARGEST_HEADER):
             raise ValueError("it is cut short, or not a safetensors file")
         header = json.loads(content.read(size))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
         if length != 8 + size + max(ends, default=0):
             raise ValueError("it is cut short or too long")
         metadata = header["__metadata__"]
@@ -474,10 +541,10 @@ def _read_record(file: Path, content: BinaryIO, length: int) -> tuple[ZooMember,
         record = json.loads(metadata["member"])
         if record.get("format") != FORMAT:
             raise ValueError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
-        record |= {"number": int(record["number"]), "file": file.name, "sha256": metadata["sha256"]}
+        record |= {"number": int(record["number"]), "file": name, "sha256": metadata["sha256"]}
         return ZooMember(**{field.name: record[field.name] for field in fields(ZooMember)}), metadata["member"]
     except KeyError as error:
-        raise ValueError(_damage(file, f"it is no member of a zoo: {error} is missing from its header")) from None
+        raise ValueError(f"it is no member of a zoo: {error} is missing from its header") from None
     except (
         struct.error,
         UnicodeDecodeError,
@@ -487,13 +554,7 @@ def _read_record(file: Path, content: BinaryIO, length: int) -> tuple[ZooMember,
         IndexError,
         RecursionError,
     ):
-        raise ValueError(_damage(file, "it is not a safetensors file")) from None
-    except ValueError as error:
-        raise ValueError(_damage(file, str(error))) from None
-
-
-def _damage(file: Path, reason: str) -> str:
-    return f"{file} is damaged or no zoo member ({reason}); delete it and train the member again"
+        raise ValueError("it is not a safetensors file") from None
 
 
 def _scan(path: Path) -> tuple[dict[int, ZooMember], dict[str, str]]:
@@ -503,14 +564,17 @@ def _scan(path: Path) -> tuple[dict[int, ZooMember], dict[str, str]]:
     for file in sorted(path.glob("member-*.safetensors")):
         if not _MEMBER.fullmatch(file.name):
             continue
+        if not file.is_file():  # a pipe would never answer
+            damaged[file.name] = "it is no file"
+            continue
         try:
             with file.open("rb") as content:
-                member, _ = _read_record(file, content, os.fstat(content.fileno()).st_size)
+                member, _ = _read_record(file.name, content, os.fstat(content.fileno()).st_size)
             if file.name != member_file(member.number):
                 raise ValueError(f"it says that it is member {member.number}: a copy under another name")
             members[member.number] = member
         except ValueError as error:
-            damaged[file.name] = str(error)
+            damaged[file.name] = f"the file is damaged or no zoo member ({error})"
         except OSError as error:
             damaged[file.name] = error.strerror or str(error)
     return members, damaged
@@ -526,11 +590,17 @@ def _read_manifest(path: Path) -> list[str]:
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
         return [str(entry["file"]) for entry in manifest["members"]]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{file} is not the manifest of a zoo ({error}); delete it, and it is made anew from the members by "
             "lightning_sym.zoo.rebuild_manifest."
         ) from None
+
+
+def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
+    broken = [name for name, value in state.items() if not value.isfinite().all()]
+    if broken:
+        raise ValueError(f"{source} has values that are not finite in {', '.join(broken[:3])}; it was not written.")
 
 
 def _check_one_architecture(path: Path, members: "Iterator[ZooMember] | Any") -> None:

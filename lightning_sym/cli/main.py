@@ -5,7 +5,7 @@ Only what a command needs is imported: help and the list of recipes do not wait 
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +17,7 @@ _COMMANDS = {
     "validate": "evaluate on the validation split",
     "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
     "predict": "predict the test split",
+    "import": "make a zoo of checkpoints of yours: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
     "recipes": "list the shipped recipes; with a name, show one",
 }
 
@@ -52,6 +53,8 @@ def _command(args: list[str]) -> int:
         return _misunderstood(unknown("command", command, _COMMANDS))
     if command == "recipes":
         return _recipes(rest)
+    if command == "import":
+        return _import(rest)
     try:
         rest = _resolve_configs(rest)
     except ValueError as error:
@@ -147,12 +150,28 @@ def _misunderstood(message: str) -> int:
     return 2
 
 
-def _run(args: list[str]) -> int:
-    from lightning_sym.cli.lightning import RecipeCLI
-    from lightning_sym.cli.messages import explain, is_expected, root_cause, show_traceback
+def _import(args: list[str]) -> int:
+    def start() -> None:
+        from lightning_sym.cli.importing import import_members
 
-    try:
+        import_members(args)
+
+    return _guarded(start)
+
+
+def _run(args: list[str]) -> int:
+    def start() -> None:
+        from lightning_sym.cli.lightning import RecipeCLI
+
         RecipeCLI(args=args)
+
+    return _guarded(start)
+
+
+def _guarded(start: Callable[[], None]) -> int:
+    """Call a function; what goes wrong is one sentence and an exit status."""
+    try:
+        start()
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has cleaned up after the interrupted fit
             return _interrupted()
@@ -164,6 +183,8 @@ def _run(args: list[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
+        from lightning_sym.cli.messages import explain, is_expected, root_cause, show_traceback
+
         if show_traceback():
             raise
         cause = root_cause(error)

@@ -139,7 +139,7 @@ def python_folders(code: str) -> tuple[set[str], set[str]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         for value in (
-            *(node.args[:1] if getattr(node.func, "id", "") == "ZooExport" else []),
+            *(node.args[:1] if ast.unparse(node.func) in ("ZooExport", "ModelZoo.add") else []),
             *(word.value for word in node.keywords if word.arg in ("default_root_dir", "dirpath")),
         )
     ]

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -36,11 +38,18 @@ Have = Callable[[dict[str, Command], set[str]], None]
 
 
 def run_blocks(text: str, have: Have) -> None:
-    """Run the blocks of a page, one after another, and check which zoo is used with which data."""
+    """Run the blocks of a page, one after another, and check which zoo is used with which data.
+
+    A block that begins with the name of a file, as in ``# my_networks.py``, is that module.
+    """
     code = blocks(text, "python")
     have(providers(text), {folder for block in code for folder in python_folders(block)[1]})
     namespace: dict[str, object] = {"__name__": "documentation"}
     for block in code:
+        if file := re.match(r"# (\w+)\.py\n", block):
+            module = sys.modules[file[1]] = types.ModuleType(file[1])
+            exec(compile(block, file[1], "exec"), vars(module))
+            continue
         exec(compile(block, "documentation", "exec"), namespace)
         check_zoos_and_data(namespace)
 

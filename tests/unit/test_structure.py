@@ -23,7 +23,7 @@ LEVELS = [
     {"_checks", "_distributed", "_files", "_linear_algebra", "_random", "_statistics", "_text", "recipes"},
     {"layers"},
     {"networks"},
-    {"symmetry", "curvature"},
+    {"symmetry", "curvature", "weights"},
     {"stitching", "connectivity", "landscape", "similarity", "dissection", "ensembles", "zoo", "population"},
     {"reports", "figures"},
     {"tasks", "datamodules"},

@@ -1,0 +1,168 @@
+"""Checkpoints from elsewhere: what can be read, which names fit, and what is refused before anything is written."""
+
+import functools
+import pickle
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from commands import call, succeed
+from helpers import assert_refused
+from safetensors.torch import save_file
+from torch import nn
+
+from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.weights import fit_weights, read_weights
+from lightning_sym.zoo import ModelZoo
+
+
+class Plain(nn.Module):
+    """A module that knows nothing of this package."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.hidden, self.norm = nn.Linear(64, width), nn.BatchNorm1d(width)
+        self.activation, self.output = nn.ReLU(), nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.output(self.activation(self.norm(self.hidden(x.flatten(1)))))
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch, tmp_path):
+    """A module of one's own, which can be imported by name."""
+    found = types.ModuleType("my_networks")
+    found.Plain = Plain
+    monkeypatch.setitem(sys.modules, "my_networks", found)
+    monkeypatch.setattr(Plain, "__module__", "my_networks")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+
+def outputs(network):
+    return network.double().eval()(torch.linspace(-1, 1, 128).double().view(2, 1, 8, 8))
+
+
+SHAPES = {
+    "state.pt": lambda state: torch.save(state, "state.pt"),
+    "state.safetensors": lambda state: save_file(state, "state.safetensors"),
+    "parallel.pt": lambda state: torch.save({f"module.{name}": value for name, value in state.items()}, "parallel.pt"),
+    "lightning.ckpt": lambda state: torch.save(
+        {
+            "state_dict": {f"net.{name}": value for name, value in state.items()} | {"loss.weight": torch.ones(10)},
+            "epoch": 3,
+            "optimizer_states": [{"state": {0: {"step": torch.ones(1)}}}],
+        },
+        "lightning.ckpt",
+    ),
+    "old.pt": lambda state: torch.save(
+        {"model": {name: value for name, value in state.items() if "num_batches" not in name}}, "old.pt"
+    ),
+}
+
+
+@pytest.mark.parametrize("network", [Plain, functools.partial(MultiLayerPerceptron, (3,), image_size=8)])
+def test_members_compute_what_was_saved(network):
+    trained = []
+    for name, save in SHAPES.items():
+        trained.append(network())
+        save(trained[-1].state_dict())
+        assert fit_weights(read_weights(name), network()).keys() == network().state_dict().keys()
+    zoo = ModelZoo.add("zoo", list(SHAPES), network=network)
+    assert zoo.numbers == [0, 1, 2, 3, 4]
+    for number, (name, module) in enumerate(zip(SHAPES, trained, strict=True)):
+        assert torch.equal(outputs(zoo.load(number)), outputs(module))
+        assert zoo.member(number).training == {"imported": name}
+    more = ModelZoo.add(Path("zoo"), [trained[0], trained[1].state_dict()], network=network)
+    assert more.numbers == [0, 1, 2, 3, 4, 5, 6]
+    assert torch.equal(outputs(more.load(6)), outputs(trained[1]))
+    assert more.verify() == {}
+
+
+class Touch:
+    """An object whose unpickling runs code."""
+
+    def __reduce__(self):
+        return (Path("harm").touch, ())
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ("absent.pt", "There is no file"),
+        ("whole.pt", "holds more than tensors and plain values"),
+        ("harm.pt", "holds more than tensors and plain values"),
+        ("words.pt", "is damaged, or no file that torch.save wrote"),
+        ("words.safetensors", "is damaged, or no safetensors file"),
+        ("list.pt", "holds no tensors by name"),
+        ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias' of Plain; it holds 'hidden.weight'"),
+        ({"other": torch.zeros(2)}, "does not hold 'hidden.weight' of Plain"),
+        (Plain(5).state_dict(), ("of shape [5, 64], and Plain has it of shape [4, 64]", "give the arguments")),
+        (Plain().state_dict() | {"extra": torch.zeros(2)}, "holds 'extra', which Plain has not"),
+        ({"a": Plain().state_dict(), "b": Plain().state_dict()}, "several prefixes ('a.', 'b.'); choose one"),
+        (Plain().state_dict() | {"hidden.bias": torch.full((4,), torch.nan)}, "has values that are not finite in"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_written(weights, says):
+    torch.save(Plain(), "whole.pt")
+    Path("harm.pt").write_bytes(pickle.dumps({"a": Touch()}))
+    torch.save([torch.zeros(2)], "list.pt")
+    for name in ("words.pt", "words.safetensors"):
+        Path(name).write_text("just words, and then some more of them")
+    kind = FileNotFoundError if weights == "absent.pt" else ValueError
+    assert_refused(ModelZoo.add, "zoo", [Plain(), weights], network=Plain, says=says, error=kind)
+    assert not Path("zoo").exists()
+    assert not Path("harm").exists()
+
+
+def test_networks_that_nothing_can_build_again_are_refused():
+    add = functools.partial(assert_refused, ModelZoo.add, "zoo")
+    add([Plain()], network=Plain(), says="network must say how to build the module, got Plain", error=TypeError)
+    add([Plain()], network=lambda: Plain(), says="cannot be imported by that name")
+    add("a.pt", network=Plain, says="weights must be a list of files")
+    ModelZoo.add("zoo", [Plain()], network=Plain)
+    add([Plain(5)], network=functools.partial(Plain, 5), says="choose another folder")
+    assert ModelZoo.open("zoo", network=Network.wrap(Plain)).numbers == [0]
+
+
+def test_a_prefix_can_be_chosen():
+    a, b = Plain(), Plain()
+    torch.save({"model": a.state_dict(), "average": b.state_dict()}, "two.pt")
+    for prefix, module in (("model", a), ("average.", b)):
+        zoo = ModelZoo.add(prefix, ["two.pt"], network=Plain, prefix=prefix)
+        assert torch.equal(outputs(zoo.load(0)), outputs(module))
+
+
+def test_the_command_line_imports_and_says_how_good_the_members_are():
+    torch.save(Plain(6).state_dict(), "a.pt")
+    save_file(Plain(6).state_dict(), "b.safetensors")
+    options = ["--network=my_networks.Plain", "--network.width", 6, "--out", "runs/mine/zoo", "--data=DigitsDataModule"]
+    result = succeed("import", "a.pt", *options, "b.safetensors")
+    zoo = ModelZoo.open("runs/mine/zoo", allow=["my_networks"])
+    assert zoo.member(1).data["input_shape"] == [1, 8, 8]
+    accuracy = zoo.member(1).metric("test", "accuracy")
+    assert f"member 1: b.safetensors, test accuracy {accuracy:.1%}" in result.out
+    assert "--model.zoo runs/mine/zoo --model.allow '[my_networks]'" in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("a.pt", "Missing: --network, --out. usage: lightning-sym import"),
+        ("--network=my_networks.Plain --out=zoo", "Missing: a file."),
+        ("--network=my_networks.Plin --out=zoo a.pt", "There is no class 'my_networks.Plin'. Did you mean 'Plain'?"),
+        ("--network=nowhere.Plain --out=zoo a.pt", "There is no module 'nowhere', which nowhere.Plain needs;"),
+        ("--network=my_networks.Plain --network.widht=3 --out=zoo a.pt", "Plain has no argument 'widht'. Did you mean"),
+        ("--network=my_networks.Plain --outt=zoo a.pt", "import has no option 'outt'. Did you mean 'out'?"),
+        ("--network=Plain --out=zoo a.pt", "There is no class 'Plain'."),
+        ("--network=my_networks.Plain --out=zoo a.pt --data=Digits", "There is no class 'Digits'. Did you mean"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(options, says):
+    torch.save(Plain().state_dict(), "a.pt")
+    result = call("import", *options.split())
+    assert result.status == 1
+    assert says in result.error
+    assert not Path("zoo").exists()
