@@ -6,6 +6,7 @@ from lightning_sym.callbacks.curvature_monitor import CurvatureMonitor
 from lightning_sym.callbacks.curve_geometry import CurveGeometry
 from lightning_sym.callbacks.curve_report import CurveReport
 from lightning_sym.callbacks.dissection_report import DissectionReport
+from lightning_sym.callbacks.ensemble_report import EnsembleReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.fast_geometric_ensemble import FastGeometricEnsemble
 from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
@@ -33,6 +34,7 @@ __all__ = [
     "CurveGeometry",
     "CurveReport",
     "DissectionReport",
+    "EnsembleReport",
     "EquivalenceReport",
     "FastGeometricEnsemble",
     "LearningCoefficient",

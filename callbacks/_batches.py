@@ -130,33 +130,46 @@ def in_order(loader: Any, trainer: Trainer) -> DataLoader[Any] | None:
     return DataLoader(Subset(dataset, mine), loader.batch_size or 64, collate_fn=loader.collate_fn)  # type: ignore[arg-type]
 
 
-def splits_of(trainer: Trainer, *, spread: bool) -> dict[str, Iterable[Any]]:
+def splits_of(trainer: Trainer, task: Any, train_batches: int | None = None) -> dict[str, PreparedBatches]:
     """Return this process's share of the training data, as they are, and of those that networks are judged by.
+
+    Batches are on the device, in the precision of the run, and what the task makes of them for evaluation.
 
     Args:
         trainer: Trainer of the run, during or after a fit.
-        spread: Whether datamodules of ``lightning_sym.datamodules`` give every process all the data.
+        task: Its task.
+        train_batches: At most so many batches of the training data; None for all.
 
     Returns:
         ``train``, and ``test`` (with a datamodule of ours that has test data) or ``val``. A split that is not there, or
         whose data have no order, is left out.
     """
+
+    def prepare(batch: Any) -> Any:
+        moved = trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
+        moved = trainer.precision_plugin.convert_input(moved)
+        return task.evaluation_batch(moved) if hasattr(task, "evaluation_batch") else moved
+
+    # With ddp_members datamodules give every process all the data.
+    whole = getattr(task, "member_parallel", False) and trainer.world_size > 1
+    rank, size = trainer.global_rank, trainer.world_size
+    found = {}
+    for name, loader in _loaders(trainer).items():
+        batches = PreparedBatches(loader, prepare, train_batches if name == "train" else None)
+        found[name] = share_of(batches, rank, size) if whole else batches
+    return found
+
+
+def _loaders(trainer: Trainer) -> dict[str, Any]:
     data: Any = getattr(trainer, "datamodule", None)
-    found: dict[str, Any] = {}
     if isinstance(data, InputDataModule):
         loaders: dict[str, Any] = {"train": data.curvature_dataloader()}
         loaders["test"] = data.test_dataloader() if is_overridden("test_dataloader", data) else None
         if loaders["test"] in (None, []):
             loaders["val"] = data.val_dataloader() if is_overridden("val_dataloader", data) else None
-        for name, loader in loaders.items():
-            if loader not in (None, []):
-                shared = spread and trainer.world_size > 1
-                found[name] = share_of(loader, trainer.global_rank, trainer.world_size) if shared else loader
-        return found
+        return {name: loader for name, loader in loaders.items() if loader not in (None, [])}
     validation: Any = trainer.val_dataloaders
     while isinstance(validation, list | tuple) and validation:
         validation = validation[0]
-    for name, loader in (("train", trainer.train_dataloader), ("val", validation)):
-        if (ordered := in_order(loader, trainer)) is not None:
-            found[name] = ordered
-    return found
+    ordered = {"train": in_order(trainer.train_dataloader, trainer), "val": in_order(validation, trainer)}
+    return {name: loader for name, loader in ordered.items() if loader is not None}

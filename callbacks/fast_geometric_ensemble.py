@@ -166,7 +166,7 @@ class FastGeometricEnsemble(RunReport):
         self._cycle = self._steps_of_cycle(trainer)
         if not self.active:
             return
-        splits = self._splits(trainer, pl_module)
+        splits = splits_of(trainer, pl_module)
         if "train" not in splits or len(splits) == 1:
             raise ValueError(
                 "FastGeometricEnsemble needs training data and data to score on, each in an order of their own; give "
@@ -251,18 +251,6 @@ class FastGeometricEnsemble(RunReport):
 
     # ---- the end
 
-    def _splits(self, trainer: Trainer, task: Any) -> dict[str, PreparedBatches]:
-        """Return this rank's share of the data, as the networks take them."""
-        several, device = has_members(task), trainer.strategy.root_device
-
-        def prepare(batch: Any) -> Any:
-            moved = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch, device))
-            return task.evaluation_batch(moved) if several else moved
-
-        found = splits_of(trainer, spread=several and task.member_parallel)
-        most = {"train": self.train_batches}
-        return {name: PreparedBatches(batches, prepare, most.get(name)) for name, batches in found.items()}
-
     def conclude(self, trainer: Trainer, task: Any, data: None) -> None:
         """Score the ensembles, if there are any."""
         stopped = task.gathered()[0] if has_members(task) else {}
@@ -276,7 +264,7 @@ class FastGeometricEnsemble(RunReport):
 
     def measure(self, trainer: Trainer, task: Any, data: None) -> Any:
         """Score all networks and ensembles; to be called on every rank."""
-        splits = self._splits(trainer, task)
+        splits = splits_of(trainer, task, self.train_batches)
         train = splits.pop("train")
         ((split, judged),) = splits.items()
         networks, predicted, rows = {}, {}, []

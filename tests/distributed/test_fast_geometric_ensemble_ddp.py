@@ -7,7 +7,7 @@ import torch
 from fits import digits
 from helpers import read_rows
 
-from lightning_sym.callbacks import FastGeometricEnsemble
+from lightning_sym.callbacks import EnsembleReport, FastGeometricEnsemble
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo
@@ -27,14 +27,24 @@ def scenarios(run):
             sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
             task = ZooTask(network, members=3, optimizer=sgd, keep="last")
             ensemble = FastGeometricEnsemble(0.1, 0.01, cycle_steps=4, points=3)
-            run.fit(f"{name} {processes}", task, data, ensemble, processes=processes, strategy=strategy, max_epochs=2)
+            report = EnsembleReport(dirpath=str(run.folder / f"{name} {processes}" / "members"))
+            run.fit(
+                f"{name} {processes}",
+                task,
+                data,
+                ensemble,
+                report,
+                processes=processes,
+                strategy=strategy,
+                max_epochs=2,
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_leave_what_one_does(name, runs):
     one, two = (runs / f"{name} {processes}" for processes in (1, 2))
-    for table in ("ensembles", "added", "snapshots"):
-        rows, others = (read_rows(folder / "results" / table) for folder in (one, two))
+    for table in ("results/ensembles", "results/added", "results/snapshots", "members/added"):
+        rows, others = (read_rows(folder / table) for folder in (one, two))
         assert len(rows) == len(others) > 0
         for row, other in zip(rows, others, strict=True):
             for column, value in row.items():

@@ -42,6 +42,7 @@ from lightning_sym.callbacks import (
     CurveGeometry,
     CurveReport,
     DissectionReport,
+    EnsembleReport,
     EquivalenceReport,
     FastGeometricEnsemble,
     LearningCoefficient,
@@ -245,7 +246,12 @@ def zoo_learning_coefficients(folder):
 def zoo_of_snapshots(folder):
     zoo_at(folder / "zoo")
     task = functools.partial(ZooTask, myrtle(), members=2, optimizer=adam, keep="last", initial=str(folder / "zoo"))
-    run(folder, task, lambda path: [FastGeometricEnsemble(0.01, 1e-4, cycle_steps=2, points=2)], digits)
+    run(
+        folder,
+        task,
+        lambda path: [FastGeometricEnsemble(0.01, 1e-4, cycle_steps=2, points=2), EnsembleReport()],
+        digits,
+    )
 
 
 @scenario
@@ -368,7 +374,10 @@ SCENARIOS |= {
     "curve_loop_batch_norm": functools.partial(
         of_a_zoo,
         task=functools.partial(CurveTask, matched="activations", decay=1e-3),
-        callbacks=[functools.partial(CurveReport, points=3, plane_points=3)],
+        callbacks=[
+            functools.partial(CurveReport, points=3, plane_points=3),
+            functools.partial(EnsembleReport, points=3),
+        ],
     ),
     "curve_vmap": functools.partial(
         of_a_zoo,
