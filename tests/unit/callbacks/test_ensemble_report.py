@@ -18,11 +18,10 @@ def last_rows(folder):
 
 
 @pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data")
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-def test_points_of_a_curve_its_ends_and_all_members(tmp_path, execution):
+def test_points_of_a_curve_its_ends_and_all_members(tmp_path):
     networks = [MyrtleCNN(2, in_channels=1, image_size=8).fresh(number) for number in range(3)]
     zoo, data = write_zoo(tmp_path / "zoo", networks, digits()), digits()
-    task = CurveTask(str(zoo), pairs=[[0, 2], [0, 1]], execution=execution)
+    task = CurveTask(str(zoo), pairs=[[0, 2], [0, 1]])
     report = EnsembleReport(points=3, zoos={"others": str(zoo)})
     fit(task, data, report, folder=tmp_path)
     rows = last_rows(tmp_path)
