@@ -263,6 +263,32 @@ class CurvatureOperator(SymmetricOperator):
             batch_size_fn=len,
         )
 
+    @property
+    def loss(self) -> Loss:
+        """The mean loss of a batch."""
+        return self._loss
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Go through the batches of this process.
+
+        Yields:
+            Inputs and targets, on the network's device and in its precision.
+        """
+        with _exactly(self.device):
+            yield from self._data if self._data.samples else ()
+        self._data.require_same()
+
+    def residual(self) -> "CurvatureOperator":
+        r"""Return the Hessian less the Gauss-Newton matrix, :math:`\frac1N \sum_{nk} r_{nk} \nabla^2_w f_{nk}`.
+
+        Here r are the derivatives of the loss by the outputs at these weights. It is 0 where all r are.
+        """
+        found = copy.copy(self)
+        found.__dict__.pop("_operator", None)
+        found.kind, found.products, found._kept = "hessian", 0, None
+        found._loss = _MeanLoss(functools.partial(_linear, self._loss))
+        return found
+
     def gradient_and_loss(self) -> tuple[Tensor, float]:
         """Return the gradient of the mean loss, shape ``[P]``, and the mean loss; to be called on every process."""
         found = [torch.zeros(self.size + 1, dtype=wide(self.device), device=self.device)]
@@ -406,6 +432,13 @@ class _MeanLoss(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._call(outputs, targets)
+
+
+def _linear(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return what has the gradient of a loss, and no second derivative by the outputs."""
+    fixed = outputs.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(fixed, targets), fixed)
+    return (slope * outputs).sum()
 
 
 class _Batches:
