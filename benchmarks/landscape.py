@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _timing import Results, parser, result, row, run
+from _timing import Results, parser, result, run, timed
 from torch import Tensor
 
 from lightning_sym._random import generator
@@ -30,22 +30,6 @@ from lightning_sym.population import LoopPopulation, Population, carry_gradients
 from lightning_sym.tasks import CrossEntropy
 
 STEPS = 20
-
-
-def cpu_timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> Results:
-    """Time variants in turn, after a round that is not counted; the first one is what the others are compared with."""
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(-1, rounds):
-        for name, variant in runs.items():
-            start = clock()
-            variant()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if number >= 0:
-                seconds[name].append(clock() - start)
-    plain = next(iter(seconds.values()))
-    return [row(name, own, plain) for name, own in seconds.items()]
 
 
 # ---- curves
@@ -66,7 +50,8 @@ def curve_steps(rounds: int, device: str) -> Results:
         for kind, bends in (("bezier", 1), ("chain", 1), ("bezier", 3)):
             runs[f"{kind}, n = {bends + 2}"] = _curve_steps(network, inputs, labels, device, kind, bends)
         title = f"{STEPS} training steps of {size} images: {name}, {device}"
-        found.append(result(title, cpu_timed(runs, rounds, device)))
+        clock = time.process_time if device == "cpu" else time.perf_counter
+        found.append(result(title, timed(runs, rounds, clock=clock)))
     return found
 
 

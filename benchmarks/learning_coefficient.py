@@ -3,13 +3,15 @@
 Variants take turns, so that a machine whose speed drifts does so for all. On the CPU seconds are those of the CPU, of
 one thread. Run it alone on the machine::
 
-    OMP_NUM_THREADS=1 python benchmarks/learning_coefficient.py   # everything, about two minutes
+    OMP_NUM_THREADS=1 python benchmarks/learning_coefficient.py   # everything, about eight minutes
 
 Prints tables and writes them to ``benchmarks/results/learning_coefficient-<device>.json`` and ``.md``.
 
 Plain reference:
     8 chains of SGLD one after another: a module, ``backward``, and an update of each parameter; the loss on all data
     every 10 steps
+
+``loop`` is our own code, one chain after another.
 """
 
 import copy
@@ -28,7 +30,7 @@ from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.landscape import learning_coefficient
 from lightning_sym.networks import MultiLayerPerceptron
 
-CHAINS, STEPS, STEP, LOCALISATION = 8, 500, 1e-5, 2.0
+CHAINS, STEPS, STEP, LOCALISATION = 8, 2000, 1e-5, 2.0
 
 
 def plain(network: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> list[list[float]]:

@@ -15,9 +15,10 @@ from lightning_sym._random import generator as seeded_generator
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.curvature.krylov import Quadrature, lanczos
-from lightning_sym.curvature.operators import ROUNDING, SymmetricOperator, curvlinops
+from lightning_sym.curvature.operators import ROUNDING, CurvatureOperator, SymmetricOperator, curvlinops
+from lightning_sym.curvature.per_sample import gauss_newton_trace
 
-TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
+TraceMethod = Literal["hutchinson", "hutch++", "xtrace", "per_sample"]
 TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
 # How near to the maximum in its middle a Gaussian of the default width falls at the next node, for evenly spaced ones.
 _KAPPA = 3.0
@@ -55,13 +56,16 @@ def trace(
     exact for diagonal matrices; its standard error is that of the probes. ``"hutch++"`` and ``"xtrace"`` of curvlinops
     are better where few eigenvalues make up the trace and there are many probes; they are run ``repeats`` times with a
     share of the products each, and the standard error is that of the repeats (docs/theory/spectra.md, 3).
+    ``"per_sample"``, of a :class:`CurvatureOperator`: the trace of the Gauss-Newton matrix from gradients of single
+    samples, whose noise is far smaller, plus that of the rest of the Hessian by Hutchinson.
 
     Args:
         operator: The matrix H.
-        probes: Number of products with vectors; for the other two methods rounded down to what ``repeats`` equal runs
-            can use. >= 2.
+        probes: Number of products with vectors; for ``"hutch++"`` and ``"xtrace"`` rounded down to what ``repeats``
+            equal runs can use; for ``"per_sample"`` that of passes over the samples' gradients, each of which costs a
+            few products, and of products with the rest. >= 2.
         method: See above.
-        repeats: Independent runs of the other two methods. >= 2.
+        repeats: Independent runs of ``"hutch++"`` and ``"xtrace"``. >= 2.
         generator: Generator of the signs, on the CPU; use one in the same state on each rank.
 
     Returns:
@@ -85,6 +89,8 @@ def trace(
         return _hutchinson(operator, probes, generator)
     if method not in get_args(TraceMethod):
         raise ValueError(unknown("method", method, get_args(TraceMethod)))
+    if method == "per_sample":
+        return _per_sample(operator, probes, generator)
     unit = 3 if method == "hutch++" else 2
     share = probes // repeats // unit * unit
     if not 0 < share < operator.dimension:
@@ -101,6 +107,20 @@ def trace(
             values.append(float(estimate(_Wide(operator), share)))
     error = float(torch.tensor(values, dtype=torch.float64).std()) / math.sqrt(repeats)
     return TraceEstimate(math.fsum(values) / repeats, error, math.nan, operator.products - before)
+
+
+def _per_sample(operator: SymmetricOperator, probes: int, generator: torch.Generator) -> TraceEstimate:
+    if not isinstance(operator, CurvatureOperator):
+        raise ValueError(
+            f"per_sample needs the samples of a CurvatureOperator, got a {type(operator).__name__}; use "
+            "method='hutchinson'."
+        )
+    value, error = gauss_newton_trace(operator, probes, generator)
+    if operator.kind == "gauss_newton":
+        return TraceEstimate(value, error, math.nan, 0)
+    rest = _hutchinson(operator.residual(), probes, generator)
+    error = math.hypot(error, rest.standard_error)
+    return TraceEstimate(value + rest.value, error, math.nan, rest.products)
 
 
 def _hutchinson(operator: SymmetricOperator, probes: int, generator: torch.Generator) -> TraceEstimate:

@@ -302,6 +302,48 @@ def test_other_estimators_come_with_standard_errors(digits, method: str) -> None
     assert abs(found.value - float(matrix.trace())) < 6 * found.standard_error
 
 
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize(
+    "loss",
+    [F.cross_entropy, lambda outputs, targets: (outputs - targets[:, None]).sin().mean()],
+    ids=["cross entropy", "one that curves down"],
+)
+def test_traces_by_samples_are_within_four_standard_errors(loss, kind) -> None:
+    network, (x, y) = small(), samples()
+    operator = CurvatureOperator(network, uneven(x, y), loss, kind=kind)
+    exact = float(operator.matrix().trace())
+    errors = []
+    for seed in range(20):
+        found = trace(operator, 8, method="per_sample", generator=torch.Generator().manual_seed(seed))
+        assert abs(found.value - exact) < 4 * found.standard_error
+        errors.append((found.value - exact) / found.standard_error)
+    assert 0.6 < torch.tensor(errors).square().mean().sqrt() < 1.6
+
+
+def test_traces_by_samples_of_a_trained_network_have_a_small_error(digits) -> None:
+    operator, matrix, _ = digits
+    found = trace(operator, 4, method="per_sample")
+    assert found.standard_error < 0.3 * math.sqrt(99 / 4) * trace(operator, 99).standard_error
+    assert abs(found.value - float(matrix.trace())) < 5 * found.standard_error
+
+
+def test_traces_by_samples_are_exact_for_one_output_of_a_network_linear_in_each_layer() -> None:
+    (x, y), network = samples(), nn.Linear(5, 1).double()
+    operator = CurvatureOperator(network, (x, y[:, None].double()), F.mse_loss)
+    found = trace(operator, 2, method="per_sample")
+    assert found.value == pytest.approx(float(operator.matrix().trace()), rel=1e-12)
+    assert found.standard_error < 1e-12
+
+
+def test_a_hessian_is_the_gauss_newton_matrix_and_the_rest() -> None:
+    network, data = small(), uneven(*samples())
+    whole, gauss = (
+        CurvatureOperator(network, data, F.cross_entropy, kind=kind) for kind in ("hessian", "gauss_newton")
+    )
+    for operator in (whole, gauss):
+        torch.testing.assert_close(operator.residual().matrix(), whole.matrix() - gauss.matrix(), rtol=0, atol=1e-12)
+
+
 # ---- what they say of networks
 
 
@@ -408,6 +450,16 @@ def huge() -> CurvatureOperator:
     return CurvatureOperator(landscape, (torch.zeros(4, 1), torch.zeros(4)), mean)
 
 
+class Mixing(nn.Linear):
+    """Takes the mean over its batch off."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
 MATRIX = MatrixOperator(torch.diag(torch.arange(100.0)))
 
 
@@ -440,6 +492,10 @@ MATRIX = MatrixOperator(torch.diag(torch.arange(100.0)))
         refused(top_eigenpairs, MATRIX, tolerance=1e-12, says="float64", error=NotConvergedError),
         refused(trace, MATRIX, 30, method="xtrace", repeats=30, says="repeats"),
         refused(trace, MATRIX, method="hutch", says="hutch++"),
+        refused(trace, MATRIX, method="per_sample", says="MatrixOperator"),
+        refused(
+            lambda: trace(operator_of(network=Mixing(), data=samples()), method="per_sample"), says="mixes the samples"
+        ),
         refused(lanczos, MATRIX, torch.zeros(100, 1), 3, says="other than zero"),
         refused(lanczos, MATRIX, torch.ones(100, 1), 101, says="101"),
         refused(directional_curvature, MATRIX, {"step": torch.zeros(100)}, says="'step'"),
