@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Subset
@@ -58,15 +59,20 @@ class TrainingBatches:
         for batch in islice(self._loader, self._count):
             yield self._pairs(tree_map_only(Tensor, lambda tensor: tensor[self._share], batch))
 
-    def held(self) -> list[Any]:
-        """Return the batches of all processes, on the CPU; to be called on every process.
+    def own(self) -> list[Any]:
+        """Return the batches of this process, on the CPU; to be called on every process.
 
         Raises:
             ValueError: If they are not the same when they are read again.
         """
-        own: list[Any] = []
-        together(lambda: own.extend(self._read_twice()))
-        return [batch for part in gathered(own) for batch in part]
+        found: list[Any] = []
+        with isolate_rng():
+            together(lambda: found.extend(self._read_twice()))
+        return found
+
+    def of_all(self) -> list[Any]:
+        """Return the batches of all processes, as :meth:`own`."""
+        return [batch for part in gathered(self.own()) for batch in part]
 
     def _read_twice(self) -> list[Any]:
         first = [tree_map_only(Tensor, Tensor.cpu, batch) for batch in self]

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.utilities.seed import isolate_rng
 from rich.console import Console
 from torch import Tensor
 
@@ -140,8 +139,7 @@ class LearningCoefficient(TrainingMonitor):
         self.network_of(pl_module)  # an error if there is none
         loss_of(self, pl_module, self.loss)  # as well
         self._found = None
-        with isolate_rng():
-            self._data = TrainingBatches(self, trainer, pl_module).held()
+        self._data = TrainingBatches(self, trainer, pl_module).of_all()
         self.begin(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -1,6 +1,5 @@
 """What is sharp about the members of a zoo, at the end of training them."""
 
-from itertools import islice
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from pytorch_lightning import Trainer
 
 from lightning_sym._checks import check_integers
 from lightning_sym._random import seeded
+from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.curvature import canonical_operator, sharpness_modulo_symmetry, spectral_density
 from lightning_sym.datamodules import InputDataModule
@@ -68,12 +68,13 @@ class SpectrumReport(RunReport):
         super().__init__(dirpath)
 
     def measure(self, trainer: Trainer, task: Any, data: Any) -> dict[int, MemberSpectrum]:
-        """Measure all members; to be called on every rank."""
+        """Measure all members; to be called on every rank.
+
+        Raises:
+            ValueError: If the training data change from pass to pass.
+        """
         device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
-        batches = list(islice(data.curvature_dataloader(), self.train_batches))
-        if task.member_parallel:  # every rank has all the data, and takes a part of each batch
-            rank, size = trainer.global_rank, trainer.world_size
-            batches = [[tensor[rank::size] for tensor in batch] for batch in batches]
+        batches = TrainingBatches(self, trainer, task, self.train_batches).own()
         states = task.gathered_by_member({number: record["state"] for number, record in task.kept.items()})
         found = {}
         with self.progress(trainer, "measuring spectra") as progress, seeded(0):

@@ -409,21 +409,6 @@ class Shuffled:
         return iter(uneven(x[order], y[order]))
 
 
-class Augmented:
-    """Inputs with noise, in a fixed order."""
-
-    def __iter__(self):
-        x, y = samples()
-        return ((part + 0.1 * torch.randn_like(part), labels) for part, labels in uneven(x, y))
-
-
-class Noisy(nn.Linear):
-    """A network with dropout that eval mode does not turn off."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.5, training=True)
-
-
 def broken() -> nn.Module:
     network = small()
     nn.init.constant_(network[2].bias, float("nan"))
@@ -432,11 +417,6 @@ def broken() -> nn.Module:
 
 def frozen() -> nn.Module:
     return small().requires_grad_(False)
-
-
-def first_product(network: nn.Module, data: object) -> Tensor:
-    operator = CurvatureOperator(network, data, F.cross_entropy)
-    return operator @ torch.ones(operator.size)
 
 
 def operator_of(**settings) -> CurvatureOperator:
@@ -466,9 +446,6 @@ MATRIX = MatrixOperator(torch.diag(torch.arange(100.0)))
 @pytest.mark.parametrize(
     "refusal",
     [
-        refused(first_product, small(), Shuffled(), says="shuffling"),
-        refused(first_product, small(), Augmented(), says="augmentation"),
-        refused(first_product, Noisy(5, 3).double(), ONE, says="dropout"),
         refused(operator_of, data=iter([ONE]), says="gone through again"),
         refused(operator_of, data=[], says="no samples", error=EmptyLoaderError),
         refused(operator_of, network=broken(), says="2.bias", error=NonFiniteError),
