@@ -23,7 +23,7 @@ class CurveGeometry(RunReport):
     double precision: products of the Hessian with the straight, detour, tangent and a random direction, the largest
     eigenvalues, the trace with its standard error, counts of small eigenvalues (or for larger networks their density),
     rank and nullity of the Jacobian of the outputs by the weights beside the dimension of the symmetry's orbit, and how
-    alike the Jacobians by the input are (cosine, linear CKA, and whether a linear probe that tells the classes from them
+    alike the Jacobians by the input are (cosine, linear CKA, and whether a linear probe that tells classes from them
     at one point does so at another). Two exact identities are checked at every point, see
     :func:`lightning_sym.connectivity.curve_geometry`. The statistics of batch norms are measured anew at every point.
     With several processes each takes its share of the images.

@@ -393,7 +393,7 @@ def _probes(jacobians: Sequence[Tensor], classes: Tensor | None) -> Tensor:
     if classes is None or len(classes) < 4:
         return torch.full((count, count), math.nan, dtype=torch.float64)
     features = [jacobian.flatten(1) for jacobian in jacobians]
-    _, kinds = classes.cpu().unique(return_inverse=True)
+    kinds = torch.searchsorted(torch.tensor(sorted(set(classes.tolist()))), classes.cpu())
     targets = F.one_hot(kinds).double()
     right = torch.zeros(count, count, dtype=torch.float64)
     for first in (0, 1):

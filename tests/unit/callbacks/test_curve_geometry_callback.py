@@ -45,7 +45,7 @@ def test_files_and_loggers_of_a_geometry(run):
     assert "…" not in said  # nothing is cut off at 80 columns
     assert "detour" in said
     assert "both identities hold at every point" in report.results.notes[0]
-    assert "linear probe is right for" in report.results.notes[1]
+    assert "linear probe on those of the start is right for" in report.results.notes[1]
 
 
 def test_the_numbers_are_those_of_curve_geometry(run):
