@@ -258,9 +258,9 @@ def _short(value: float | None) -> str:
 def _probed(shape: CurveShape) -> str:
     """Return what a probe that was trained at the start says there and at the end."""
     here, there = float(shape.probe[0, 0]), float(shape.probe[0, -1])
-    return (
-        "" if math.isnan(here) else f"; the first end's linear probe is right for {here:.0%}, at the other {there:.0%}"
-    )
+    if math.isnan(here):
+        return ""
+    return f"; a linear probe on those of the start is right for {here:.0%} there, {there:.0%} at the end"
 
 
 def _notes(shapes: Shapes) -> list[str]:
