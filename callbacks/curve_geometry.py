@@ -23,7 +23,8 @@ class CurveGeometry(RunReport):
     double precision: products of the Hessian with the straight, detour, tangent and a random direction, the largest
     eigenvalues, the trace with its standard error, counts of small eigenvalues (or for larger networks their density),
     rank and nullity of the Jacobian of the outputs by the weights beside the dimension of the symmetry's orbit, and how
-    alike the Jacobians by the input are. Two exact identities are checked at every point, see
+    alike the Jacobians by the input are (cosine, linear CKA, and whether a linear probe that tells classes from them
+    at one point does so at another). Two exact identities are checked at every point, see
     :func:`lightning_sym.connectivity.curve_geometry`. The statistics of batch norms are measured anew at every point.
     With several processes each takes its share of the images.
 
@@ -31,8 +32,8 @@ class CurveGeometry(RunReport):
     ``.json``, ``geometry_near_zero.csv`` and ``.json`` or ``geometry_density.csv`` and ``.json``, and for each curve
     ``geometry-<first>-<second>-<kind>.png`` (in TensorBoard under ``figures/CurveGeometry``). Logged are, under
     ``geometry/pair-<first>-<second>/<kind>``, ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
-    ``<direction>_product/max`` over the points, ``jacobian_cosine/ends``, and ``identities/worst``. A table is printed,
-    with the places of all files.
+    ``<direction>_product/max`` over the points, ``jacobian_cosine/ends``, ``jacobian_probe/ends``, and
+    ``identities/worst``. A table is printed, with the places of all files.
 
     Args:
         points: Number of points of a curve, equally spaced, both ends included. >= 2.
@@ -104,6 +105,7 @@ class CurveGeometry(RunReport):
                     None if task.classifies else task.loss_function,
                     points=self.points,
                     inputs=inputs[: self.jacobian_images],
+                    labels=labels[: self.jacobian_images] if task.classifies else None,
                     symmetry=task.symmetry,
                     progress=show,
                     **self.settings,

@@ -31,6 +31,8 @@ DIRECTIONS = ("straight", "detour", "tangent", "random")
 STEPS = (1e-5, 1e-6, 1e-7, 1e-8)
 # Deviations that a smooth network stays below.
 TOLERANCE = 1e-6
+# Ridge of the probes, as a share of the mean squared norm of what they are trained on.
+_RIDGE = 1e-2
 
 
 class Identity(NamedTuple):
@@ -123,6 +125,7 @@ class CurveShape:
     points: tuple[PointGeometry, ...]
     cosine: Tensor
     cka: Tensor
+    probe: Tensor
     samples: int
     jacobian_samples: int
     orbit_dimension: int | None
@@ -143,6 +146,7 @@ def curve_geometry(
     *,
     points: int = 5,
     inputs: Tensor | None = None,
+    labels: Tensor | None = None,
     symmetry: Symmetry | None = None,
     eigenvalues: int = 1,
     tolerance: float = 1e-3,
@@ -172,6 +176,8 @@ def curve_geometry(
         points: Number of places, equally spaced in t, both ends included. >= 2.
         inputs: What Jacobians are taken on, shape ``[N, ...]``; with several processes the same on each. None: the
             first 64 samples of the first process.
+        labels: Classes of ``inputs``, shape ``[N]``, integers, for the probes. None: no probes, or, if ``inputs`` is
+            None, those of the data, if they are classes.
         symmetry: The symmetry of the network, of which the dimension is to be known.
         eigenvalues: How many of the largest are looked for. >= 1.
         tolerance: Their residual, relative to the largest. In (0, 1).
@@ -216,7 +222,10 @@ def curve_geometry(
     norms = batch_norms(scratch)
     data = data.curvature_dataloader() if hasattr(data, "curvature_dataloader") else data
     data = [tuple(data)] if _is_pair(data) else data
-    chosen = _first(data, 64) if inputs is None else inputs.to(dtype)
+    chosen, classes = _first(data, 64) if inputs is None else (inputs.to(dtype), labels)
+    if labels is not None and inputs is None:
+        raise ValueError("labels are the classes of inputs, of which none are given; give both, or neither.")
+    classes = _classes(classes, len(chosen), given=labels is not None)
     fixed, criterion = _fixed_directions(exact), F.cross_entropy if loss is None else loss
     found, jacobians, samples = [], [], 0
     for index, t in enumerate(torch.linspace(0, 1, points, dtype=torch.float64).tolist()):
@@ -243,6 +252,7 @@ def curve_geometry(
         tuple(found),
         _cosines(jacobians),
         _alignments(jacobians),
+        _probes(jacobians, classes),
         samples,
         len(chosen),
         None if symmetry is None else symmetry.dimension,
@@ -364,6 +374,45 @@ def _alignments(jacobians: Sequence[Tensor]) -> Tensor:
     return alignments(*cka.criteria(features, features))
 
 
+def _classes(targets: Tensor | None, count: int, *, given: bool) -> Tensor | None:
+    """Return targets that are classes of samples; None if they are something else, and nobody said that they are."""
+    if targets is not None and targets.shape == (count,) and not targets.is_floating_point():
+        return targets
+    if given:
+        got = None if targets is None else f"{targets.dtype} {list(targets.shape)}"
+        raise ValueError(f"labels must be the classes of the {count} inputs, integers of shape [{count}], got {got}.")
+    return None
+
+
+def _probes(jacobians: Sequence[Tensor], classes: Tensor | None) -> Tensor:
+    """Return how often ridge regression on the Jacobians at one point is right at another. Shape ``[T, T]``.
+
+    Each half of the samples is predicted by what was fitted to the other half.
+    """
+    count = len(jacobians)
+    if classes is None or len(classes) < 4:
+        return torch.full((count, count), math.nan, dtype=torch.float64)
+    features = [jacobian.flatten(1) for jacobian in jacobians]
+    kinds = torch.searchsorted(torch.tensor(sorted(set(classes.tolist()))), classes.cpu())
+    targets = F.one_hot(kinds).double()
+    right = torch.zeros(count, count, dtype=torch.float64)
+    for first in (0, 1):
+        train, test = slice(first, None, 2), slice(1 - first, None, 2)
+        mean = targets[train].mean(0)
+        for row, own in enumerate(features):
+            centre = own[train].mean(0)
+            centred = own[train] - centre
+            gram = centred @ centred.T
+            ridge = _RIDGE * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
+            weights = centred.T @ torch.linalg.solve(
+                gram + ridge * torch.eye(len(gram)).to(gram), targets[train] - mean
+            )
+            for column, other in enumerate(features):
+                predicted = ((other[test] - centre) @ weights + mean).argmax(1)
+                right[row, column] += (predicted == kinds[test]).sum()
+    return right / len(classes)
+
+
 # ---- data
 
 
@@ -371,16 +420,15 @@ def _is_pair(data: Any) -> bool:
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
-def _first(data: Any, count: int) -> Tensor:
-    """Return the first inputs of the first process that has some, on every process."""
-    found: list[Tensor] = []
-    for images, *_ in data:
-        found.append(images)
-        if sum(map(len, found)) >= count:
+def _first(data: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first inputs and targets of the first process that has some, on every process."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for images, targets in data:
+        found.append((images, targets))
+        if sum(len(each) for each, _ in found) >= count:
             break
-    shared: list[Tensor] = [
-        each for each in gathered(torch.cat(found)[:count].cpu() if found else None) if each is not None
-    ]
+    own = [torch.cat(parts)[:count].cpu() for parts in zip(*found, strict=True)]
+    shared = [(images, targets) for images, targets in (each for each in gathered(own) if each)]
     if not shared:
         raise EmptyLoaderError("data has no samples on any process; give the training split some.")
     return shared[0]

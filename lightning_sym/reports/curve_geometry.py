@@ -27,6 +27,9 @@ UNITS = {
     "rank": "of the Jacobian of the outputs by the weights; nullity: parameters minus rank",
     "orbit_dimension": "dimension of the symmetry's orbit: the nullity is at least that",
     "cosine_to_start, cka_to_start": "likeness of the Jacobians of the outputs by the input to those at t = 0",
+    "probe_from_start": "accuracy of a linear classifier of Jacobians by the input, trained at t = 0, tested here",
+    "probe_here": "the same, trained here",
+    "probe": "the same, trained at t and tested at other_t; probe_back: the other way round",
     "..._identity": "relative deviation of both sides, by central differences in t with the step beside it",
     "tolerance": "eigenvalues of smaller magnitude are counted: relative to the largest, or absolute",
     "density": "of eigenvalues, smoothed with Gaussians of standard deviation width; one over eigenvalues",
@@ -101,6 +104,8 @@ def geometry_rows(shapes: Shapes) -> list[dict[str, Any]]:
             row |= {key: getattr(jacobian, key) for key in ("parameters", "equations", "rank", "nullity")}
             row |= {"orbit_dimension": shape.orbit_dimension}
             row |= {f"{key}_to_start": finite(float(getattr(shape, key)[0, index])) for key in ("cosine", "cka")}
+            row |= {"probe_from_start": finite(float(shape.probe[0, index]))}
+            row |= {"probe_here": finite(float(shape.probe[index, index]))}
             for identity in ("gradient_identity", "curvature_identity"):
                 found = getattr(point, identity)
                 row |= {identity: finite(found.deviation), f"{identity}_step": found.step}
@@ -150,6 +155,8 @@ def jacobian_rows(shapes: Shapes) -> list[dict[str, Any]]:
             "other_t": shape.points[b].t,
             "cosine": finite(float(shape.cosine[a, b])),
             "cka": finite(float(shape.cka[a, b])),
+            "probe": finite(float(shape.probe[a, b])),
+            "probe_back": finite(float(shape.probe[b, a])),
         }
         for name, shape in shapes.items()
         for a in range(len(shape.points))
@@ -172,6 +179,7 @@ def _numbers(shapes: Shapes) -> dict[str, float]:
             "trace/max": max(point.spectrum.trace for point in shape.points),
             "gradient_norm/max": max(point.gradient_norm for point in shape.points),
             "jacobian_cosine/ends": float(shape.cosine[0, -1]),
+            "jacobian_probe/ends": float(shape.probe[0, -1]),
             "identities/worst": shape.worst_deviation,
         }
         found |= {
@@ -218,7 +226,8 @@ def _drawn(shape: CurveShape) -> GeometryLines:
         trace=[point.spectrum.trace for point in points],
         trace_error=[point.spectrum.trace_error for point in points],
         ranks=ranks,
-        similarity={"mean cosine": shape.cosine[0].numpy(), "linear CKA": shape.cka[0].numpy()},
+        similarity={"mean cosine": shape.cosine[0].numpy(), "linear CKA": shape.cka[0].numpy()}
+        | ({"probe's accuracy": shape.probe[0].numpy()} if shape.probe.isfinite().all() else {}),
         deviations={
             "gradient along the curve": [point.gradient_identity.deviation for point in points],
             "second derivative of the loss": [point.curvature_identity.deviation for point in points],
@@ -246,6 +255,14 @@ def _short(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.2g}"
 
 
+def _probed(shape: CurveShape) -> str:
+    """Return what a probe that was trained at the start says there and at the end."""
+    here, there = float(shape.probe[0, 0]), float(shape.probe[0, -1])
+    if math.isnan(here):
+        return ""
+    return f"; a linear probe on those of the start is right for {here:.0%} there, {there:.0%} at the end"
+
+
 def _notes(shapes: Shapes) -> list[str]:
     worst = max(shape.worst_deviation for shape in shapes.values())
     verdict = "hold" if worst <= TOLERANCE else "[bold]do not hold[/bold]"
@@ -255,7 +272,7 @@ def _notes(shapes: Shapes) -> list[str]:
     for name, shape in shapes.items():
         notes.append(
             f"{name.title}: Jacobians by the input of both ends: cosine {float(shape.cosine[0, -1]):.3f}, CKA "
-            f"{float(shape.cka[0, -1]):.3f}"
+            f"{float(shape.cka[0, -1]):.3f}{_probed(shape)}"
         )
         ranks = [point.jacobian for point in shape.points]
         found = sorted({each.rank for each in ranks if each.rank is not None})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from experiments import SmallCNN
 from helpers import randomize_statistics, refused
+from sklearn.linear_model import RidgeClassifier
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
 from torch.nn import functional as F
@@ -156,6 +157,36 @@ def test_input_jacobians_are_those_of_autograd():
     assert network.training
 
 
+def with_labels(labels, **changes):
+    network, (x, y) = perceptron(), samples()
+    return curve_geometry(random_curve(network), network, (x, y), **{"inputs": x, "labels": labels, **changes})
+
+
+def test_probes_are_ridge_regressions_that_are_tested_on_other_samples():
+    network, (x, y) = perceptron(), samples(30)
+    curve = random_curve(network)
+    found = curve_geometry(curve, network, (x, y), inputs=x, labels=y, points=2, max_parameters=0).probe
+    assert torch.equal(curve_geometry(curve, network, (x, y), points=2, max_parameters=0).probe, found)
+    features = []
+    for place in (0, 1):
+        curve.writer(network)(place)
+        features.append(input_jacobians(network, x).flatten(1).numpy())
+    expected = torch.zeros(2, 2).double()
+    for train, test in ((range(0, 30, 2), range(1, 30, 2)), (range(1, 30, 2), range(0, 30, 2))):
+        for row, own in enumerate(features):
+            centred = own[train] - own[train].mean(0)
+            probe = RidgeClassifier(0.01 * float((centred**2).sum(1).mean())).fit(own[train], y[train].numpy())
+            for column, other in enumerate(features):
+                expected[row, column] += (probe.predict(other[test]) == y[test].numpy()).sum() / 30
+    torch.testing.assert_close(found, expected)
+    regression = curve_geometry(
+        curve, network, (x, network(x).detach()), F.mse_loss, points=2, max_parameters=0, probes=2
+    )
+    assert regression.probe.isnan().all()
+    few = curve_geometry(curve, network, (x, y), inputs=x[:3], labels=y[:3], points=2, max_parameters=0)
+    assert few.probe.isnan().all()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -168,6 +199,11 @@ def test_input_jacobians_are_those_of_autograd():
             refused(functools.partial(curve_geometry, Curve(torch.zeros(3, 2)), nn.Linear(1, 1), []), **bad)
             for bad in ({"points": 1}, {"probes": 1}, {"eigenvalues": 0}, {"tolerance": 1.0}, {"density_steps": -1})
         ),
+        refused(
+            with_labels, torch.zeros(40), says="the classes of the 40 inputs, integers of shape [40], got torch.float32"
+        ),
+        refused(with_labels, torch.zeros(3, dtype=torch.int64), says="got torch.int64 [3]"),
+        refused(with_labels, torch.zeros(40, dtype=torch.int64), inputs=None, says="give both, or neither"),
     ],
 )
 def test_refused_arguments(change):
@@ -183,12 +219,15 @@ def test_ends_that_are_the_same_function(kind):
     twin = symmetry.act(element, network)
     torch.testing.assert_close(twin(x), network(x), atol=1e-10, rtol=1e-10)
     curve = Curve.straight(weight_vector(network), weight_vector(twin), 1)
-    shape = curve_geometry(curve, network, (x, y), inputs=x, points=3, eigenvalues=3, symmetry=symmetry)
+    classes = network(x).argmax(1)
+    shape = curve_geometry(curve, network, (x, y), inputs=x, labels=classes, points=3, eigenvalues=3, symmetry=symmetry)
     first, _, last = shape.points
     torch.testing.assert_close(input_jacobians(network, x), input_jacobians(twin, x), atol=1e-10, rtol=1e-10)
     assert float(shape.cosine[0, 2]) == pytest.approx(1, abs=1e-10)
     assert float(shape.cka[0, 2]) == pytest.approx(1, abs=1e-10)
     assert float(shape.cosine[0, 1]) < 0.999
+    assert shape.probe[0, 0] == shape.probe[0, 2] == shape.probe[2, 0] == shape.probe[2, 2] > 0.6
+    assert shape.probe[0, 1] != shape.probe[0, 0]
     assert first.jacobian.rank == last.jacobian.rank == first.jacobian.parameters - shape.orbit_dimension
     assert last.loss == pytest.approx(first.loss, rel=1e-10)
     same = last.spectrum.eigenvalues == pytest.approx(first.spectrum.eigenvalues, rel=1e-10)

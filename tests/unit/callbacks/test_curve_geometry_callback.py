@@ -45,6 +45,7 @@ def test_files_and_loggers_of_a_geometry(run):
     assert "…" not in said  # nothing is cut off at 80 columns
     assert "detour" in said
     assert "both identities hold at every point" in report.results.notes[0]
+    assert "linear probe on those of the start is right for" in report.results.notes[1]
 
 
 def test_the_numbers_are_those_of_curve_geometry(run):
@@ -58,6 +59,11 @@ def test_the_numbers_are_those_of_curve_geometry(run):
         curve, network, (inputs, labels[:60]), points=3, inputs=inputs[:8], probes=4, max_parameters=100
     )
     rows = [row for row in read_rows(folder / "results" / "geometry") if row["kind"] == "bezier"]
+    probes = curve_geometry(
+        curve, network, (inputs, labels[:60]), points=3, inputs=inputs[:8], labels=labels[:8], max_parameters=0
+    ).probe
+    assert [row["probe_from_start"] for row in rows] == probes[0].tolist()
+    assert [row["probe_here"] for row in rows] == probes.diagonal().tolist()
     for row, point in zip(rows, expected.points, strict=True):
         for name in DIRECTIONS:
             assert (row[f"{name}_norm"], row[f"{name}_curvature"]) == pytest.approx(point.directions[name])
