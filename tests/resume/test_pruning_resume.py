@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def prune(zoo, folder, *callbacks, **options):
-    """Prune a CNN with batch norms to the end, with two bounds; an epoch has 5 steps and a walk 4, saved after every step."""
+    """Prune a CNN to the end, with two bounds; an epoch has 5 steps, a walk 4, and every step is saved."""
     task = RashomonPruning(str(zoo), members=[1], epsilon=[0.1, 1.0], steps=4, fraction=0.3, tries=2)
     checkpoint = saving(folder, every_n_train_steps=1)
     settings = {"folder": folder, "max_epochs": 400, "limit_val_batches": 0, **options}
