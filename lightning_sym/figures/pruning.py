@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogFormatter
 
 from lightning_sym.figures import _panels as shared
 
@@ -68,6 +69,8 @@ def pruning_curves(curves: Sequence[PruningCurve], *, title: str = "") -> Figure
     right.set(ylabel="test error, %", title="Test data")
     for axes in (left, right):
         axes.set(xscale="log", xlabel="units left")
+        for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            formatted(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
         axes.grid(alpha=0.25)
     kinds = [("stays below the threshold", "-"), ("threshold", ":")]
     kinds += [("magnitude, as wide, trained as long", "--")] if any(curve.threshold is None for curve in curves) else []

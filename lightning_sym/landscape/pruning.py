@@ -30,10 +30,12 @@ class PruningSettings:
             ``{L <= L0 + epsilon}``. In units of the loss, > 0.
         steps: Length of a walk, in optimizer steps, >= 1.
         penalty: Weight of the squared outgoing weights of the units that are tried at the beginning of a walk, > 0.
-        penalty_end: The same at its end; in between it grows geometrically. >= ``penalty``.
+        penalty_end: The same when the cooldown begins; until then it grows geometrically. >= ``penalty``.
         fraction: How many of the units that are left are tried at once, as a fraction in ``[0, 1)``; at least one. 0
             tries one after the other.
         tries: How many units are tried, each with a walk of its own, before the network is given up. >= 1.
+        cooldown: During which last part of a walk the learning rate falls, linearly to zero, as a fraction in
+            ``[0, 1]``: what minibatches' noise adds to the loss would count against the units. 0 keeps it constant.
 
     Raises:
         ValueError: If one is out of range.
@@ -45,10 +47,12 @@ class PruningSettings:
     penalty_end: float = 7.1
     fraction: float = 0.1
     tries: int = 3
+    cooldown: float = 0.5
 
     def __post_init__(self) -> None:
         check_numbers("> 0", epsilon=self.epsilon, penalty=self.penalty, penalty_end=self.penalty_end)
         check_numbers("in [0, 1)", fraction=self.fraction)
+        check_numbers("in [0, 1]", cooldown=self.cooldown)
         check_integers(steps=self.steps, tries=self.tries)
         if self.penalty_end < self.penalty:
             raise ValueError(f"penalty_end must be at least penalty, got {self.penalty_end} and {self.penalty}.")
@@ -83,7 +87,7 @@ class Pruning:
         pruning.start(network)
         while not pruning.finished:
             while not pruning.due:
-                ...gradients of the loss on a batch...
+                ...gradients of the loss on a batch; learning rate times pruning.rate...
                 pruning.add_gradients(network)
                 ...a step of the optimizer...
             pruning.decide(network)
@@ -92,8 +96,12 @@ class Pruning:
     :math:`L + \mu_s \sum \|\text{outgoing weights}\|^2` with a growing :math:`\mu_s`, and removes them: all of them if
     the loss on all training data is at most the threshold then, otherwise half of them, and so on. If not even one can
     go, all is put back as it was before the walk. Units that can go without a walk, at a loss that is not above that of
-    the whole network (or not above what it was before), go at once. When nothing more can go there is a last walk
-    without a penalty, which counts if it ends lower.
+    the whole network (or not above what it was before), go at once. When nothing more can go there is a walk without
+    a penalty, which counts if it ends lower; then units are tried from there, and so on until none can go again.
+
+    In the last part of each walk the learning rate falls (:attr:`rate`), so that minibatches' noise does not count
+    against the units. A unit that was tried alone in vain counts twice as much afterwards, each time, so that others
+    come first.
 
     Args:
         units: Units of the architecture.
@@ -137,9 +145,10 @@ class Pruning:
         self._tried: list[Unit] = []
         self._walked = 0
         self._most = units_in(units.sizes)  # how many may be tried at once
-        self._failed = 0
-        self._ranking: list[Unit] | None = None  # of the weights that are kept
-        self._importance: dict[Unit, float] = {}
+        self._failures: dict[Unit, int] = {}  # how often a unit was tried alone, in vain
+        self._vain: list[Unit] = []  # those that were since something was accepted
+        self._rested = 0  # how many units were left at the last walk without a penalty
+        self._importance: dict[Unit, float] | None = None  # of the weights that are kept
 
     # ---- what is there
 
@@ -156,6 +165,12 @@ class Pruning:
     def due(self) -> bool:
         """Whether the walk has come to its end, and :meth:`decide` is to be called."""
         return not self.finished and self._walked >= self.settings.steps
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the walk's next step, as a fraction of that at its beginning, in ``(0, 1]``."""
+        left = 1 - self._walked / self.settings.steps
+        return min(1.0, left / self.settings.cooldown) if self.settings.cooldown and left > 0 else 1.0
 
     # ---- the loop
 
@@ -174,7 +189,9 @@ class Pruning:
     def add_gradients(self, network: nn.Module) -> None:
         """Add the gradient of the penalty; once for each optimizer step."""
         settings = self.settings
-        growth = (settings.penalty_end / settings.penalty) ** (self._walked / settings.steps)
+        # It is complete when the learning rate begins to fall: the rest of the walk settles.
+        rising = max(1.0, settings.steps * (1 - settings.cooldown))
+        growth = (settings.penalty_end / settings.penalty) ** min(1.0, self._walked / rising)
         for parameter, axis, positions in self.units.outgoing(network, self._tried):
             if parameter.grad is not None:
                 own = parameter.index_select(axis, positions)
@@ -185,62 +202,75 @@ class Pruning:
         """Remove what was tried, or put everything back; then choose what is tried next."""
         self.walks += 1
         if not self._tried:
-            self._end(network)
+            self._rest(network)
             return
         count = self._remove_most(network, self._tried, self.threshold, walked=True)
         if count:
-            self._failed, self._most = 0, count if count < len(self._tried) else 2 * count
+            self._vain, self._most = [], count if count < len(self._tried) else 2 * count
             self._remove_at_once(network)
         else:
-            network.load_state_dict(self.kept)
-            self._failed += len(self._tried) == 1
-            if len(self._tried) > 1:
-                self._most = max(1, len(self._tried) // 4)
+            self._put_back(network)
         self._choose(network)
 
+    def _put_back(self, network: nn.Module) -> None:
+        """Undo a walk after which not even one unit could go."""
+        network.load_state_dict(self.kept)
+        self._most = max(1, len(self._tried) // 4)
+        if len(self._tried) == 1:
+            (unit,) = self._tried
+            self._failures[unit] = self._failures.get(unit, 0) + 1
+            self._vain.append(unit)
+
     def _choose(self, network: nn.Module) -> None:
-        """Choose the units that are tried next: those that do the least; none for the last walk."""
-        count = self._at_once()
-        self._tried = self._least(network)[self._failed if count == 1 else 0 :][:count]
-        if self._failed >= self.settings.tries:
-            self._tried = []
+        """Choose the units that are tried next: those that do the least; none for a walk without a penalty."""
+        left = [unit for unit in self._least(network) if unit not in self._vain]
+        self._tried = left[: self._at_once()] if len(self._vain) < self.settings.tries else []
         self._walked = 0
+        self.finished = not self._tried and self._rested == units_in(self.widths)
 
     def _at_once(self) -> int:
         """Return how many units may be tried at once."""
         return max(1, min(self._most, int(self.settings.fraction * units_in(self.widths))))
 
-    def _end(self, network: nn.Module) -> None:
-        """Keep what the last walk led to, if it went down."""
+    def _rest(self, network: nn.Module) -> None:
+        """Keep what a walk without a penalty led to, if it went down: from there more may be able to go."""
         small = self.small(network)
         loss = self._evaluate(small)
+        self._rested = units_in(self.widths)
         if loss <= self.history[-1].loss:
             self._accept(network, small, (), loss, walked=True)
+            self._vain = []
+            self._choose(network)
         else:
             network.load_state_dict(self.kept)
-        self.finished = True
+            self.finished = True
 
     def _least(self, network: nn.Module) -> list[Unit]:
         """Return the units that may be tried, those that do the least first; one of every group stays."""
-        if self._ranking is None:
-            importance = self._importance = self.units.importance(network, self._batches(), self.removed)
-            order = {name: place for place, name in enumerate(self.units.sizes)}
-            units = [(name, number) for name, number in importance if number not in self.removed[name]]
-            self._ranking = sorted(units, key=lambda unit: (importance[unit], order[unit[0]], unit[1]))
+        importance = self._measured_importance(network)
+        order = {name: place for place, name in enumerate(self.units.sizes)}
+        # What could not go after a walk is likely to be in vain once more: every time it counts twice as much.
+        counts = {unit: value * 2 ** self._failures.get(unit, 0) for unit, value in importance.items()}
         left = self.widths
         chosen = []
-        for name, number in self._ranking:
-            if left[name] > 1:
+        for name, number in sorted(counts, key=lambda unit: (counts[unit], order[unit[0]], unit[1])):
+            if left[name] > 1 and number not in self.removed[name]:
                 left[name] -= 1
                 chosen.append((name, number))
         return chosen
+
+    def _measured_importance(self, network: nn.Module) -> dict[Unit, float]:
+        if self._importance is None:
+            self._importance = self.units.importance(network, self._batches(), self.removed)
+        return self._importance
 
     def _remove_at_once(self, network: nn.Module) -> None:
         """Remove units that need no walk: the loss stays at most what it is, or that of the whole network.
 
         First those that do nothing at all, then as many as may be tried at once, as long as all of them can go.
         """
-        dead = len([unit for unit in self._least(network) if self._importance[unit] == 0.0])
+        importance = self._measured_importance(network)
+        dead = len([unit for unit in self._least(network) if importance[unit] == 0.0])
         for count, again in ((dead, False), (self._at_once(), True)):
             while count and (candidates := self._least(network)[:count]):
                 # Sums of other lengths are rounded otherwise: without this, units that do nothing might stay.
@@ -272,7 +302,7 @@ class Pruning:
     ) -> None:
         self.units.write_back(network, small, self.removed)
         self.kept = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
-        self._ranking = None
+        self._importance = None
         numbers = {} if self._describe is None else self._describe(small)
         self.history.append(PruningStep(units, loss, self.walks, walked, numbers))
 
@@ -281,12 +311,12 @@ class Pruning:
     def state_dict(self) -> dict[str, Any]:
         """Return all of the above as plain values and tensors; what is being walked is the network's."""
         names = ("reference", "threshold", "removed", "kept", "finished", "walks", "_tried", "_walked", "_most")
-        plain = {name: getattr(self, name) for name in (*names, "_failed")}
+        plain = {name: getattr(self, name) for name in (*names, "_failures", "_vain", "_rested")}
         return {**plain, "history": [vars(step) for step in self.history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
-        self._ranking = None
+        self._importance = None
         for name, value in state.items():
             setattr(self, name, [PruningStep(**step) for step in value] if name == "history" else value)
 
@@ -430,6 +460,7 @@ def rashomon_pruning(
         whole = {**dict(walker.named_parameters()), **dict(walker.named_buffers())}
         while not pruning.due:
             optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = learning_rate * pruning.rate
             value = loss(functional_call(small, units.sliced(whole, kept), (inputs,)), targets)
             value.backward()  # type: ignore[no-untyped-call]
             pruning.add_gradients(walker)

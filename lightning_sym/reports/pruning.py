@@ -1,5 +1,7 @@
 """What pruning on the Rashomon set found: steps, widths, and pruning by magnitude at the same widths."""
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +102,7 @@ def pruning_results(
     notes += [f"the units of {name} were left alone: {reason}" for name, reason in list(refused.items())[:3]]
     if any(member.twin for member in members):
         notes.append("magnitude: pruned by magnitude to the same widths, trained for as many steps")
+    notes += against_twins(summary)
     return RunResults(
         [
             ResultTable("summary", what + "what is left", summary, UNITS, about),
@@ -114,6 +117,29 @@ def pruning_results(
         notes=notes,
         places={"picture": "pruning.png", "table": "summary.csv", "steps": "steps.csv"},
     )
+
+
+def against_twins(summary: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say how test errors differ from those of the twins, on average over members, where there are two or more.
+
+    Args:
+        summary: Rows of :func:`summary_row`.
+
+    Returns:
+        A sentence for each epsilon: mean over members of the differences, and its standard error.
+    """
+    sentences = []
+    for epsilon in dict.fromkeys(row["epsilon"] for row in summary):
+        rows = [row for row in summary if row["epsilon"] == epsilon]
+        errors = [(row["test_error"], row["magnitude_test_error"]) for row in rows]
+        differences = [100 * (own - twin) for own, twin in errors if own is not None and twin is not None]
+        if len(differences) > 1:
+            error = statistics.stdev(differences) / math.sqrt(len(differences))
+            sentences.append(
+                f"epsilon {epsilon:g}: test error minus that of the twin {statistics.mean(differences):+.2f} ± "
+                f"{error:.2f} points (mean and its standard error over {len(differences)} members)"
+            )
+    return sentences
 
 
 def _identity(member: PrunedMember) -> dict[str, Any]:

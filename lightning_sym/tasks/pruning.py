@@ -37,13 +37,21 @@ class PrunedPopulation(LoopPopulation):
         units: Units of the architecture.
         make: Returns the whole network of a member.
         numbers: The members' numbers.
+        channels_last: Keep four-dimensional tensors in ``torch.channels_last`` layout.
 
     Attributes:
         removed: Returns which units of a member are gone, by axis group.
     """
 
-    def __init__(self, units: RemovableUnits, make: Callable[[int], nn.Module], numbers: Sequence[int]) -> None:
-        super().__init__(make, numbers)
+    def __init__(
+        self,
+        units: RemovableUnits,
+        make: Callable[[int], nn.Module],
+        numbers: Sequence[int],
+        *,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__(make, numbers, channels_last=channels_last)
         self.units = units
         self.removed: Callable[[int], Removed] = lambda number: {}
         # By number: what is gone, what is kept, and a network of that shape. Weights are those of the whole network.
@@ -93,12 +101,15 @@ class RashomonPruning(ZooUserTask):
             which each member is pruned with every one.
         steps: Length of a walk, in optimizer steps, >= 1.
         penalty: Weight of the squared outgoing weights at the beginning of a walk, > 0.
-        penalty_end: The same at its end; it grows geometrically. >= ``penalty``.
+        penalty_end: The same when the cooldown begins; until then it grows geometrically. >= ``penalty``.
         fraction: How many of the units that are left are tried at once, in ``[0, 1)``; at least one. 0 tries one after
             the other, which takes longer and removes no less.
         tries: How many single units are tried in vain before the network is left as it is. >= 1.
+        cooldown: During which last part of a walk the learning rate falls, linearly to zero, in ``[0, 1]``; 0 keeps it
+            constant.
         groups: Names of the axis groups to prune, as in the symmetry's table; default all that can be.
         magnitude: Whether each network has a twin that is pruned by magnitude.
+        channels_last: Keep images in ``torch.channels_last`` layout, in which convolutions of few channels are faster.
         loss: Mean loss of a batch, given outputs and targets; default the cross-entropy.
         optimizer: Makes the optimizer of the walks, which starts anew with each; default Adam, learning rate 0.003.
         allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
@@ -141,8 +152,10 @@ class RashomonPruning(ZooUserTask):
         penalty_end: float = 7.1,
         fraction: float = 0.1,
         tries: int = 3,
+        cooldown: float = 0.5,
         groups: Sequence[str] | None = None,
         magnitude: bool = True,
+        channels_last: bool = False,
         loss: Callable[[Any, Any], Any] | None = None,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         allow: Sequence[str] | None = None,
@@ -151,13 +164,16 @@ class RashomonPruning(ZooUserTask):
         epsilons = list(epsilon) if isinstance(epsilon, Sequence) else [epsilon]
         if not epsilons or len(set(epsilons)) < len(epsilons):
             raise ValueError(f"epsilon must be a number > 0 or a list of different ones, got {epsilon!r}.")
-        self.settings = {each: PruningSettings(each, steps, penalty, penalty_end, fraction, tries) for each in epsilons}
+        self.settings = {
+            each: PruningSettings(each, steps, penalty, penalty_end, fraction, tries, cooldown) for each in epsilons
+        }
         if members != "all" and (not members or len(set(members)) < len(members)):
             raise ValueError(f'members must be "all" or a list of different members\' numbers, got {members!r}.')
         self.zoo = str(zoo)
         self.members = members
         self.groups = None if groups is None else list(groups)
         self.magnitude = magnitude
+        self.channels_last = channels_last
         self.allow = tuple(allow or ())
         self.save_hyperparameters(ignore=["optimizer", "loss"])
         self.save_hyperparameters(self.describe())
@@ -229,7 +245,7 @@ class RashomonPruning(ZooUserTask):
 
     def make_population(self, numbers: list[int]) -> Population:
         """Return the members, to be run one after the other."""
-        return PrunedPopulation(self.units, self.make_member, numbers)
+        return PrunedPopulation(self.units, self.make_member, numbers, channels_last=self.channels_last)
 
     def configure_model(self) -> None:
         """Make the members, and what prunes them."""
@@ -303,7 +319,8 @@ class RashomonPruning(ZooUserTask):
         trial = int(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         for batch in islice(loader, trial or None):
             inputs, targets = self.evaluation_batch(batch)
-            yield (inputs.to(self.dtype) if inputs.is_floating_point() else inputs), targets
+            inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+            yield self.population.prepared(inputs), targets
 
     def _equal_batches(self) -> Iterator[Tensor]:
         """Return the training inputs in batches of one size: statistics count every batch alike."""
@@ -359,6 +376,10 @@ class RashomonPruning(ZooUserTask):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Add the penalties' gradients, after all processes have shared theirs."""
         super().on_before_optimizer_step(optimizer)
+        active = [self.prunings[job] for job in self.active]
+        for group in optimizer.param_groups if active else ():
+            # Walks begin and end together, so that one rate is that of all of them.
+            group["lr"] = active[0].rate * group.setdefault("initial_lr", group["lr"])
         for job in self.active:
             self.prunings[job].add_gradients(self.population.network(job))
 

@@ -9,7 +9,7 @@ from helpers import randomize_statistics, refused
 from torch.nn import functional as F
 
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.landscape import PruningSettings, rashomon_pruning
+from lightning_sym.landscape import Pruning, PruningSettings, rashomon_pruning, removable_units
 from lightning_sym.landscape.pruning import check_below, mean_loss
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
 
@@ -107,6 +107,30 @@ def test_a_network_above_its_threshold_is_an_error():
     for loss in (0.51, math.nan):
         with pytest.raises(RuntimeError, match=r"above its threshold 0.5, although it was below"):
             check_below(loss, 0.5)
+
+
+def test_learning_rates_fall_in_the_last_part_of_a_walk_and_penalties_are_complete_by_then():
+    network = MultiLayerPerceptron([6], image_size=2).fresh(0)
+    with torch.no_grad():
+        network.classifier.weight.mul_(20.0)
+    images = torch.rand(64, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    data = [(images, network(images).argmax(1))]  # so that every unit is needed
+    units = removable_units(network, data[0][0])
+    settings = PruningSettings(1e-9, steps=4, cooldown=0.5, penalty=0.01, penalty_end=1.0, fraction=0.0)
+    pruning = Pruning(units, settings, evaluate=lambda n: mean_loss(n, data, F.cross_entropy)[0], batches=lambda: data)
+    pruning.start(network)
+    weight = network.classifier.weight
+    rates, penalties = [], []
+    while not pruning.due:
+        rates.append(pruning.rate)
+        weight.grad = torch.zeros_like(weight)
+        pruning.add_gradients(network)
+        penalties.append((weight.grad.norm() / (2 * weight[:, weight.grad.any(0)].norm())).item())
+    assert rates == [1.0, 1.0, 1.0, 0.5]
+    assert penalties == pytest.approx([0.01, 0.1, 1.0, 1.0])
+    pruning.decide(network)
+    assert not pruning.due
+    assert pruning.rate == 1.0  # of the next walk
 
 
 def nothing():

@@ -15,6 +15,9 @@ from lightning_sym.callbacks import PruningReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.landscape.pruning import mean_loss
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, recalibrate_batch_norm
+from lightning_sym.reports.pruning import against_twins
+from lightning_sym.similarity import CKA, SimilarityMatrix, features_of
+from lightning_sym.stitching import CutNetwork, StitchedNetwork
 from lightning_sym.symmetry import trace_symmetry, weight_matching
 from lightning_sym.tasks import RashomonPruning
 from lightning_sym.zoo import ModelZoo
@@ -93,6 +96,22 @@ def test_pruned_networks_are_zoos_that_can_be_loaded_and_matched(run):
         torch.testing.assert_close(matched(images), network(images), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:no similarity")  # members that were never trained become constants
+def test_pruned_networks_can_be_compared_and_stitched_and_matching_refuses_them(run):
+    task, path = run
+    images = torch.rand(6, 1, 8, 8)
+    for job, (number, _) in enumerate(task.jobs):
+        small, whole = ModelZoo.open(path / "pruned" / task.name(job)).load(number), task.model_zoo.load(number)
+        layers = whole.sites()
+        matrix = SimilarityMatrix(CKA("linear"), layers)
+        matrix.update(features_of(small, layers, images), features_of(whole, layers, images))
+        assert matrix.compute().shape == (len(layers), len(layers))
+        stitched = StitchedNetwork(*(CutNetwork(n, example=images) for n in (small, whole)), layers[0], family="full")
+        assert stitched(images).shape == (6, 10)
+        with pytest.raises(ValueError, match="is not of the traced architecture"):
+            weight_matching(trace_symmetry(whole, images), whole, small)
+
+
 def test_files_and_loggers(run):
     task, path = run
     tables = [f"{name}.{kind}" for name in ("summary", "steps", "magnitude", "widths") for kind in ("csv", "json")]
@@ -111,6 +130,17 @@ def test_files_and_loggers(run):
     assert {"units", "versions", "settings", "members", "architecture", "zoo", "data"} <= set(about)
     last = read_csv(path / "metrics.csv")[-1]
     assert float(last["pruning/units/member-0-epsilon-0.02"]) == summary[0]["units"]
+
+
+def test_differences_from_the_twins_are_given_with_their_standard_error():
+    rows = [{"epsilon": 0.1, "test_error": 0.03 + n / 100, "magnitude_test_error": 0.03} for n in range(3)]
+    other = {"epsilon": 0.2, "test_error": 0.1, "magnitude_test_error": None}
+    (sentence,) = against_twins([*rows, other])
+    # Differences of 0, 1 and 2 points: standard deviation 1, divided by the root of 3.
+    assert sentence == (
+        "epsilon 0.1: test error minus that of the twin +1.00 ± 0.58 points "
+        "(mean and its standard error over 3 members)"
+    )
 
 
 def test_trainer_test_evaluates_what_is_left(run):
@@ -148,7 +178,7 @@ def test_what_has_no_removable_units_is_refused_before_the_fit(tmp_path):
     "refusal",
     [
         *(refused(RashomonPruning, "zoo", **bad) for bad in ({"epsilon": 0.0}, {"steps": 0}, {"tries": 0})),
-        *(refused(RashomonPruning, "zoo", **bad) for bad in ({"fraction": 1.0}, {"penalty": -1.0})),
+        *(refused(RashomonPruning, "zoo", **bad) for bad in ({"fraction": 1.0}, {"penalty": -1.0}, {"cooldown": 1.1})),
         *(refused(RashomonPruning, "zoo", epsilon=bad) for bad in ([], [0.1, 0.1])),
         *(refused(RashomonPruning, "zoo", members=bad) for bad in ([], [1, 1])),
     ],
