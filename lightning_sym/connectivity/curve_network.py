@@ -75,7 +75,7 @@ class CurveNetwork(nn.Module):
 class _Point(torch.autograd.Function):
     """The point of a curve, in parts for the parameters; its backward adds the regulariser's gradient to the loss's.
 
-    What it costs is the way to memory and back: so it works part by part and in place, as they stay in the cache.
+    What it costs is the way to memory and back: so it works part by part, as they stay in the cache.
     """
 
     generate_vmap_rule = True
@@ -86,9 +86,9 @@ class _Point(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         found = []
         for start, end, *between in zip(*(row.split(sizes) for row in (*ends, *bends)), strict=True):
-            part = (coefficients[0] * start).addcmul_(coefficients[-1], end)
+            part = torch.addcmul(coefficients[0] * start, coefficients[-1], end)
             for coefficient, bend in zip(coefficients[1:-1], between, strict=True):  # no product: autocast rounds it
-                part.addcmul_(coefficient, bend)
+                part = torch.addcmul(part, coefficient, bend)
             found.append(part)
         return tuple(found)
 

@@ -29,7 +29,8 @@ from lightning_sym import (
 
 NOT_UNDERSTOOD = """
 $ fitt
-Unknown command 'fitt'; expected one of: fit, validate, test, predict, recipes. Did you mean 'fit'?
+Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, recipes.
+Did you mean 'fit'?
 $ recipes zoo/mnist6k
 Unknown recipe 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
 $ fit --config zoo/mnist6k
