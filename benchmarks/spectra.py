@@ -14,8 +14,8 @@ Plain reference:
     steps of Lanczos from one vector, without reorthogonalisation, for the density
 
 Ours end where they are at least as accurate. The notes say how accurate both are: errors of the eigenvalue beside one
-with a residual of 1e-6, root mean squares over seeds of that of the trace beside one of about 0.1 %, and distances (L1) to a
-density from 8 vectors with 150 steps.
+with a residual of 1e-6, root mean squares over seeds of that of the trace beside one of about 0.1 %, and distances (L1)
+to a density from 8 vectors with 150 steps.
 """
 
 import math
