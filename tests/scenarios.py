@@ -23,11 +23,12 @@ import sklearn.datasets  # noqa: F401 (the digits)
 import torch
 import torch.utils.tensorboard  # noqa: F401
 from fits import fit, saving
-from helpers import draw_nothing
+from helpers import as_pixel
 from pytorch_lightning import Callback, LightningModule
 
 import lightning_sym.callbacks  # noqa: F401 (brings the tasks and whatever else scenarios need)
 import lightning_sym.cli.lightning  # noqa: F401
+from lightning_sym.callbacks import publishing
 
 
 class Scenarios:
@@ -153,7 +154,8 @@ def work(module: str, log: str, folder: str, arguments: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    draw_nothing()  # each process would learn anew how letters are drawn, for half a second
+    # Each process would learn anew how letters are drawn.
+    publishing.publish_figure = as_pixel(publishing.publish_figure)
     os.register_at_fork(after_in_child=settle_threads)
     for line in sys.stdin:
         job = json.loads(line)

@@ -7,7 +7,8 @@ import torch
 from architectures import OURS, TORCHVISION, check_every_cut
 from torch import Tensor, nn
 
-CASES = OURS | TORCHVISION
+# Of the deep ones the shortest: the others have more blocks of the same kind, and a cut at each.
+CASES = {name: case for name, case in (OURS | TORCHVISION).items() if name not in ("resnet44", "resnet56")}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -70,6 +70,7 @@ def dense(network: nn.Module) -> Tensor:
     return hessian(loss)(torch.cat([p.flatten() for p in parameters.values()]))
 
 
+@pytest.mark.drawn
 def test_numbers_are_those_of_the_dense_hessian_at_the_end(tmp_path) -> None:
     task, monitor = Plain(), CurvatureMonitor(probes=60, tolerance=1e-5)
     fit(tmp_path, task, monitor)

@@ -467,6 +467,7 @@ def test_with_a_progress_bar(tmp_path, plain_figures, capsys):
     assert str(tmp_path / "results" / "sets.csv") in out
 
 
+@pytest.mark.drawn
 def test_grids_of_two_points_per_axis(tmp_path):
     grids = [PlaneGrid(m, 2) for m in (1, 2, 3)]
     fit(tmp_path, search(points=4, **LENIENT), EquivalenceReport(grids, epsilon=2.0), max_epochs=1)

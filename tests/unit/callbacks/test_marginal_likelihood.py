@@ -211,6 +211,7 @@ def test_three_in_a_row_stop_the_run(tmp_path):
         fit(tmp_path, Break(2, 3, 4, 5), max_epochs=6)
 
 
+@pytest.mark.drawn
 def test_final_weights_that_are_not_finite_leave_a_report(tmp_path):
     class Last(MarginalLikelihood):
         def on_train_end(self, trainer, pl_module):
@@ -222,6 +223,7 @@ def test_final_weights_that_are_not_finite_leave_a_report(tmp_path):
     assert json.loads((tmp_path / "layers.json").read_text())["evidence"] is None
 
 
+@pytest.mark.drawn
 def test_what_is_left_behind(tmp_path, capsys):
     callback = MarginalLikelihood(burn_in=2, every_n_epochs=2, samples=2)
     task, trainer = fit(tmp_path, callback, max_epochs=5)

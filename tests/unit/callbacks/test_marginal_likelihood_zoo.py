@@ -169,6 +169,7 @@ def test_a_zoo_without_a_prior_is_refused(tmp_path):
     assert_refused(lambda: fit(tmp_path, zoo(prior_precision=None)), says="prior_precision of ZooTask", error=TypeError)
 
 
+@pytest.mark.drawn
 def test_what_is_left_behind(tmp_path, capsys):
     callback, task = MarginalLikelihood(burn_in=2, every_n_epochs=2, steps=5), zoo(norm=True)
     data = digits(**{**DATA, "val_fraction": 0.2})

@@ -19,6 +19,7 @@ KINDS = ["group", "orthogonal", "none", "undo"]
 digits = functools.partial(fits.digits, batch_size=100, max_samples=300)
 
 
+@pytest.mark.drawn
 def test_a_run_leaves_tables_a_figure_and_a_headline(matching_zoo, tmp_path):
     task = RotationTask(str(matching_zoo), members=[0, 2], sites="all", kinds=KINDS, repeats=2)
     report = RotationReport()

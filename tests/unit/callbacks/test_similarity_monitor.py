@@ -135,6 +135,7 @@ def test_members_on_one_orbit_are_the_same(tmp_path):
     assert float(values[0, 1].max()) < 0.999
 
 
+@pytest.mark.drawn
 def test_diverged_members_are_left_out(tmp_path):
     with pytest.warns(UserWarning, match="Member 1 was stopped"):
         fit(tmp_path, zoo(), SimilarityMonitor(), Poison(1, 3), logger=(logger := MetricsCSV(tmp_path)))
@@ -232,6 +233,7 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
 # ---- what is left behind
 
 
+@pytest.mark.drawn
 def test_files_and_figure(tmp_path):
     fit(tmp_path, zoo(), SimilarityMonitor({"mine": {"measure": "cka_max"}}, prefix="watched"))
     about = json.loads((tmp_path / "results" / "watched.json").read_text())

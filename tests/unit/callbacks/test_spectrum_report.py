@@ -18,6 +18,7 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import ZooTask
 
 
+@pytest.mark.drawn
 def test_tables_hold_what_the_functions_find(tmp_path) -> None:
     sgd = functools.partial(torch.optim.SGD, lr=0.05)
     task = ZooTask(MultiLayerPerceptron(widths=(6,), image_size=8), 2, optimizer=sgd)

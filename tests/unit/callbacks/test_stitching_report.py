@@ -32,6 +32,7 @@ def cnn_zoo(tmp_path_factory):
     return write_zoo(tmp_path_factory.mktemp("cnn") / "zoo", members, data)
 
 
+@pytest.mark.drawn
 def test_both_kinds_of_statistics_are_evaluated_and_all_is_left_as_training_left_it(cnn_zoo, tmp_path):
     class Compare(StitchingReport):
         def on_train_end(self, trainer, pl_module):

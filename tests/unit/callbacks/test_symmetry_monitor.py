@@ -250,6 +250,7 @@ def test_members_that_are_not_finite_are_left_out(tmp_path):
 # ---- what is left behind
 
 
+@pytest.mark.drawn
 def test_tensorboard_and_files(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="", version="")
     fit(tmp_path, zoo(), SymmetryMonitor(), data=digits(max_samples=48), logger=logger)

@@ -158,6 +158,7 @@ def test_stopped_member_is_reported_and_not_exported(tmp_path, capsys):
     assert "stopped: its training" in capsys.readouterr().out
 
 
+@pytest.mark.drawn
 def test_report_says_what_was_found(tmp_path, capsys):
     data, logger = digits(), TensorBoardLogger(tmp_path, name="run", version="")
     task = ZooTask(perceptron(), members=3, seed=4)

@@ -139,6 +139,7 @@ def test_a_layer_that_is_not_there_in_the_other_network_has_no_like(matching_zoo
     assert zoo.similarities["cka_max"]["trained"][0].diagonal().tolist() == pytest.approx([1, 1], abs=1e-6)
 
 
+@pytest.mark.drawn
 def test_layers_that_a_measure_cannot_compare_are_left_empty(tmp_path):
     """LeNet's grids, 28 and 10 pixels wide, have no common refinement, and its last layers have no grid."""
     networks = [LeNet5(image_size=28).fresh(seed).eval() for seed in (0, 1)]
