@@ -119,7 +119,10 @@ def sharpness_curves(
         means = np.where(known, values, 0).sum(1) / count
         bars = np.sqrt(np.where(known, errors, 0) ** 2 @ np.ones(values.shape[1])) / count
     middle.errorbar(places, means, bars, fmt="none", ecolor=shared.INK, capsize=3, lw=1)
-    shared.band(right, places, np.asarray(loss, dtype=float), color=shared.BLUE, lw=1.8)
+    losses = np.asarray(loss, dtype=float)
+    shared.band(right, places, losses, color=shared.BLUE, lw=1.8)
+    if (known_losses := losses[np.isfinite(losses)]).size and known_losses.min() > 0:
+        right.set_yscale("log")
     for axes, heading, label in (
         (top, "Eigenvalue", "second derivative of the loss"),
         (middle, "Trace", "sum of eigenvalues, ± standard error"),
