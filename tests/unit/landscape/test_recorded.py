@@ -20,9 +20,12 @@ class LooksAtItsInputs(nn.Module):
         return self.linear(x) * (2 if float(x.max()) > 1.5 else 1)
 
 
+PLAIN = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+
+
 @pytest.mark.parametrize(
     ("network", "plays"),
-    [(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double(), True), (LooksAtItsInputs(), False)],
+    [(PLAIN, True), (LooksAtItsInputs(), False)],
     ids=["recorded", "looks at values"],
 )
 def test_a_function_gives_the_same_before_and_after_it_is_recorded(network, plays, monkeypatch):
@@ -39,5 +42,15 @@ def test_a_function_gives_the_same_before_and_after_it_is_recorded(network, play
         weights = {name: torch.randn(2, *p.shape).double() for name, p in network.named_parameters()}
         x = torch.randn(5 + call % 2, 3).double()
         torch.testing.assert_close(often(weights, x), function(weights, x), rtol=0, atol=0)
-    # Ten calls for comparison; of each of two shapes two, one that is recorded, and none from there on, or all.
-    assert len(calls) == (16 if plays else 22)
+    # Ten calls for comparison; of each of two shapes three, one that is recorded, one beside it and no other, or all.
+    assert len(calls) == (20 if plays else 24)
+
+
+def test_a_recording_that_is_wrong_is_thrown_away(monkeypatch):
+    monkeypatch.setattr(recorded, "_OFTEN", 3)
+    factor = [1.0]
+    often = Recorded(lambda x: x * factor[0])
+    for call in range(8):
+        factor[0] = float(call)
+        x = torch.randn(4).double()
+        torch.testing.assert_close(often(x), x * call, rtol=0, atol=0)
