@@ -25,9 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Command, dict[str, Command]], Path]:
     """Return a function that runs a command once, for one short epoch, and returns the folder from which it was run.
 
-    What the command itself needs is made before by those that the page names. Nothing else is changed but the number of digits: recipe, network and members are those of the command. 40 steps
-    make members that are right in four cases of five; commands that change a recipe take two, as nobody looks at what
-    they have learned.
+    What the command itself needs is made before by those that the page names. Nothing else is changed but the number
+    of digits: recipe, network and members are those of the command. 40 steps make members that are right in four cases
+    of five; commands that change a recipe take two, as nobody looks at what they have learned.
     """
     done: dict[Command, Path] = {}
 
