@@ -20,7 +20,8 @@ from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.zoo import ModelZoo
 
-_OF_CURVES = ("curves", "member", "model_zoo", "classifies")
+_OF_ZOOS = ("network", "kept")
+_OF_CURVES = ("curves", "kinds", "member", "model_zoo")
 
 
 class EnsembleReport(RunReport):
@@ -51,6 +52,7 @@ class EnsembleReport(RunReport):
     """
 
     needs = ("gathered_by_member", "classifies")
+    either = (_OF_ZOOS, _OF_CURVES)
     example = "ZooTask"
 
     def __init__(
@@ -84,8 +86,7 @@ class EnsembleReport(RunReport):
             return
         task: Any = pl_module
         self._others = {name: ModelZoo.open(folder, allow=self.allow) for name, folder in self.zoos.items()}
-        of_curves, of_zoos = (lacking(task, names) for names in (_OF_CURVES, ("network", "kept")))
-        if not task.classifies or (of_curves and of_zoos):
+        if not task.classifies or all(lacking(task, names) for names in self.either):
             raise ValueError(
                 f"EnsembleReport scores classifiers that a ZooTask or the points of curves that a CurveTask has "
                 f"trained, and {type(task).__name__} trains neither; remove the callback."

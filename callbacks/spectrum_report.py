@@ -45,7 +45,7 @@ class SpectrumReport(RunReport):
         gradients over the data.
     """
 
-    needs = ("kept", "loss", "network", "gathered_by_member", "member_parallel")
+    needs = ("kept", "loss", "network", "gathered_by_member")
     example = "ZooTask"
     data_type = InputDataModule
 
