@@ -8,7 +8,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_sym._distributed import together
-from lightning_sym.datamodules import ImageDataModule, InputDataModule
+from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
 
 Loss = Callable[[Any, Any], Tensor]
 _LOSSES = ("loss", "loss_function", "criterion", "loss_fn")
@@ -96,7 +96,7 @@ def has_members(task: LightningModule) -> bool:
 def checked_datamodule(
     callback: Callback,
     trainer: Trainer,
-    kind: type[InputDataModule] = ImageDataModule,  # type: ignore[type-abstract]
+    kind: type[InputDataModule] = InMemoryDataModule,  # type: ignore[type-abstract]
 ) -> Any:
     """Return the trainer's datamodule if it is of a kind.
 

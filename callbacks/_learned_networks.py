@@ -101,10 +101,10 @@ class Members(LearnedNetworks):
         if values is None:
             return {}
         found = {
-            number: {name: float(values[name][row]) for name in ("accuracy", "loss")}
+            number: {name: float(values[name][row]) for name in ("accuracy", "loss") if name in values}
             for row, number in enumerate(self.numbers)
         }
-        return {number: numbers for number, numbers in found.items() if not math.isnan(numbers["accuracy"])}
+        return {number: numbers for number, numbers in found.items() if not math.isnan(numbers["loss"])}
 
 
 def learned_networks(task: LightningModule) -> LearnedNetworks:

@@ -226,7 +226,7 @@ class BatchNormRecalibration(Callback):
         """Return this rank's batches."""
         data = checked_datamodule(self, trainer)
         loader = data.curvature_dataloader()
-        shares = [int(share) for share in gathered(len(loader.images))]
+        shares = [int(share) for share in gathered(len(loader.inputs))]
         total = sum(shares)
         if total == 0:
             raise ValueError(
@@ -253,10 +253,12 @@ class BatchNormRecalibration(Callback):
             length = min(length, fast)
 
         def prepared(part: Tensor) -> Any:
-            batch = trainer.precision_plugin.convert_input((loader.normalize(loader.images[part]), loader.labels[part]))
+            batch = trainer.precision_plugin.convert_input(
+                (loader.normalize(loader.inputs[part]), loader.targets[part])
+            )
             return trainer.strategy.batch_to_device(pl_module._on_before_batch_transfer(batch))
 
-        return _Batches(torch.split(mine.to(loader.images.device), size)[:length], prepared)
+        return _Batches(torch.split(mine.to(loader.inputs.device), size)[:length], prepared)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import rank, ranks
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import curve_geometry
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import picked
 from lightning_sym.reports.curve_geometry import CurveOf, curve_geometry_results
@@ -83,7 +83,7 @@ class CurveGeometry(RunReport):
         }
         super().__init__(dirpath)
 
-    def measure(self, trainer: Trainer, task: CurveTask, data: ImageDataModule) -> Any:
+    def measure(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule) -> Any:
         """Look at all curves."""
         network = copy.deepcopy(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
         images, labels = (part[: self.images] for part in data.split_tensors("train"))
@@ -112,7 +112,7 @@ class CurveGeometry(RunReport):
                 )
         return found
 
-    def report(self, trainer: Trainer, task: CurveTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return what was found, with figures."""
         members = sorted({number for name in measured for number in name[:2]})
         zoo = task.model_zoo

@@ -17,7 +17,7 @@ from lightning_sym._distributed import rank, ranks, summed, wide
 from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Curve, curve_barriers, curve_losses
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.landscape import LossSurface, WeightPlane, weight_tensors, weight_vector
 from lightning_sym.landscape.planes import trainable
 from lightning_sym.networks.batch_norm import batch_norms
@@ -90,7 +90,7 @@ class CurveReport(RunReport):
         self.plane_images = plane_images
         super().__init__(dirpath)
 
-    def measure(self, trainer: Trainer, task: CurveTask, data: ImageDataModule) -> Any:
+    def measure(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule) -> Any:
         """Evaluate all paths and planes."""
         network = copy.deepcopy(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
         # Twice as fast for convolutions on a CPU, without gradients; the same numbers up to rounding.
@@ -127,7 +127,7 @@ class CurveReport(RunReport):
                     progress(len(jobs) + done + 1, len(jobs) + len(drawn))
         return paths, planes, task.gathered()[0]
 
-    def report(self, trainer: Trainer, task: CurveTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return what was found, with figures and the curves themselves."""
         paths, planes, stopped = measured
         zoo, members = task.model_zoo, sorted({number for pair in task.pairs for number in pair})
@@ -165,7 +165,7 @@ class CurveReport(RunReport):
     # ---- planes
 
     def _plane(
-        self, name: str, curve: Curve, network: nn.Module, task: CurveTask, data: ImageDataModule
+        self, name: str, curve: Curve, network: nn.Module, task: CurveTask, data: InMemoryDataModule
     ) -> MeasuredPlane | None:
         """Return the loss in the plane of a curve; None if it has stayed a straight line."""
         try:

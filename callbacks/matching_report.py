@@ -12,7 +12,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
@@ -73,7 +73,7 @@ class MatchingReport(RunReport):
         self.recalibrate = recalibrate
         super().__init__(dirpath)
 
-    def measure(self, trainer: Trainer, task: MatchingTask, data: ImageDataModule) -> Any:
+    def measure(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule) -> Any:
         """Evaluate all lines; return their barriers and the distances of their ends."""
         device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
         loaders: dict[str, Iterable[tuple[Tensor, Tensor]]] = {
@@ -107,7 +107,7 @@ class MatchingReport(RunReport):
                     progress(done + 1, len(jobs))
         return curves, distances
 
-    def report(self, trainer: Trainer, task: MatchingTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return the barriers and the symmetry group, with figures."""
         curves, distances = measured
         zoo, members = task.model_zoo, sorted({number for pair in task.pairs for number in pair})

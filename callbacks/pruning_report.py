@@ -6,7 +6,7 @@ from typing import Any
 from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
 from lightning_sym.reports.pruning import PrunedMember, pruning_results
@@ -36,12 +36,12 @@ class PruningReport(RunReport):
     )
     example = "RashomonPruning"
 
-    def measure(self, trainer: Trainer, task: RashomonPruning, data: ImageDataModule) -> None:
+    def measure(self, trainer: Trainer, task: RashomonPruning, data: InMemoryDataModule) -> None:
         """Check that all networks are below their thresholds."""
         for job in range(len(task.jobs)):
             task.check(job)
 
-    def report(self, trainer: Trainer, task: RashomonPruning, data: ImageDataModule, measured: None) -> RunResults:
+    def report(self, trainer: Trainer, task: RashomonPruning, data: InMemoryDataModule, measured: None) -> RunResults:
         """Return the tables and the figure."""
         members = []
         for job, (number, epsilon) in enumerate(task.jobs):
@@ -78,7 +78,7 @@ class PruningReport(RunReport):
         self._write(task, data)
         return results
 
-    def _write(self, task: RashomonPruning, data: ImageDataModule) -> None:
+    def _write(self, task: RashomonPruning, data: InMemoryDataModule) -> None:
         """Write every network as a zoo of its own: each is another architecture."""
         for job, (number, _) in enumerate(task.jobs):
             small, pruning, last = task.pruned(job), task.prunings[job], task.prunings[job].history[-1]

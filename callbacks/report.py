@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from lightning_sym.callbacks._checks import check_needs, checked_datamodule, on_first_rank, run_folder
 from lightning_sym.callbacks.publishing import publish_results
-from lightning_sym.datamodules import ImageDataModule, InputDataModule
+from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.zoo import versions
 
@@ -36,7 +36,7 @@ class AfterFit(Callback, ABC):
 
     needs: ClassVar[tuple[str, ...]] = ()
     example: ClassVar[str] = ""
-    data_type: ClassVar[type[InputDataModule] | None] = ImageDataModule
+    data_type: ClassVar[type[InputDataModule] | None] = InMemoryDataModule
     folder: ClassVar[str] = "results"
 
     def __init__(self, dirpath: str | None = None) -> None:

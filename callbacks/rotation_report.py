@@ -6,7 +6,7 @@ from typing import Any
 from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.rotation import KINDS, rotation_results
@@ -41,7 +41,9 @@ class RotationReport(RunReport):
     )
     example = "RotationTask"
 
-    def measure(self, trainer: Trainer, task: RotationTask, data: ImageDataModule) -> dict[str, dict[str, list[float]]]:
+    def measure(
+        self, trainer: Trainer, task: RotationTask, data: InMemoryDataModule
+    ) -> dict[str, dict[str, list[float]]]:
         """Evaluate the kept weights and the members on the test split, and on the validation split if there is one."""
         validation = data.val_dataloader()
         with task.evaluating():
@@ -50,7 +52,7 @@ class RotationReport(RunReport):
                 found["val"] = task.evaluate(validation)
         return found
 
-    def report(self, trainer: Trainer, task: RotationTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: RotationTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return penalties and their means over members and repeats, with the figure."""
         networks = [
             {

@@ -6,7 +6,7 @@ from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.similarity_report import found_by, zoos_of
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
 from lightning_sym.reports.similarity import similarity_of_zoos_results
@@ -28,7 +28,9 @@ class SimilarityOfZoosReport(RunReport):
     needs = ("parts", "split", "seed")
     example = "SimilarityOfZoosTask"
 
-    def report(self, trainer: Trainer, task: SimilarityOfZoosTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(
+        self, trainer: Trainer, task: SimilarityOfZoosTask, data: InMemoryDataModule, measured: Any
+    ) -> RunResults:
         """Return the similarities, with the figure."""
         about = {
             "zoos": {name: {**zoos_of(part), **part.identity()} for name, part in task.parts.items()},

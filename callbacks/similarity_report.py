@@ -5,7 +5,7 @@ from typing import Any
 from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
 from lightning_sym.reports.similarity import Similarities, similarity_results
@@ -40,7 +40,7 @@ class SimilarityReport(RunReport):
     )
     example = "SimilarityTask"
 
-    def report(self, trainer: Trainer, task: SimilarityTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: SimilarityTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return the similarities, with figures."""
         found = found_by(task)
         about = {

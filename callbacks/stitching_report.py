@@ -7,7 +7,7 @@ from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, stitching_results
@@ -43,7 +43,7 @@ class StitchingReport(RunReport):
     )
     example = "StitchingTask"
 
-    def measure(self, trainer: Trainer, task: StitchingTask, data: ImageDataModule) -> Any:
+    def measure(self, trainer: Trainer, task: StitchingTask, data: InMemoryDataModule) -> Any:
         """Evaluate the kept weights on the test split; return the numbers by kind of statistics, and sparsities."""
         recalibration = _recalibration(trainer)
         evaluations: dict[str, dict[str, list[float]]] = {}
@@ -60,7 +60,7 @@ class StitchingReport(RunReport):
                     evaluations[RECALIBRATED] = task.evaluate(data.test_dataloader())
         return evaluations, sparsities
 
-    def report(self, trainer: Trainer, task: StitchingTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: StitchingTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return penalties and their means over pairs, with figures."""
         evaluations, sparsities = measured
         networks = []

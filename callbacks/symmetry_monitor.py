@@ -12,7 +12,7 @@ from lightning_sym._random import generator
 from lightning_sym.callbacks._checks import has_members
 from lightning_sym.callbacks._monitor import TrainingMonitor, by_member
 from lightning_sym.callbacks.publishing import publish_text
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.symmetry import GroupKind, SymmetryMeter, monitor_results, monitor_scalars
 from lightning_sym.zoo import versions
@@ -200,7 +200,7 @@ def _example(trainer: Trainer, pl_module: LightningModule) -> Any:
     if example is not None:
         return example
     data = getattr(trainer, "datamodule", None)
-    if isinstance(data, ImageDataModule):
+    if isinstance(data, InMemoryDataModule):
         return torch.randn(2, *data.input_shape, generator=generator("SymmetryMonitor"))
     return None
 

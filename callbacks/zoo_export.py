@@ -12,7 +12,7 @@ from lightning_sym._distributed import together
 from lightning_sym._text import ranges
 from lightning_sym.callbacks._checks import on_first_rank
 from lightning_sym.callbacks.report import AfterFit
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
 
@@ -86,7 +86,7 @@ class ZooExport(AfterFit):
         if self.active:
             on_first_rank(trainer, check)
 
-    def conclude(self, trainer: Trainer, task: ZooTask, data: ImageDataModule) -> None:
+    def conclude(self, trainer: Trainer, task: ZooTask, data: InMemoryDataModule) -> None:
         """Evaluate the kept weights and write this rank's members."""
         results = task.split_metrics(data)
         mine = task.member_seeds if task.member_parallel or trainer.is_global_zero else []

@@ -8,7 +8,7 @@ from pytorch_lightning import LightningModule, Trainer
 from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.zoo_export import ZooExport
-from lightning_sym.datamodules import ImageDataModule
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.zoo import zoo_results
 from lightning_sym.tasks import ZooTask
@@ -51,11 +51,11 @@ class ZooReport(RunReport):
                 "(metrics.csv has the losses of all members)."
             )
 
-    def measure(self, trainer: Trainer, task: ZooTask, data: ImageDataModule) -> Any:
+    def measure(self, trainer: Trainer, task: ZooTask, data: InMemoryDataModule) -> Any:
         """Evaluate the kept weights of all members on each split."""
         return task.split_metrics(data), *task.gathered()
 
-    def report(self, trainer: Trainer, task: ZooTask, data: ImageDataModule, measured: Any) -> RunResults:
+    def report(self, trainer: Trainer, task: ZooTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return the members' table and the figures, and where the zoo is."""
         results = zoo_results(
             task.numbers,

@@ -1,6 +1,12 @@
-"""Data: images in memory, in fixed splits, in batches for one network or for a population; Gaussian noise."""
+"""Data: images, and tensors of any kind, in memory, in fixed splits, in batches for networks; Gaussian noise."""
 
-from lightning_sym.datamodules.base import ImageDataModule, InputDataModule, LabelledImages
+from lightning_sym.datamodules.base import (
+    ImageDataModule,
+    InMemoryDataModule,
+    InputDataModule,
+    LabelledImages,
+    LabelledInputs,
+)
 from lightning_sym.datamodules.broden import BrodenDataModule
 from lightning_sym.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
 from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader, ConceptsDataModule
@@ -9,6 +15,7 @@ from lightning_sym.datamodules.gaussian import GaussianInputsDataModule
 from lightning_sym.datamodules.loader import EpochLoader, TensorLoader
 from lightning_sym.datamodules.mnist import FashionMNISTDataModule, MNISTDataModule
 from lightning_sym.datamodules.mnist5k import MNIST5kDataModule
+from lightning_sym.datamodules.tensors import DatasetDataModule, TensorDataModule
 from lightning_sym.datamodules.transforms import ImageTransform, Quadrant, Resized, Rotated, Translated
 
 __all__ = [
@@ -19,19 +26,23 @@ __all__ = [
     "ConceptBatch",
     "ConceptLoader",
     "ConceptsDataModule",
+    "DatasetDataModule",
     "DigitsDataModule",
     "EpochLoader",
     "FashionMNISTDataModule",
     "GaussianInputsDataModule",
     "ImageDataModule",
     "ImageTransform",
+    "InMemoryDataModule",
     "InputDataModule",
     "LabelledImages",
+    "LabelledInputs",
     "MNIST5kDataModule",
     "MNISTDataModule",
     "Quadrant",
     "Resized",
     "Rotated",
+    "TensorDataModule",
     "TensorLoader",
     "Translated",
 ]

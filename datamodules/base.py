@@ -1,6 +1,7 @@
-"""What all image datamodules share: transforms, splits, statistics, loaders and the identity of the data."""
+"""What all datamodules share: splits, statistics, loaders and the identity of the data; and those of images."""
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -19,6 +20,7 @@ from lightning_sym.datamodules.loader import (
     check_shift,
     check_statistics,
     normalisation,
+    normalised,
     too_large_batch,
 )
 from lightning_sym.datamodules.transforms import ImageTransform
@@ -33,6 +35,16 @@ class LabelledImages(NamedTuple):
     labels: Tensor
 
 
+class LabelledInputs(NamedTuple):
+    """Inputs of shape ``[N, ...]``, float32 or int64 tokens, and targets of shape ``[N, ...]``, int64 or float32."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+Split: TypeAlias = LabelledImages | LabelledInputs
+
+
 class InputDataModule(LightningDataModule, ABC):
     """Base of all datamodules here: what is asked of data where labels do not matter.
 
@@ -41,12 +53,27 @@ class InputDataModule(LightningDataModule, ABC):
     Attributes:
         input_shape: Shape of one input.
         num_classes: Number of outputs of networks for these data.
+        tokens: Number of different tokens if inputs are tokens, integers below it; None for other inputs.
+        regression: Whether targets are values, and not class numbers.
     """
 
     input_shape: tuple[int, ...]
     num_classes: int
+    tokens: int | None = None
+    regression: bool = False
     location_arguments: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments that say where the data lie, not what they are; not part of :meth:`identity`."""
+
+    @property
+    def in_channels(self) -> int:
+        """The first side of an input: the channels of an image."""
+        return self.input_shape[0]
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of an input in pixels; sides beyond the third count as width, absent ones as 1."""
+        sides = (*self.input_shape[1:], 1, 1)
+        return sides[0], math.prod(sides[1:])
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -64,6 +91,7 @@ class InputDataModule(LightningDataModule, ABC):
             "arguments": {name: value for name, value in sorted(self.hparams_initial.items()) if name not in hidden},
             "num_classes": self.num_classes,
             "input_shape": list(self.input_shape),
+            **({} if self.tokens is None else {"tokens": self.tokens}),
             "splits": dict(splits),
         }
 
@@ -79,7 +107,194 @@ class InputDataModule(LightningDataModule, ABC):
         }
 
 
-class ImageDataModule(InputDataModule):
+class InMemoryDataModule(InputDataModule):
+    """Base of data that lie in memory in three splits, batched by index on the right device.
+
+    A subclass implements :meth:`make_splits` and says what changes training inputs in :meth:`augmentation`; its
+    constructor hands on the arguments below.
+
+    The loaders are :class:`~lightning_sym.datamodules.TensorLoader`; they are sharded over the trainer's
+    processes and lie on its device (the CPU without a trainer). If the task has an attribute ``member_seeds``
+    (a sequence of ints), training batches have a leading axis with one row per member, each in the order of
+    its own seed; otherwise the order is that of ``data_seed``. Training drops the last incomplete batch.
+
+    Args:
+        batch_size: Training inputs per batch, process and member, >= 1.
+        eval_batch_size: Inputs per batch and process in every other loader, >= 1.
+        data_seed: Seed of the split, and of the order of the batches unless the task announces member seeds.
+
+    Attributes:
+        class_names: Names of the classes.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    class_names: tuple[str, ...]
+
+    def __init__(self, batch_size: int, eval_batch_size: int, data_seed: int) -> None:
+        super().__init__()
+        check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
+        # With more processes than evaluation inputs, some of them evaluate nothing.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self._batch_size, self._eval_batch_size, self._data_seed = batch_size, eval_batch_size, data_seed
+        self._splits: Mapping[DataSplit, Split] = {}
+        self._on_device: dict[tuple[DataSplit, torch.device], Split] = {}
+        self._statistics: tuple[list[float], list[float]] | None = None
+        self._fingerprint: str | None = None
+
+    @abstractmethod
+    def make_splits(self) -> tuple[Mapping[DataSplit, Split], tuple[list[float], list[float]] | None]:
+        """Return the three splits, and mean and standard deviation of each channel; None to leave inputs as they are.
+
+        Called once on every process.
+        """
+
+    def augmentation(self) -> dict[str, Any]:
+        """Return arguments of :class:`~lightning_sym.datamodules.TensorLoader` that change training inputs."""
+        return {}
+
+    @property
+    def mean(self) -> list[float] | None:
+        """Mean of each channel that is subtracted: of images in units of pixel values scaled to [0, 1]; None: none."""
+        self.setup()
+        return None if self._statistics is None else list(self._statistics[0])
+
+    @property
+    def std(self) -> list[float] | None:
+        """Standard deviation of each channel that is divided by, in the same units; None: none."""
+        self.setup()
+        return None if self._statistics is None else list(self._statistics[1])
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and split the data, on every process; does nothing the second time.
+
+        Args:
+            stage: Ignored: every split is made for every stage, so that the identity is always the same.
+
+        Raises:
+            ValueError: If the data are not what :meth:`make_splits` expects.
+        """
+        if not self._splits:
+            splits, self._statistics = self.make_splits()
+            self._splits = splits
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Let go of the copies on other devices; called on every process.
+
+        Args:
+            stage: Ignored.
+        """
+        self._on_device = {key: value for key, value in self._on_device.items() if key[1].type == "cpu"}
+
+    def train_dataloader(self) -> TensorLoader:
+        """Return the shuffled and augmented training batches, with a row per member of a population.
+
+        For a task that trains nothing and names a split in ``epoch_split`` they are the images of that split, as they
+        are, each once. It is an error (``ValueError``) if the training images do not fill one batch on every process.
+        """
+        split = None if self.trainer is None else getattr(self.trainer.lightning_module, "epoch_split", None)
+        if split is not None:
+            return self._loader(split, batch_size=self._eval_batch_size, dealt=True)
+        seeds = None if self.trainer is None else getattr(self.trainer.lightning_module, "member_seeds", None)
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._loader(
+            "train",
+            batch_size=self._batch_size,
+            seeds=self._data_seed if seeds is None else [int(seed) for seed in seeds],
+            **self.augmentation(),
+            drop_last=True,
+            reshuffle=not overfit,  # Lightning's meaning of overfit_batches: the same batches in every epoch
+        )
+
+    def curvature_dataloader(self) -> TensorLoader:
+        """Return all training images in a fixed order without augmentation, each on exactly one process."""
+        return self._loader("train", batch_size=self._eval_batch_size)
+
+    def val_dataloader(self) -> TensorLoader | list[TensorLoader]:
+        """Return the validation images in a fixed order.
+
+        Returns:
+            The loader, or an empty list if ``val_fraction`` is 0: then Lightning skips validation (and says
+            once that there is none).
+        """
+        self.setup()
+        if len(self._splits["val"][0]) == 0:
+            return []
+        return self._loader("val", batch_size=self._eval_batch_size)
+
+    def test_dataloader(self) -> TensorLoader:
+        """Return the test images in a fixed order."""
+        return self._loader("test", batch_size=self._eval_batch_size)
+
+    def predict_dataloader(self) -> TensorLoader:
+        """Return the test images in a fixed order, with their labels."""
+        return self._loader("test", batch_size=self._eval_batch_size)
+
+    def split_tensors(self, split: DataSplit) -> Split:
+        """Return the raw inputs and targets of a split, on the CPU.
+
+        Args:
+            split: ``"train"``, ``"val"`` or ``"test"``.
+
+        Returns:
+            Inputs of shape ``[N, *input_shape]``, before normalisation, and targets: images as uint8 with labels
+            ``[N]``, int64. They are the datamodule's own: do not write into them.
+
+        Raises:
+            ValueError: If there is no such split.
+        """
+        if split not in ("train", "val", "test"):
+            raise ValueError(unknown("split", split, ("train", "val", "test")))
+        self.setup()
+        return self._splits[split]
+
+    def normalize(self, inputs: Tensor) -> Tensor:
+        """Return inputs as the networks get them.
+
+        Args:
+            inputs: Shape ``[..., *input_shape]``, as :meth:`split_tensors` has them, on any device.
+
+        Returns:
+            ``(images / 255 - mean) / std``, ``(inputs - mean) / std``, or a copy. Same shape and device; bitwise as in
+            the loaders.
+        """
+        self.setup()
+        like = self._splits["train"][0][:0].to(inputs.device)
+        return normalised(inputs, None if self._statistics is None else normalisation(*self._statistics, like))
+
+    def identity(self) -> dict[str, Any]:
+        """Say exactly which data these are, in plain values that can be written as JSON; reads the data.
+
+        Returns:
+            ``class_path``; ``arguments`` (without those that only say where the files lie); ``num_classes``,
+            ``input_shape``; ``splits``, the number of inputs in each; ``mean`` and ``std`` in use, or None;
+            ``fingerprint``, the SHA-256 of shapes, types and bytes of all split tensors. The same in every
+            run and process.
+        """
+        self.setup()
+        if self._fingerprint is None:
+            self._fingerprint = _fingerprint(self._splits)
+        return {
+            **self._described({name: len(part[0]) for name, part in self._splits.items()}),
+            "mean": self.mean,
+            "std": self.std,
+            "fingerprint": self._fingerprint,
+        }
+
+    def _loader(self, split: DataSplit, **options: Any) -> TensorLoader:
+        """Make any of the loaders, with the trainer's device and this process's share."""
+        self.setup()
+        place = self._place()
+        device = place["device"]
+        if (split, device) not in self._on_device:
+            part = self._splits[split]
+            self._on_device[split, device] = type(part)(*(tensor.to(device) for tensor in part))
+        inputs, targets = self._on_device[split, device]
+        return TensorLoader(inputs, targets, mean=self.mean, std=self.std, **place, **options)
+
+
+class ImageDataModule(InMemoryDataModule):
     """Base of the image datamodules: small data, in memory as uint8, batched by index on the right device.
 
     A subclass implements :meth:`load` and states ``source_shape`` and ``source_classes`` (and, if it can,
@@ -91,11 +306,6 @@ class ImageDataModule(InputDataModule):
     ``train_fraction`` and ``max_samples`` keep the first of each split, so a smaller training set is part of
     a larger one. The test set depends on neither. Images are normalised with the statistics of the training
     images that are left.
-
-    The loaders are :class:`~lightning_sym.datamodules.TensorLoader`; they are sharded over the trainer's
-    processes and lie on its device (the CPU without a trainer). If the task has an attribute ``member_seeds``
-    (a sequence of ints), training batches have a leading axis with one row per member, each in the order of
-    its own seed; otherwise the order is that of ``data_seed``. Training drops the last incomplete batch.
 
     Args:
         batch_size: Training images per batch, process and member, >= 1.
@@ -151,7 +361,7 @@ class ImageDataModule(InputDataModule):
         std: list[float] | None = None,
         transforms: list[ImageTransform] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, eval_batch_size, data_seed)
         # A checkpoint holds transforms as plain values; load_from_checkpoint brings them back as such.
         self._transforms = [
             ImageTransform.from_config(transform) if isinstance(transform, Mapping) else transform
@@ -159,8 +369,6 @@ class ImageDataModule(InputDataModule):
         ]
         self.save_hyperparameters(ignore=["transforms"])
         self.save_hyperparameters({"transforms": [transform.config() for transform in self._transforms] or None})
-        # With more processes than evaluation images, some of them evaluate nothing.
-        self.allow_zero_length_dataloader_with_multiple_devices = True
 
         self.input_shape: tuple[int, int, int] = self.source_shape
         self.num_classes: int = self.source_classes
@@ -170,25 +378,17 @@ class ImageDataModule(InputDataModule):
             self.num_classes = transform.output_classes(self.num_classes)
             self.class_names = transform.output_names(self.class_names)
 
-        check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
         check_numbers("in (0, 1]", train_fraction=train_fraction)
         check_numbers("in [0, 1)", val_fraction=val_fraction)
         if max_samples is not None:
             check_integers(max_samples=max_samples)
         check_shift(shift, shift_fill, self.image_size)
         check_statistics(mean, std, self.in_channels)
-        self._batch_size, self._eval_batch_size = batch_size, eval_batch_size
         self._train_fraction, self._val_fraction, self._max_samples = train_fraction, val_fraction, max_samples
-        self._data_seed = data_seed
         self._shift, self._shift_fill, self._flip = shift, shift_fill, flip
         self._given_mean, self._given_std = mean, std
         if self.source_sizes is not None:
             self._split_sizes(*self.source_sizes)
-
-        self._splits: dict[DataSplit, LabelledImages] = {}
-        self._on_device: dict[tuple[DataSplit, torch.device], LabelledImages] = {}
-        self._statistics: tuple[list[float], list[float]] = ([], [])
-        self._fingerprint: str | None = None
 
     @abstractmethod
     def load(self) -> tuple[LabelledImages, LabelledImages]:
@@ -201,44 +401,21 @@ class ImageDataModule(InputDataModule):
         """
 
     @property
-    def in_channels(self) -> int:
-        """Number of channels of an image, after the transforms."""
-        return self.input_shape[0]
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of an image in pixels, after the transforms."""
-        return self.input_shape[1:]
-
-    @property
     def transforms(self) -> tuple[ImageTransform, ...]:
         """The transforms in the order in which they are applied."""
         return tuple(self._transforms)
 
-    @property
-    def mean(self) -> list[float]:
-        """Mean of each channel that is subtracted, in units of pixel values scaled to [0, 1]."""
-        self.setup()
-        return list(self._statistics[0])
+    def augmentation(self) -> dict[str, Any]:
+        """Return shift and flip."""
+        return {"shift": self._shift, "shift_fill": self._shift_fill, "flip": self._flip}
 
-    @property
-    def std(self) -> list[float]:
-        """Standard deviation of each channel that is divided by, in the same units."""
-        self.setup()
-        return list(self._statistics[1])
-
-    def setup(self, stage: str | None = None) -> None:
-        """Read, transform and split the data, on every process; does nothing the second time.
-
-        Args:
-            stage: Ignored: every split is made for every stage, so that the identity is always the same.
+    def make_splits(self) -> tuple[Mapping[DataSplit, LabelledImages], tuple[list[float], list[float]]]:
+        """Load, transform and split the images.
 
         Raises:
             ValueError: If the data do not have the shape and classes that they should have, if a split is
                 empty, or if a channel is constant and ``std`` is not given.
         """
-        if self._splits:
-            return
         train, test = self.load()
         for name, part in (("train", train), ("test", test)):
             self._check(part, f"the {name} images of the source", self.source_shape, self.source_classes)
@@ -260,112 +437,13 @@ class ImageDataModule(InputDataModule):
             "val": LabelledImages(train.images[indices["val"]], train.labels[indices["val"]]),
             "test": LabelledImages(test.images[: sizes["test"]].clone(), test.labels[: sizes["test"]].clone()),
         }
-        self._statistics = self._choose_statistics(splits["train"].images)
-        self._splits = splits
-
-    def teardown(self, stage: str | None = None) -> None:
-        """Let go of the copies on other devices; called on every process.
-
-        Args:
-            stage: Ignored.
-        """
-        self._on_device = {key: value for key, value in self._on_device.items() if key[1].type == "cpu"}
-
-    def train_dataloader(self) -> TensorLoader:
-        """Return the shuffled and augmented training batches, with a row per member of a population.
-
-        For a task that trains nothing and names a split in ``epoch_split`` they are the images of that split, as they
-        are, each once. It is an error (``ValueError``) if the training images do not fill one batch on every process.
-        """
-        split = None if self.trainer is None else getattr(self.trainer.lightning_module, "epoch_split", None)
-        if split is not None:
-            return self._loader(split, batch_size=self._eval_batch_size, dealt=True)
-        seeds = None if self.trainer is None else getattr(self.trainer.lightning_module, "member_seeds", None)
-        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._loader(
-            "train",
-            batch_size=self._batch_size,
-            seeds=self._data_seed if seeds is None else [int(seed) for seed in seeds],
-            shift=self._shift,
-            shift_fill=self._shift_fill,
-            flip=self._flip,
-            drop_last=True,
-            reshuffle=not overfit,  # Lightning's meaning of overfit_batches: the same batches in every epoch
-        )
-
-    def curvature_dataloader(self) -> TensorLoader:
-        """Return all training images in a fixed order without augmentation, each on exactly one process."""
-        return self._loader("train", batch_size=self._eval_batch_size)
-
-    def val_dataloader(self) -> TensorLoader | list[TensorLoader]:
-        """Return the validation images in a fixed order.
-
-        Returns:
-            The loader, or an empty list if ``val_fraction`` is 0: then Lightning skips validation (and says
-            once that there is none).
-        """
-        self.setup()
-        if len(self._splits["val"].images) == 0:
-            return []
-        return self._loader("val", batch_size=self._eval_batch_size)
-
-    def test_dataloader(self) -> TensorLoader:
-        """Return the test images in a fixed order."""
-        return self._loader("test", batch_size=self._eval_batch_size)
-
-    def predict_dataloader(self) -> TensorLoader:
-        """Return the test images in a fixed order, with their labels."""
-        return self._loader("test", batch_size=self._eval_batch_size)
+        return splits, self._choose_statistics(splits["train"].images)
 
     def split_tensors(self, split: DataSplit) -> LabelledImages:
-        """Return the raw images and labels of a split, on the CPU.
-
-        Args:
-            split: ``"train"``, ``"val"`` or ``"test"``.
-
-        Returns:
-            Images of shape ``[N, *input_shape]``, uint8, before normalisation, and labels of shape ``[N]``,
-            int64. They are the datamodule's own: do not write into them.
-
-        Raises:
-            ValueError: If there is no such split.
-        """
-        if split not in ("train", "val", "test"):
-            raise ValueError(unknown("split", split, ("train", "val", "test")))
-        self.setup()
-        return self._splits[split]
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """Return images as the networks get them.
-
-        Args:
-            images: Shape ``[..., C, H, W]``, uint8, any device.
-
-        Returns:
-            ``(images / 255 - mean) / std``. Same shape and device, float32; bitwise as in the loaders.
-        """
-        self.setup()
-        mean, scale = normalisation(*self._statistics, images.device)
-        return images.float().sub_(mean).mul_(scale)
-
-    def identity(self) -> dict[str, Any]:
-        """Say exactly which data these are, in plain values that can be written as JSON; reads the data.
-
-        Returns:
-            ``class_path``; ``arguments`` (without those that only say where the files lie); ``num_classes``,
-            ``input_shape``; ``splits``, the number of images in each; ``mean`` and ``std`` in use;
-            ``fingerprint``, the SHA-256 of shapes, types and bytes of all split tensors. The same in every
-            run and process.
-        """
-        self.setup()
-        if self._fingerprint is None:
-            self._fingerprint = _fingerprint(self._splits)
-        return {
-            **self._described({name: len(part.images) for name, part in self._splits.items()}),
-            "mean": list(self._statistics[0]),
-            "std": list(self._statistics[1]),
-            "fingerprint": self._fingerprint,
-        }
+        """Return the raw images and labels of a split, on the CPU; see :meth:`InMemoryDataModule.split_tensors`."""
+        part = super().split_tensors(split)
+        assert isinstance(part, LabelledImages)
+        return part
 
     def _split_sizes(self, train: int, test: int) -> dict[DataSplit, int]:
         """Return how many images each split keeps of a source with so many training and test images."""
@@ -415,17 +493,6 @@ class ImageDataModule(InputDataModule):
         mean, std = ([float(value) for value in (measured if own is None else own)] for own, measured in given)
         return mean, std
 
-    def _loader(self, split: DataSplit, **options: Any) -> TensorLoader:
-        """Make any of the loaders, with the trainer's device and this process's share."""
-        self.setup()
-        place = self._place()
-        device = place["device"]
-        if (split, device) not in self._on_device:
-            self._on_device[split, device] = LabelledImages(*(part.to(device) for part in self._splits[split]))
-        images, labels = self._on_device[split, device]
-        mean, std = self._statistics
-        return TensorLoader(images, labels, mean=mean, std=std, **place, **options)
-
 
 def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each channel, exactly.
@@ -453,7 +520,7 @@ def channel_statistics(images: Tensor) -> tuple[list[float], list[float]]:
     return means, stds
 
 
-def _fingerprint(splits: Mapping[DataSplit, LabelledImages]) -> str:
+def _fingerprint(splits: Mapping[DataSplit, Split]) -> str:
     digest = hashlib.sha256()
     for name, part in splits.items():
         for field, tensor in zip(part._fields, part, strict=True):

@@ -15,7 +15,7 @@ from lightning_sym._checks import check_integers, height_width
 from lightning_sym._text import unknown
 from lightning_sym.datamodules.base import InputDataModule
 from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader
-from lightning_sym.datamodules.loader import check_statistics, normalisation
+from lightning_sym.datamodules.loader import check_statistics, normalisation, normalised
 
 
 class BrodenDataModule(InputDataModule):
@@ -164,10 +164,9 @@ class BrodenDataModule(InputDataModule):
         def make(own: slice) -> ConceptBatch:
             rows = self._rows[own]
             images = torch.stack([self._image(row["image"]) for row in rows]).to(device)
-            mean, scale = normalisation(*self._statistics, device)
             found = [self._annotation(row) for row in rows]
             masks, annotated = (torch.stack(part).to(device) for part in zip(*found, strict=True))
-            return ConceptBatch(images.float().sub_(mean).mul_(scale), masks, annotated, None)
+            return ConceptBatch(normalised(images, normalisation(*self._statistics, images)), masks, annotated, None)
 
         return ConceptLoader(len(self._rows), self._batch_size, make, **place)
 

@@ -1,6 +1,5 @@
 """Gaussian noise as inputs, for questions about a network's function that no data set answers."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,17 +137,6 @@ class GaussianInputsDataModule(InputDataModule):
         self._sizes = {"train": samples, "val": val_samples, "test": test_samples}
         self._batch_size, self._eval_batch_size = batch_size, eval_batch_size
         self._data_seed = data_seed
-
-    @property
-    def in_channels(self) -> int:
-        """The first side of an input."""
-        return self.input_shape[0]
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of an input; sides beyond the third count as width, absent ones as 1."""
-        sides = (*self.input_shape[1:], 1, 1)
-        return sides[0], math.prod(sides[1:])
 
     def identity(self) -> dict[str, Any]:
         """Say exactly which inputs these are, in plain values that can be written as JSON."""

@@ -1,4 +1,4 @@
-"""Batches of images that already lie in memory, made by indexing."""
+"""Batches of inputs that already lie in memory, made by indexing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -138,17 +138,18 @@ class EpochLoader(ABC):
 
 
 class TensorLoader(EpochLoader):
-    """Batches of normalised images, with random shifts and flips, for one network or for a population.
+    """Batches of normalised images with random shifts and flips, or of other inputs, for one network or a population.
 
     An iterable with a length: no worker processes, no per-image Python. A batch is one gather from the uint8
-    images, followed by flip and normalisation, on the device on which the images lie.
+    images, followed by flip and normalisation, on the device on which the images lie. Inputs that are no uint8 images
+    are floats or tokens of any shape, with targets of any shape; they are neither shifted nor flipped.
 
     The order of seed ``s`` in epoch ``e`` is ``torch.randperm(N, generator=generator("order", s, e))`` and
     the augmentation of all ``N`` positions of the epoch is drawn from ``generator("augment", s, e)``, always
     on the CPU. So a batch depends on ``(seed, epoch, position)`` only: not on the device, nor on how many
     processes share the work, nor on which other members are trained beside this one.
 
-    Batches are pairs ``(images, labels)``, float32 and int64:
+    Batches are pairs ``(inputs, targets)``; of images float32, with labels, int64:
 
     - ``seeds`` None: the images in their order. Shapes ``[B, C, H, W]`` and ``[B]``.
     - ``seeds`` an int: shuffled anew each epoch. Same shapes.
@@ -161,11 +162,12 @@ class TensorLoader(EpochLoader):
     the ``r``-th ``B``, so that ``W`` processes with batches of ``B`` see together what one sees with ``B*W``.
 
     Args:
-        images: Images. Shape ``[N, C, H, W]``, uint8.
-        labels: Class numbers. Shape ``[N]``, int64.
+        inputs: Images of shape ``[N, C, H, W]``, uint8; or floats, or tokens (int64), of shape ``[N, ...]``.
+        targets: Class numbers of images, shape ``[N]``, int64; of other inputs also floats, ``[N, ...]``.
         batch_size: Images per batch, member and process, >= 1.
-        mean: Mean of each channel, subtracted. Length ``C``, in units of pixel values scaled to [0, 1].
-        std: Standard deviation of each channel, divided by. Length ``C``, > 0, same units.
+        mean: Mean of each channel (the first axis of an input), subtracted. Length ``C``, in units of pixel values
+            scaled to [0, 1], of floats in their own units. None, for floats and tokens: they stay as they are.
+        std: Standard deviation of each channel, divided by. Length ``C``, > 0, same units. None as ``mean``.
         seeds: None, one seed or one seed per member, see above.
         shift: Largest random shift along each axis, in pixels, 0 <= shift < min(H, W). Integer shifts are
             drawn uniformly from ``[-shift, shift]``, for each image its own. Needs seeds.
@@ -179,16 +181,16 @@ class TensorLoader(EpochLoader):
         reshuffle: False: every epoch has the order and the augmentation of epoch 0.
         dealt: Without seeds: processes take whole batches in turn, in place of contiguous parts, so that the batches
             are the same for any number of processes, and all have as many, of which the last may be empty.
-        device: Where the batches are made. None: where ``images`` lie.
+        device: Where the batches are made. None: where ``inputs`` lie.
 
     Attributes:
-        images: The raw images that this process draws from, uint8, on the device.
-        labels: Their labels, on the device.
+        inputs: The raw inputs that this process draws from, on the device.
+        targets: Their targets, on the device.
         sampler: Takes the epoch, see :class:`EpochSampler`.
         batch_sampler: None.
 
     Raises:
-        ValueError: If an argument is out of its range, if there are no images, or if ``drop_last`` would
+        ValueError: If an argument is out of its range, if there are no inputs, or if ``drop_last`` would
             leave out every image.
 
     Note:
@@ -197,12 +199,12 @@ class TensorLoader(EpochLoader):
 
     def __init__(
         self,
-        images: Tensor,
-        labels: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
         *,
         batch_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
         seeds: Sequence[int] | int | None = None,
         shift: int = 0,
         shift_fill: float | Literal["mean"] = "mean",
@@ -214,10 +216,16 @@ class TensorLoader(EpochLoader):
         dealt: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        check_images(images, labels)
+        images = inputs.dtype == torch.uint8
+        (check_images if images else check_tensors)(inputs, targets)
         check_integers(batch_size=batch_size)
-        check_statistics(mean, std, images.shape[1])
-        check_shift(shift, shift_fill, (images.shape[2], images.shape[3]))
+        if images and (mean is None or std is None):
+            raise ValueError("Images are normalised by mean and std; got None.")
+        if images:
+            check_statistics(mean, std, inputs.shape[1])
+            check_shift(shift, shift_fill, (inputs.shape[2], inputs.shape[3]))
+        elif shift or flip:
+            raise ValueError(f"shift and flip are for uint8 images, got {inputs.dtype}; leave them out.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, world_size), got rank {rank} of world_size {world_size}.")
         if seeds is None and (shift > 0 or flip):
@@ -227,7 +235,7 @@ class TensorLoader(EpochLoader):
 
         whole = seeds is not None or dealt
         super().__init__(
-            len(images),
+            len(inputs),
             batch_size,
             interleaved=whole,
             drop_last=drop_last,
@@ -236,29 +244,29 @@ class TensorLoader(EpochLoader):
             world_size=world_size,
         )
         if drop_last and len(self) == 0:
-            raise ValueError(too_large_batch(batch_size, world_size, len(images)))
-        device = images.device if device is None else torch.device(device)
+            raise ValueError(too_large_batch(batch_size, world_size, len(inputs)))
+        device = inputs.device if device is None else torch.device(device)
         self._seeds = seeds if seeds is None or isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
         self._shift, self._flip = shift, flip
         self._reshuffle = reshuffle
         own = slice(None) if whole else slice(self._first, self._end)
         self._offset = 0 if whole else self._first
-        self.images = images[own].to(device)
-        self.labels = labels[own].to(device)
-        self._mean, self._scale = normalisation(mean, std, device)
-        self._windows = self.images if shift == 0 else _windows(self.images, shift, shift_fill, mean)
+        self.inputs = inputs[own].to(device)
+        self.targets = targets[own].to(device)
+        self._affine = None if mean is None or std is None else normalisation(mean, std, self.inputs)
+        self._windows = self.inputs if shift == 0 else _windows(self.inputs, shift, shift_fill, mean or [])
 
-    def normalize(self, images: Tensor) -> Tensor:
-        """Return images as the batches have them.
+    def normalize(self, inputs: Tensor) -> Tensor:
+        """Return inputs as the batches have them.
 
         Args:
-            images: Shape ``[..., C, H, W]``, uint8, on the loader's device.
+            inputs: Shape ``[..., C, H, W]``, uint8, or floats or tokens of the shape of the loader's, on its device.
 
         Returns:
-            ``(images / 255 - mean) / std``. Same shape, float32.
+            ``(images / 255 - mean) / std`` of images, float32; ``(inputs - mean) / std`` of floats, or a copy. Same
+            shape.
         """
-        # In place, and no fused multiply-add, so that a row's bits do not depend on the batch around it.
-        return images.float().sub_(self._mean).mul_(self._scale)
+        return normalised(inputs, self._affine)
 
     def epoch_batches(self, epoch: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         """Return what makes the batches of an epoch from their numbers."""
@@ -273,14 +281,14 @@ class TensorLoader(EpochLoader):
         seeds = [self._seeds] if isinstance(self._seeds, int) else self._seeds
         orders, shifts, flips = [], [], []
         for seed in seeds:
-            orders.append(torch.randperm(len(self.images), generator=generator("order", seed, epoch)))
+            orders.append(torch.randperm(len(self.inputs), generator=generator("order", seed, epoch)))
             augment = generator("augment", seed, epoch)
-            shifts.append(torch.randint(2 * self._shift + 1, (2, len(self.images)), generator=augment))
-            flips.append(torch.rand(len(self.images), generator=augment) < 0.5)
+            shifts.append(torch.randint(2 * self._shift + 1, (2, len(self.inputs)), generator=augment))
+            flips.append(torch.rand(len(self.inputs), generator=augment) < 0.5)
         order, shift, flip = torch.stack(orders), torch.stack(shifts, dim=1), torch.stack(flips)
         if isinstance(self._seeds, int):
             order, shift, flip = order[0], shift[:, 0], flip[0]
-        device = self.images.device
+        device = self.inputs.device
         return (
             order.to(device),
             shift.to(device) if self._shift else None,
@@ -292,16 +300,16 @@ class TensorLoader(EpochLoader):
     ) -> tuple[Tensor, Tensor]:
         if draws is None:
             own = slice(positions.start - self._offset, positions.stop - self._offset)
-            return self.normalize(self.images[own]), self.labels[own]
+            return self.normalize(self.inputs[own]), self.targets[own]
         order, shift, flip = draws
         indices = order[..., positions]
         if shift is None:
-            images = self.images[indices]
+            inputs = self.inputs[indices]
         else:
-            images = self._windows[indices, :, shift[0, ..., positions], shift[1, ..., positions]]
+            inputs = self._windows[indices, :, shift[0, ..., positions], shift[1, ..., positions]]
         if flip is not None:
-            images = torch.where(flip[..., positions, None, None, None], images.flip(-1), images)
-        return self.normalize(images), self.labels[indices]
+            inputs = torch.where(flip[..., positions, None, None, None], inputs.flip(-1), inputs)
+        return self.normalize(inputs), self.targets[indices]
 
 
 def _windows(images: Tensor, shift: int, fill: float | Literal["mean"], mean: Sequence[float]) -> Tensor:
@@ -315,19 +323,60 @@ def _windows(images: Tensor, shift: int, fill: float | Literal["mean"], mean: Se
     return padded.unfold(2, height, 1).unfold(3, width, 1)
 
 
-def normalisation(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what is taken off the pixel values of each channel, and what the rest is multiplied by.
+def normalisation(mean: Sequence[float], std: Sequence[float], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is taken off the values of each channel, and what the rest is multiplied by.
 
     Args:
-        mean: Mean of each channel, in units of pixel values scaled to [0, 1].
+        mean: Mean of each channel, in units of pixel values scaled to [0, 1]; of floats in their own units.
         std: Standard deviation of each channel, same units.
-        device: Where the images are.
+        like: Inputs ``[N, C, ...]`` on the device that is meant: uint8 images or floats.
 
     Returns:
-        Shape ``[C, 1, 1]`` each, float32.
+        Shape ``[C, 1, ...]`` each, float32.
     """
-    means, stds = (torch.tensor(list(values), dtype=torch.float64)[:, None, None] * 255 for values in (mean, std))
-    return means.float().to(device), (1 / stds).float().to(device)
+    unit, ones = 255 if like.dtype == torch.uint8 else 1, [1] * (like.ndim - 2)
+    means, stds = (torch.tensor(list(values), dtype=torch.float64).view(-1, *ones) * unit for values in (mean, std))
+    return means.float().to(like.device), (1 / stds).float().to(like.device)
+
+
+def normalised(inputs: Tensor, affine: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return inputs as networks get them.
+
+    Args:
+        inputs: uint8 images, floats or tokens; not changed.
+        affine: What :func:`normalisation` returned, on the same device; None leaves the inputs as they are.
+
+    Returns:
+        A new tensor of the same shape.
+    """
+    if affine is None:
+        return inputs.clone()
+    mean, scale = affine
+    # One after the other: no fused multiply-add, so that a row's bits do not depend on the batch around it.
+    return (inputs - mean).mul_(scale)
+
+
+def check_tensors(inputs: Tensor, targets: Tensor, where: str = "inputs") -> None:
+    """Check that inputs and targets of any shape fit each other.
+
+    Args:
+        inputs: Must be floats or tokens (int64) of shape ``[N, D, ...]``, no size 0.
+        targets: Must be int64 or floats of shape ``[N, ...]``.
+        where: What to call them in the message.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    for name, tensor, least in (("inputs", inputs, 2), ("targets", targets, 1)):
+        if not (tensor.is_floating_point() or tensor.dtype == torch.int64) or tensor.ndim < least:
+            raise ValueError(
+                f"{where}: {name} must be floats or int64 of shape [N, {'D, ' if least == 2 else ''}...], got "
+                f"{tensor.dtype} of shape {list(tensor.shape)}."
+            )
+    if len(inputs) != len(targets):
+        raise ValueError(f"{where}: there must be one target per input, got {len(targets)} for {len(inputs)}.")
+    if inputs.numel() == 0:
+        raise ValueError(f"{where} must not be empty, got shape {list(inputs.shape)}.")
 
 
 def check_images(images: Tensor, labels: Tensor, where: str = "images") -> None:
@@ -394,6 +443,6 @@ def too_large_batch(batch_size: int, world_size: int, total: int) -> str:
     """Return the sentence that says that not even one full batch can be made."""
     product = f" x {world_size} processes = {batch_size * world_size}" if world_size > 1 else ""
     return (
-        f"batch_size {batch_size}{product} is more than the {total} training images, and incomplete batches "
+        f"batch_size {batch_size}{product} is more than the {total} training inputs, and incomplete batches "
         f"are dropped; use a batch_size of at most {total // world_size}."
     )

@@ -104,7 +104,7 @@ def require_two(zoo: ModelZoo, what: str) -> None:
 
 
 def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Tensor:
-    """Return two random images of the size that a member was trained on, of its weights' dtype.
+    """Return two random inputs of the shape that a member was trained on: tokens, or of its weights' dtype.
 
     Args:
         zoo: Its zoo.
@@ -115,13 +115,18 @@ def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Te
     Raises:
         ValueError: If neither knows.
     """
-    shape = zoo.member(number).data.get("input_shape", getattr(data, "input_shape", None))
+    known = zoo.member(number).data
+    shape = known.get("input_shape", getattr(data, "input_shape", None))
     if shape is None:
         raise ValueError(
             f"The zoo at {zoo.path} does not say what its networks' inputs are, and neither do the data; use a "
             "datamodule with input_shape."
         )
-    example = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
+    tokens = known.get("tokens", getattr(data, "tokens", None))
+    source = torch.Generator().manual_seed(0)
+    if tokens is not None:
+        return torch.randint(tokens, (2, *shape), generator=source)
+    example = torch.rand(2, *shape, generator=source)
     return example.to(next(network.parameters()).dtype)
 
 

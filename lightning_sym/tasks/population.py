@@ -300,7 +300,8 @@ class PopulationTask(LightningModule):
         """Check that the trainer suits a population.
 
         Raises:
-            ValueError: If it would tie the members together, or cannot place them.
+            ValueError: If it would tie the members together, or cannot place them, or targets are values and the loss
+                is the cross-entropy.
         """
         if self.trainer.precision == "16-mixed":
             raise ValueError(
@@ -313,6 +314,14 @@ class PopulationTask(LightningModule):
             raise ValueError(
                 f"{type(self).__name__} shares out the data, not its members; use --trainer.strategy ddp in place of "
                 "ddp_members."
+            )
+        data = getattr(self.trainer, "datamodule", None)
+        as_they_are = type(self).evaluation_batch is PopulationTask.evaluation_batch
+        if self.classifies and as_they_are and getattr(data, "regression", False):
+            raise ValueError(
+                f"{type(self).__name__} has the cross-entropy as its loss, which is of class numbers, and the targets "
+                f"of {type(data).__name__} are values; train them by ZooTask with loss=lightning_sym.tasks."
+                "SquaredDistance (--model.loss), and compare such networks in Python (docs/your-own.md)."
             )
 
     def configure_model(self) -> None:

@@ -11,7 +11,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, build
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.tasks._members import check_data
-from lightning_sym.tasks.losses import CrossEntropy
+from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
@@ -66,7 +66,8 @@ class ZooTask(PopulationTask):
             the best epoch is that with the lowest one. In YAML the path of a function or of a class, as
             ``torch.nn.MSELoss``.
         prior_precision: Precision of the Gaussian prior of all weights at the start, > 0; it needs an optimizer without
-            weight decay and the plain cross-entropy. Default: members have no prior.
+            weight decay, and the plain cross-entropy or, for a regression, the loss
+            :class:`lightning_sym.tasks.SquaredDistance`. Default: members have no prior.
         initial: Folder of a zoo whose members of these numbers are where training begins. Default: with random weights.
         allow: Packages of your own whose networks that zoo may hold, see ``ModelZoo.open``.
 
@@ -132,13 +133,19 @@ class ZooTask(PopulationTask):
         self.label_smoothing = label_smoothing
         self.channels_last = channels_last
         if prior_precision is not None:
-            if label_smoothing or loss is not None:
-                setting = f"label_smoothing {label_smoothing}" if loss is None else "a loss of your own"
+            regression = isinstance(loss, SquaredDistance)
+            if label_smoothing or (loss is not None and not regression):
+                setting = f"label_smoothing {label_smoothing}" if loss is None else f"loss {self._loss_name}"
                 raise ValueError(
-                    f"With {setting} the loss is no log likelihood, which prior_precision needs; leave one of the two "
-                    "out."
+                    f"With {setting} the loss is no log likelihood, which prior_precision needs; use the plain "
+                    "cross-entropy, lightning_sym.tasks.SquaredDistance for values, or leave prior_precision out."
                 )
-            self.prior = GaussianPrior(network.fresh(seed), prior_precision, members=self.numbers)
+            self.prior = GaussianPrior(
+                network.fresh(seed),
+                prior_precision,
+                likelihood="regression" if regression else "classification",
+                members=self.numbers,
+            )
             self._describe_optimizer()  # refuses weight decay now
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler", "loss"])

@@ -105,7 +105,7 @@ members must be an integer >= 1, got 0.
 $ fit SMALL --data.val_fraction=1
 val_fraction must be a number in [0, 1), got 1.0.
 $ fit SMALL --data.batch_size=1000
-batch_size 1000 is more than the 64 training images, and incomplete batches are dropped; use a batch_size of at most 64.
+batch_size 1000 is more than the 64 training inputs, and incomplete batches are dropped; use a batch_size of at most 64.
 $ fit SMALL --model.network.activation=reluu
 Unknown activation 'reluu'; expected one of: relu, ... Did you mean 'relu'?
 $ fit SMALL --model.network=MyrtleCNN --data.transforms+=Resized --data.transforms.size=4

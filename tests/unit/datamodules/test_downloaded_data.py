@@ -160,7 +160,7 @@ def test_offline_and_absent_says_where_and_what_to_do(tmp_path, monkeypatch, cls
 
 
 def test_declared_sizes_allow_checks_before_anything_is_downloaded():
-    assert_refused(MNISTDataModule, batch_size=60_001, says="batch_size 60001 is more than the 54000 training images")
+    assert_refused(MNISTDataModule, batch_size=60_001, says="batch_size 60001 is more than the 54000 training inputs")
     assert CIFAR100DataModule().num_classes == 100
     assert CIFAR10DataModule().class_names[9] == "truck"
     assert FashionMNISTDataModule().class_names[9] == "Ankle boot"

@@ -48,7 +48,7 @@ def together(optimizer=Whole, **settings):
             NETWORK,
             loss=mse_loss,
             prior_precision=1.0,
-            says="With a loss of your own the loss is no log likelihood",
+            says="With loss mse_loss the loss is no log likelihood",
         ),
         *(refused(EquivalenceTask, NETWORK, **bad) for bad in ({"members": 0}, {"points": 0}, {"seed": -1})),
         *(refused(EquivalenceTask, NETWORK, **bad) for bad in ({"tolerance": 0.0}, {"held_out": math.nan})),

@@ -1,0 +1,360 @@
+"""Data of one's own: tensors in memory or in a file, and torch data sets."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._random import generator
+from lightning_sym.datamodules.base import DataSplit, InMemoryDataModule, LabelledInputs
+from lightning_sym.datamodules.loader import check_tensors, too_large_batch
+from lightning_sym.weights import read_weights
+
+Pair: TypeAlias = tuple[Any, Any]
+_NAMES = (("x", "inputs"), ("y", "targets"))  # what inputs and targets may be called in a file
+
+
+class TensorDataModule(InMemoryDataModule):
+    """Inputs and targets of any shape as data: spectra, simulations, tokens; for classification and for regression.
+
+    In one line: ``TensorDataModule((inputs, targets))``. What comes in as
+
+    - inputs of floats are float32, and stay as they are unless ``standardize`` is set;
+    - inputs of integers are tokens, int64, and never normalised; uint8 are pixels, and become floats in [0, 1];
+    - targets of integers are class numbers, int64; floats are values, float32, of which a single one per input gets an
+      axis of its own, ``[N, 1]``, as networks give it back. They are not standardised.
+
+    Batches, their order, members, processes and resuming are as with :class:`ImageDataModule`, but there is no
+    augmentation. Test data that are not given are held out of the training data by a draw that depends on nothing but
+    their number; validation data by one from ``data_seed``.
+
+    A subclass may override :meth:`load` in place of giving ``train``.
+
+    Args:
+        train: Training inputs and targets, ``(x, y)``, tensors or arrays of shape ``[N, ...]`` each. Or the path of a
+            file with both, called ``x`` or ``inputs`` and ``y`` or ``targets``: ``.pt`` (a dictionary),
+            ``.safetensors`` or ``.npz``; nothing in it is run. None: :meth:`load` is overridden.
+        val: Validation data, likewise. None: ``val_fraction`` of the training data.
+        test: Test data, likewise. None: ``test_fraction`` of the training data.
+        batch_size: Training inputs per batch, process and member, >= 1.
+        eval_batch_size: Inputs per batch and process in every other loader, >= 1.
+        val_fraction: Fraction in [0, 1) of the training data (without those for the test) that is held out for
+            validation where ``val`` is not given. 0: no validation.
+        test_fraction: Fraction in (0, 1) of the training data that is held out for the test where ``test`` is not
+            given.
+        max_samples: Largest number of inputs in each split, >= 1, for quick runs. None: no limit.
+        data_seed: Seed of the validation split, and of the order of the batches unless the task announces member seeds.
+        standardize: Subtract the training inputs' mean of each channel (the first axis of an input) and divide by its
+            standard deviation; for inputs ``[N, D]`` every one of the ``D`` numbers is a channel.
+        num_classes: Number of outputs of networks. None: one more than the largest class number; of values how many
+            there are per input.
+        class_names: Names of the classes. None: their numbers.
+
+    Attributes:
+        input_shape: Shape of an input.
+        num_classes: Number of outputs of networks for these data.
+        tokens: One more than the largest token; None if inputs are floats.
+        regression: Whether targets are floats.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If an argument is out of its range, inputs and targets do not fit each other or are not finite, or
+            a split would be empty or smaller than one batch.
+
+    Note:
+        The data are read when the datamodule is made. Nothing is logged. Checkpoints hold arguments other than the
+        data, of which :meth:`identity` has the fingerprint.
+    """
+
+    location_arguments: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+
+    def __init__(
+        self,
+        train: str | tuple[Any, Any] | None = None,
+        val: str | tuple[Any, Any] | None = None,
+        test: str | tuple[Any, Any] | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int = 500,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        max_samples: int | None = None,
+        data_seed: int = 0,
+        standardize: bool = False,
+        num_classes: int | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size, data_seed)
+        check_numbers("in [0, 1)", val_fraction=val_fraction)
+        check_numbers("in (0, 1)", test_fraction=test_fraction)
+        for name, value in (("max_samples", max_samples), ("num_classes", num_classes)):
+            if value is not None:
+                check_integers(**{name: value})
+        given = {"train": train, "val": val, "test": test}
+        self.save_hyperparameters(ignore=["dataset", *given])
+        self.save_hyperparameters({name: data for name, data in given.items() if isinstance(data, str)})
+        self._given: dict[str, Any] = given
+        self._val_fraction, self._test_fraction, self._max_samples = val_fraction, test_fraction, max_samples
+        self._standardize, self._given_classes, self._given_names = standardize, num_classes, class_names
+        if train is not None:
+            self.setup()
+        elif type(self).load is TensorDataModule.load:
+            raise ValueError(f"{type(self).__name__} needs train: a pair (inputs, targets), or the path of a file.")
+
+    def load(self) -> tuple[Pair, Pair | None, Pair | None]:
+        """Return training, validation and test data; to be overridden by a subclass that is not given ``train``.
+
+        Returns:
+            For each split inputs and targets, ``[N, ...]`` each; None for what is to be held out of the training data.
+        """
+        train, val, test = (_read(data, name) if isinstance(data, str) else data for name, data in self._given.items())
+        return train, val, test
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and split the data, on every process; does nothing the second time.
+
+        Args:
+            stage: Ignored: every split is made for every stage, so that the identity is always the same.
+
+        Raises:
+            ValueError: If inputs and targets do not fit each other, or the splits cannot be made.
+        """
+        super().setup(stage)
+        self._given = {}  # what is in the splits need not be held twice
+
+    def __getattr__(self, name: str) -> Any:
+        # What is known of data only once they are read; a subclass's load may need what its constructor sets later.
+        if name in ("input_shape", "num_classes", "class_names") and not self.__dict__.get("_splits"):
+            self.setup()
+            return getattr(self, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def make_splits(self) -> tuple[Mapping[DataSplit, LabelledInputs], tuple[list[float], list[float]] | None]:
+        """Load and split the data, and say what they are."""
+        given = dict(zip(("train", "val", "test"), self.load(), strict=True))
+        parts = {name: _as_split(part, self._where(name)) for name, part in given.items() if part is not None}
+        train = parts.pop("train")
+        for name, part in parts.items():
+            for what, mine, first in zip(part._fields, part, train, strict=True):
+                if mine.shape[1:] != first.shape[1:] or mine.dtype != first.dtype:
+                    raise ValueError(
+                        f"{self._where(name)}: {what} must be like those for training, {first.dtype} of shape "
+                        f"{['N', *first.shape[1:]]}, got {mine.dtype} of shape {list(mine.shape)}."
+                    )
+        if "test" not in parts:
+            train, parts["test"] = self._held_out(train, "test", self._test_fraction, ("hold_out", len(train.inputs)))
+        if "val" not in parts:
+            keys = ("split", self._data_seed)
+            train, parts["val"] = self._held_out(train, "val", self._val_fraction, keys)
+        whole: dict[DataSplit, LabelledInputs] = {"train": train, "val": parts["val"], "test": parts["test"]}
+        splits = {
+            name: LabelledInputs(*(tensor[: self._max_samples].contiguous() for tensor in part))
+            for name, part in whole.items()
+        }
+        if self._batch_size > len(splits["train"].inputs):
+            raise ValueError(too_large_batch(self._batch_size, 1, len(splits["train"].inputs)))
+        self._describe(list(splits.values()))
+        return splits, self._choose_statistics(splits["train"].inputs)
+
+    def _where(self, split: str) -> str:
+        return f"{type(self).__name__}: {split}"
+
+    def _held_out(
+        self, whole: LabelledInputs, split: str, fraction: float, keys: tuple[str | int, ...]
+    ) -> tuple[LabelledInputs, LabelledInputs]:
+        """Return what is left of the training data, in a random order, and what is held out."""
+        count = round(fraction * len(whole.inputs))
+        if (fraction and count == 0) or count == len(whole.inputs):
+            raise ValueError(
+                f"{split}_fraction {fraction} of {len(whole.inputs)} training inputs leaves a split empty; use another "
+                f"fraction, or give {split}."
+            )
+        order = torch.randperm(len(whole.inputs), generator=generator(*keys))
+        first, rest = (LabelledInputs(*(tensor[part] for tensor in whole)) for part in (order[:count], order[count:]))
+        return rest, first
+
+    def _describe(self, parts: list[LabelledInputs]) -> None:
+        """Set the attributes that say what the data are."""
+        inputs, targets = parts[0]
+        self.regression = targets.is_floating_point()
+        parts = [part for part in parts if len(part.inputs)]
+        if self.regression:
+            classes = targets[0].numel()
+        else:
+            if (least := min(int(part.targets.min()) for part in parts)) < 0:
+                raise ValueError(f"{type(self).__name__}: class numbers must be >= 0, got {least}.")
+            classes = max(int(part.targets.max()) for part in parts) + 1
+        if self._given_classes is not None and self._given_classes < classes and not self.regression:
+            raise ValueError(
+                f"{type(self).__name__}: num_classes {self._given_classes} is too small for class number {classes - 1}."
+            )
+        self.num_classes = classes if self._given_classes is None else self._given_classes
+        self.input_shape = tuple(inputs.shape[1:])
+        self.class_names = tuple(self._given_names or map(str, range(self.num_classes)))
+        if len(self.class_names) != self.num_classes:
+            raise ValueError(f"class_names must have {self.num_classes} names, got {len(self.class_names)}.")
+        if not inputs.is_floating_point():
+            if (least := min(int(part.inputs.min()) for part in parts)) < 0:
+                raise ValueError(f"{type(self).__name__}: tokens must be >= 0, got {least}.")
+            self.tokens = max(int(part.inputs.max()) for part in parts) + 1
+
+    def _choose_statistics(self, inputs: Tensor) -> tuple[list[float], list[float]] | None:
+        if not self._standardize:
+            return None
+        if not inputs.is_floating_point():
+            raise ValueError("standardize is for floats, and these inputs are tokens; leave it out.")
+        rows = inputs.double().transpose(0, 1).flatten(1)
+        mean, std = rows.mean(1).tolist(), rows.std(1, correction=0).tolist()
+        if 0 in std:
+            raise ValueError(
+                f"Channel {std.index(0)} is constant over the {len(inputs)} training inputs, so they cannot be "
+                "standardized; leave the channel out, or set standardize to false."
+            )
+        return mean, std
+
+
+class DatasetDataModule(TensorDataModule):
+    """A torch ``Dataset`` of pairs ``(input, target)`` as data; it is read once, into memory.
+
+    Items are tensors, arrays or numbers, all of one shape; random transforms of a data set are drawn once. Everything
+    else is as with :class:`TensorDataModule`. In YAML a data set is a class with its arguments.
+
+    Args:
+        dataset: The training data.
+        val: Validation data. None: ``val_fraction`` of the training data.
+        test: Test data. None: ``test_fraction`` of the training data.
+        batch_size: See :class:`TensorDataModule`.
+        eval_batch_size: See there.
+        val_fraction: See there.
+        test_fraction: See there.
+        max_samples: See there.
+        data_seed: See there.
+        standardize: See there.
+        num_classes: See there.
+        class_names: See there.
+
+    Raises:
+        TypeError: If an item is no pair of tensors, arrays or numbers.
+        ValueError: As :class:`TensorDataModule`.
+    """
+
+    location_arguments: ClassVar[tuple[str, ...]] = ("dataset", "val", "test")
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        val: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int = 500,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        max_samples: int | None = None,
+        data_seed: int = 0,
+        standardize: bool = False,
+        num_classes: int | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            val_fraction=val_fraction,
+            test_fraction=test_fraction,
+            max_samples=max_samples,
+            data_seed=data_seed,
+            standardize=standardize,
+            num_classes=num_classes,
+            class_names=class_names,
+        )
+        self._given = {"train": dataset, "val": val, "test": test}
+        self.setup()
+
+    def load(self) -> tuple[Pair, Pair | None, Pair | None]:
+        """Return the items of the data sets, stacked."""
+        train, val, test = (None if data is None else _stacked(data, name) for name, data in self._given.items())
+        assert train is not None
+        return train, val, test
+
+
+def _tensor(values: Any) -> Tensor:
+    return values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+
+
+def _as_split(pair: Any, where: str) -> LabelledInputs:
+    """Return data in the types that networks get, or say what is wrong with them."""
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise ValueError(f"{where} must be a pair (inputs, targets), got {type(pair).__name__}.")
+    inputs, targets = map(_tensor, pair)
+    if inputs.dtype == torch.uint8:
+        inputs = inputs / 255
+    inputs = inputs.float() if inputs.is_floating_point() or inputs.dtype == torch.bool else inputs.long()
+    targets = targets.float() if targets.is_floating_point() else targets.long()
+    if targets.is_floating_point() and targets.ndim == 1:
+        targets = targets[:, None]  # as networks give them; otherwise a loss would broadcast [B] and [B, 1]
+    check_tensors(inputs, targets, where)
+    for name, tensor in (("inputs", inputs), ("targets", targets)):
+        if not tensor.isfinite().all():
+            raise ValueError(f"{where}: {name} must be finite, got NaN or infinity; leave these out.")
+    return LabelledInputs(inputs, targets)
+
+
+def _read(path: str, split: str) -> Pair:
+    """Return inputs and targets of a file, without running anything in it."""
+    file = Path(path).expanduser()
+    if file.suffix not in (".pt", ".safetensors", ".npz"):
+        raise ValueError(f"{split} must be a .pt, .safetensors or .npz file, got {path}.")
+    found: Mapping[str, Any]
+    if file.suffix == ".npz":
+        if not file.is_file():
+            raise FileNotFoundError(f"There is no file {file.absolute()}; give a .pt, .safetensors or .npz file.")
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                found = {name: arrays[name] for name in arrays.files}
+        except Exception:  # of zipfile, numpy or the unpickler that is not allowed
+            raise ValueError(f"{file} is damaged, or holds other objects than arrays of numbers.") from None
+    else:
+        try:
+            found = read_weights(file)
+        except ValueError:
+            raise ValueError(
+                f"{file} is damaged, or holds other objects than tensors by name, and is not opened; save a dictionary "
+                'of tensors, torch.save({"x": inputs, "y": targets}, path).'
+            ) from None
+    pair = [next((found[name] for name in names if name in found), None) for names in _NAMES]
+    if any(part is None for part in pair):
+        raise ValueError(
+            f"{file} must hold inputs, called x or inputs, and targets, called y or targets; it holds "
+            f"{', '.join(map(str, found)) or 'nothing'}."
+        )
+    return pair[0], pair[1]
+
+
+def _stacked(dataset: Any, split: str) -> Pair:
+    """Return all inputs and all targets of a data set."""
+    items = iter(dataset) if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))
+    columns: tuple[list[Tensor], list[Tensor]] = [], []
+    for number, item in enumerate(items):
+        try:
+            for column, part in zip(columns, item, strict=True):
+                column.append(_tensor(part))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Item {number} of the data set for {split} must be a pair (input, target) of tensors, arrays or "
+                f"numbers, got {_kinds(item)}; give the data set a transform that makes it one."
+            ) from None
+    for name, column in zip(("inputs", "targets"), columns, strict=True):
+        shapes = sorted({tuple(part.shape) for part in column})
+        if len(shapes) != 1:
+            seen = " and ".join(map(str, shapes[:2])) or "no items at all"
+            raise ValueError(f"The {name} of the data set for {split} must all have one shape, got {seen}.")
+    return torch.stack(columns[0]), torch.stack(columns[1])
+
+
+def _kinds(item: Any) -> str:
+    if isinstance(item, tuple | list):
+        return f"{type(item).__name__} of {', '.join(type(part).__name__ for part in item)}"
+    return type(item).__name__

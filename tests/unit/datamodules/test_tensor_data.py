@@ -1,0 +1,207 @@
+"""Data of one's own: tensors, files and torch data sets, of any shape, with classes or values as targets."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from fits import fit
+from helpers import assert_refused
+from safetensors.torch import save_file
+from torch.nn.functional import mse_loss
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lightning_sym.callbacks import MarginalLikelihood, ZooExport
+from lightning_sym.datamodules import DatasetDataModule, TensorDataModule
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.tasks import MatchingTask, SquaredDistance, ZooTask
+from lightning_sym.zoo import ModelZoo
+
+GENERATOR = torch.Generator().manual_seed(0)
+SPECTRA, LABELS = torch.randn(60, 2, 7, generator=GENERATOR) * 5 + 3, torch.arange(60) % 3
+VALUES = SPECTRA.mean((1, 2))
+
+
+def data(inputs=SPECTRA, targets=LABELS, **settings):
+    return TensorDataModule((inputs, targets), **{"batch_size": 8, **settings})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "tokens"),
+    [
+        (SPECTRA, torch.float32, None),
+        (SPECTRA.double().numpy(), torch.float32, None),
+        (SPECTRA[:, 0].half(), torch.float32, None),
+        (SPECTRA[:, :, None] > 0, torch.float32, None),
+        (torch.arange(60 * 4, dtype=torch.int32).view(60, 4) % 11, torch.int64, 11),
+        (torch.arange(60 * 4, dtype=torch.uint8).view(60, 1, 2, 2), torch.float32, None),
+    ],
+    ids=["spectra", "array", "vectors", "masks", "tokens", "pixels"],
+)
+def test_inputs_of_any_kind_come_as_networks_take_them(inputs, dtype, tokens):
+    made = data(inputs)
+    assert (made.input_shape, made.num_classes, made.tokens) == (tuple(inputs.shape[1:]), 3, tokens)
+    batch, labels = next(iter(made.train_dataloader()))
+    assert batch.dtype == dtype
+    assert labels.dtype == torch.int64
+    whole = torch.cat([made.split_tensors(split)[0] for split in ("train", "val", "test")])
+    unit = 255 if torch.as_tensor(inputs).dtype == torch.uint8 else 1
+    expected = torch.as_tensor(inputs).to(torch.float64) / unit
+    assert torch.equal(
+        whole.double().flatten(1).sum(1).sort()[0], expected.to(dtype).double().flatten(1).sum(1).sort()[0]
+    )
+
+
+@pytest.mark.parametrize(("targets", "shape"), [(VALUES, (1,)), (VALUES.view(30, 2).repeat(2, 1), (2,))])
+def test_values_have_the_shape_of_a_networks_outputs(targets, shape):
+    made = data(targets=targets.double())
+    assert (made.regression, made.num_classes) == (True, shape[0])
+    _, batch = next(iter(made.val_dataloader()))
+    assert (batch.dtype, batch.shape[1:]) == (torch.float32, shape)
+
+
+def test_splits_are_disjoint_and_the_test_split_depends_on_no_seed():
+    numbers = torch.arange(60.0)[:, None]
+    first, second = (data(numbers, data_seed=seed) for seed in (0, 1))
+    parts = [first.split_tensors(split)[0].flatten() for split in ("train", "val", "test")]
+    assert [len(part) for part in parts] == [43, 5, 12]
+    assert torch.cat(parts).sort()[0].tolist() == list(range(60))
+    assert torch.equal(first.split_tensors("test")[0], second.split_tensors("test")[0])
+    assert not torch.equal(parts[1], second.split_tensors("val")[0].flatten())
+    given = TensorDataModule((numbers, LABELS), val=(numbers[:4], LABELS[:4]), test=(numbers[4:6], LABELS[4:6]))
+    assert given.identity()["splits"] == {"train": 60, "val": 4, "test": 2}
+
+
+def test_floats_stay_as_they_are_unless_they_are_standardized():
+    plain, standardized = data(), data(standardize=True)
+    assert (plain.mean, plain.identity()["std"]) == (None, None)
+    raw = plain.split_tensors("train").inputs
+    assert torch.equal(plain.normalize(raw), raw)
+    found = torch.cat([inputs for inputs, _ in standardized.curvature_dataloader()]).double()
+    expected = (raw.double() - raw.double().mean((0, 2), True)) / raw.double().std((0, 2), correction=0, keepdim=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # float32
+    assert torch.equal(standardized.normalize(raw), found.float())
+    assert torch.equal(standardized.split_tensors("train").inputs, raw)
+
+
+class Points(Dataset):
+    """The same data, item by item; targets are plain numbers."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return SPECTRA[index].numpy(), int(LABELS[index])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Points()[index] for index in range(60))
+
+
+class Read(TensorDataModule):
+    """What a subclass reads by itself, after its constructor."""
+
+    def __init__(self, path, **settings):
+        super().__init__(**settings)
+        self.path = path
+
+    def load(self):
+        return (*[torch.load(self.path)[name] for name in "xy"],), None, None
+
+
+def test_files_data_sets_and_subclasses_give_the_same_data(tmp_path):
+    torch.save({"x": SPECTRA, "y": LABELS}, tmp_path / "a.pt")
+    save_file({"inputs": SPECTRA, "targets": LABELS}, tmp_path / "b.safetensors")
+    np.savez(tmp_path / "c.npz", x=SPECTRA.numpy(), targets=LABELS.numpy())
+    expected = data().identity()
+    for name in ("a.pt", "b.safetensors", "c.npz"):
+        assert TensorDataModule(str(tmp_path / name), batch_size=8).identity() == expected  # wherever the file lies
+    others = [
+        DatasetDataModule(TensorDataset(SPECTRA, LABELS), batch_size=8),
+        DatasetDataModule(Points(), batch_size=8),
+        DatasetDataModule(Stream(), batch_size=8),
+        Read(str(tmp_path / "a.pt"), batch_size=8),
+    ]
+    for other in others:
+        assert (other.input_shape, other.num_classes) == ((2, 7), 3)
+        assert other.identity()["fingerprint"] == expected["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"targets": LABELS[:-1]}, "train: there must be one target per input, got 59 for 60"),
+        ({"inputs": SPECTRA[:, 0, 0]}, "inputs must be floats or int64 of shape"),
+        ({"inputs": SPECTRA / 0}, "train: inputs must be finite"),
+        ({"targets": VALUES * math.nan}, "train: targets must be finite"),
+        ({"targets": LABELS - 1}, "class numbers must be >= 0, got -1"),
+        ({"num_classes": 2}, "num_classes 2 is too small for class number 2"),
+        ({"class_names": ["a", "b"]}, "class_names must have 3 names, got 2"),
+        ({"batch_size": 60}, "batch_size 60 is more than the 43 training inputs"),
+        ({"val_fraction": 0.001}, "val_fraction 0.001 of 48 training inputs leaves a split empty"),
+        ({"test": (SPECTRA[:, :1], LABELS)}, r"test: inputs must be like those for training, .*\['N', 2, 7\]"),
+        ({"inputs": LABELS[:, None], "standardize": True}, "standardize is for floats"),
+        ({"inputs": torch.ones(60, 1), "standardize": True}, "Channel 0 is constant"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_when_the_datamodule_is_made(changes, says):
+    with pytest.raises(ValueError, match=says):
+        data(**changes)
+
+
+def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
+    torch.save({"x": SPECTRA, "labels": LABELS}, tmp_path / "names.pt")
+    torch.save({"x": SPECTRA, "y": Points()}, tmp_path / "objects.pt")
+    np.savez(tmp_path / "objects.npz", x=np.array([Points()], dtype=object), y=LABELS.numpy())
+    for name, says in (
+        ("names.pt", "targets, called y or targets; it holds x, labels"),
+        ("objects.pt", "holds other objects than tensors by name, and is not opened"),
+        ("objects.npz", "holds other objects than arrays of numbers"),
+        ("data.csv", "train must be a .pt, .safetensors or .npz file"),
+    ):
+        assert_refused(TensorDataModule, str(tmp_path / name), says=says)
+    for name in ("none.npz", "none.pt"):
+        assert_refused(TensorDataModule, str(tmp_path / name), says="There is no file", error=FileNotFoundError)
+    assert_refused(TensorDataModule, says="TensorDataModule needs train")
+    images = DatasetDataModule, [(object(), 1)]
+    assert_refused(
+        *images, says=["Item 0 of the data set for train must be a pair", "got tuple of object, int"], error=TypeError
+    )
+    assert_refused(DatasetDataModule, [(SPECTRA[0], 1), (SPECTRA[0, :1], 1)], says="must all have one shape")
+
+
+def regressors(**settings):
+    network = MultiLayerPerceptron(widths=(), in_channels=2, image_size=(7, 1), num_classes=1, bias=False)
+    return ZooTask(network, **{"members": 2, "loss": SquaredDistance(), "execution": "vmap", **settings})
+
+
+def test_members_have_orders_of_their_own_and_are_exported_with_the_data(tmp_path):
+    together, alone = regressors(), regressors(members=1, seed=1)
+    fit(together, data(targets=VALUES), ZooExport(str(tmp_path / "zoo")), folder=tmp_path)
+    fit(alone, data(targets=VALUES), folder=tmp_path)
+    for name, weight in alone.population.member_state(1).items():
+        torch.testing.assert_close(weight, together.population.member_state(1)[name], atol=1e-6, rtol=1e-5)  # float32
+    zoo = ModelZoo.open(tmp_path / "zoo")
+    assert zoo.member(0).data == data(targets=VALUES).identity()
+    for task in (ZooTask(together.network, members=1), MatchingTask(str(tmp_path / "zoo"))):
+        assert_refused(fit, task, data(targets=VALUES), says="targets of TensorDataModule are values")
+
+
+def test_the_evidence_of_a_linear_regression_is_the_closed_form(tmp_path):
+    """log N(y | 0, I + X X' / precision) / N: a linear network has no other approximation than its fit."""
+    inputs = torch.randn(50, 2, 7, generator=GENERATOR)
+    precision, report = 2.0, MarginalLikelihood(burn_in=None, dirpath=str(tmp_path))
+    task = regressors(prior_precision=precision, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.2), members=1)
+    made = TensorDataModule((inputs, inputs.sum((1, 2)) / 3), batch_size=36)  # all training data in one step
+    assert len(made.split_tensors("train").inputs) == 36
+    fit(task, made, report, folder=tmp_path, max_epochs=300)
+    x, y = (tensor.double().flatten(1) for tensor in made.split_tensors("train"))
+    covariance = torch.eye(36, dtype=torch.float64) + x @ x.T / precision
+    normal = torch.distributions.MultivariateNormal(torch.zeros(36, dtype=torch.float64), covariance)
+    found = report.records[-1]
+    assert found["log_marginal_likelihood"] == pytest.approx(float(normal.log_prob(y[:, 0])) / 36, abs=1e-4)
+
+
+def test_another_loss_of_values_is_no_likelihood():
+    assert_refused(regressors, loss=mse_loss, prior_precision=1.0, says="SquaredDistance for values")
