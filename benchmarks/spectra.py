@@ -143,8 +143,16 @@ def _top(published: Published, operator, rounds: int) -> dict:
     def ours() -> float:
         return float(top_eigenpairs(operator(), tolerance=2e-2).values[0])
 
-    note = f"Relative errors {abs(published.top() / exact - 1):.1e} and {abs(ours() / exact - 1):.1e}."
-    return result("Top eigenvalue", timed({"plain": published.top, "ours": ours}, rounds, clock=CLOCK), note=note)
+    def error(value: float) -> float:
+        return abs(value / exact - 1)
+
+    own = error(ours())
+    # Published with its own tolerance, and with the largest at which it is as accurate as ours.
+    tolerance = next(t for t in (1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6, 1e-6) if error(published.top(t)) <= own)
+    variants = {"plain": partial(published.top, tolerance), "published tolerance": published.top, "ours": ours}
+    errors = error(published.top(tolerance)), error(published.top()), own
+    note = f"Relative errors {errors[0]:.1e} (tolerance {tolerance:.0e}), {errors[1]:.1e} and {errors[2]:.1e}."
+    return result("Top eigenvalue", timed(variants, rounds, clock=CLOCK), note=note)
 
 
 def _traces(published: Published, operator, rounds: int) -> dict:
