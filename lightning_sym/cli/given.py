@@ -20,7 +20,7 @@ SETTINGS = (
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
 # Classes that are not named, because nothing else may stand there.
-_FIXED = {"trainer": "pytorch_lightning.Trainer"}
+_FIXED = {"trainer": "pytorch_lightning.Trainer", "checkpoint": "lightning_sym.cli.checkpoints.RunCheckpoint"}
 
 
 def read_given(args: Sequence[str]) -> list[Tree]:
@@ -83,7 +83,8 @@ def unknown_option(tree: Mapping[str, Any], options_of: Callable[[str], frozense
     for name, node in tree.items():
         if name not in (*SECTIONS, *SETTINGS):
             rest = "".join(f".{key}" for key in list(node)[:1]) if isinstance(node, Mapping) else ""
-            return f"Unknown option '{name}{rest}'.{nearest(name, (*SECTIONS, *SETTINGS), after=rest)}"
+            hint = _of_a_class(tree, name, rest, options_of) or nearest(name, (*SECTIONS, *SETTINGS), after=rest)
+            return f"Unknown option '{name}{rest}'.{hint}"
     for path, kind, name, _ in owned(tree):
         options = options_of(kind)
         if options is not None and name not in options:
@@ -91,6 +92,38 @@ def unknown_option(tree: Mapping[str, Any], options_of: Callable[[str], frozense
             known = nearest(name, options, before=f"{path}.") or f" {_help(tree, path, short)} lists those it has."
             return f"{short} has no option '{path}.{name}'.{known}"
     return ""
+
+
+def _of_a_class(
+    tree: Mapping[str, Any], name: str, rest: str, options_of: Callable[[str], frozenset[str] | None]
+) -> str:
+    """Return a question with the paths of classes that have an option of this very name; empty if none has it."""
+    given = list(owned(tree))
+    kinds = {section: _FIXED.get(section) or class_of(tree.get(section)) for section in SECTIONS}
+    kinds |= {path: kind for path, kind, _, _ in given}
+    found = [path for path, kind in kinds.items() if name in (options_of(kind) or ())]
+    found += [path for path, _, key, _ in given if key == name]
+    names = dict.fromkeys(f"{path}.{name}{rest}" for path in found)
+    return f" Did you mean {' or '.join(map(repr, list(names)[:2]))}?" if names else ""
+
+
+def full_path(tree: Mapping[str, Any], name: str) -> str:
+    """Return the path of an option that ends with this name; the name itself if there is none.
+
+    Args:
+        tree: As :func:`merge` returns it.
+        name: Name of the option, or the end of its path.
+    """
+    return next((path for path in _paths(tree) if path.endswith(f".{name}")), name)
+
+
+def _paths(node: Any, path: str = "") -> Iterator[str]:
+    for entry in node if isinstance(node, list) else [node]:
+        if isinstance(entry, Mapping):
+            for key, value in entry.items():
+                own = f"{path}.{key}" if path else str(key)
+                yield own
+                yield from _paths(value, own)
 
 
 def path_of(tree: Mapping[str, Any], name: str, value: str) -> str:
@@ -108,7 +141,7 @@ def path_of(tree: Mapping[str, Any], name: str, value: str) -> str:
 def _help(tree: Mapping[str, Any], path: str, kind: str) -> str:
     """Return the command that lists the options of a class."""
     section, nested, _ = path.partition(".")
-    if path == "trainer":
+    if path in _FIXED:
         return "lightning-sym fit --help"
     owner = class_of(tree[section]).rpartition(".")[2] if nested else ""
     return f"lightning-sym fit {f'--{section} {owner} ' if owner else ''}--{path}.help {kind}"

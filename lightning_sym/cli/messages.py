@@ -15,7 +15,7 @@ from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 
 from lightning_sym._text import TRACEBACK, nearest
-from lightning_sym.cli.given import SECTIONS, SETTINGS, path_of, unknown_option
+from lightning_sym.cli.given import SECTIONS, SETTINGS, full_path, path_of, unknown_option
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network
 
@@ -39,7 +39,10 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
         r"does not accept (?:option|nested key) '([^']+)'|[Uu]nrecognized arguments: (?:--)?([^\s=]+)",
         line,
     ):
-        return _unknown_option(next(filter(None, match.groups())), given or {})
+        return _unknown_option(next(filter(None, match.groups())), given or {}, early=bool(match[1]))
+    if (match := re.search(r"NestedArg\(key='([^']+)'", line)) and (key := re.search(r'Parser key "([^"]+)"', line)):
+        path = full_path(given or {}, f"{key[1]}.{match[1]}")
+        return f"There is no option {path!r}: {path.removesuffix('.' + match[1])!r} names no class that could have it."
     if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
         missing = ", ".join(f"--{name.split('.', 1)[-1]}" for name in (match[1] or match[2]).split(", "))
         return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
@@ -55,8 +58,12 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
     return _wrong_class(line) or _wrong_value(line, given or {}) or line
 
 
-def _unknown_option(name: str, given: Mapping[str, Any]) -> str:
-    return unknown_option(given, _options_of) or f"Unknown option {name!r}.{nearest(name, (*SECTIONS, *SETTINGS))}"
+def _unknown_option(name: str, given: Mapping[str, Any], early: bool) -> str:
+    if wrong := unknown_option(given, _options_of):
+        return wrong
+    if early and (path := full_path(given, name)) != name:  # of a class that the parser does not know yet
+        return f"Option {path!r} comes before the class that has it; put --config, or the class, in front of it."
+    return f"Unknown option {name!r}.{nearest(name, (*SECTIONS, *SETTINGS))}"
 
 
 def _options_of(kind: str) -> frozenset[str] | None:

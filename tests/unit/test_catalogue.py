@@ -8,7 +8,7 @@ from pytorch_lightning.cli import LightningCLI
 from lightning_sym.cli.catalogue import shipped_options
 from lightning_sym.cli.given import SECTIONS, SETTINGS, merge, path_of, read_given, unknown_option
 from lightning_sym.cli.lightning import RecipeCLI
-from lightning_sym.cli.messages import _classes
+from lightning_sym.cli.messages import _classes, explain
 
 SHIPPED = sorted(
     {kind for kind in _classes() if kind.__module__.startswith("lightning_sym.")}, key=lambda kind: kind.__name__
@@ -67,3 +67,31 @@ def test_a_value_is_found_where_it_was_given():
     assert unknown_option(tree, lambda kind: None) == ""
     options = {"A": frozenset({"x", "net"}), "B": frozenset({"xy"})}
     assert unknown_option(tree, options.get) == "B has no option 'model.net.x'. Did you mean 'model.net.xy'?"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--max_epochs=3"], "Unknown option 'max_epochs'. Did you mean 'trainer.max_epochs'?"),
+        (["--data=A", "--batch_size=3"], "Unknown option 'batch_size'. Did you mean 'data.batch_size'?"),
+        (["--model.optimizer=SGD", "--optimizer.lr=3"], "Did you mean 'model.optimizer.lr'?"),
+        (["--model=A", "--model.optimizer=S", "--model.optimizer.lr=1", "--lr=3"], "mean 'model.optimizer.lr'?"),
+    ],
+)
+def test_an_option_without_its_section_is_found(args, says):
+    options = {"A": frozenset({"batch_size"}), "pytorch_lightning.Trainer": frozenset({"max_epochs"})}
+    tree = merge([{"model": {"class_path": "M"}}, *read_given(args)])
+    assert unknown_option(tree, options.get).endswith(says)
+
+
+def test_a_sentence_names_the_whole_path():
+    def says(message, *args):
+        return explain(message, merge(read_given(args)))
+
+    nested = "Parser key \"members\": Expected a <class 'int'>. Got value: NestedArg(key='foo', val='3')"
+    expected = "There is no option 'model.members.foo': 'model.members' names no class that could have it."
+    assert says(nested, "--model=ZooTask", "--model.members.foo=3") == expected
+    early = "Option 'model.members' comes before the class that has it; put --config, or the class, in front of it."
+    assert says("Option 'members' is not accepted", "--model.members=3") == early
+    assert says("unrecognized arguments: members=3", "--model.members=3") == "Unknown option 'members'."
+    assert "mean 'checkpoint.save_top_k'?" in says("Key 'x' is not expected", "--checkpoint.save_topk=3")
