@@ -13,6 +13,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._text import ranges
 from lightning_sym.callbacks._batches import EqualBatches, PreparedBatches, splits_of
 from lightning_sym.callbacks._checks import has_members, network_of
 from lightning_sym.callbacks._monitor import check_whole_weights
@@ -257,10 +258,22 @@ class FastGeometricEnsemble(RunReport):
         self._numbers = (
             [number for number in self.snapshots[-1]["states"] if number not in stopped] if self.snapshots else []
         )
+        diverged = [number for number in self._numbers if not self._finite(number)]
+        self._numbers = [number for number in self._numbers if number not in diverged]
+        if diverged:
+            rank_zero_warn(
+                f"FastGeometricEnsemble leaves out network {ranges(diverged)}, whose weights are no longer "
+                "finite; lower highest."
+            )
         if len(self.snapshots) > 1 and self._numbers:
             super().conclude(trainer, task, data)
-        else:
+        elif not diverged:
             rank_zero_warn("FastGeometricEnsemble has no ensemble: the fit ended before a network's first snapshot.")
+
+    def _finite(self, number: int) -> bool:
+        """Return whether all weights of a network's snapshots are finite; the same on every rank, as these are."""
+        states = [snapshot["states"][number] for snapshot in self.snapshots]
+        return all(bool(tensor.isfinite().all()) for state in states for tensor in state.values())
 
     def measure(self, trainer: Trainer, task: Any, data: None) -> Any:
         """Score all networks and ensembles; to be called on every rank."""

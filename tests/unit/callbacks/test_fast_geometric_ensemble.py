@@ -183,6 +183,21 @@ def test_snapshots_of_a_module_of_ones_own(tmp_path):
     assert row["alone_loss"] == pytest.approx(float(scores.alone.loss), rel=1e-5)
 
 
+class Poison(Callback):
+    """Makes weights not finite, late in the fit."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            with torch.no_grad():
+                next(pl_module.network.parameters()).fill_(torch.nan)
+
+
+def test_a_fit_that_diverges_ends_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="leaves out network 0, whose weights are no longer finite"):
+        fit_plain(tmp_path, FastGeometricEnsemble(0.2, 0.001, cycle_epochs=2, points=2), Poison(), max_epochs=4)
+    assert not (tmp_path / "results" / "ensembles.csv").exists()
+
+
 # ---- going on
 
 
