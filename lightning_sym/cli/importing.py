@@ -79,6 +79,10 @@ def _construct(node: Any, known: Any) -> functools.partial[Any]:
     try:
         room = importlib.import_module(module) if module else known
     except ModuleNotFoundError as error:
+        if "is not a package" in str(error):
+            raise ValueError(
+                f"{path} is not at the top level of a module, where the zoo could find it again; move it there."
+            ) from None
         raise ValueError(
             f"There is no module {error.name!r}, which {path} needs; its folder has to be on PYTHONPATH, as in "
             "PYTHONPATH=. lightning-sym import ..."

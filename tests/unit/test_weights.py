@@ -157,6 +157,7 @@ def test_the_command_line_imports_and_says_how_good_the_members_are():
         ("--network=my_networks.Plain --network.widht=3 --out=zoo a.pt", "Plain has no argument 'widht'. Did you mean"),
         ("--network=my_networks.Plain --outt=zoo a.pt", "import has no option 'outt'. Did you mean 'out'?"),
         ("--network=Plain --out=zoo a.pt", "There is no class 'Plain'."),
+        ("--network=my_networks.Plain.Inner --out=zoo a.pt", "Plain.Inner is not at the top level of a module"),
         ("--network=my_networks.Plain --out=zoo a.pt --data=Digits", "There is no class 'Digits'. Did you mean"),
     ],
 )
