@@ -71,7 +71,8 @@ def fit_weights(
 
     Args:
         tensors: Names may have a prefix, such as ``"model."`` of a Lightning module's attribute or ``"module."`` of
-            ``DataParallel``; what is not under it is left out. Batch counts (``num_batches_tracked``) may be missing.
+            ``DataParallel``; what is not under it is left out. Batch counts (``num_batches_tracked``) may be missing,
+            and all but one name of tied weights, as safetensors leaves them.
         network: Whose weights they are; not changed.
         prefix: The prefix. None: the only one that fits.
         source: Where they come from, for messages.
@@ -89,12 +90,15 @@ def fit_weights(
     needed = [name for name in wanted if not name.endswith("num_batches_tracked")]
     if not needed:
         raise ValueError(f"{kind} has no parameters, so that it has no weights to be read.")
+    tied = {name: _tied(name, wanted) for name in needed}
     if prefix is None:
-        found = [name[: len(name) - len(needed[0])] for name in tensors if name.endswith(needed[0])]
-        candidates = [start for start in found if not start or start.endswith(".")]
+        found = [name[: len(name) - len(end)] for end in tied[needed[0]] for name in tensors if name.endswith(end)]
+        candidates = [start for start in dict.fromkeys(found) if not start or start.endswith(".")]
     else:
         candidates = [f"{prefix.rstrip('.')}." if prefix else ""]
-    fitting = [start for start in candidates if all(start + name in tensors for name in needed)]
+    fitting = [
+        start for start in candidates if all(any(start + one in tensors for one in names) for names in tied.values())
+    ]
     if not fitting:
         raise ValueError(_missing(tensors, needed, candidates[0] if candidates else "", kind, source))
     if len(fitting) > 1:
@@ -108,6 +112,8 @@ def fit_weights(
         raise ValueError(
             f"{source} holds {surplus[0]!r}, which {kind} has not; give the arguments that the network was built with."
         )
+    held = {name: next(one for one in names if start + one in tensors) for name, names in tied.items()}
+    tensors = {**tensors, **{start + name: tensors[start + one] for name, one in held.items()}}
     for name in needed:
         if tensors[start + name].shape != wanted[name].shape:
             raise ValueError(
@@ -136,6 +142,14 @@ def as_network(network: Any) -> Network:
         )
     built = network()
     return built if isinstance(built, Network) else WrappedNetwork(built, network)
+
+
+def _tied(name: str, wanted: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of a tensor: its own first, then those of tensors that are the same in memory."""
+    own = wanted[name]
+    place = (own.data_ptr(), own.shape, own.stride())
+    same = [other for other, value in wanted.items() if (value.data_ptr(), value.shape, value.stride()) == place]
+    return [name, *(other for other in same if other != name and own.numel() and own.data_ptr())]
 
 
 def _tensors(content: object, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -127,6 +127,20 @@ def test_networks_that_nothing_can_build_again_are_refused():
     assert ModelZoo.open("zoo", network=Network.wrap(Plain)).numbers == [0]
 
 
+def test_one_name_of_tied_weights_is_enough():
+    network = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    network[2].weight = network[0].weight
+    state = network.state_dict()
+    for left in ("0.weight", "2.weight"):
+        found = fit_weights({f"net.{name}": value for name, value in state.items() if name != left}, network)
+        assert found.keys() == state.keys()
+        assert torch.equal(found[left], state[left])
+    assert_refused(
+        lambda: fit_weights({name: value for name, value in state.items() if "weight" not in name}, network),
+        says="does not hold '0.weight'",
+    )
+
+
 def test_a_prefix_can_be_chosen():
     a, b = Plain(), Plain()
     torch.save({"model": a.state_dict(), "average": b.state_dict()}, "two.pt")
