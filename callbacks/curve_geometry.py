@@ -31,7 +31,7 @@ class CurveGeometry(RunReport):
     On rank 0, in ``results``: ``geometry.csv`` and ``.json`` (a row for each point), ``geometry_jacobians.csv`` and
     ``.json``, ``geometry_near_zero.csv`` and ``.json`` or ``geometry_density.csv`` and ``.json``, and for each curve
     ``geometry-<first>-<second>-<kind>.png`` (in TensorBoard under ``figures/CurveGeometry``). Logged are, under
-    ``geometry/pair-<first>-<second>/<kind>``, ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
+    ``details/geometry/pair-<first>-<second>/<kind>``, ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
     ``<direction>_product/max`` over the points, ``jacobian_cosine/ends``, ``jacobian_probe/ends``, and
     ``identities/worst``. A table is printed, with the places of all files.
 

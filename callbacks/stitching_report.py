@@ -25,8 +25,8 @@ class StitchingReport(RunReport):
     ``.json`` (means over pairs, standard deviation, bootstrap interval over models), ``penalties.png``: penalty against
     site, without and with recalibrated statistics. For any-to-any sites a heat map for each family in its place; for
     ``lasso`` maps ``sparsity.png`` too. All are in TensorBoard under ``figures/StitchingReport``; mean penalties are
-    logged as ``test_penalty/<site>/<family>``, and the mean over sites and trained families as ``hp_metric``. A table
-    is printed, with the places of all files.
+    logged as ``details/test_penalty/<site>/<family>``, the mean over sites and trained families as ``test_penalty``. A
+    table is printed, with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.

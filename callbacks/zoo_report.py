@@ -19,8 +19,8 @@ class ZooReport(RunReport):
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
     split, per member), ``results/zoo.png``, ``validation_curves.png`` and ``confusion.png`` (all in TensorBoard too,
-    under ``figures/ZooReport``, and the mean test accuracy as ``hp_metric`` beside the hyperparameters), and a table on
-    the terminal with the places of all files.
+    under ``figures/ZooReport``, and the mean test accuracy, ``test/accuracy``, beside the hyperparameters), and a table
+    on the terminal with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.

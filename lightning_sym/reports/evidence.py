@@ -79,7 +79,7 @@ def evidence_results(
         ],
         _figures(records, title) if records else (),
         numbers={f"final/test_{name}": value for name, value in test.items()},
-        headline=test.get("accuracy", test.get("loss")),
+        headline=next((f"final/test_{name}" for name in ("accuracy", "loss") if name in test), None),
         shown=_shown(last, several=members is not None),
         notes=_notes(records, list(last.values()), test, "" if members is None else "mean over members: "),
         places={**({"picture": picture} if records else {}), "table": "layers.csv"},

@@ -68,7 +68,8 @@ def zoo_results(
     return RunResults(
         [ResultTable("members", "members of a zoo: the kept weights on each split", rows, UNITS, about)],
         figures(),
-        headline=mean,
+        numbers={} if mean is None else {"test/accuracy": mean},
+        headline=None if mean is None else "test/accuracy",
         shown=_shown(rows, most, network),
         notes=[f"member {row['member']} was stopped: {row['stopped']}" for row in rows if row["stopped"]],
         places={"picture": "zoo.png", "table": "members.csv"},

@@ -111,7 +111,7 @@ def test_members_of_a_population_are_those_trained_alone(tmp_path, execution: st
     tags = read_csv(tmp_path / "whole" / "metrics.csv")[-1]
     mean = sum(values["top_eigenvalue"] for values in whole.values()) / 2
     assert float(tags["curvature/top_eigenvalue"]) == pytest.approx(mean, rel=1e-6)
-    assert float(tags["curvature/trace/member-0001"]) == pytest.approx(whole[1]["trace"], rel=1e-6)
+    assert float(tags["details/curvature/trace/member-0001"]) == pytest.approx(whole[1]["trace"], rel=1e-6)
     alone = run("alone", members=1).points[-1]["members"][0]
     assert alone == {name: pytest.approx(value, rel=1e-3) for name, value in whole[0].items()}
 

@@ -251,7 +251,7 @@ def test_what_is_left_behind(tmp_path, capsys):
     logged = [row for row in read_csv(tmp_path / "metrics.csv") if row["evidence/log_marginal_likelihood"]]
     assert len(logged) == 2
     for name in ("precision", "effective", "normalised", "relative", "mean_square"):
-        found = float(logged[1][f"{name}/layer.noise"])
+        found = float(logged[1][f"details/{name}/layer.noise"])
         assert found == pytest.approx(callback.records[1]["paths"]["layer.noise"][name])
     assert float(logged[0]["evidence/seconds"]) > 0
     assert "evidence/scatter" in trainer.callback_metrics

@@ -186,8 +186,9 @@ def test_report_says_what_was_found(tmp_path, capsys):
         assert f"figures/ZooReport/{name}" in tags["images"]
     for split in ("train", "val"):
         for name in ("accuracy", "loss"):
-            wanted = {f"{split}/{name}{end}" for end in ("", "/min", "/max", "/member-0004", "/member-0006")}
-            assert wanted <= set(tags["scalars"])
+            wanted = {f"{split}/{name}{end}" for end in ("", "/min", "/max")}
+            of_members = {f"details/{split}/{name}/member-{number:04d}" for number in (4, 6)}
+            assert wanted | of_members <= set(tags["scalars"])
     out = capsys.readouterr().out
     assert "2 more" in " ".join(out.split())  # of three members one is listed
     for path in (results / "zoo.png", results / "members.csv", tmp_path / "run" / "zoo"):
@@ -242,4 +243,5 @@ def test_metrics_of_a_fit_are_in_one_row_per_epoch(tmp_path):
     for epoch, row in enumerate(rows):
         for number in range(2):
             for name in ("train/accuracy", "val/loss"):
-                assert float(row[f"{name}/member-000{number}"]) == pytest.approx(task.history[name][epoch][number])
+                logged = float(row[f"details/{name}/member-000{number}"])
+                assert logged == pytest.approx(task.history[name][epoch][number])
