@@ -228,6 +228,14 @@ def test_metrics_csv_goes_on_where_the_run_is_resumed(tmp_path):
     assert (tmp_path / "resumed" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
 
 
+def test_what_a_resumed_run_ends_with_does_not_replace_the_last_row(tmp_path):
+    for metrics in ({"a": 1.0}, {"final": 2.0}):
+        logger = MetricsCSV(tmp_path)
+        logger.log_metrics(metrics, 3)
+        logger.save()
+    assert read_csv(tmp_path / "metrics.csv") == [{"step": "3", "a": "1.0", "final": "2.0"}]
+
+
 def test_metrics_csv_that_was_damaged_is_no_obstacle(tmp_path):
     (tmp_path / "metrics.csv").write_text("a,step\n1,2\n3\nx,y,z\n")
     logger = MetricsCSV(tmp_path)
