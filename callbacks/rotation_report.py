@@ -6,6 +6,7 @@ from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.rotation import KINDS, rotation_results
@@ -89,7 +90,7 @@ class RotationReport(RunReport):
             networks,
             evaluations,
             {index: record["reason"] for index, record in task.stopped.items()},
-            title=f"{type(task.members[members[0]]).__name__}, {counted(len(members), 'member')}",
+            title=f"{architecture_name(task.members[members[0]])}, {counted(len(members), 'member')}",
             about=about,
             numbers=numbers,
             headline=main if main in numbers else None,

@@ -8,6 +8,7 @@ from pytorch_lightning import Trainer
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, stitching_results
@@ -100,7 +101,7 @@ class StitchingReport(RunReport):
             "epochs": trainer.current_epoch,
             **self.source(data),
         }
-        names = dict.fromkeys(type(network).__name__ for network in task.members.values())
+        names = dict.fromkeys(architecture_name(network) for network in task.members.values())
         return stitching_results(
             networks,
             {kind: {**found, "penalty": task.penalties(found["accuracy"])} for kind, found in evaluations.items()},

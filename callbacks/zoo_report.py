@@ -9,6 +9,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.zoo import zoo_results
 from lightning_sym.tasks import ZooTask
@@ -60,7 +61,7 @@ class ZooReport(RunReport):
         results = zoo_results(
             task.numbers,
             *measured,
-            network=type(task.network).__name__,
+            network=architecture_name(task.network),
             about={"architecture": task.network.architecture, "seeds": task.numbers, **self.source(data)},
             accuracy=task.history.get("val/accuracy", []),
             epochs=task.history_epochs.get("val", []),

@@ -463,6 +463,11 @@ class WrappedNetwork(_ModuleHolder):
         return self._factory
 
 
+def architecture_name(network: nn.Module) -> str:
+    """Return what titles and tables call a network: the name of its class, or of the module that it wraps."""
+    return type(network.module if isinstance(network, WrappedNetwork) else network).__name__
+
+
 def _drawn(seed: int, make: Callable[[], M]) -> M:
     """Make a module with a seed's random numbers and bring it to the default device.
 

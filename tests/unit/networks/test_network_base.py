@@ -23,6 +23,7 @@ from lightning_sym.networks import (
     Network,
     TorchvisionNetwork,
     WrappedNetwork,
+    architecture_name,
     build,
 )
 
@@ -451,3 +452,8 @@ def test_errors_of_images_that_do_not_fit_have_a_cause_and_others_are_left_alone
     assert_refused(network, torch.zeros(3, 1, 8, 8, dtype=torch.float64), says="Double", error=RuntimeError)
     with pytest.raises(RuntimeError):  # it does not record what it was built for
         Custom()(torch.zeros(2, 5))
+
+
+def test_a_wrapped_network_is_called_after_its_module():
+    assert architecture_name(Network.wrap(nn.Linear(2, 2))) == "Linear"
+    assert architecture_name(MultiLayerPerceptron(widths=[2])) == "MultiLayerPerceptron"
