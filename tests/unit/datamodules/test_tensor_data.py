@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_sym.callbacks import MarginalLikelihood, ZooExport
-from lightning_sym.datamodules import DatasetDataModule, TensorDataModule
+from lightning_sym.datamodules import DatasetDataModule, DiabetesDataModule, TensorDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import MatchingTask, SquaredDistance, ZooTask
 from lightning_sym.zoo import ModelZoo
@@ -164,6 +164,7 @@ def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
     for name in ("none.npz", "none.pt"):
         assert_refused(TensorDataModule, str(tmp_path / name), says="There is no file", error=FileNotFoundError)
     assert_refused(TensorDataModule, says="TensorDataModule needs train")
+    assert_refused(DiabetesDataModule, "a.pt", says="DiabetesDataModule reads its data by itself")
     images = DatasetDataModule, [(object(), 1)]
     assert_refused(
         *images, says=["Item 0 of the data set for train must be a pair", "got tuple of object, int"], error=TypeError
