@@ -310,10 +310,12 @@ def _read(path: str, split: str) -> Pair:
     file = Path(path).expanduser()
     if file.suffix not in (".pt", ".safetensors", ".npz"):
         raise ValueError(f"{split} must be a .pt, .safetensors or .npz file, got {path}.")
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"There is no file {file.absolute()}; give a .pt, .safetensors or .npz file as {split}."
+        )
     found: Mapping[str, Any]
     if file.suffix == ".npz":
-        if not file.is_file():
-            raise FileNotFoundError(f"There is no file {file.absolute()}; give a .pt, .safetensors or .npz file.")
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
