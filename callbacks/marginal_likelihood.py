@@ -152,6 +152,9 @@ class MarginalLikelihood(RunReport):
         Raises:
             TypeError: If the task has no prior, or the data are not of ``lightning_sym.datamodules``.
             ValueError: If a cosine has no end.
+
+        Warns:
+            UserWarning: If training ends before the first update.
         """
         super().setup(trainer, pl_module, stage)
         self._fitting = stage == "fit"
@@ -163,6 +166,15 @@ class MarginalLikelihood(RunReport):
             raise ValueError(
                 "lr_schedule cosine of MarginalLikelihood ends with trainer.max_epochs, which is not set; set it, or "
                 "use constant."
+            )
+        last = 0 if trainer.fast_dev_run else trainer.max_epochs or 0  # type: ignore[attr-defined]
+        never = self.burn_in is not None and not any(map(self.updates_after, range(1, last + 1)))
+        if last > 0 and never and trainer.is_global_zero:
+            warnings.warn(
+                f"MarginalLikelihood updates precisions after epochs >= burn_in={self.burn_in} that are multiples of "
+                f"every_n_epochs={self.every_n_epochs}, and training ends after epoch {last}, so that they will never "
+                "be updated; lower one of the two, train longer, or set burn_in to null.",
+                stacklevel=2,
             )
         self._groups = parameter_groups(self.networks.prior.network, self.granularity)
         self._running = self.networks.numbers
@@ -386,6 +398,7 @@ class MarginalLikelihood(RunReport):
             network=type(prior.network).__name__,
             architecture=getattr(prior.network, "architecture", type(prior.network).__name__),
             members=members,
+            updated=any(optimizer.state_dict()["adam"]["state"] for optimizer in self._optimizers.values()),
             about={
                 "settings": {
                     **picked(self, *names, "learn_noise"),

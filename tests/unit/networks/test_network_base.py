@@ -248,8 +248,6 @@ class Broken(Network):
         x = self.inner(x)
         if self.how == "twice":
             return self.relu(self.relu(x) + 1)
-        if self.how == "method":
-            return x.sigmoid()
         if self.how == "own":
             return x if x.sum() > 0 else -x
         return self.block(x)
@@ -262,7 +260,24 @@ class Branching(nn.Module):
 
 class Functional(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x)
+        return F.relu(x, inplace=True)
+
+
+class WithFunctions(Network):
+    """Activations as functions and as a method, in its own forward and in that of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(2, 4), Functional(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.block(self.first(x)) - 0.1).sigmoid())
+
+
+def test_activations_that_are_functions_are_sites() -> None:
+    network = WithFunctions()
+    assert network.sites() == ["block.functional-relu", "functional-relu", "functional-sigmoid"]
+    check_every_cut(network, torch.randn(3, 2))
 
 
 class WithLeaf(Broken):
@@ -274,8 +289,6 @@ class WithLeaf(Broken):
     [
         ("inplace", r"The module 'inner.1' of Broken works in place; write ReLU\(inplace=False\)"),
         ("twice", "The activation module 'relu' of Broken is called more than once; give each call its own ReLU"),
-        ("functional", "The module 'block' of Broken applies relu as a function; use an activation module"),
-        ("method", "Broken applies sigmoid as a function; use an activation module"),
         ("branching", r"Broken cannot be traced in module 'block' \(.*control flow.*leaf_modules"),
         ("own", "Broken cannot be traced in its own forward"),
     ],
