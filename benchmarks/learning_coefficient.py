@@ -74,7 +74,7 @@ def measure(rounds: int, device: str) -> Results:
             "loop": partial(ours, execution="loop"),
             "vmap": ours,
         }
-        ends = torch.tensor(plain(network, x, y, batch_size))[-1].mean(), ours().losses[-1].mean()
+        ends = torch.tensor(plain(network, x, y, batch_size))[:, -1].mean(), ours().losses[-1].mean()
         note = f"Mean losses at the end {float(ends[0]):.3f} and {float(ends[1]):.3f}. Ours find the curvature, too."
         title = f"{CHAINS} chains of {STEPS} steps, 2,410 weights, batches of {batch_size} of {len(x)} digits"
         found.append(result(title, timed(runs, rounds, clock=clock), note=note, target_ratio=1 / 3))

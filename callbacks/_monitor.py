@@ -19,6 +19,7 @@ from lightning_sym._text import ranges
 from lightning_sym.callbacks._checks import OF_POPULATIONS, has_members, lacking, network_of
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.callbacks.report import AfterFit
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 
 _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
@@ -237,7 +238,7 @@ class TrainingMonitor(AfterFit):
         if self._begun and trainer.global_step != self.points[-1]["step"]:
             self._add_point(trainer, task, self._epoch)
         if self.points and trainer.is_global_zero:
-            results = self.results(type(self.network_of(task)).__name__, self.watched(task))
+            results = self.results(architecture_name(self.network_of(task)), self.watched(task))
             publish_results(trainer, results, self.path, f"figures/{type(self).__name__}")
 
     # ---- checkpoints

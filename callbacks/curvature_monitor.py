@@ -43,10 +43,10 @@ class CurvatureMonitor(TrainingMonitor):
       epoch of unknown length);
     - ``curvature/loss``: the loss that all this is the curvature of: in eval mode, on the data below.
 
-    For populations these are means over members, and ``curvature/top_eigenvalue/member-0003`` is one member; members
-    whose weights are not finite are left out. The data are ``curvature_dataloader()`` of the datamodule: all training
-    inputs, not augmented; of other datamodules the training data set in its order. With several processes each takes
-    its share. Where it changes from pass to pass (random augmentation in the data set), an error says so.
+    For populations these are means over members, and ``details/curvature/top_eigenvalue/member-0003`` is one member;
+    members whose weights are not finite are left out. The data are ``curvature_dataloader()`` of the datamodule: all
+    training inputs, not augmented; of other datamodules the training data set in its order. With several processes each
+    takes its share. Where it changes from pass to pass (random augmentation in the data set), an error says so.
 
     Written at the end, on rank 0: ``results/curvature.png`` (in TensorBoard ``figures/CurvatureMonitor/curvature``),
     ``curvature.csv`` and ``.json`` (a row per point and member).

@@ -10,6 +10,7 @@ from lightning_sym._distributed import rank, ranks
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import curve_geometry
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import picked
 from lightning_sym.reports.curve_geometry import CurveOf, curve_geometry_results
@@ -31,7 +32,7 @@ class CurveGeometry(RunReport):
     On rank 0, in ``results``: ``geometry.csv`` and ``.json`` (a row for each point), ``geometry_jacobians.csv`` and
     ``.json``, ``geometry_near_zero.csv`` and ``.json`` or ``geometry_density.csv`` and ``.json``, and for each curve
     ``geometry-<first>-<second>-<kind>.png`` (in TensorBoard under ``figures/CurveGeometry``). Logged are, under
-    ``geometry/pair-<first>-<second>/<kind>``, ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
+    ``details/geometry/pair-<first>-<second>/<kind>``, ``top_eigenvalue/max``, ``trace/max``, ``gradient_norm/max``,
     ``<direction>_product/max`` over the points, ``jacobian_cosine/ends``, ``jacobian_probe/ends``, and
     ``identities/worst``. A table is printed, with the places of all files.
 
@@ -129,4 +130,4 @@ class CurveGeometry(RunReport):
             },
             **self.source(data),
         }
-        return curve_geometry_results(measured, title=type(task.member(task.pairs[0][0])).__name__, about=about)
+        return curve_geometry_results(measured, title=architecture_name(task.member(task.pairs[0][0])), about=about)

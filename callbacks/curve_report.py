@@ -20,6 +20,7 @@ from lightning_sym.connectivity import Curve, curve_barriers, curve_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.landscape import LossSurface, WeightPlane, weight_tensors, weight_vector
 from lightning_sym.landscape.planes import trainable
+from lightning_sym.networks import architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
@@ -144,7 +145,7 @@ class CurveReport(RunReport):
             "stopped": {str(task.names[number]): reason for number, reason in stopped.items()},
             **self.source(data),
         }
-        title = f"{type(task.member(members[0])).__name__}, {counted(len(task.pairs), 'pair')}"
+        title = f"{architecture_name(task.member(members[0]))}, {counted(len(task.pairs), 'pair')}"
         notes = [f"{task.names[number]} was stopped: {found['reason']}" for number, found in stopped.items()]
         return curve_results(paths, planes, title=title, about=about, notes=notes)
 

@@ -48,10 +48,11 @@ class LearningCoefficient(TrainingMonitor):
     estimate, at its present weights. All other modules are one network, the attribute ``network``.
 
     Logged at each point, for networks that have an estimate: ``learning_coefficient/estimate`` (of members the mean,
-    and ``.../member-0003``); always ``learning_coefficient/refused``, the number of those that have none. At the end,
-    on rank 0, in ``results``: ``learning_coefficient.csv`` and ``.json`` (a row per point and network: estimate,
-    standard error, verdict, settings), ``learning_coefficient_traces.csv`` and ``.json`` and ``.png`` (the chains), and
-    ``learning_coefficient.png`` (in TensorBoard under ``figures/LearningCoefficient``). A table is printed.
+    and ``details/.../member-0003``); always ``learning_coefficient/refused``, the number of those that have none. At
+    the end, on rank 0, in ``results``: ``learning_coefficient.csv`` and ``.json`` (a row per point and network:
+    estimate, standard error, verdict, settings), ``learning_coefficient_traces.csv`` and ``.json`` and ``.png`` (the
+    chains), and ``learning_coefficient.png`` (in TensorBoard under ``figures/LearningCoefficient``). A table is
+    printed.
 
     Training stays bitwise as it is: a copy is sampled, and no random number of training is drawn. Checkpoints hold what
     was found, so that a resumed run goes on with it.

@@ -10,6 +10,7 @@ from pytorch_lightning import LightningModule, Trainer
 
 from lightning_sym._checks import check_integers
 from lightning_sym._random import generator
+from lightning_sym._tags import details
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks.report import RunReport
@@ -47,16 +48,16 @@ class MarginalLikelihood(RunReport):
     Logged after every update, with the new precisions: ``evidence/log_marginal_likelihood`` and its parts
     ``evidence/log_likelihood``, ``evidence/log_determinant``, ``evidence/scatter`` (the last two are subtracted; nats
     per datum), ``evidence/seconds``, for a regression ``evidence/noise``, and for every path (every layer that has no
-    paths) ``precision/<path>``, ``effective/<path>``, ``normalised/<path>``, ``relative/<path>``,
+    paths) ``details/precision/<path>``, and so ``effective/<path>``, ``normalised/<path>``, ``relative/<path>``,
     ``mean_square/<path>``. Of a zoo the ``evidence/...`` are means over members (seconds: the sum), and those of a
-    member and of its paths are logged as ``.../member-0003``.
+    member and of its paths are logged as ``details/.../member-0003``.
 
     At the end of the fit, on rank 0, in ``results``: ``layers.csv`` and ``.json``, the table of the paper's appendix D
     with a row for every layer and path; ``evidence.csv`` and ``.json``, a row for every update;
     ``relative_effective_parameters.png`` and ``evidence.png`` (in TensorBoard ``figures/MarginalLikelihood``). The last
     row of both is of the final weights. The layers and the test accuracy are printed, the latter logged as
-    ``hp_metric``. Of a zoo, the tables have a column ``member``, figures show the mean over members, and the test
-    accuracy is that of the weights that it keeps.
+    ``final/test_accuracy``. Of a zoo, the tables have a column ``member``, figures show the mean over members, and the
+    test accuracy is that of the weights that it keeps.
 
     With several processes factors are exact sums over all of them, and every one holds the same precisions to the last
     bit. A checkpoint holds precisions, their optimizer and the curves.
@@ -151,6 +152,9 @@ class MarginalLikelihood(RunReport):
         Raises:
             TypeError: If the task has no prior, or the data are not of ``lightning_sym.datamodules``.
             ValueError: If a cosine has no end.
+
+        Warns:
+            UserWarning: If training ends before the first update.
         """
         super().setup(trainer, pl_module, stage)
         self._fitting = stage == "fit"
@@ -162,6 +166,15 @@ class MarginalLikelihood(RunReport):
             raise ValueError(
                 "lr_schedule cosine of MarginalLikelihood ends with trainer.max_epochs, which is not set; set it, or "
                 "use constant."
+            )
+        last = 0 if trainer.fast_dev_run else trainer.max_epochs or 0  # type: ignore[attr-defined]
+        never = self.burn_in is not None and not any(map(self.updates_after, range(1, last + 1)))
+        if last > 0 and never and trainer.is_global_zero:
+            warnings.warn(
+                f"MarginalLikelihood updates precisions after epochs >= burn_in={self.burn_in} that are multiples of "
+                f"every_n_epochs={self.every_n_epochs}, and training ends after epoch {last}, so that they will never "
+                "be updated; lower one of the two, train longer, or set burn_in to null.",
+                stacklevel=2,
             )
         self._groups = parameter_groups(self.networks.prior.network, self.granularity)
         self._running = self.networks.numbers
@@ -306,14 +319,14 @@ class MarginalLikelihood(RunReport):
                 task.log(f"evidence/{name}", fmean(values))
         task.log("evidence/seconds", math.fsum(record["seconds"] for record in records))
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            details: dict[str, float] = {}
+            found: dict[str, float] = {}
             for record in records:
                 of = "" if "member" not in record else f"/{member_name(record['member'])}"
-                details |= {f"{n}/{path}{of}": values[n] for path, values in record["paths"].items() for n in OF_PATHS}
+                found |= {f"{n}/{path}{of}": values[n] for path, values in record["paths"].items() for n in OF_PATHS}
                 if of:
-                    details |= {f"evidence/{name}{of}": record[name] for name in TERMS}
-            for logger in trainer.loggers:
-                logger.log_metrics(details, step=max(trainer.global_step - 1, 0))  # Lightning's step of an epoch's end
+                    found |= {f"evidence/{name}{of}": record[name] for name in TERMS}
+            for logger in trainer.loggers:  # at Lightning's step of an epoch's end
+                logger.log_metrics(details(found), step=max(trainer.global_step - 1, 0))
 
     # ---- checkpoints
 
@@ -385,6 +398,7 @@ class MarginalLikelihood(RunReport):
             network=type(prior.network).__name__,
             architecture=getattr(prior.network, "architecture", type(prior.network).__name__),
             members=members,
+            updated=any(optimizer.state_dict()["adam"]["state"] for optimizer in self._optimizers.values()),
             about={
                 "settings": {
                     **picked(self, *names, "learn_noise"),

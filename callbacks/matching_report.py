@@ -13,6 +13,7 @@ from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
@@ -123,7 +124,7 @@ class MatchingReport(RunReport):
             "symmetry": picked(task.symmetry, "dimension", "log10_permutations"),
             **self.source(data),
         }
-        kind = type(task.member(members[0])).__name__
+        kind = architecture_name(task.member(members[0]))
         title = f"{kind}, {counted(len(task.pairs), 'pair')}"
         return matching_results(curves, distances, task.symmetry, title=title, about=about)
 

@@ -24,7 +24,8 @@ class PruningReport(RunReport):
     removed, when), ``magnitude.csv`` and ``.json`` (the twins, by width), ``widths.csv`` and ``.json`` (units of every
     axis group), ``pruning.png`` (in TensorBoard under ``figures/PruningReport``). Beside it, in ``pruned``, every
     network as a zoo of one member with its number: ``pruned/member-0000/epsilon-0.01``. The numbers of units and the
-    test errors are logged as ``pruning/units/member-0`` and ``pruning/test_error/member-0``. A table is printed.
+    test errors are logged as ``details/pruning/units/member-0`` and ``details/pruning/test_error/member-0``, the
+    lowest number of units as ``pruning/units``. A table is printed.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.

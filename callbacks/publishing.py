@@ -46,18 +46,22 @@ def _send(trainer: Trainer, method: str, tag: str, what: object) -> None:
             add(tag, what, global_step=trainer.global_step)
 
 
-def publish_numbers(trainer: Trainer, values: Mapping[str, float], hp_metric: float | None = None) -> None:
+def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str | None = None) -> None:
     """Send the numbers that a run ends with to every logger; to be called on rank 0.
 
     Args:
         trainer: Its loggers are used.
         values: By name; may be empty.
-        hp_metric: What TensorBoard shows beside the hyperparameters, in place of the -1 that Lightning begins with;
-            None leaves it as it is.
+        headline: The name of the main one, which TensorBoard shows beside the hyperparameters. For Lightning's own
+            TensorBoard logger, which names it before the run is known, it is logged as ``hp_metric`` too.
     """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            metric = {} if hp_metric is None else {"hp_metric": hp_metric}
+            metric = {}
+            if headline is not None and hasattr(logger, "headline"):
+                logger.headline = headline  # the logger of a run folder
+            elif headline is not None:
+                metric = {"hp_metric": values[headline]}
             logger.log_metrics({**values, **metric}, step=trainer.global_step)
         elif values:
             logger.log_metrics(dict(values), step=max(trainer.global_step - 1, 0))

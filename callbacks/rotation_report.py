@@ -1,12 +1,12 @@
 """The rotation penalty of every member, site, kind and repeat: the table and the picture."""
 
-import math
 from typing import Any
 
 from pytorch_lightning import Trainer
 
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.rotation import KINDS, rotation_results
@@ -24,8 +24,8 @@ class RotationReport(RunReport):
     over repeats, a bootstrap interval over members, or over repeats if there is one member, and how far the penalty is
     above that of the group, member by member), and ``rotation_penalty.png``, in TensorBoard under
     ``figures/RotationReport``. Mean penalties are logged as ``test_penalty/<site>/<kind>`` and
-    ``test_penalty/<kind>``, and that of ``group`` (the first kind if it is not there) as ``hp_metric``. A table is
-    printed, with the places of all files.
+    ``test_penalty/<kind>``, and that of ``group`` (the first kind if it is not there) beside the hyperparameters. A
+    table is printed, with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -85,13 +85,13 @@ class RotationReport(RunReport):
             **self.source(data),
         }
         numbers = task.quantities(measured["test"], "test")
-        main = "group" if "group" in task.kinds else task.kinds[0]
+        main = f"test_penalty/{'group' if 'group' in task.kinds else task.kinds[0]}"
         return rotation_results(
             networks,
             evaluations,
             {index: record["reason"] for index, record in task.stopped.items()},
-            title=f"{type(task.members[members[0]]).__name__}, {counted(len(members), 'member')}",
+            title=f"{architecture_name(task.members[members[0]])}, {counted(len(members), 'member')}",
             about=about,
             numbers=numbers,
-            headline=numbers.get(f"test_penalty/{main}", math.nan),
+            headline=main if main in numbers else None,
         )

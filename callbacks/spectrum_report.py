@@ -11,6 +11,7 @@ from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.curvature import canonical_operator, sharpness_modulo_symmetry, spectral_density
 from lightning_sym.datamodules import InputDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.spectra import MemberSpectrum, spectrum_results
 from lightning_sym.symmetry import trace_symmetry
@@ -104,5 +105,5 @@ class SpectrumReport(RunReport):
             "settings": {name: getattr(self, name) for name in ("steps", "probes", "trace_probes", "tolerance")},
             **self.source(data),
         }
-        title = f"{type(task.network).__name__}, {len(measured)} members"
+        title = f"{architecture_name(task.network)}, {len(measured)} members"
         return spectrum_results(measured, title=title, about=about)

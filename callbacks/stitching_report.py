@@ -8,6 +8,7 @@ from pytorch_lightning import Trainer
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, stitching_results
@@ -25,8 +26,8 @@ class StitchingReport(RunReport):
     ``.json`` (means over pairs, standard deviation, bootstrap interval over models), ``penalties.png``: penalty against
     site, without and with recalibrated statistics. For any-to-any sites a heat map for each family in its place; for
     ``lasso`` maps ``sparsity.png`` too. All are in TensorBoard under ``figures/StitchingReport``; mean penalties are
-    logged as ``test_penalty/<site>/<family>``, and the mean over sites and trained families as ``hp_metric``. A table
-    is printed, with the places of all files.
+    logged as ``details/test_penalty/<site>/<family>``, the mean over sites and trained families as ``test_penalty``. A
+    table is printed, with the places of all files.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -100,7 +101,7 @@ class StitchingReport(RunReport):
             "epochs": trainer.current_epoch,
             **self.source(data),
         }
-        names = dict.fromkeys(type(network).__name__ for network in task.members.values())
+        names = dict.fromkeys(architecture_name(network) for network in task.members.values())
         return stitching_results(
             networks,
             {kind: {**found, "penalty": task.penalties(found["accuracy"])} for kind, found in evaluations.items()},

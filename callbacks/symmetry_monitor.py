@@ -39,8 +39,8 @@ class SymmetryMonitor(TrainingMonitor):
       (what is left when rescaling is taken out); of the canonical forms, with signs fixed and units sorted. The last is
       zero for two members of one orbit, but jumps where two units change places (docs/theory/intertwiners.md, 5.4).
 
-    For a :class:`lightning_sym.tasks.ZooTask` these are means over members; ``.../member-0003`` is one member. Members
-    whose weights are not finite are left out. All other modules are one network, the attribute ``network``.
+    For a :class:`lightning_sym.tasks.ZooTask` these are means over members; ``details/.../member-0003`` is one member.
+    Members whose weights are not finite are left out. All other modules are one network, the attribute ``network``.
 
     Written at the end, on rank 0: ``results/symmetry.png`` (in TensorBoard ``figures/SymmetryMonitor/symmetry``),
     ``symmetry.csv`` and ``.json`` (a row per point, member and group), ``symmetry_distance.csv`` and ``.json`` (a row

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning import Trainer
 
 from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.zoo import zoo_results
 from lightning_sym.tasks import ZooTask
@@ -19,8 +20,9 @@ class ZooReport(RunReport):
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
     split, per member), ``results/zoo.png``, ``validation_curves.png`` and ``confusion.png`` (all in TensorBoard too,
-    under ``figures/ZooReport``, and the mean test accuracy as ``hp_metric`` beside the hyperparameters), and a table on
-    the terminal with the places of all files.
+    under ``figures/ZooReport``, and the mean test accuracy, ``test/accuracy``, beside the hyperparameters), and a table
+    on the terminal with the places of all files. With another loss than the cross-entropy there are losses in place of
+    accuracies, and no confusion.
 
     Args:
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
@@ -30,7 +32,7 @@ class ZooReport(RunReport):
         ValueError: If ``rows`` is negative.
     """
 
-    needs = ("numbers", "network", "split_metrics", "gathered", "history", "history_epochs")
+    needs = ("numbers", "network", "split_metrics", "classifies", "gathered", "history", "history_epochs")
     example = "ZooTask"
 
     def __init__(self, dirpath: str | None = None, rows: int = 12) -> None:
@@ -38,34 +40,23 @@ class ZooReport(RunReport):
         super().__init__(dirpath)
         self.rows = rows
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that the task has what is reported.
-
-        Raises:
-            ValueError: If it has no accuracies.
-        """
-        super().setup(trainer, pl_module, stage)
-        if not getattr(pl_module, "classifies", True):
-            raise ValueError(
-                "ZooReport shows accuracies, and this task has a loss of its own and none; leave the callback out "
-                "(metrics.csv has the losses of all members)."
-            )
-
     def measure(self, trainer: Trainer, task: ZooTask, data: InMemoryDataModule) -> Any:
         """Evaluate the kept weights of all members on each split."""
         return task.split_metrics(data), *task.gathered()
 
     def report(self, trainer: Trainer, task: ZooTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return the members' table and the figures, and where the zoo is."""
+        classifies = task.classifies
         results = zoo_results(
             task.numbers,
             *measured,
-            network=type(task.network).__name__,
+            network=architecture_name(task.network),
             about={"architecture": task.network.architecture, "seeds": task.numbers, **self.source(data)},
-            accuracy=task.history.get("val/accuracy", []),
+            curves=task.history.get("val/accuracy" if classifies else "val/loss", []),
             epochs=task.history_epochs.get("val", []),
             class_names=data.class_names,
             most=self.rows,
+            loss=None if classifies else str(task.hparams.get("loss_name", "loss")),
         )
         exports = [("zoo", one.path) for one in trainer.callbacks if isinstance(one, ZooExport)]  # type: ignore[attr-defined]
         return replace(results, places={**results.places, **dict(exports[:1])})

@@ -10,6 +10,7 @@ from lightning_sym.datamodules.base import (
 from lightning_sym.datamodules.broden import BrodenDataModule
 from lightning_sym.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
 from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader, ConceptsDataModule
+from lightning_sym.datamodules.diabetes import DiabetesDataModule
 from lightning_sym.datamodules.digits import DigitsDataModule
 from lightning_sym.datamodules.gaussian import GaussianInputsDataModule
 from lightning_sym.datamodules.loader import EpochLoader, TensorLoader
@@ -27,6 +28,7 @@ __all__ = [
     "ConceptLoader",
     "ConceptsDataModule",
     "DatasetDataModule",
+    "DiabetesDataModule",
     "DigitsDataModule",
     "EpochLoader",
     "FashionMNISTDataModule",

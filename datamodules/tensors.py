@@ -100,10 +100,13 @@ class TensorDataModule(InMemoryDataModule):
         self._given: dict[str, Any] = given
         self._val_fraction, self._test_fraction, self._max_samples = val_fraction, test_fraction, max_samples
         self._standardize, self._given_classes, self._given_names = standardize, num_classes, class_names
-        if train is not None:
-            self.setup()
-        elif type(self).load is TensorDataModule.load:
+        reads_itself = type(self).load is not TensorDataModule.load
+        if reads_itself and any(data is not None for data in given.values()):
+            raise ValueError(f"{type(self).__name__} reads its data by itself; leave train, val and test out.")
+        if not reads_itself and train is None:
             raise ValueError(f"{type(self).__name__} needs train: a pair (inputs, targets), or the path of a file.")
+        if not reads_itself:
+            self.setup()
 
     def load(self) -> tuple[Pair, Pair | None, Pair | None]:
         """Return training, validation and test data; to be overridden by a subclass that is not given ``train``.
@@ -307,10 +310,12 @@ def _read(path: str, split: str) -> Pair:
     file = Path(path).expanduser()
     if file.suffix not in (".pt", ".safetensors", ".npz"):
         raise ValueError(f"{split} must be a .pt, .safetensors or .npz file, got {path}.")
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"There is no file {file.absolute()}; give a .pt, .safetensors or .npz file as {split}."
+        )
     found: Mapping[str, Any]
     if file.suffix == ".npz":
-        if not file.is_file():
-            raise FileNotFoundError(f"There is no file {file.absolute()}; give a .pt, .safetensors or .npz file.")
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}

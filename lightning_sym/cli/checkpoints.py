@@ -1,6 +1,7 @@
 """Checkpoints of a run, such that the run can go on from each of them as if it had never stopped."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,24 @@ from lightning_sym._files import write_atomically
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints that are whole or absent, also when the process is killed or the disk is full."""
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint, without running code that it may hold unless that is asked for.
+
+        Raises:
+            ValueError: If it is damaged, or holds more than tensors and plain values.
+        """
+        try:
+            return super().load_checkpoint(Path(path), map_location, weights_only)
+        except pickle.UnpicklingError:
+            raise ValueError(
+                f"{path} is damaged, or holds code, which is not run: give a checkpoint that lightning-sym wrote."
+            ) from None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None

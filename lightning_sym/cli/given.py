@@ -16,7 +16,7 @@ _CLASS, _ARGUMENTS = "class_path", ("init_args", "dict_kwargs")
 # What a command takes beside the sections of its classes, and what is asked of the parser itself.
 SECTIONS = ("model", "data", "trainer", "checkpoint")
 SETTINGS = (
-    *("run_dir", "overwrite", "zoo_dir", "requires", "seed_everything", "ckpt_path", "config"),
+    *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config"),
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
 # Classes that are not named, because nothing else may stand there.

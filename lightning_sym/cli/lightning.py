@@ -22,7 +22,6 @@ from jsonargparse import Namespace
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ignore[attr-defined]
 from safetensors.torch import save as save_safetensors
@@ -30,12 +29,13 @@ from safetensors.torch import save as save_safetensors
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
 from lightning_sym._files import write_atomically
 from lightning_sym._text import USAGE
-from lightning_sym.callbacks import ZooExport
+from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym.cli.given import merge, read_given
 from lightning_sym.cli.messages import class_at, explain, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
+from lightning_sym.cli.tensorboard import RunTensorBoard
 
 # What follows from the data, and is linked from a datamodule into a task's network.
 _SIZES = ("in_channels", "image_size", "num_classes")
@@ -114,6 +114,12 @@ class RunConfig(SaveConfigCallback):
         self.config = self.config.clone()
         self.config.ckpt_path, self.config.overwrite = None, False
         super().setup(trainer, pl_module, "fit")
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, RunTensorBoard):
+                logger.headline = logger.headline or getattr(pl_module, "shown", None)
+        if trainer.is_global_zero:
+            text = self.parser.dump(self.config, skip_none=False)
+            publish_text(trainer, text, "config")
 
 
 class RecipeCLI(LightningCLI):
@@ -176,6 +182,13 @@ class RecipeCLI(LightningCLI):
             type=bool,
             default=False,
             help="Replace the run that run_dir holds: its logs, checkpoints, results, and members of the same numbers.",
+        )
+        parser.add_argument(
+            "--log_details",
+            type=bool,
+            default=False,
+            help="Show curves of single members, pairs and layers in TensorBoard, too, below details/; metrics.csv has "
+            "them in any case.",
         )
         parser.add_argument(
             "--zoo_dir", type=str | None, default=None, help="Zoo that members are exported to; default run_dir/zoo."
@@ -348,9 +361,10 @@ class RecipeCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         run_dir = self._run_dir
         if config.get("logger") in (None, True):
+            shown = self._get(self.config, "log_details")
             kwargs["logger"] = [
                 # validate would add a point at step 0 to the curves of the fit.
-                *([TensorBoardLogger(run_dir.parent, run_dir.name, "")] if self.subcommand != "validate" else []),
+                *([RunTensorBoard(run_dir, details=shown)] if self.subcommand != "validate" else []),
                 # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
                 MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
             ]
@@ -363,7 +377,9 @@ class RecipeCLI(LightningCLI):
         callbacks = config.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        if config.get("enable_progress_bar") is not False and not bars:
+        if not sys.stdout.isatty() and not bars:
+            kwargs["enable_progress_bar"] = False  # it would be kilobytes in a file or a pipe
+        elif config.get("enable_progress_bar") is not False and not bars:
             kwargs["callbacks"] = [*callbacks, TQDMProgressBar()]  # one line, also in a narrow terminal
         checkpoint = self._get(self.config_init, "checkpoint")
         if checkpoint.dirpath is None:

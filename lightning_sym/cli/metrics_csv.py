@@ -15,8 +15,8 @@ from lightning_sym._files import write_atomically
 class MetricsCSV(Logger):
     """All logged scalars as ``metrics.csv``, one row per step.
 
-    Lightning's own CSVLogger deletes the file of the interrupted run when it is resumed; this one keeps the
-    rows up to the step at which the run goes on.
+    Lightning's own CSVLogger deletes the file of the interrupted run when it is resumed; this one keeps the rows
+    up to the step at which the run goes on, and adds to the row of this step: what a run ends with is logged there.
 
     Args:
         folder: Where the file lies. Created at the first write.
@@ -57,7 +57,7 @@ class MetricsCSV(Logger):
         """Add scalars to the row of a step."""
         step = 0 if step is None else step
         if self._rows is None:
-            self._rows = {number: row for number, row in self._read().items() if number < step}
+            self._rows = {number: row for number, row in self._read().items() if number <= step}
         self._rows.setdefault(step, {"step": step}).update(metrics)
 
     @rank_zero_only

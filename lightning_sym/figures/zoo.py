@@ -17,21 +17,23 @@ def validation_curves(
     *,
     epochs: Sequence[float],
     kept: Mapping[int, float] | None = None,
+    quantity: str = "accuracy",
 ) -> Figure:
-    """Draw every member's validation accuracy over epochs, and their mean.
+    """Draw every member's validation accuracy, or loss, over epochs, and their mean.
 
     Args:
-        accuracy: Per validation one fraction per member; NaN where there is none. Shape ``[validations, M]``.
+        accuracy: Per validation one value per member; NaN where there is none. Shape ``[validations, M]``.
         numbers: The members' numbers, for the legend. Length ``M``.
         epochs: How many epochs had been trained at each validation.
         kept: How many epochs had been trained when the weights were taken that were kept, by member number; marked by
             a dot.
+        quantity: What the values are, ``"accuracy"`` or ``"loss"``.
 
     Returns:
         The figure.
     """
     figure, (axes,) = shared.panels(5.2, 3.8)
-    _draw_curves(axes, accuracy, numbers, epochs, kept or {})
+    _draw_curves(axes, accuracy, numbers, epochs, kept or {}, quantity)
     return figure
 
 
@@ -85,6 +87,7 @@ def _draw_curves(
     numbers: Sequence[int],
     epochs: Sequence[float],
     kept: Mapping[int, float],
+    quantity: str = "accuracy",
 ) -> None:
     values = np.asarray(accuracy, dtype=float).reshape(len(accuracy), len(numbers))
     places = np.asarray(epochs, dtype=float)
@@ -99,9 +102,9 @@ def _draw_curves(
     if np.isfinite(values).any(axis=1).all():
         mean = np.nanmean(values, axis=1)
         axes.plot(places, mean, "--", color=shared.INK, lw=1.8, label=f"mean of {len(numbers)}", zorder=3)
-    shared.over_epochs(axes, "validation accuracy")
-    axes.set_title("Validation accuracy" + (" (dot: weights kept)" if kept else ""))
-    axes.legend(fontsize=8, loc="lower right", framealpha=0.9)
+    shared.over_epochs(axes, f"validation {quantity}")
+    axes.set_title(f"Validation {quantity}" + (" (dot: weights kept)" if kept else ""))
+    axes.legend(fontsize=8, loc="lower right" if quantity == "accuracy" else "upper right", framealpha=0.9)
 
 
 def _draw_confusion(axes: Axes, confusion: NDArray[np.float64], class_names: Sequence[str] | None, title: str) -> None:

@@ -7,7 +7,7 @@ from lightning_sym.networks.activations import (
     is_activation,
     make_activation,
 )
-from lightning_sym.networks.base import Cuts, Network, WrappedNetwork
+from lightning_sym.networks.base import Cuts, Network, WrappedNetwork, architecture_name
 from lightning_sym.networks.batch_norm import (
     batch_norms,
     float_average,
@@ -38,6 +38,7 @@ __all__ = [
     "ResidualCNN",
     "TorchvisionNetwork",
     "WrappedNetwork",
+    "architecture_name",
     "batch_norms",
     "build",
     "float_average",

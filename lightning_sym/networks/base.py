@@ -83,9 +83,9 @@ class Network(nn.Module, ABC):
 
     To add an architecture, write a subclass with ``__init__`` and ``forward`` as for any module; nothing
     else. Name the arguments that follow from the data ``in_channels``, ``num_classes`` and ``image_size``, as
-    recipes link them. ``forward`` takes one tensor (further arguments need defaults, which are kept), and is
-    built from modules: activations are modules, out of place, each called once. :meth:`sites` says so in one
-    sentence if a network is not; :meth:`wrap` is more lenient.
+    recipes link them. ``forward`` takes one tensor (further arguments need defaults, which are kept).
+    Activations are functions, or modules that work out of place and are called once each. :meth:`sites` says so in
+    one sentence if they are not; :meth:`wrap` is more lenient.
 
     The arguments of the outermost constructor are recorded, defaults included. They survive ``copy.deepcopy``
     and pickling.
@@ -231,15 +231,17 @@ class Network(nn.Module, ABC):
     def sites(self) -> list[str]:
         """Return the names of the network's sites in the order in which they are computed.
 
-        A site is the output of an activation module, named as in ``named_modules()``. A subclass may
-        override this to return names of other modules (whole blocks, say): :meth:`split` cuts there too.
+        A site is the output of an activation module, named as in ``named_modules()``, or of an activation that is
+        called as a function, named after the module whose forward calls it: ``block.functional-relu``,
+        ``block.functional-relu-2``. A subclass may override this to return names of other modules (whole blocks,
+        say): :meth:`split` cuts there too.
 
         Returns:
             The site names, each once.
 
         Raises:
-            ValueError: If the network cannot be traced, calls an activation module twice, works in place or
-                applies an activation as a function; the sentence names the module.
+            ValueError: If the network cannot be traced, calls an activation module twice or works in place; the
+                sentence names the module.
         """
         return list(trace(self, self.leaf_modules, strict=self._strict).sites)
 
@@ -461,6 +463,11 @@ class WrappedNetwork(_ModuleHolder):
                 f"pass Network.wrap what builds it, such as functools.partial({kind}, ...)."
             )
         return self._factory
+
+
+def architecture_name(network: nn.Module) -> str:
+    """Return what titles and tables call a network: the name of its class, or of the module that it wraps."""
+    return type(network.module if isinstance(network, WrappedNetwork) else network).__name__
 
 
 def _drawn(seed: int, make: Callable[[], M]) -> M:

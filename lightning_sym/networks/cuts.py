@@ -144,9 +144,9 @@ def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, stric
         network: The network, in the mode (train or eval) to trace. Its forward takes one tensor; further
             arguments keep their defaults.
         leaves: Module types to treat as one call.
-        strict: Reject in-place modules, activation modules called twice and functional activations. If False,
-            later calls of a module get the names ``name-2``, ``name-3``, and functional activations the names
-            ``<enclosing module>.functional-<function>``.
+        strict: Reject in-place modules, and activation modules called twice. If False, later calls of a module get the
+            names ``name-2``, ``name-3``. Functional activations have the names
+            ``<enclosing module>.functional-<function>`` in any case.
 
     Returns:
         The graph, the sites and the modules' outputs.
@@ -320,12 +320,6 @@ def _find_sites(network: nn.Module, graph: fx.Graph, strict: bool) -> dict[str, 
             if function is None:
                 continue
             parent = _enclosing_module(node)
-            if strict:
-                subject = f"The module {parent!r} of {kind}" if parent else kind
-                raise ValueError(
-                    f"{subject} applies {function} as a function; "
-                    f"use an activation module there, so that its output is a site."
-                )
             name = f"{parent}.functional-{function}".lstrip(".")
         calls[name] = calls.get(name, 0) + 1
         site = name if calls[name] == 1 else f"{name}-{calls[name]}"

@@ -7,6 +7,8 @@ from typing import Any
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.table import Table
 
+from lightning_sym._tags import details
+
 Row = Mapping[str, Any]
 
 
@@ -104,7 +106,7 @@ def over_members(values: Mapping[str, Mapping[int, float]], *, named: bool) -> d
 
     Args:
         values: By tag and number of the member.
-        named: Whether each member has a tag of its own, ``<tag>/member-0003``, too.
+        named: Whether each member has a tag of its own, ``details/<tag>/member-0003``, too.
     """
     scalars: dict[str, float] = {}
     for tag, of_all in values.items():
@@ -112,7 +114,7 @@ def over_members(values: Mapping[str, Mapping[int, float]], *, named: bool) -> d
         if known:
             scalars[tag] = math.fsum(known.values()) / len(known)
         if named:
-            scalars |= {f"{tag}/member-{number:04d}": value for number, value in known.items()}
+            scalars |= details({f"{tag}/member-{number:04d}": value for number, value in known.items()})
     return scalars
 
 

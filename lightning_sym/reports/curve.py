@@ -98,7 +98,8 @@ def curve_results(
         for row in summary
         for name in ("barrier", "highest")
     }
-    curved = [row["loss_barrier"] for row in summary if row["split"] == "train" and row["path"] not in (LINE, MATCHED)]
+    curved = [f"barrier/train_loss/{row['path']}" for row in summary
+              if row["split"] == "train" and row["path"] not in (LINE, MATCHED)]  # fmt: skip
     what = "ways between networks of a zoo: "
     tables = [
         ResultTable("summary", what + "means over pairs", summary, UNITS, about),
@@ -122,7 +123,7 @@ def curve_results(
         _figures(paths, planes, title),
         files=curves,
         numbers=numbers,
-        headline=min(curved) if curved else None,
+        headline=min(curved, key=lambda name: numbers[name], default=None),
         shown=_shown(summary, title),
         notes=[*notes, "mean over pairs; highest and barrier along the path, nats; lowest accuracy along it, %"],
         places=places,

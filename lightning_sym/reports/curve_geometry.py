@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from lightning_sym._tags import details
 from lightning_sym.connectivity import CurveShape, PointGeometry
 from lightning_sym.connectivity.curves import CurveKind
 from lightning_sym.connectivity.geometry import DIRECTIONS, TOLERANCE
@@ -186,7 +187,7 @@ def _numbers(shapes: Shapes) -> dict[str, float]:
             f"{direction}_product/max": max(numeric(p.directions.get(direction, (None,))[0]) for p in shape.points)
             for direction in DIRECTIONS
         }
-        numbers |= {f"{prefix}/{what}": value for what, value in found.items() if math.isfinite(value)}
+        numbers |= details({f"{prefix}/{what}": value for what, value in found.items() if math.isfinite(value)})
     return numbers
 
 

@@ -97,7 +97,7 @@ def ensemble_results(
         tables,
         _figures(ensembles, f"{title}, {scores.samples} {split} samples"),
         numbers=numbers,
-        headline=min(row["loss"] for row in means),
+        headline=f"ensemble/loss/{min(means, key=lambda row: row['loss'])['kind']}",
         shown=_shown(means, title),
         notes=[
             f"on {scores.samples} {split} samples: accuracy, %, ± {100 * means[0]['accuracy_error']:.2f}; loss, nats, "

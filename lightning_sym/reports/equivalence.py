@@ -115,7 +115,7 @@ def equivalence_results(
         _figures(search, grids, scale, exact),
         files={**files, "found.safetensors": save(tensors)},
         numbers={name: value for name, value in numbers.items() if math.isfinite(value)},
-        headline=worst,
+        headline="R/highest_kept" if math.isfinite(worst) else None,
         shown=_shown(points),
         notes=[*_notes(candidates, grids), *missing],
         places={"picture": f"{[*drawn, 'search'][0]}.png", "table": "sets.csv", "points": "points.csv"},

@@ -40,6 +40,7 @@ def evidence_results(
     network: str,
     architecture: Any,
     members: int | None,
+    updated: bool,
     about: Mapping[str, Any],
 ) -> RunResults:
     """Say what the evidence made of layers and paths.
@@ -53,6 +54,7 @@ def evidence_results(
         network: Name of the architecture.
         architecture: All that is known of it.
         members: Number of networks; None for the only one of a task.
+        updated: Whether precisions were ever updated; if not, the table on the terminal says so.
         about: What else is needed to make the tables again.
     """
     names = next(iter(tested.values()), {})
@@ -79,8 +81,8 @@ def evidence_results(
         ],
         _figures(records, title) if records else (),
         numbers={f"final/test_{name}": value for name, value in test.items()},
-        headline=test.get("accuracy", test.get("loss")),
-        shown=_shown(last, several=members is not None),
+        headline=next((f"final/test_{name}" for name in ("accuracy", "loss") if name in test), None),
+        shown=_shown(last, several=members is not None, updated=updated),
         notes=_notes(records, list(last.values()), test, "" if members is None else "mean over members: "),
         places={**({"picture": picture} if records else {}), "table": "layers.csv"},
     )
@@ -164,7 +166,7 @@ def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float
     return notes
 
 
-def _shown(last: Mapping[Number, Row], *, several: bool) -> Table:
+def _shown(last: Mapping[Number, Row], *, several: bool, updated: bool) -> Table:
     """Return precision, mean squared weight, normalised and relative numbers of the layers with several paths."""
     names = next((_names(record) for record in last.values()), [])
     first = ["member", "layer"] if several else ["layer"]
@@ -178,9 +180,8 @@ def _shown(last: Mapping[Number, Row], *, several: bool) -> Table:
         for cells in (_relaxed_cells(record, names) if names else _ordinary_cells(record))
     ]
     shown = lines[:_MOST_ROWS] if several else lines
-    table = text_table(
-        "Layers by their effective parameters", columns, shown, whole=first, names=len(first), compact=True
-    )
+    title = "Layers by their effective parameters" + ("" if updated else "; precisions were not updated")
+    table = text_table(title, columns, shown, whole=first, names=len(first), compact=True)
     if len(shown) < len(lines):
         table.caption = f"and {len(lines) - len(shown)} more in layers.csv"
     return table

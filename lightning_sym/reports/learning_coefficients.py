@@ -144,7 +144,7 @@ def coefficient_results(
         ],
         _figures(entries, last, title, name),
         numbers=numbers,
-        headline=numbers.get(f"{name}/final"),
+        headline=f"{name}/final" if f"{name}/final" in numbers else None,
         shown=_shown(shown, title),
         notes=["± standard error, with chains as units", *notes[:_MOST_NOTES], *more],
         places={"picture": f"{name}.png", "chains": f"{name}_traces.png", "table": f"{name}.csv"},

@@ -85,6 +85,7 @@ def matching_results(
         for name in ("loss", "accuracy")
         if row["batch_norm"] == last
     }
+    lowest = min((name for name in numbers if name.startswith("barrier/test_loss/")), key=lambda name: numbers[name])
     facts = {
         **picked(symmetry, "dimension", "log10_permutations", "signs"),
         "worst_error": finite(symmetry.worst_error),
@@ -102,7 +103,7 @@ def matching_results(
         files={"symmetry.txt": f"{symmetry}\n", "symmetry.json": json.dumps(facts, indent=1) + "\n"},
         texts={"symmetry": str(symmetry)},
         numbers=numbers,
-        headline=min(value for name, value in numbers.items() if name.startswith("barrier/test_loss/")),
+        headline=lowest,
         shown=_shown(summary, title),
         notes=[
             "mean ± standard deviation over pairs"

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from lightning_sym._tags import details
 from lightning_sym.figures import PruningCurve, pruning_curves
 from lightning_sym.landscape import PruningStep
 from lightning_sym.reports.cells import counted, numeric, text_table
@@ -86,12 +87,12 @@ def pruning_results(
     about = {**about, "refused": dict(refused)}
     what = "networks pruned with a bound on the training loss: "
     several = len({member.epsilon for member in members}) > 1
-    numbers: dict[str, float] = {}
+    numbers = {"pruning/units": float(min(row["units"] for row in summary))}
     for member, row in zip(members, summary, strict=True):
         name = f"{member.member}" + (f"-epsilon-{member.epsilon:g}" if several else "")
-        numbers |= {f"pruning/units/member-{name}": float(row["units"])}
+        numbers |= details({f"pruning/units/member-{name}": float(row["units"])})
         if row["test_error"] is not None:
-            numbers |= {f"pruning/test_error/member-{name}": row["test_error"]}
+            numbers |= details({f"pruning/test_error/member-{name}": row["test_error"]})
     notes = [
         f"{_named(member)} was stopped: {member.stopped}"
         if member.stopped
@@ -112,7 +113,7 @@ def pruning_results(
         ],
         _figures(members, title),
         numbers=numbers,
-        headline=float(min(row["units"] for row in summary)),
+        headline="pruning/units",
         shown=_shown(summary, title),
         notes=notes,
         places={"picture": "pruning.png", "table": "summary.csv", "steps": "steps.csv"},

@@ -40,7 +40,7 @@ def rotation_results(
     title: str,
     about: Mapping[str, Any],
     numbers: Mapping[str, float],
-    headline: float,
+    headline: str | None,
 ) -> RunResults:
     """Say what it costs to rotate units.
 
@@ -53,7 +53,7 @@ def rotation_results(
         title: For table and figure.
         about: What is needed to make the tables again.
         numbers: Mean penalties on the test split, by tag.
-        headline: That of the kind which the run is about.
+        headline: The name of that of the kind which the run is about.
     """
     rows = rotation_rows(networks, evaluations, stopped)
     summary = rotation_summary(rows)

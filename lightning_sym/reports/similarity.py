@@ -101,7 +101,7 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
         ],
         _figures(found, title),
         numbers=numbers,
-        headline=next(iter(numbers.values()), None),
+        headline=next(iter(numbers), None),
         shown=_shown(summary, title),
         notes=["mean ± std over pairs; in brackets 95 % interval for the mean, over models", *notes],
         places={"picture": "depth.png", "maps": "heat_maps.png", "table": "summary.csv", "pairs": "pairs.csv"},

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import seeded
+from lightning_sym._tags import details
 from lightning_sym._text import unknown
 from lightning_sym.figures import similarity_curves
 from lightning_sym.networks import Network
@@ -271,7 +272,7 @@ def _matching_sites(reference: nn.Module, sites: Sequence[str]) -> list[str]:
 def monitor_scalars(
     point: Mapping[str, Any], measures: Sequence[str], sites: Sequence[str], prefix: str
 ) -> dict[str, float]:
-    """Return what is logged for a point: means over members or pairs, without what is not finite.
+    """Return what is logged for a point: means over members or pairs of what is finite; single sites are details.
 
     Args:
         point: ``values``, as :meth:`SimilarityMeter.values` returns them.
@@ -279,13 +280,20 @@ def monitor_scalars(
         sites: Names of the sites.
         prefix: First part of all tags.
     """
-    return {
+    found = {
         f"{prefix}/{name}/{measure}/{site}": float(values[:, i, j].nanmean())
         for name, values in point["values"].items()
         for i, measure in enumerate(measures)
         for j, site in enumerate(sites)
         if bool(values[:, i, j].isfinite().any())
     }
+    over_sites = {
+        f"{prefix}/{name}/{measure}": float(values[:, i].nanmean())
+        for name, values in point["values"].items()
+        for i, measure in enumerate(measures)
+        if bool(values[:, i].isfinite().any())
+    }
+    return over_sites | details(found)
 
 
 def monitor_results(

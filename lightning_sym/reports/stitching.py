@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_sym._statistics import bootstrap_over_models
+from lightning_sym._tags import details
 from lightning_sym.figures import (
     PenaltyFamily,
     PenaltyPanel,
@@ -71,8 +72,11 @@ def stitching_results(
             ResultTable("summary", what + "over pairs", summary, UNITS, about),
         ],
         _figures(summary, title, sites_differ),
-        numbers={f"test_penalty/{row['place']}/{row['family']}": row["penalty"] for row in final},
-        headline=float(np.mean(trained)) if trained else math.nan,
+        numbers={
+            **({"test_penalty": float(np.mean(trained))} if trained else {}),
+            **details({f"test_penalty/{row['place']}/{row['family']}": row["penalty"] for row in final}),
+        },
+        headline="test_penalty" if trained else None,
         shown=_shown(summary, title),
         notes=[_legend(summary), *stopped_notes(networks, stopped, "penalties.csv")],
         places={"picture": f"{picture}.png", "table": "summary.csv", "pairs": "penalties.csv"},

@@ -79,7 +79,8 @@ class RunResults:
         files: What else is written, by file name.
         texts: Text for TensorBoard, by tag, shown as it is laid out.
         numbers: Final numbers for the loggers, by tag.
-        headline: The number beside the hyperparameters in TensorBoard (``hp_metric``); None leaves it as it is.
+        headline: The name of the run's main figure, one of ``numbers``: it stands beside the hyperparameters in
+            TensorBoard. None if there is none.
         shown: Printed on the terminal; the first of the tables if None.
         notes: Lines below it, with markup of rich.
         places: The most important files, by what they are in a word of at most seven letters: names in the folder of
@@ -91,7 +92,7 @@ class RunResults:
     files: Mapping[str, bytes | str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    headline: float | None = None
+    headline: str | None = None
     shown: Table | None = None
     notes: Sequence[str] = ()
     places: Mapping[str, str | Path] = field(default_factory=dict)

@@ -26,53 +26,68 @@ def zoo_results(
     *,
     network: str,
     about: Mapping[str, Any],
-    accuracy: Sequence[Sequence[float]] = (),
+    curves: Sequence[Sequence[float]] = (),
     epochs: Sequence[float] = (),
     class_names: Sequence[str] | None = None,
     most: int = 12,
+    loss: str | None = None,
 ) -> RunResults:
-    """Say what a fit of a population of classifiers found.
+    """Say what a fit of a population found.
 
     Args:
         numbers: The members' numbers.
-        splits: By split, the last one the headline: ``accuracy`` and ``loss`` of each member, and ``confusion``, the
-            mean over members. Shapes ``[M]``, ``[M]`` and ``[K, K]``.
+        splits: By split, the last one the headline: ``loss`` of each member, and of classifiers ``accuracy``, and
+            ``confusion``, the mean over members. Shapes ``[M]``, ``[M]`` and ``[K, K]``.
         stopped: The ``reason`` of each member that was stopped, by number.
         kept: Epochs trained when the weights were taken that were kept, by number.
         network: Name of the architecture, for titles.
         about: What is needed to make the table again.
-        accuracy: Per validation one fraction per member; empty if there was no validation. Shape ``[validations, M]``.
+        curves: Per validation each member's accuracy, or its loss if there is none; empty if there was no validation.
+            Shape ``[validations, M]``.
         epochs: How many epochs had been trained at each.
         class_names: Names of the ``K`` classes; default their indices.
         most: Members listed on the terminal; the files hold all.
+        loss: Name of the loss of networks that are no classifiers; None for the cross-entropy.
     """
     rows = zoo_rows(numbers, splits, stopped, kept)
-    tested = [row["test_accuracy"] for row in rows if not row["stopped"]]
+    quantity = "accuracy" if loss is None else "loss"
+    tested = [row[f"test_{quantity}"] for row in rows if not row["stopped"]]
     mean = statistics(tested)["mean"] if tested else None
 
     def figures() -> Iterator[tuple[str, Figure]]:
+        when: Any = {"epochs": epochs, "kept": kept}
+        if len(curves):
+            yield "validation_curves", validation_curves(curves, numbers, quantity=quantity, **when)
+        if loss is not None:
+            return
         confusion = splits["test"]["confusion"].numpy()
-        if len(accuracy):
-            when: Any = {"epochs": epochs, "kept": kept}
-            yield "validation_curves", validation_curves(accuracy, numbers, **when)
+        if len(curves):
             said = "all stopped" if mean is None else f"mean test accuracy {100 * mean:.2f} %"
             when["title"] = f"A zoo of {len(numbers)} {network}, {said}"
             heading = "Test confusion, mean over members"
             yield (
                 "zoo",
-                zoo_overview(accuracy, numbers, confusion, class_names=class_names, confusion_title=heading, **when),
+                zoo_overview(curves, numbers, confusion, class_names=class_names, confusion_title=heading, **when),
             )
         title = f"{network}, {len(numbers)} members, test split"
         yield "confusion", confusion_matrix(confusion, class_names=class_names, title=title)
 
     return RunResults(
-        [ResultTable("members", "members of a zoo: the kept weights on each split", rows, UNITS, about)],
+        [ResultTable("members", "members of a zoo: the kept weights on each split", rows, units(loss), about)],
         figures(),
-        headline=mean,
-        shown=_shown(rows, most, network),
+        numbers={} if mean is None else {f"test/{quantity}": mean},
+        headline=None if mean is None else f"test/{quantity}",
+        shown=_shown(rows, most, network, loss),
         notes=[f"member {row['member']} was stopped: {row['stopped']}" for row in rows if row["stopped"]],
-        places={"picture": "zoo.png", "table": "members.csv"},
+        places={"picture": "zoo.png" if loss is None else "validation_curves.png", "table": "members.csv"},
     )
+
+
+def units(loss: str | None) -> dict[str, str]:
+    """Return the units of the table; arguments as for :func:`zoo_results`."""
+    if loss is None:
+        return UNITS
+    return {"loss": f"mean {loss}", "epoch_kept": UNITS["epoch_kept"]}
 
 
 def zoo_rows(
@@ -90,6 +105,7 @@ def zoo_rows(
                 f"{split}_{name}": None if number in stopped else float(values[name][index])
                 for split, values in splits.items()
                 for name in ("accuracy", "loss")
+                if name in values
             },
             "stopped": stopped[number]["reason"] if number in stopped else "",
         }
@@ -97,12 +113,13 @@ def zoo_rows(
     ]
 
 
-def _shown(rows: Sequence[Row], most: int, network: str) -> Table:
-    splits = [name.removesuffix("_accuracy") for name in rows[0] if name.endswith("_accuracy")]
-    columns = [*(f"{split}_accuracy" for split in splits), f"{splits[-1]}_loss"]
+def _shown(rows: Sequence[Row], most: int, network: str, loss: str | None) -> Table:
+    splits = [name.removesuffix("_loss") for name in rows[0] if name.endswith("_loss")]
+    shares = [f"{split}_accuracy" for split in splits] if loss is None else []
+    columns = [*shares, *(f"{split}_loss" for split in (splits if loss is not None else splits[-1:]))]
 
     def cells(row: Row) -> list[str]:
-        return [*(f"{100 * row[name]:.2f} %" for name in columns[:-1]), f"{row[columns[-1]]:.4f}"]
+        return [f"{100 * row[name]:.2f} %" if name in shares else f"{row[name]:.4f}" for name in columns]
 
     lines: list[list[str] | None] = [
         [str(row["member"]), "stopped"] if row["stopped"] else [str(row["member"]), str(row["epoch_kept"]), *cells(row)]
@@ -114,5 +131,6 @@ def _shown(rows: Sequence[Row], most: int, network: str) -> Table:
         summary = {name: statistics([row[name] for row in running]) for name in columns}
         of = {how: {name: summary[name][how] for name in columns} for how in ("mean", "min", "max")}
         lines += [None, *([how, "", *cells(values)] for how, values in of.items())]
-    title = f"Zoo of {len(rows)} {network}: accuracy of the weights kept"
-    return text_table(title, ["member", "epoch kept", *splits, f"{splits[-1]} loss"], lines)
+    title = f"Zoo of {len(rows)} {network}: {'accuracy' if loss is None else loss} of the weights kept"
+    names = [*splits, f"{splits[-1]} loss"] if loss is None else splits
+    return text_table(title, ["member", "epoch kept", *names], lines)

@@ -149,7 +149,7 @@ class Symmetry:
             f"{len(self.groups)} axis groups, {self.units} units: 10^{self.log10_permutations:.1f} permutations, "
             f"{self.signs} signs, dimension {self.dimension}"
         )
-        blocks = [f"blocks that change places as wholes: {len(b)} of {b.shape[1]} units" for b in self.structure.blocks]
+        blocks = [self._describe_blocks(blocks) for blocks in self.structure.blocks]
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
             f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
@@ -157,6 +157,11 @@ class Symmetry:
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
         return "\n".join([*lines, summary, *blocks, *checks, *(f"note: {note}" for note in self.notes)])
+
+    def _describe_blocks(self, blocks: np.ndarray[Any, Any]) -> str:
+        moved = set(blocks.flatten().tolist())
+        names = [group.name for group in self.groups if moved & set(group.units.tolist())]
+        return f"blocks that change places as wholes: {len(blocks)} of {blocks.shape[1]} units, in {', '.join(names)}"
 
     def __repr__(self) -> str:
         return f"<Symmetry: {len(self.groups)} axis groups, {self.units} units, dimension {self.dimension}>"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym._tags import details, overview
 from lightning_sym.networks import Network
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
@@ -219,15 +220,21 @@ class BranchTask(ZooUserTask):
         return [sum(ones) / len(ones) - own for ones, own in zip(references, accuracies, strict=False)]
 
     def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
-        """Return the mean penalties by place and kind, and by kind, of branches that go on."""
-        found: dict[str, list[float]] = {}
+        """Return the mean penalties by kind, and by place and kind, of branches that go on.
+
+        Those of a place are details if nothing is trained there, so that they stay as they are, or if there are many.
+        """
+        prefix = "penalty" if split == "val" else f"{split}_penalty"
+        kinds: dict[str, list[float]] = {}
+        trained: dict[str, list[float]] = {}
+        still: dict[str, list[float]] = {}
         for index, penalty in enumerate(self.penalties(metrics["accuracy"])):
             if math.isfinite(penalty):
                 place, kind = self.label(index)
-                found.setdefault(f"{place}/{kind}", []).append(penalty)
-                found.setdefault(kind, []).append(penalty)
-        prefix = "penalty" if split == "val" else f"{split}_penalty"
-        return {f"{prefix}/{name}": math.fsum(values) / len(values) for name, values in found.items()}
+                at = trained if self.parameters_of(index) else still
+                at.setdefault(f"{prefix}/{place}/{kind}", []).append(penalty)
+                kinds.setdefault(f"{prefix}/{kind}", []).append(penalty)
+        return overview(_means(trained), _means(kinds)) | details(_means(still))
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have no weight decay; maps say which of theirs do not."""
@@ -421,3 +428,7 @@ class _Together(nn.Module):
         for branch, key in zip(self.branches, self._keys, strict=True):
             assert isinstance(branch, StitchedNetwork)
             branch.stitched(values[key][branch.site])
+
+
+def _means(values: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: math.fsum(of_all) / len(of_all) for name, of_all in values.items()}

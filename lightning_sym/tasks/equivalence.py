@@ -111,7 +111,7 @@ class EquivalenceTask(PopulationTask):
 
     Logged at every validation: ``search/found``, ``search/independent`` (numbers of candidates), ``search/running``,
     quartiles of J over candidates as ``J/lowest``, ``J/lower_quartile``, ``J/median``, ``J/upper_quartile``, the lowest
-    ``R/lowest``, and for up to 64 candidates ``J/candidate-0003``.
+    ``R/lowest``, and for up to 64 candidates ``details/J/candidate-0003``.
 
     A checkpoint holds all candidates, what has been found, and where the rounds are.
 
@@ -478,6 +478,11 @@ class EquivalenceTask(PopulationTask):
         accepted = independent(weights[1:] - weights[0], self.independence)
         return [numbers[0], *(numbers[1 + index] for index in accepted)]
 
+    @property
+    def shown(self) -> str:
+        """The median of J."""
+        return "J/median"
+
     def _log_check(self) -> None:
         running = [entry for entry in self.latest.values() if math.isfinite(entry["loss"])]
         values: dict[str, float] = {
@@ -495,9 +500,9 @@ class EquivalenceTask(PopulationTask):
         values |= {f"J/{name}": float(losses.quantile(level)) for name, level in levels.items()}
         values["R/lowest"] = min(self.scales["held_out"].relative(entry["held_out"]) for entry in running)
         for name, value in values.items():
-            self.log(name, value, prog_bar=name in ("search/found", "J/median"))
+            self.log(name, value, prog_bar=name in ("search/found", self.shown))
         if self.members <= _MOST_CURVES:
-            self.log_each({f"J/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()})
+            self.log_details({f"J/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()})
 
     # ---- what was found
 
@@ -628,12 +633,13 @@ class EquivalenceTask(PopulationTask):
             self._test_sums[row] += float((outputs - targets).double().square().sum())
 
     def on_test_epoch_end(self) -> None:
-        """Log J / V of what was found: ``test/R/candidate-0003``, and the lowest, mean and highest."""
+        """Log J / V of what was found: lowest, mean and highest, and ``details/test/R/candidate-0003``."""
         outputs = torch.cat(self._test_outputs)
         scale = FunctionScale.of(outputs)
         values = [scale.relative(float(total) / len(outputs)) for total in self._test_sums]
-        for number, value in zip(self.found, values, strict=True):
-            self.log(f"test/R/candidate-{number:04d}", value)
+        self.log_details(
+            {f"test/R/candidate-{number:04d}": value for number, value in zip(self.found, values, strict=True)}
+        )
         for name, value in (("lowest", min(values)), ("mean", sum(values) / len(values)), ("highest", max(values))):
             self.log(f"test/R/{name}", value)
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered, together
+from lightning_sym._tags import details
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
 from lightning_sym.population import LoopPopulation, Population
@@ -469,7 +470,7 @@ class MatchingTask(ZooUserTask):
     def summary(
         self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
     ) -> dict[str, float]:
-        """Return the values of all pairs by method, and their means over pairs."""
+        """Return the means over pairs by method, and as details the values of all pairs."""
         found: dict[str, float] = {}
         for quantity, row in values.items():
             name = f"midpoint_{quantity}" if split == "val" else f"{split}_midpoint_{quantity}"
@@ -479,7 +480,7 @@ class MatchingTask(ZooUserTask):
                     pair: value for pair, value in zip(self.pairs, row[first:], strict=False) if math.isfinite(value)
                 }
                 if pairs and variant in (UNMATCHED, *self.methods):
-                    found |= {f"pair-{pair_name(pair)}/{variant}/{name}": value for pair, value in pairs.items()}
+                    found |= details({f"pair-{pair_name(pair)}/{variant}/{name}": v for pair, v in pairs.items()})
                     found[f"{name}/{variant}"] = math.fsum(pairs.values()) / len(pairs)
         return found
 

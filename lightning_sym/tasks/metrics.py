@@ -51,7 +51,7 @@ class PopulationLoss(Metric):
         (loss,) = self._loss
         assert loss is not None
         size = len(tree_leaves(outputs)[0][0])
-        losses = [loss(tree_map(lambda tensor, i=i: tensor[i], outputs), targets) for i in range(len(rows))]
+        losses = [_taken(loss, tree_map(lambda tensor, i=i: tensor[i], outputs), targets) for i in range(len(rows))]
         self.loss_sum[rows] += torch.stack(losses).double() * size
         self.count[rows] += size
 
@@ -93,6 +93,22 @@ class PopulationLoss(Metric):
         """Begin with sums of a checkpoint."""
         for name, value in totals.items():
             setattr(self, name, value.to(self.device))
+
+
+def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """Return a loss, or say what it could not be taken of: a check before training evaluates first."""
+    try:
+        return loss(outputs, targets)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The loss cannot be taken of outputs {list(outputs.shape)} and targets {list(targets.shape)} of "
+            f"{targets.dtype} ({reason}); give a loss for such targets, or targets for such a loss."
+        ) from error
 
 
 class PopulationClassification(PopulationLoss):

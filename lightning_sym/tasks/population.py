@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
 from lightning_sym._random import derive_seed, generator
+from lightning_sym._tags import details
 from lightning_sym._text import ranges
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
@@ -89,9 +90,10 @@ class PopulationTask(LightningModule):
         places_members: Whether members may be placed on several processes with ``ddp_members``.
 
     Logged at the end of every epoch, on rank 0, for split ``train`` and ``val`` (and once for ``test``):
-    ``<split>/loss`` (mean over the members that have not been stopped), ``<split>/loss/min``, ``.../max`` and
-    ``<split>/loss/member-0003``, and for a cross-entropy the same for ``accuracy``, in ``[0, 1]``. For ``train`` they
-    are those of the training steps (augmented images, changing weights).
+    ``<split>/loss`` (mean over the members that have not been stopped), ``<split>/loss/min`` and ``.../max``, and for
+    a cross-entropy the same for ``accuracy``, in ``[0, 1]``. For ``train`` they are those of the training steps
+    (augmented images, changing weights). What concerns one member is a detail, ``details/<split>/loss/member-0003``:
+    ``metrics.csv`` has it, and TensorBoard with ``--log_details true``.
 
     A checkpoint holds the whole population: weights, the weights kept so far, the history of the curves, and which
     members were stopped.
@@ -214,13 +216,13 @@ class PopulationTask(LightningModule):
         return f"Member {number}"
 
     def tag(self, split: str, quantity: str, number: int) -> str:
-        """Return the name under which a member's value is logged."""
+        """Return the name under which a member's value is logged, behind ``details/``."""
         return f"{split}/{quantity}/member-{number:04d}"
 
     def summary(
         self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
     ) -> dict[str, float]:
-        """Return what is logged of all members together.
+        """Return what is logged of all members together: means and extremes, at most about 30 values.
 
         Args:
             split: ``"train"``, ``"val"`` or ``"test"``.
@@ -237,7 +239,7 @@ class PopulationTask(LightningModule):
     def each(
         self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
     ) -> dict[str, float]:
-        """Return what is logged of single members; the arguments are those of :meth:`summary`."""
+        """Return what is logged of single members, as details; the arguments are those of :meth:`summary`."""
         return {self.tag(split, name, n): value for name, numbers in running.items() for n, value in numbers.items()}
 
     @property
@@ -567,19 +569,18 @@ class PopulationTask(LightningModule):
         # The values are the same on every rank already.
         for name, value in self.summary(split, running, values).items():
             self.log(name, value, prog_bar=name == self.shown)
-        self.log_each(self.each(split, running, values))
+        self.log_details(self.each(split, running, values))
         return values
 
-    def log_each(self, values: Mapping[str, float]) -> None:
-        """Log many values, the same on all ranks, at the end of an epoch.
+    def log_details(self, values: Mapping[str, float]) -> None:
+        """Log what concerns single members, the same on all ranks, at the end of an epoch: ``details/<name>``.
 
         They go straight to the loggers: ``self.log`` keeps a metric object per name, which costs a millisecond each.
         """
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             for logger in self.loggers:
-                logger.log_metrics(
-                    dict(values), step=max(self.global_step - 1, 0)
-                )  # Lightning's step of an epoch's end
+                # Lightning's step of an epoch's end.
+                logger.log_metrics(details(values), step=max(self.global_step - 1, 0))
 
     def _keep(self, values: Mapping[str, list[float]]) -> None:
         """Keep the current weights of the members for which they are the best; without metrics, of all."""

@@ -122,7 +122,7 @@ class RashomonPruning(ZooUserTask):
             the end of the last walk with as many.
         units: The units of the architecture.
 
-    Logged whenever units were removed, on rank 0: ``<name>/units``, ``<name>/train_loss``, for instance of
+    Logged whenever units were removed, on rank 0: ``details/<name>/units``, ``.../train_loss``, for instance of
     ``member-0000/epsilon-0.01``; ``units`` is the number over all networks.
 
     A checkpoint holds what was removed, the walk in progress and the optimizer; a resumed run ends as one that was not
@@ -425,7 +425,9 @@ class RashomonPruning(ZooUserTask):
         pruning = self.prunings[job]
         step = pruning.history[-1]
         self.kept[job] = self._record(step.loss, pruning.kept)
-        self.log_each({f"{self.name(job)}/units": units_in(pruning.widths), f"{self.name(job)}/train_loss": step.loss})
+        self.log_details(
+            {f"{self.name(job)}/units": units_in(pruning.widths), f"{self.name(job)}/train_loss": step.loss}
+        )
         if pruning.finished:
             self.check(job)
 

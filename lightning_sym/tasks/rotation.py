@@ -89,9 +89,11 @@ class RotationTask(BranchTask):
         known_kinds: Class attribute: the kinds there are; a subclass that adds some in :meth:`rotate` names them here.
         rotations: What the branches are, in their order; after ``setup``.
 
-    Logged after each epoch: ``member-0/<site>/<kind>/repeat-0/train_loss``, ``.../val_accuracy``, ``.../val_loss``, and
-    as means over members and repeats ``penalty/<site>/<kind>`` and over sites too ``penalty/<kind>`` on the validation
-    split, in fractions (``test_penalty/...`` when tested).
+    Logged after each epoch: ``train/loss`` (mean over all), and on the validation split, in fractions, the penalties as
+    means over members, repeats and sites ``penalty/<kind>``, and for each site ``penalty/<site>/<kind>`` (where there
+    are up to 30 curves; otherwise as details); ``test_penalty/...`` when tested. In ``metrics.csv``, and in TensorBoard
+    with ``--log_details true``: ``details/member-0/<site>/<kind>/repeat-0/train_loss``, ``.../val_accuracy``,
+    ``.../val_loss``.
 
     Raises:
         ValueError: If an argument is out of range.

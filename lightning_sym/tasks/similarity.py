@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import summed, wide_device
 from lightning_sym._random import derive_seed, generator
+from lightning_sym._tags import details, overview
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
 from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity, features_of
@@ -81,8 +82,9 @@ class SimilarityTask(LightningModule):
         images: How many images were seen.
 
     Logged at the end of the epoch: ``similarity/<measure>/<layer>``, the mean over pairs of the similarity of a layer
-    with the same layer of the second network, and ``similarity_untrained/...``, ``similarity_shuffled/...``; none if
-    the layers of first and second have different names.
+    with the same layer of the second network (a detail where there are more than 30), and as details
+    ``details/similarity_untrained/...``, ``details/similarity_shuffled/...``; none if the layers of first and second
+    have different names.
 
     A checkpoint holds the results. A fit that was interrupted before them begins anew.
 
@@ -319,8 +321,9 @@ class SimilarityTask(LightningModule):
     def on_train_epoch_end(self) -> None:
         """Compute all similarities, log them, and end the fit."""
         self.compute_similarities()
-        for name, values in self.logged().items():
-            self.log(name, values)
+        trained, nulls = self.logged()
+        for name, value in {**overview(trained, {}), **details(nulls)}.items():
+            self.log(name, value)
         self.trainer.should_stop = True
 
     def compute_similarities(self) -> None:
@@ -350,18 +353,20 @@ class SimilarityTask(LightningModule):
         none = [torch.zeros(size, dtype=torch.float64, device=device) for size in self._channels[side]]
         return self._squares.get(name, none)
 
-    def logged(self) -> dict[str, float]:
-        """Return means over pairs, of layers with the same name in both networks, by what they are logged as."""
-        if self.layers[0] != self.layers[1]:
-            return {}
-        return {
-            f"similarity{'' if kind == TRAINED else '_' + kind}/{measure}/{layer}": float(
-                values[:, place, place].mean()
-            )
-            for measure, kinds in self.similarities.items()
-            for kind, values in kinds.items()
-            for place, layer in enumerate(self.layers[0])
-        }
+    def logged(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return means over pairs, of layers with the same name in both networks: of the networks, and null values."""
+        trained: dict[str, float] = {}
+        nulls: dict[str, float] = {}
+        for measure, kinds in self.similarities.items() if self.layers[0] == self.layers[1] else ():
+            for kind, values in kinds.items():
+                of_layers = {
+                    f"similarity{'' if kind == TRAINED else '_' + kind}/{measure}/{layer}": float(
+                        values[:, place, place].mean()
+                    )
+                    for place, layer in enumerate(self.layers[0])
+                }
+                (trained if kind == TRAINED else nulls).update(of_layers)
+        return trained, nulls
 
     # ---- checkpoints
 

@@ -1,6 +1,7 @@
 """How similar the members of each of several zoos are, in one pass over the data; nothing is trained."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -8,6 +9,7 @@ from pytorch_lightning import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sym._tags import details, overview
 from lightning_sym.similarity.measures import Setting
 from lightning_sym.tasks.similarity import NULLS, Null, SimilarityTask
 
@@ -31,7 +33,8 @@ class SimilarityOfZoosTask(LightningModule):
     Attributes:
         parts: The comparisons, by the names of the zoos.
 
-    Logged at the end of the epoch: what :class:`SimilarityTask` logs, with the name of the zoo at the end of the tag.
+    Logged at the end of the epoch: what :class:`SimilarityTask` logs, with the name of the zoo at the end of the tag,
+    and ``similarity_mean/<measure>/<zoo>``, the mean over layers.
 
     Raises:
         ValueError: If there are no zoos, or an argument is out of range.
@@ -116,10 +119,19 @@ class SimilarityOfZoosTask(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Compute all similarities, log them, and end the fit."""
+        trained: dict[str, float] = {}
+        nulls: dict[str, float] = {}
+        means: dict[str, float] = {}
         for name, part in self.parts.items():
             part.compute_similarities()
-            for tag, value in part.logged().items():
-                self.log(f"{tag}/{name}", value)
+            own, null = part.logged()
+            trained |= {f"{tag}/{name}": value for tag, value in own.items()}
+            nulls |= {f"{tag}/{name}": value for tag, value in null.items()}
+            for measure in part.similarities if own else ():
+                of_layers = [value for tag, value in own.items() if tag.startswith(f"similarity/{measure}/")]
+                means[f"similarity_mean/{measure}/{name}"] = fmean(of_layers)
+        for tag, value in {**overview(trained, means), **details(nulls)}.items():
+            self.log(tag, value)
         self.trainer.should_stop = True
 
     # ---- checkpoints

@@ -112,9 +112,10 @@ class StitchingTask(BranchTask):
         left_out: Combinations of sites that do not fit (``sites="any"``) and families that do not fit the widths, with
             the reason.
 
-    Logged after each epoch: ``pair-0-1/<site>/<family>/train_loss``, ``.../val_accuracy``, ``.../val_loss``, and as
-    means over pairs ``penalty/<site>/<family>`` and over sites too ``penalty/<family>`` on the validation split, in
-    fractions.
+    Logged after each epoch: ``train/loss`` (mean over all), and on the validation split, in fractions, the penalties as
+    means over pairs and sites ``penalty/<family>``, and over pairs ``penalty/<site>/<family>`` (for families that are
+    trained, where there are up to 30 curves; otherwise as details). In ``metrics.csv``, and in TensorBoard with
+    ``--log_details true``: ``details/pair-0-1/<site>/<family>/train_loss``, ``.../val_accuracy``, ``.../val_loss``.
 
     Raises:
         ValueError: If an argument is out of range.

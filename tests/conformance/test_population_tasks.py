@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from helpers import assert_same, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
+from lightning_sym._tags import MOST_CURVES, is_detail
 from lightning_sym.callbacks import BatchNormRecalibration, RotationReport
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import (
     CurveTask,
@@ -400,6 +403,19 @@ def test_fast_dev_run_trains_and_validates_once(case, zoo, tmp_path):
     fit(task, folder=tmp_path, fast_dev_run=True)
     assert task.trainer.global_step == 1
     assert not list(tmp_path.iterdir())
+
+
+@every
+def test_what_concerns_one_member_is_logged_as_a_detail_and_the_rest_fits_on_a_page(case, zoo, tmp_path):
+    task = case.make(zoo)
+    fit(task, folder=tmp_path, logger=MetricsCSV(tmp_path), max_epochs=2)
+    tags = set().union(*(row.keys() for row in read_csv(tmp_path / "metrics.csv"))) - {"step", "epoch"}
+    above = {tag for tag in tags if not is_detail(tag)}
+    assert 0 < len(above) <= MOST_CURVES
+    assert not [tag for tag in above if re.search(r"(member|pair|candidate|repeat)-\d", tag)]
+    assert task.shown in above  # what the progress bar shows, and stands beside the hyperparameters
+    assert tags > above  # the details are there, too
+    assert {tag for tag in above if tag in task.trainer.callback_metrics} == above  # all can be monitored
 
 
 @every

@@ -97,7 +97,7 @@ def test_two_processes_log_what_one_logs(runs, what):
         found = {tag: float(value) for tag, value in row.items() if tag.startswith(kinds) and value}
         assert {tag for tag, value in other.items() if tag.startswith(kinds) and value} == set(found)
         assert {tag: float(other[tag]) for tag in found} == {tag: near(v, 2e-3) for tag, v in found.items()}
-    assert {"symmetry/drift/linear2/member-0001", "curvature/along_step/member-0002"} <= set(one[-1])
+    assert {"details/symmetry/drift/linear2/member-0001", "details/curvature/along_step/member-0002"} <= set(one[-1])
     assert all((runs / f"{what} 2" / "results" / f"{name}.png").is_file() for name in ("symmetry", "curvature"))
 
 

@@ -12,9 +12,12 @@ import torch
 import yaml
 from commands import QUIET, call, succeed
 from helpers import read_csv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
 
 import lightning_sym.callbacks
 import lightning_sym.datamodules
+from lightning_sym._tags import is_detail
 from lightning_sym.cli import main
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
@@ -236,6 +239,23 @@ def test_the_numbers_of_a_run_agree_with_each_other(digits_run):
     assert [row["epoch"] for row in rows] == ["0", "1"]
     assert int(rows[0]["step"]) < int(rows[1]["step"])
     assert all(float(row["val/accuracy"]) > 0 and float(row["train/loss"]) > 0 for row in rows)
+
+
+def test_tensorboard_shows_means_and_extremes_the_main_figure_and_the_config(digits_run):
+    events = EventAccumulator(str(digits_run), size_guidance={"tensors": 0}).Reload()
+    of_splits = {f"{split}/{name}{end}" for split in ("train", "val") for name in ("accuracy", "loss")
+                 for end in ("", "/min", "/max")}  # fmt: skip
+    assert set(events.Tags()["scalars"]) == of_splits | {"test/accuracy"}
+    details = {name for name in read_csv(digits_run / "metrics.csv")[0] if is_detail(name)}
+    assert len(details) == 3 * 4  # members; accuracy and loss of two splits
+    (text,) = events.Tensors("config/text_summary")
+    assert "class_path: lightning_sym.tasks.ZooTask" in text.tensor_proto.string_val[0].decode()
+    about = events.PluginTagToContent("hparams")
+    experiment = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG])
+    assert [info.name.tag for info in experiment.metric_infos] == ["test/accuracy"]
+    settings = metadata.parse_session_start_info_plugin_data(about[metadata.SESSION_START_INFO_TAG]).hparams
+    assert settings["members"].number_value == 3
+    assert not {"allow", "_instantiator", "_class_path"} & set(settings)
 
 
 def test_config_of_a_run_repeats_it_bit_by_bit(digits_run):

@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_task_is_refused(whole, tmp_path):
 
 def test_precisions_of_other_members_are_refused(whole):
     _, marginal, trainer = whole("loop")
-    other = MarginalLikelihood()
+    other = MarginalLikelihood(burn_in=1, every_n_epochs=1)
     other.setup(trainer, ZooTask(SmallCNN(norm=True), members=3, prior_precision=1.0), "fit")
     with pytest.raises(ValueError, match="precisions of other networks than this run"):
         other.load_state_dict(marginal.state_dict())

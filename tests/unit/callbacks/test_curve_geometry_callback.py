@@ -38,9 +38,10 @@ def test_files_and_loggers_of_a_geometry(run):
     about = json.loads((folder / "results" / "geometry.json").read_text())
     assert about["images"] == {"0-2 bezier": 60, "0-2 chain": 60}
     assert {"units", "versions", "seeds", "members", "architecture", "zoo", "data"} <= set(about)
-    logged = [row for row in read_csv(folder / "metrics.csv") if row["geometry/pair-0-2/chain/trace/max"]]
+    logged = [row for row in read_csv(folder / "metrics.csv") if row["details/geometry/pair-0-2/chain/trace/max"]]
     rows = [row for row in about["rows"] if row["kind"] == "chain"]
-    assert float(logged[-1]["geometry/pair-0-2/chain/trace/max"]) == pytest.approx(max(row["trace"] for row in rows))
+    largest = float(logged[-1]["details/geometry/pair-0-2/chain/trace/max"])
+    assert largest == pytest.approx(max(row["trace"] for row in rows))
     said = printed(lambda console: console.print(report.results.shown))
     assert "…" not in said  # nothing is cut off at 80 columns
     assert "detour" in said

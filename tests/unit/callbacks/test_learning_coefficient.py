@@ -76,7 +76,7 @@ def test_members_have_estimates_of_their_own_and_are_logged(tmp_path) -> None:
     logged = [row for row in read_csv(tmp_path / "metrics.csv") if row.get("learning_coefficient/refused")]
     assert float(logged[0]["learning_coefficient/refused"]) == sum(bool(row["refusal"]) for row in rows)
     for number, row in enumerate(rows):
-        value = logged[0].get(f"learning_coefficient/estimate/member-{number:04}")
+        value = logged[0].get(f"details/learning_coefficient/estimate/member-{number:04}")
         assert (row["estimate"] is None and not value) or float(value) == pytest.approx(row["estimate"])
     for name in ("learning_coefficient.png", "learning_coefficient_traces.png", "learning_coefficient_traces.csv"):
         assert (tmp_path / "results" / name).is_file()

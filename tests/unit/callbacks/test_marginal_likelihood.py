@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+from contextlib import nullcontext
 
 import fits
 import pytest
@@ -131,9 +132,9 @@ def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity,
 
 @pytest.mark.parametrize(
     ("burn_in", "every", "expected"),
-    [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (3, 2, [4, 6]), (4, 2, [4, 6]), (10, 5, []), (None, 1, [])],
+    [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (3, 2, [4, 6]), (4, 2, [4, 6]), (10, 5, []), (5, 8, []), (None, 1, [])],
 )
-def test_schedule(tmp_path, burn_in, every, expected):
+def test_schedule(tmp_path, capsys, burn_in, every, expected):
     seen = []
 
     class Spy(MarginalLikelihood):
@@ -144,7 +145,10 @@ def test_schedule(tmp_path, burn_in, every, expected):
                 seen.append(trainer.current_epoch + 1)
 
     callback = Spy(burn_in=burn_in, every_n_epochs=every, steps=3)
-    task, _ = fit(tmp_path, callback, max_epochs=7)
+    never = burn_in is not None and not expected
+    with pytest.warns(UserWarning, match="so that they will never be updated") if never else nullcontext():
+        task, _ = fit(tmp_path, callback, max_epochs=7)
+    assert ("not updated" in " ".join(capsys.readouterr().out.split())) == (not expected)
     assert seen == expected
     assert [record["epoch"] for record in callback.records] == [*expected, *([] if 7 in expected else [7])]
     assert (set(task.prior.log_precisions.values()) == {0.0}) == (not expected)
@@ -251,7 +255,7 @@ def test_what_is_left_behind(tmp_path, capsys):
     logged = [row for row in read_csv(tmp_path / "metrics.csv") if row["evidence/log_marginal_likelihood"]]
     assert len(logged) == 2
     for name in ("precision", "effective", "normalised", "relative", "mean_square"):
-        found = float(logged[1][f"{name}/layer.noise"])
+        found = float(logged[1][f"details/{name}/layer.noise"])
         assert found == pytest.approx(callback.records[1]["paths"]["layer.noise"][name])
     assert float(logged[0]["evidence/seconds"]) > 0
     assert "evidence/scatter" in trainer.callback_metrics
@@ -325,7 +329,7 @@ def test_a_state_is_taken_over_by_what_it_is_of_and_refused_by_others(tmp_path):
     callback = learner()
     task, trainer = fit(tmp_path, callback, max_epochs=1)
     state = callback.state_dict()
-    same, other = MarginalLikelihood(), MarginalLikelihood(granularity="per_tensor")
+    same, other = learner(), MarginalLikelihood(burn_in=1, every_n_epochs=1, granularity="per_tensor")
     for one in (same, other):
         one.setup(trainer, task, "fit")
     same.load_state_dict(state)

@@ -184,12 +184,14 @@ def test_what_is_left_behind(tmp_path, capsys):
     about = json.loads((tmp_path / "results" / "layers.json").read_text())
     assert about["log_precisions"]["member-0001"] == task.prior.members[1].log_precisions
     assert about["test"].keys() == about["evidence"].keys() == {"member-0000", "member-0001"}
-    logged = [row for row in read_csv(tmp_path / "metrics.csv") if row["evidence/log_marginal_likelihood/member-0001"]]
+    evidence = "details/evidence/log_marginal_likelihood/member-0001"
+    logged = [row for row in read_csv(tmp_path / "metrics.csv") if row[evidence]]
     assert len(logged) == 2
     values = [last[number]["log_marginal_likelihood"] for number in (0, 1)]
     assert float(trainer.callback_metrics["evidence/log_marginal_likelihood"]) == pytest.approx(sum(values) / 2)
-    assert float(logged[1]["evidence/log_marginal_likelihood/member-0001"]) == pytest.approx(values[1])
-    assert float(logged[1]["precision/norm/member-0000"]) == pytest.approx(last[0]["paths"]["norm"]["precision"])
+    assert float(logged[1][evidence]) == pytest.approx(values[1])
+    learned = float(logged[1]["details/precision/norm/member-0000"])
+    assert learned == pytest.approx(last[0]["paths"]["norm"]["precision"])
     assert (tmp_path / "results" / "evidence.png").stat().st_size > 5000
     printed = capsys.readouterr().out
     mean = sum(values["accuracy"] for values in about["test"].values()) / 2

@@ -50,7 +50,10 @@ def test_a_run_leaves_tables_a_figure_and_a_headline(matching_zoo, tmp_path):
         assert (about["seed"], about["settings"]["repeats"], about["settings"]["scale"]) == (0, 2, 1.0)
         assert about["members"]["2"] == task.model_zoo.member(2).sha256
 
-    numbers = {f"test_penalty/{row['site']}/{row['kind']}": float(row["penalty"]) for row in summary}
+    numbers = {
+        f"{'details/' if row['kind'] == 'undo' else ''}test_penalty/{row['site']}/{row['kind']}": float(row["penalty"])
+        for row in summary
+    }
     assert {name: report.results.numbers[name] for name in numbers} == pytest.approx(numbers, abs=1e-9)
     group = np.mean([float(row["test_penalty"]) for row in rows if row["kind"] == "group"])
-    assert report.results.headline == pytest.approx(group, abs=1e-6)
+    assert report.results.numbers[report.results.headline] == pytest.approx(group, abs=1e-6)

@@ -110,7 +110,7 @@ def test_values_are_those_of_the_metrics(tmp_path):
                 found = rows(tmp_path, **{"with": name, "measure": measure, "site": site, "epoch": 2.0})
                 assert [row["similarity"] for row in found] == pytest.approx(expected, abs=1e-6)
                 mean = pytest.approx(np.mean(expected), abs=1e-6)
-                assert float(last[f"similarity/{name}/{measure}/{site}"]) == mean
+                assert float(last[f"details/similarity/{name}/{measure}/{site}"]) == mean
 
 
 def test_a_network_begins_as_its_start_and_moves_away(tmp_path):
@@ -146,7 +146,7 @@ def test_diverged_members_are_left_out(tmp_path):
         **{("start", number, None): number != 1 for number in range(3)},
         **{("members", *pair): 1 not in pair for pair in ((0, 1), (0, 2), (1, 2))},
     }
-    assert read_csv(tmp_path / "metrics.csv")[-1]["similarity/members/group/activation1"]
+    assert read_csv(tmp_path / "metrics.csv")[-1]["details/similarity/members/group/activation1"]
 
 
 def branching() -> nn.Module:

@@ -222,8 +222,8 @@ def test_some_members(tmp_path):
     assert {row["member"] for row in rows(tmp_path)} == {0, 2}
     last = read_csv(tmp_path / "metrics.csv")[-1]
     tag = "symmetry/imbalance/linear1"
-    values = [float(last[f"{tag}/member-{number:04d}"]) for number in (0, 2)]
-    assert f"{tag}/member-0001" not in last
+    values = [float(last[f"details/{tag}/member-{number:04d}"]) for number in (0, 2)]
+    assert f"details/{tag}/member-0001" not in last
     assert float(last[tag]) == pytest.approx(sum(values) / 2)
     assert values == [curve(tmp_path, "linear1", "imbalance", number)[-1] for number in (0, 2)]
     assert last["epoch"] == "1"
@@ -243,8 +243,8 @@ def test_members_that_are_not_finite_are_left_out(tmp_path):
     assert curve(tmp_path, "linear1", "imbalance", 1)[-1] is None
     assert curve(tmp_path, "linear1", "imbalance", 0)[-1] > 0
     last = read_csv(tmp_path / "metrics.csv")[-1]
-    assert last["symmetry/imbalance/linear1"] == last["symmetry/imbalance/linear1/member-0000"]
-    assert last["symmetry/imbalance/linear1/member-0001"] == ""
+    assert last["symmetry/imbalance/linear1"] == last["details/symmetry/imbalance/linear1/member-0000"]
+    assert last["details/symmetry/imbalance/linear1/member-0001"] == ""
 
 
 # ---- what is left behind
@@ -258,7 +258,7 @@ def test_tensorboard_and_files(tmp_path):
     tags = events.Tags()
     for name in ("imbalance/linear1", "conserved/linear2", "drift/linear2", "dead/linear1", "distance/balanced"):
         assert f"symmetry/{name}" in tags["scalars"]
-        assert f"symmetry/{name}/member-0001" in tags["scalars"]
+        assert f"details/symmetry/{name}/member-0001" in tags["scalars"]
     assert [event.step for event in events.Scalars("symmetry/drift/linear1")] == [0, 2, 5]
     assert tags["images"] == ["figures/SymmetryMonitor/symmetry"]
     assert tags["tensors"] == ["symmetry/text_summary"]

@@ -186,8 +186,9 @@ def test_report_says_what_was_found(tmp_path, capsys):
         assert f"figures/ZooReport/{name}" in tags["images"]
     for split in ("train", "val"):
         for name in ("accuracy", "loss"):
-            wanted = {f"{split}/{name}{end}" for end in ("", "/min", "/max", "/member-0004", "/member-0006")}
-            assert wanted <= set(tags["scalars"])
+            wanted = {f"{split}/{name}{end}" for end in ("", "/min", "/max")}
+            of_members = {f"details/{split}/{name}/member-{number:04d}" for number in (4, 6)}
+            assert wanted | of_members <= set(tags["scalars"])
     out = capsys.readouterr().out
     assert "2 more" in " ".join(out.split())  # of three members one is listed
     for path in (results / "zoo.png", results / "members.csv", tmp_path / "run" / "zoo"):
@@ -227,6 +228,14 @@ def test_metrics_csv_goes_on_where_the_run_is_resumed(tmp_path):
     assert (tmp_path / "resumed" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
 
 
+def test_what_a_resumed_run_ends_with_does_not_replace_the_last_row(tmp_path):
+    for metrics in ({"a": 1.0}, {"final": 2.0}):
+        logger = MetricsCSV(tmp_path)
+        logger.log_metrics(metrics, 3)
+        logger.save()
+    assert read_csv(tmp_path / "metrics.csv") == [{"step": "3", "a": "1.0", "final": "2.0"}]
+
+
 def test_metrics_csv_that_was_damaged_is_no_obstacle(tmp_path):
     (tmp_path / "metrics.csv").write_text("a,step\n1,2\n3\nx,y,z\n")
     logger = MetricsCSV(tmp_path)
@@ -242,4 +251,5 @@ def test_metrics_of_a_fit_are_in_one_row_per_epoch(tmp_path):
     for epoch, row in enumerate(rows):
         for number in range(2):
             for name in ("train/accuracy", "val/loss"):
-                assert float(row[f"{name}/member-000{number}"]) == pytest.approx(task.history[name][epoch][number])
+                logged = float(row[f"details/{name}/member-000{number}"])
+                assert logged == pytest.approx(task.history[name][epoch][number])

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_sym.callbacks import MarginalLikelihood, ZooExport
-from lightning_sym.datamodules import DatasetDataModule, TensorDataModule
+from lightning_sym.datamodules import DatasetDataModule, DiabetesDataModule, TensorDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import MatchingTask, SquaredDistance, ZooTask
 from lightning_sym.zoo import ModelZoo
@@ -162,8 +162,10 @@ def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
     ):
         assert_refused(TensorDataModule, str(tmp_path / name), says=says)
     for name in ("none.npz", "none.pt"):
-        assert_refused(TensorDataModule, str(tmp_path / name), says="There is no file", error=FileNotFoundError)
+        says = ["There is no file", "or .npz file as train"]
+        assert_refused(TensorDataModule, str(tmp_path / name), says=says, error=FileNotFoundError)
     assert_refused(TensorDataModule, says="TensorDataModule needs train")
+    assert_refused(DiabetesDataModule, "a.pt", says="DiabetesDataModule reads its data by itself")
     images = DatasetDataModule, [(object(), 1)]
     assert_refused(
         *images, says=["Item 0 of the data set for train must be a pair", "got tuple of object, int"], error=TypeError
@@ -201,6 +203,12 @@ def test_the_evidence_of_a_linear_regression_is_the_closed_form(tmp_path):
     normal = torch.distributions.MultivariateNormal(torch.zeros(36, dtype=torch.float64), covariance)
     found = report.records[-1]
     assert found["log_marginal_likelihood"] == pytest.approx(float(normal.log_prob(y[:, 0])) / 36, abs=1e-4)
+
+
+def test_a_loss_that_does_not_go_with_the_targets_is_said_with_their_shapes():
+    network = MultiLayerPerceptron(widths=(), in_channels=2, image_size=(7, 1), num_classes=3)
+    says = "The loss cannot be taken of outputs [5, 3] and targets [5] of torch.int64"
+    assert_refused(fit, ZooTask(network, loss=SquaredDistance()), data(), says=says)
 
 
 def test_another_loss_of_values_is_no_likelihood():

@@ -23,6 +23,7 @@ from lightning_sym.networks import (
     Network,
     TorchvisionNetwork,
     WrappedNetwork,
+    architecture_name,
     build,
 )
 
@@ -247,8 +248,6 @@ class Broken(Network):
         x = self.inner(x)
         if self.how == "twice":
             return self.relu(self.relu(x) + 1)
-        if self.how == "method":
-            return x.sigmoid()
         if self.how == "own":
             return x if x.sum() > 0 else -x
         return self.block(x)
@@ -261,7 +260,24 @@ class Branching(nn.Module):
 
 class Functional(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x)
+        return F.relu(x, inplace=True)
+
+
+class WithFunctions(Network):
+    """Activations as functions and as a method, in its own forward and in that of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(2, 4), Functional(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.block(self.first(x)) - 0.1).sigmoid())
+
+
+def test_activations_that_are_functions_are_sites() -> None:
+    network = WithFunctions()
+    assert network.sites() == ["block.functional-relu", "functional-relu", "functional-sigmoid"]
+    check_every_cut(network, torch.randn(3, 2))
 
 
 class WithLeaf(Broken):
@@ -273,8 +289,6 @@ class WithLeaf(Broken):
     [
         ("inplace", r"The module 'inner.1' of Broken works in place; write ReLU\(inplace=False\)"),
         ("twice", "The activation module 'relu' of Broken is called more than once; give each call its own ReLU"),
-        ("functional", "The module 'block' of Broken applies relu as a function; use an activation module"),
-        ("method", "Broken applies sigmoid as a function; use an activation module"),
         ("branching", r"Broken cannot be traced in module 'block' \(.*control flow.*leaf_modules"),
         ("own", "Broken cannot be traced in its own forward"),
     ],
@@ -451,3 +465,8 @@ def test_errors_of_images_that_do_not_fit_have_a_cause_and_others_are_left_alone
     assert_refused(network, torch.zeros(3, 1, 8, 8, dtype=torch.float64), says="Double", error=RuntimeError)
     with pytest.raises(RuntimeError):  # it does not record what it was built for
         Custom()(torch.zeros(2, 5))
+
+
+def test_a_wrapped_network_is_called_after_its_module():
+    assert architecture_name(Network.wrap(nn.Linear(2, 2))) == "Linear"
+    assert architecture_name(MultiLayerPerceptron(widths=[2])) == "MultiLayerPerceptron"

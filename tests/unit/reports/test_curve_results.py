@@ -54,7 +54,7 @@ def test_results_of_a_run(paths, tmp_path):
     axis = torch.linspace(-1, 7, 4).double()
     plane = MeasuredPlane("0-1, chain", curve, curve.plane(), axis, axis, torch.rand(4, 4).double())
     results = curve_results(paths, [plane], title="Net, 2 pairs", about={"zoo": "there"}, notes=["one was stopped"])
-    assert results.headline == pytest.approx(1.5 * 0.1)
+    assert results.numbers[results.headline] == pytest.approx(1.5 * 0.1)
     assert results.numbers["barrier/train_loss/line"] == pytest.approx(3.0)
     assert results.numbers["highest/test_loss/bezier"] == pytest.approx(0.25 + 0.3, abs=0.01)
     assert set(results.files) == {f"curve-0-{n}-{kind}.safetensors" for n in (1, 2) for kind in ("bezier", "chain")}

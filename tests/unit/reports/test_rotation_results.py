@@ -29,7 +29,7 @@ def evaluations(seed=0, splits=("test", "val")):
 def results(networks, found, stopped=None):
     about, numbers = {"seed": 0}, {"test_penalty/group": 0.1}
     return rotation_results(
-        networks, found, stopped or {}, title="Net", about=about, numbers=numbers, headline=0.1
+        networks, found, stopped or {}, title="Net", about=about, numbers=numbers, headline="test_penalty/group"
     )  # fmt: skip
 
 

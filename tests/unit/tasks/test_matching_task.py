@@ -62,16 +62,16 @@ def test_matching_lowers_the_barrier(fitted):
 def test_straight_through_is_no_worse_than_its_start(fitted):
     task, metrics = fitted
     for number, (a, b) in enumerate(task.pairs):
-        assert task.kept[number]["metrics"]["loss"] <= metrics[f"pair-{a}-{b}/weights/midpoint_loss"] + 1e-6
+        assert task.kept[number]["metrics"]["loss"] <= metrics[f"details/pair-{a}-{b}/weights/midpoint_loss"] + 1e-6
 
 
 def test_metrics_have_clear_names(fitted):
     _, metrics = fitted
     for method in ("unmatched", "weights", "activations", "straight_through"):
         for quantity in ("midpoint_loss", "midpoint_accuracy"):
-            assert f"pair-0-1/{method}/{quantity}" in metrics
+            assert f"details/pair-0-1/{method}/{quantity}" in metrics
             assert f"{quantity}/{method}" in metrics
-    assert "pair-1-2/straight_through/train_midpoint_loss" in metrics
+    assert "details/pair-1-2/straight_through/train_midpoint_loss" in metrics
     assert metrics["midpoint_loss/weights"] < metrics["midpoint_loss/unmatched"]
 
 
@@ -89,7 +89,8 @@ def test_without_validation_the_training_loss_decides(matching_zoo):
         warnings.simplefilter("ignore")  # Lightning says that there is no validation
         trainer = fit(task, digits(val_fraction=0.0))
     best = task.kept[0]["metrics"]
-    assert best["loss"] <= float(trainer.callback_metrics["pair-0-2/straight_through/train_midpoint_loss"]) + 1e-6
+    last = trainer.callback_metrics["details/pair-0-2/straight_through/train_midpoint_loss"]
+    assert best["loss"] <= float(last) + 1e-6
 
 
 def test_steps_may_end_the_first_epoch(matching_zoo):
@@ -112,7 +113,7 @@ def test_testing_reports_all_methods(fitted, matching_zoo, tmp_path):
     task = MatchingTask(str(matching_zoo), pairs=[[0, 1]])
     trainer = fit(task, default_root_dir=tmp_path)
     (found,) = trainer.test(task, digits(), verbose=False)
-    assert found["pair-0-1/weights/test_midpoint_loss"] < found["pair-0-1/unmatched/test_midpoint_loss"]
+    assert found["details/pair-0-1/weights/test_midpoint_loss"] < found["details/pair-0-1/unmatched/test_midpoint_loss"]
 
 
 # ---- bad input

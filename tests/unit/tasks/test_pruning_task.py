@@ -129,7 +129,7 @@ def test_files_and_loggers(run):
     about = json.loads((path / "results" / "summary.json").read_text())
     assert {"units", "versions", "settings", "members", "architecture", "zoo", "data"} <= set(about)
     last = read_csv(path / "metrics.csv")[-1]
-    assert float(last["pruning/units/member-0-epsilon-0.02"]) == summary[0]["units"]
+    assert float(last["details/pruning/units/member-0-epsilon-0.02"]) == summary[0]["units"]
 
 
 def test_differences_from_the_twins_are_given_with_their_standard_error():

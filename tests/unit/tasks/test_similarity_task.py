@@ -266,7 +266,7 @@ def test_several_zoos_are_each_as_by_itself(zoos, tmp_path):
         own = [{key: value for key, value in row.items() if key != "zoo"} for row in rows if row["zoo"] == name]
         assert own == read_rows(tmp_path / name / "results" / "summary")
         tag = "similarity_untrained/group/activation1"
-        assert float(logged[f"{tag}/{name}"]) == pytest.approx(alone.logged()[tag])
+        assert float(logged[f"details/{tag}/{name}"]) == pytest.approx(alone.logged()[1][tag])
     console = Console(file=io.StringIO(), width=80)
     report.results.show(console, Path("runs/similarity/results"), Path("runs/similarity"))
     check_lines(console)
@@ -301,7 +301,7 @@ def test_pairs_are_drawn_and_intervals_are_over_models(matching_zoo, tmp_path):
     assert row["above_untrained"] == pytest.approx(float((values["trained"] - values["untrained"]).mean()))
     assert row["above_untrained_low"] <= row["above_untrained"] <= row["above_untrained_high"]
     assert "shuffled" not in row
-    assert math.isfinite(task.logged()["similarity_untrained/cka_linear/activation1"])
+    assert math.isfinite(task.logged()[1]["similarity_untrained/cka_linear/activation1"])
 
 
 @pytest.mark.parametrize(

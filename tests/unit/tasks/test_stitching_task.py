@@ -279,9 +279,9 @@ def test_planted_pairs_have_no_penalty(matching_zoo):
     task = StitchingTask(str(matching_zoo), pairs=[[0, 1], [1, 0]], maps=["assignment", "least_squares", "identity"])
     trainer = fit(task, max_epochs=1)
     for site in ("activation1", "activation2"):
-        assert float(trainer.callback_metrics[f"penalty/{site}/assignment"]) == 0
-        assert abs(float(trainer.callback_metrics[f"penalty/{site}/least_squares"])) < 0.05
-        assert float(trainer.callback_metrics[f"penalty/{site}/identity"]) > 0.2
+        assert float(trainer.callback_metrics[f"details/penalty/{site}/assignment"]) == 0
+        assert abs(float(trainer.callback_metrics[f"details/penalty/{site}/least_squares"])) < 0.05
+        assert float(trainer.callback_metrics[f"details/penalty/{site}/identity"]) > 0.2
 
 
 def test_maps_may_start_from_features(matching_zoo):

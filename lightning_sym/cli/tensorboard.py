@@ -1,0 +1,76 @@
+"""TensorBoard of a run folder: what one looks for, and little else."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities import rank_zero_only
+from torch.utils.tensorboard.summary import hparams
+
+from lightning_sym._tags import is_detail
+
+# What the classes of a zoo may be: nothing that a result depends on.
+_LEFT_OUT = ("allow",)
+
+
+class RunTensorBoard(TensorBoardLogger):
+    """Log to the event files of a run folder; details (``details/...``) only if they are wanted.
+
+    Hyperparameters are written when the run ends: only then it is known what its main figure is.
+
+    Args:
+        folder: The run folder.
+        details: Whether numbers of single members, pairs and layers are shown, too.
+
+    Attributes:
+        headline: Name of the run's main figure, which TensorBoard shows beside the hyperparameters.
+    """
+
+    def __init__(self, folder: str | Path, *, details: bool = False) -> None:
+        path = Path(folder)
+        super().__init__(path.parent, path.name, "", default_hp_metric=False)
+        self.details = details
+        self.headline: str | None = None
+        self._hyperparameters: dict[str, Any] = {}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log numbers, but for the epoch, which is no result."""
+        shown = {n: value for n, value in metrics.items() if n != "epoch" and (self.details or not is_detail(n))}
+        super().log_metrics(shown, step)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Keep hyperparameters until the end."""
+        given = dict(vars(params) if isinstance(params, Namespace) else params)
+        mine = {n: value for n, value in given.items() if not n.startswith("_") and n not in _LEFT_OUT}
+        self._hyperparameters |= mine
+        self.hparams.update(mine)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the hyperparameters and the name of what they led to, and close the files."""
+        if self.headline is not None and self._hyperparameters:
+            # Only the name is written: TensorBoard looks the value up among the scalars.
+            writer = self.experiment._get_file_writer()
+            found = hparams(_flat(self._hyperparameters), {self.headline: 0.0})  # type: ignore[no-untyped-call]
+            for summary in found:
+                writer.add_summary(summary)
+            self._hyperparameters = {}
+        super().finalize(status)
+
+
+def _flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Return hyperparameters as TensorBoard takes them, nested ones as ``outer/inner``, without what is not set."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            # A class with its arguments: network, network/width.
+            kind = {"class_path": value["class_path"]} if "class_path" in value else None
+            inside = value if kind is None else kind | dict(value.get("init_args") or {})
+            flat |= {f"{name}/{inner}".removesuffix("/class_path"): one for inner, one in _flat(inside).items()}
+        elif value not in (None, [], ()):
+            flat[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
