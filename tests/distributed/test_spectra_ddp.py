@@ -57,6 +57,13 @@ def work(rank, world, folder):
         for name in ("in turn", "three on the second")
         for kind in ("hessian", "gauss_newton")
     }
+    for name in ("in turn", "three on the second"):
+        for kind in ("hessian", "gauss_newton"):
+            operator = CurvatureOperator(network(), share(name, rank, world), F.cross_entropy, kind=kind)
+            found = trace(operator, 20, method="per_sample")
+            results[f"samples, {name}, {kind}"] = torch.tensor(
+                [found.value, found.standard_error, float(operator.matrix().trace())], dtype=torch.float64
+            )
     mine = share("in turn", rank, world)
     broken = network()
     if rank == world - 1:
@@ -97,6 +104,18 @@ def test_several_processes_are_one(results, name, kind, world):
         torch.testing.assert_close(first[scenario][what], value, rtol=1e-9, atol=1e-10)
         for other in others:
             assert torch.equal(other[scenario][what], first[scenario][what]), what
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize("name", ["in turn", "three on the second"])
+def test_a_trace_from_single_samples_is_as_far_off_as_it_says(results, name, kind, world):
+    """Its draws are those of a process, so that not the estimate is the same, but what it is worth."""
+    first, *others = (result[f"samples, {name}, {kind}"] for result in results[world])
+    estimate, error, exact = first.tolist()
+    assert 0 < error < 0.3 * abs(exact)
+    assert abs(estimate - exact) < 4 * error
+    assert all(torch.equal(other, first) for other in others)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
