@@ -22,6 +22,7 @@ from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 
+_CPU = torch.device("cpu")
 _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 
@@ -145,17 +146,25 @@ class TrainingMonitor(AfterFit):
         numbers: Any = pl_module.numbers
         return list(numbers) if self.members == "all" else sorted(self.members)
 
-    def own_states(self, trainer: Trainer, pl_module: LightningModule) -> dict[int, dict[str, Tensor]]:
-        """Return the weights of the members that this rank answers for; each member is one rank's."""
+    def own_states(
+        self, trainer: Trainer, pl_module: LightningModule, device: torch.device | None = _CPU
+    ) -> dict[int, dict[str, Tensor]]:
+        """Return copies of the weights of the members that this rank answers for; each member is one rank's.
+
+        Args:
+            trainer: The trainer.
+            pl_module: What is trained.
+            device: Where the copies are; None for where the weights are, which does not wait for them.
+        """
         if not has_members(pl_module):  # all ranks have the same weights
             network = self.network_of(pl_module)
             state = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-            return {0: _on_cpu(state)} if trainer.is_global_zero else {}
+            return {0: _copies(state, device)} if trainer.is_global_zero else {}
         task: Any = pl_module
         numbers = self.watched(pl_module)
         if task.member_parallel:
-            return {n: _on_cpu(task.population.member_state(n)) for n in numbers if n in task.member_seeds}
-        states = {number: _on_cpu(task.population.member_state(number)) for number in numbers}
+            return {n: _copies(task.population.member_state(n), device) for n in numbers if n in task.member_seeds}
+        states = {number: _copies(task.population.member_state(number), device) for number in numbers}
         if trainer.world_size > 1:  # of running statistics the mean, as the task has it at the end of an epoch
             for name, _ in task.network.named_buffers():
                 for state in states.values():
@@ -267,9 +276,8 @@ def all_finite(state: Mapping[str, Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in state.values() if tensor.is_floating_point())
 
 
-def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+def _copies(state: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
 
 
 def check_whole_weights(callback: Callback, trainer: Trainer) -> None:

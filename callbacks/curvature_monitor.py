@@ -125,7 +125,7 @@ class CurvatureMonitor(TrainingMonitor):
         step = trainer.global_step + 1
         last = batch_idx + 1 == trainer.num_training_batches or step == trainer.max_steps
         due = last or (self.every_n_steps is not None and step % self.every_n_steps == 0)
-        self._before, self._steps = self.own_states(trainer, pl_module) if due else None, {}
+        self._before, self._steps = self.own_states(trainer, pl_module, None) if due else None, {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -189,5 +189,5 @@ class CurvatureMonitor(TrainingMonitor):
 
 
 def _change(before: State, after: State) -> dict[str, Tensor]:
-    """Return the change of all tensors, in double precision."""
-    return {name: after[name].double() - before[name].double() for name in after}
+    """Return the change of all tensors, in double precision on the CPU."""
+    return {name: after[name].double() - before[name].cpu().double() for name in after}

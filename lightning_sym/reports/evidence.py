@@ -29,7 +29,6 @@ UNITS = {
     "seconds": "of a curvature pass, its eigenvalues and the steps of the precisions",
 }
 _MOST_ROWS = 40  # of the printed table of a zoo
-_SHORT = {"precision": "prec.", "mean_square": "w²", "normalised": "norm.", "relative": "rel."}
 
 
 def evidence_results(
@@ -167,23 +166,21 @@ def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float
 
 
 def _shown(last: Mapping[Number, Row], *, several: bool, updated: bool) -> Table:
-    """Return precision, mean squared weight, normalised and relative numbers of the layers with several paths."""
-    names = next((_names(record) for record in last.values()), [])
-    first = ["member", "layer"] if several else ["layer"]
-    if names:
-        columns = [*first, *(f"{short} {path}" for short in _SHORT.values() for path in names), "type"]
-    else:  # of an ordinary network
-        columns = [*first, "precision", "mean square", "normalised"]
+    """Return the numbers of all layers, or of all paths where layers have several."""
+    relaxed = any(_relaxed(record) for record in last.values())
+    first = [*(["member"] if several else []), "layer", *(["path"] if relaxed else [])]
+    headings = ("prec.", "w²", "norm.", "rel.") if relaxed else ("precision", "mean square", "normalised")
     lines = [
         ([str(number)] if several else []) + cells
         for number, record in last.items()
-        for cells in (_relaxed_cells(record, names) if names else _ordinary_cells(record))
+        for cells in (_relaxed_cells(record) if relaxed else _ordinary_cells(record))
     ]
     shown = lines[:_MOST_ROWS] if several else lines
     title = "Layers by their effective parameters" + ("" if updated else "; precisions were not updated")
-    table = text_table(title, columns, shown, whole=first, names=len(first), compact=True)
-    if len(shown) < len(lines):
-        table.caption = f"and {len(lines) - len(shown)} more in layers.csv"
+    table = text_table(title, [*first, *headings], shown, whole=first, names=len(first), compact=True)
+    captions = ["* the type of the layer"] if relaxed else []
+    captions += [f"{len(lines) - len(shown)} more rows in layers.csv"] if len(shown) < len(lines) else []
+    table.caption = "; ".join(captions) or None
     return table
 
 
@@ -195,28 +192,24 @@ def _relaxed(record: Row) -> dict[str, dict[str, Row]]:
     return {layer: paths for layer, paths in layers.items() if len(paths) > 1}
 
 
-def _names(record: Row) -> list[str]:
-    """Return the names of paths within their layers; empty for an ordinary network."""
-    return list(dict.fromkeys(path for found in _relaxed(record).values() for path in found))
-
-
-def _relaxed_cells(record: Row, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the printed row of each layer with several paths."""
+def _relaxed_cells(record: Row) -> Iterator[list[str]]:
+    """Yield a row for each path of each layer with several; the layer stands in the first, its type has a star."""
     types = layer_types(record)
     for layer, found in _relaxed(record).items():
-        cells = [
-            "-" if path not in found else f"{found[path][name]:.3f}" if name == "relative" else short(found[path][name])
-            for name in _SHORT
-            for path in names
-        ]
-        yield [layer or "network", *cells, types[layer].upper()]
+        for place, (path, values) in enumerate(found.items()):
+            name = "" if place else layer or "network"
+            star = "*" if path == types[layer] else " "
+            yield [name, path, *_numbers(values), f"{values['relative']:.3f}{star}"]
 
 
 def _ordinary_cells(record: Row) -> Iterator[list[str]]:
     """Yield the printed row of each layer."""
     for values in record["paths"].values():
-        numbers = (short(values[name]) for name in ("precision", "mean_square", "normalised"))
-        yield [values["layer"] or "network", *numbers]
+        yield [values["layer"] or "network", *_numbers(values)]
+
+
+def _numbers(values: Row) -> list[str]:
+    return [short(values[name]) for name in ("precision", "mean_square", "normalised")]
 
 
 def _within(path: str, layer: str) -> str:

@@ -260,7 +260,7 @@ def test_what_is_left_behind(tmp_path, capsys):
     assert float(logged[0]["evidence/seconds"]) > 0
     assert "evidence/scatter" in trainer.callback_metrics
     printed = capsys.readouterr().out
-    assert "SIGNAL" in printed
+    assert "signal" in printed
     assert "test accuracy" in printed
 
 
