@@ -23,7 +23,7 @@ class Recorded:
     depends on more than its arguments, it goes on being called, only not as fast.
 
     Args:
-        function: From nested tensors to nested tensors; draws nothing.
+        function: From nested tensors to nested tensors; draws nothing, and depends on nothing else that changes later.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
