@@ -377,9 +377,10 @@ class RecipeCLI(LightningCLI):
         callbacks = config.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        if not sys.stdout.isatty() and not bars:
+        wanted = config.get("enable_progress_bar")
+        if wanted is None and not sys.stdout.isatty() and not bars:
             kwargs["enable_progress_bar"] = False  # it would be kilobytes in a file or a pipe
-        elif config.get("enable_progress_bar") is not False and not bars:
+        elif wanted is not False and not bars:
             kwargs["callbacks"] = [*callbacks, TQDMProgressBar()]  # one line, also in a narrow terminal
         checkpoint = self._get(self.config_init, "checkpoint")
         if checkpoint.dirpath is None:

@@ -428,3 +428,10 @@ def test_main_returns_a_status_and_never_exits(monkeypatch, capsys):
     assert main(["fit", "--help"]) == 0
     assert "--run_dir" in capsys.readouterr().out
     assert os.environ.get("LIGHTNING_SYM_TRACEBACK") is None
+
+
+@pytest.mark.parametrize(("options", "bars"), [((), False), (("--trainer.enable_progress_bar=true",), True)])
+def test_there_is_a_progress_bar_in_a_pipe_only_if_it_is_asked_for(options, bars):
+    quiet = [option for option in QUIET if "progress_bar" not in option]
+    result = succeed("fit", *SMALL, "--trainer.max_epochs=1", "--run_dir=piped", *quiet, *options)
+    assert ("it/s" in result.out + result.err) == bars
