@@ -10,6 +10,7 @@ from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import device_of, moved, wide
 from lightning_sym.networks.modes import evaluating, in_precision
 from lightning_sym.symmetry.dimension import jacobian_rows
+from lightning_sym.symmetry.tracing.calls import Call
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def jacobian_rank(
         )
         return JacobianRank(parameters, equations, None, note)
     with torch.enable_grad():
-        rows = jacobian_rows(exact, (given,), lambda outputs: outputs)
+        rows = jacobian_rows(exact, Call((given,)), lambda outputs: outputs)
         if parameters < equations:
             square = torch.zeros(parameters, parameters, dtype=given.dtype, device=given.device)
             for block in rows:

@@ -20,6 +20,7 @@ from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.proof import double, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
+from lightning_sym.symmetry.tracing.calls import Call
 
 # Pairs of units whose quartics are solved at once.
 _PAIRS = 2**18
@@ -348,7 +349,7 @@ def _merged(vector: Tensor, layers: list[_Layer], network: nn.Module, arguments:
         )
     if not torch.equal(vector, given):
         with torch.no_grad():
-            before, after = (outputs_of(_loaded(network, weights), arguments) for weights in (given, vector))
+            before, after = (outputs_of(_loaded(network, weights), Call(arguments)) for weights in (given, vector))
         if not all(torch.allclose(*pair, rtol=1e-7, atol=1e-9) for pair in zip(before, after, strict=True)):
             raise ValueError(
                 "merging collinear units changed the outputs on the example: units do not add up in this network; pass "

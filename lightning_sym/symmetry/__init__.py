@@ -18,6 +18,7 @@ from lightning_sym.symmetry.matching.distance import OrbitDistance, orbit_distan
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.tangents import OrbitTangents, orbit_tangents
 from lightning_sym.symmetry.trace import trace_symmetry
+from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.rules import register_rule
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
 
@@ -27,6 +28,7 @@ __all__ = [
     "ActivationMoments",
     "AxisGroup",
     "Balance",
+    "Call",
     "CanonicalForm",
     "ChannelGroup",
     "Element",

@@ -20,6 +20,7 @@ from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
+from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
@@ -40,7 +41,7 @@ class Symmetry:
         tolerance: The change that was accepted: 1e-10, or more for networks that round to a lower precision inside.
         precision: The lowest precision to which the network rounds when it is run in float64.
         elements_tried: How many random elements the self-test tried.
-        examples: The inputs that were traced, as tuples of positional arguments.
+        examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Symmetry:
         notes: Sequence[str],
         *,
         constants: Collection[str] = (),
-        examples: Sequence[tuple[Any, ...]] = (),
+        examples: Sequence[Call] = (),
     ) -> None:
         self.structure = structure
         self.notes: tuple[str, ...] = tuple(notes)
@@ -451,6 +452,15 @@ class Symmetry:
         shifted = bool(tap.offset) or tap.shift is not None
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
+    def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:
+        """Return a call of a network whose outputs count as those of the traced examples do.
+
+        Args:
+            inputs: An input, or a tuple of positional arguments; None for none.
+            keywords: Keyword arguments.
+        """
+        return Call.of(inputs, keywords, self.examples[0].output if self.examples else None)
+
     def _tapped(self, tap: Tap | str) -> Tap:
         if isinstance(tap, str) and tap not in self.taps:
             raise ValueError(unknown("tap", tap, self.taps))
@@ -495,6 +505,7 @@ class Symmetry:
         scale: float = 0.5,
         generator: torch.Generator | None = None,
         perturb: float = 0.0,
+        **keywords: Any,
     ) -> float:
         """Let random elements act on a copy of a network, in float64 and evaluation mode, and compare the outputs.
 
@@ -512,21 +523,24 @@ class Symmetry:
             perturb: How much noise is added to the copy's weights and statistics before each element, relative to
                 their root mean square. The self-test of `trace_symmetry` adds some, so that weights that happen to be
                 zero, or statistics that have not been trained, cannot hide a mistake.
+            **keywords: The network's keyword arguments, beside or in place of `inputs`.
 
         Returns:
             The largest change of an output's element, relative to its own magnitude and the median one of that output.
 
         Raises:
-            TypeError: If it is no network.
+            TypeError: If it is no network, or does not take the arguments.
             ValueError: If it has other tensors or modules, or puts out no finite number.
         """
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
         self.architecture.require_tensors(network)
         exact = double_copy(network)
-        given = self.examples if inputs is None else (inputs if isinstance(inputs, tuple) else (inputs,),)
-        batches: list[tuple[Any, ...]] = list(on_device_of(exact, double(given)))
+        calls = [self.call(inputs, keywords)] if keywords or inputs is not None else []
+        for call in calls:
+            check_arguments(network, call, ("inputs", "samples", "scale", "generator", "perturb"))
+        batches: list[Call] = list(on_device_of(exact, double(calls or list(self.examples))))
         with torch.no_grad(), evaluating(exact):
-            if inputs is None:
+            if not calls:
                 batches = [batch for example in batches for batch in batches_of(exact, example, generator)]
             return largest_change(
                 self, exact, [batches], samples=samples, scale=scale, generator=generator, noise=(perturb,)

@@ -17,7 +17,8 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.proof import double
-from lightning_sym.symmetry.tracing.capture import plain, state_tensors
+from lightning_sym.symmetry.tracing.calls import Call, check_arguments
+from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.watching import watched
 
 # Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).
@@ -99,12 +100,13 @@ class LocalDimension:
 def local_dimension(
     symmetry: Symmetry,
     network: nn.Module,
-    inputs: Any,
+    inputs: Any = None,
     *,
     tolerance: float = 1e-9,
     log_softmax: bool = False,
     training: bool = False,
     max_parameters: int = 4096,
+    **keywords: Any,
 ) -> LocalDimension:
     r"""Compare the number of directions that leave a network's outputs alone with the dimension of its orbit.
 
@@ -118,17 +120,19 @@ def local_dimension(
         symmetry: Symmetry of the network's architecture.
         network: Not changed; a copy in float64 is used.
         inputs: One batch: a tensor whose first axis is the samples, shape (N, ...), or a tuple of positional arguments.
-            Moved to the network's device.
-            The rank grows with N and saturates; N times the number of outputs should exceed the parameters by far.
+            Moved to the network's device. The rank grows with N and saturates; N times the number of outputs should
+            exceed the parameters by far.
         tolerance: Singular values above ``tolerance`` times the largest count into the rank. Unitless, in (0, 1).
         log_softmax: Whether to take the logarithm of the softmax over the last axis of the output.
         training: Whether batch norms use the batch's own statistics. Slower: all samples then depend on one another.
         max_parameters: Most parameters that are accepted, since the Jacobian is dense. At least 1.
+        **keywords: The network's keyword arguments, beside or in place of `inputs`.
 
     Returns:
         Rank, nullity, the singular values around the cut, and counts of units that explain an excess.
 
     Raises:
+        TypeError: If the network does not take the arguments.
         ValueError: If an argument is out of range, or the network has another structure than the traced one or more
             than ``max_parameters`` parameters.
 
@@ -153,8 +157,10 @@ def local_dimension(
             f"{max_parameters}; take a narrower network of this kind, or raise max_parameters ({count}^2 numbers of "
             "8 bytes are held)."
         )
-    arguments = on_device_of(network, double(inputs if isinstance(inputs, tuple) else (inputs,)))
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    given = symmetry.call(inputs, keywords)
+    check_arguments(network, given, ("inputs", "tolerance", "log_softmax", "training", "max_parameters"))
+    call = on_device_of(network, double(given))
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].ndim == 0 or len(tensors[0]) == 0:
         raise ValueError(
             "inputs must hold a batch of at least one sample, as a tensor with the samples on its first axis."
@@ -162,7 +168,7 @@ def local_dimension(
     exact = copy.deepcopy(network).double().requires_grad_(True)
     exact.train(training)
     transform: Callable[[Tensor], Tensor] = (lambda y: F.log_softmax(y, -1)) if log_softmax else (lambda y: y)
-    rows = _rows_of_batch(exact, arguments, transform) if training else jacobian_rows(exact, arguments, transform)
+    rows = _rows_of_batch(exact, call, transform) if training else jacobian_rows(exact, call, transform)
     equations, values = _singular_values(rows, torch.zeros(0, count, dtype=torch.float64, device=tensors[0].device))
     largest = float(values[0]) if len(values) else 0.0
     rank = int((values > tolerance * largest).sum())
@@ -180,7 +186,7 @@ def local_dimension(
         notes.append(
             f"no clear gap: singular values {above:.1e} and {below:.1e} of the largest on either side of the tolerance"
         )
-    groups = _count_units(symmetry, exact, arguments, notes)
+    groups = _count_units(symmetry, exact, call, notes)
     return LocalDimension(
         parameters=count,
         equations=equations,
@@ -213,22 +219,19 @@ def _singular_values(blocks: Iterable[Tensor], folded: Tensor) -> tuple[int, Ten
     return count, torch.linalg.svdvals(folded).cpu() if folded.numel() else folded.new_zeros(0, device="cpu")
 
 
-def _flat(output: Any, transform: Callable[[Tensor], Tensor]) -> Tensor:
+def _flat(outputs: Iterable[Tensor], transform: Callable[[Tensor], Tensor]) -> Tensor:
     """Return all floating outputs in one row per sample."""
-    found = [
-        leaf for leaf in pytree.tree_leaves(plain(output)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
-    return torch.cat([transform(leaf).flatten(1) for leaf in found], 1)
+    return torch.cat([transform(leaf).flatten(1) for leaf in outputs if leaf.is_floating_point()], 1)
 
 
 def jacobian_rows(
-    network: nn.Module, arguments: tuple[Any, ...], transform: Callable[[Tensor], Tensor] = lambda outputs: outputs
+    network: nn.Module, call: Call, transform: Callable[[Tensor], Tensor] = lambda outputs: outputs
 ) -> Iterator[Tensor]:
     """Yield the Jacobian of all outputs by the trainable parameters, for networks that treat samples apart.
 
     Args:
         network: In eval mode.
-        arguments: One batch: positional arguments with the samples on the first axis of every tensor.
+        call: One batch, with the samples on the first axis of every tensor.
         transform: What is done to the outputs.
 
     Yields:
@@ -237,7 +240,7 @@ def jacobian_rows(
     """
     parameters = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
     buffers = dict(network.named_buffers())
-    leaves, spec = pytree.tree_flatten(arguments)
+    leaves, spec = pytree.tree_flatten(call)
     batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
     samples = len(next(leaf for leaf, use in zip(leaves, batched, strict=True) if use))
     count = sum(p.numel() for p in parameters.values())
@@ -245,9 +248,13 @@ def jacobian_rows(
     def one(weights: dict[str, Tensor], *tensors: Tensor) -> Tensor:
         given = iter(tensors)
         single = [next(given)[None] if use else leaf for leaf, use in zip(leaves, batched, strict=True)]
-        output = functional_call(network, (weights, buffers), pytree.tree_unflatten(single, spec))
-        return _flat(output, transform)[0]
+        own: Call = pytree.tree_unflatten(single, spec)
+        outputs = functional_call(network, (weights, buffers), own.positional, dict(own.keywords))
+        return _flat(own.counted(outputs), transform)[0]
 
+    if len({len(leaf) for leaf, use in zip(leaves, batched, strict=True) if use}) > 1:  # positions that all share
+        yield from _rows_of_batch(network, call, transform)
+        return
     jacobian = vmap(jacrev(one), in_dims=(None, *[0] * sum(batched)), randomness="same")
     every = [leaf for leaf, use in zip(leaves, batched, strict=True) if use]
     with torch.no_grad():
@@ -260,17 +267,15 @@ def jacobian_rows(
             if start:
                 raise
             # Some operations have no batched version; all outputs of the whole batch do without.
-            yield from _rows_of_batch(network, arguments, transform)
+            yield from _rows_of_batch(network, call, transform)
             return
         # One matrix per parameter: samples, outputs, entries.
         yield torch.cat([part.flatten(2) for part in parts.values()], 2).flatten(0, 1).detach()
 
 
-def _rows_of_batch(
-    network: nn.Module, arguments: tuple[Any, ...], transform: Callable[[Tensor], Tensor]
-) -> Iterator[Tensor]:
+def _rows_of_batch(network: nn.Module, call: Call, transform: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """Yield the Jacobian of the whole batch's outputs, some outputs at a time."""
-    output = _flat(network(*arguments), transform).flatten()
+    output = _flat(call.outputs_of(network), transform).flatten()
     parameters = [p for p in network.parameters() if p.requires_grad]
     count = sum(p.numel() for p in parameters)
     step = max(1, min(len(output), _CHUNK // (8 * count)))
@@ -282,9 +287,7 @@ def _rows_of_batch(
         yield torch.stack(rows).detach()
 
 
-def _count_units(
-    symmetry: Symmetry, network: nn.Module, arguments: tuple[Any, ...], notes: list[str]
-) -> dict[str, dict[str, int]]:
+def _count_units(symmetry: Symmetry, network: nn.Module, call: Call, notes: list[str]) -> dict[str, dict[str, int]]:
     """Count by axis group the units that explain an excess, watching the activations on the inputs."""
     modules = dict(network.named_modules())
     taps = {tap.name: tap for group in symmetry.groups for tap in group.taps}
@@ -292,7 +295,7 @@ def _count_units(
     with torch.no_grad():
         # Activations in place change their input, so it is watched by itself.
         entered, left = (
-            watched(network, taps, lambda: network(*arguments), lambda _, value: value.clone(), inputs=inputs)
+            watched(network, taps, lambda: call.run(network), lambda _, value: value.clone(), inputs=inputs)
             for inputs in (True, False)
         )
     result, blind = {}, []

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.tracing.capture import constant_names, copied, plain, state_tensors
+from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import constant_names, copied, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 
 # The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
@@ -84,13 +85,12 @@ def double_copy(network: nn.Module) -> nn.Module:
     return copied(network, made).double()
 
 
-def outputs_of(network: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Return every tensor that a network puts out."""
-    found = pytree.tree_leaves(plain(network(*arguments)))
-    return [t.detach() for t in found if isinstance(t, Tensor)]
+def outputs_of(network: nn.Module, call: Call) -> list[Tensor]:
+    """Return every tensor that a network puts out and that counts."""
+    return [tensor.detach() for tensor in call.outputs_of(network)]
 
 
-def _all_outputs(network: nn.Module, batches: Iterable[tuple[Any, ...]]) -> list[list[Tensor]]:
+def _all_outputs(network: nn.Module, batches: Iterable[Call]) -> list[list[Tensor]]:
     """Return the outputs for several batches.
 
     Raises:
@@ -121,16 +121,14 @@ def noisy(inputs: Any, generator: torch.Generator) -> Any:
     return pytree.tree_map_only(Tensor, add, inputs)
 
 
-def batches_of(
-    network: nn.Module, inputs: tuple[Any, ...], generator: torch.Generator, *, thrifty: bool = False
-) -> list[tuple[Any, ...]]:
+def batches_of(network: nn.Module, inputs: Call, generator: torch.Generator, *, thrifty: bool = False) -> list[Call]:
     """Return inputs to test a network on: the example's first samples, and others with noise around the first.
 
     One sample may be a special point: zeros, padding, dead units.
 
     Args:
         network: Decides, by an error, whether a batch of another size than the example's can be had.
-        inputs: The positional arguments, in float64.
+        inputs: The example, in float64.
         generator: Where the noise comes from.
         thrifty: Whether to take as few samples as can be: one, and another one with noise around it.
     """
@@ -212,7 +210,7 @@ def _informative(outputs: Iterable[Tensor]) -> bool:
 def largest_change(
     symmetry: Group,
     network: nn.Module,
-    batches: Sequence[Sequence[tuple[Any, ...]]],
+    batches: Sequence[Sequence[Call]],
     *,
     samples: int,
     scale: float,
@@ -273,7 +271,7 @@ def largest_change(
 def _perturbed_outputs(
     symmetry: Group,
     network: nn.Module,
-    batches: Sequence[tuple[Any, ...]],
+    batches: Sequence[Call],
     amount: float,
     generator: torch.Generator,
 ) -> list[list[Tensor]]:
@@ -306,7 +304,7 @@ def _finite(outputs: Iterable[Iterable[Tensor]]) -> int:
 
 def _looked_at_closely(
     network: nn.Module,
-    batches: Sequence[tuple[Any, ...]],
+    batches: Sequence[Call],
     before: Sequence[list[Tensor]],
     after: Sequence[list[Tensor]],
     precision: torch.dtype,

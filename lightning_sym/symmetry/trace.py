@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightning_sym.networks.base import Cuts
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
+from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments
 from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.rules import leaf_types
 from lightning_sym.symmetry.tracing.structure import build_structure
@@ -26,13 +27,15 @@ _LARGE = 5e5
 
 def trace_symmetry(
     network: nn.Module,
-    example_input: Any,
+    example_input: Any = None,
     *,
     more_examples: Sequence[Any] = (),
     affine: bool = False,
     check: bool = True,
     tolerance: float | None = None,
     cuts: Cuts | None = None,
+    output: str | int | None = None,
+    **keywords: Any,
 ) -> Symmetry:
     """Find the weight-space symmetry of a network, and prove it on random elements.
 
@@ -43,9 +46,11 @@ def trace_symmetry(
 
     Args:
         network: Any network whose operations do not depend on values. Not changed.
-        example_input: An input (a tensor of any batch size, on any device), or a tuple of positional arguments.
+        example_input: An input (a tensor of any batch size, on any device), or a tuple of positional arguments; None
+            where keyword arguments say all.
         more_examples: Further inputs, as `example_input`, of other lengths or image sizes: the group is what all of
-            them allow. A part of a weight that one of them reaches need not be fixed.
+            them allow. A part of a weight that one of them reaches need not be fixed. Where the network is given
+            keyword arguments, a dictionary among these replaces them.
         affine: Whether to count changes of sign that add a constant, where the next bias can take it up: the units of
             sigmoid networks then have signs, as those of tanh networks do (docs/theory/intertwiners.md, 1.4).
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
@@ -54,14 +59,19 @@ def trace_symmetry(
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
             lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
         cuts: Made by the network's :meth:`~lightning_sym.networks.Network.cuts`: what crosses them can be tapped, too.
+        output: Which of several outputs is to stay the same: its name in a dictionary, dataclass or named tuple, or its
+            place in a tuple. By default ``logits`` if there is one (the notes name what else there is), and else
+            all outputs; caches for later calls never count.
+        **keywords: The network's keyword arguments: ``trace_symmetry(model, input_ids=ids, attention_mask=mask)``.
 
     Returns:
         The symmetry.
 
     Raises:
-        TypeError: If a parameter is complex or not floating, or an example holds no tensor.
+        TypeError: If a parameter is complex or not floating, an example holds no tensor, or the network does not take
+            its arguments.
         ValueError: If the network cannot be traced (data-dependent control flow, parametrised or lazy weights, a weight
-            that is not finite), or puts out no finite number.
+            that is not finite), has no output of that name, or puts out no finite number.
         RuntimeError: If the self-test fails, because the rule of some operation allows too much.
 
     Example:
@@ -75,10 +85,17 @@ def trace_symmetry(
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
     if not isinstance(more_examples, (list, tuple)):
         raise TypeError(f"more_examples must be a list of inputs, got {type(more_examples).__name__}")
-    examples = [_arguments(example) for example in (example_input, *more_examples)]
+    examples = [Call.of(example_input, keywords, output)]
+    for example in more_examples:
+        if keywords and isinstance(example, Mapping):
+            examples.append(Call.of(example_input, example, output))
+        else:
+            examples.append(Call.of(example, {} if example_input is None else keywords, output))
+    for example in examples:
+        _check_example(network, example)
     _check_network(network)
     examples = on_device_of(network, examples)
-    captures = [capture(network, inputs, leaf_types(), cuts=cuts) for inputs in examples]
+    captures = [capture(network, call, leaf_types(), cuts=cuts) for call in examples]
     states, unsaved = state_tensors(network), constant_names(network)
     trace = Walk(states, constants=unsaved, affine=affine)
     for captured in captures:
@@ -90,6 +107,10 @@ def trace_symmetry(
         trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, trace.shifts.free()
     )
     notes = list(trace.constraints.notes)
+    if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
+        kept = "logits" if output is None else output
+        note = f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)"
+        notes.insert(0, note)
     if unused:
         shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {shown}"
@@ -111,20 +132,27 @@ def trace_symmetry(
     return symmetry
 
 
-def _arguments(example: Any) -> tuple[Any, ...]:
-    """Return an example as a tuple of positional arguments.
+# The options of `trace_symmetry`, which are no arguments of the network.
+_OPTIONS = ("example_input", "more_examples", "affine", "check", "tolerance", "cuts", "output")
+
+
+def _check_example(network: nn.Module, example: Call) -> None:
+    """Check that an example holds tensors, and that the network takes it.
 
     Raises:
-        TypeError: If it holds no tensor.
+        TypeError: If it holds no tensor, or does not fit.
         ValueError: If one is empty.
     """
-    arguments = example if isinstance(example, tuple) else (example,)
-    tensors = [t for t in torch.utils._pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+    tensors = [t for t in torch.utils._pytree.tree_leaves(example) if isinstance(t, Tensor)]
     if not tensors:
-        raise TypeError(f"the example input must be a tensor or a tuple with tensors, got {type(example).__name__}")
+        given = ", ".join(type(value).__name__ for value in (*example.positional, *example.keywords.values()))
+        raise TypeError(
+            "the example input must be a tensor or a tuple with tensors, or keyword arguments of the network, got "
+            f"{given or 'nothing'}; {type(network).__name__} takes {arguments_of(network)}"
+        )
     if any(t.numel() == 0 for t in tensors):
         raise ValueError("the example input is empty; expected at least one sample")
-    return arguments
+    check_arguments(network, example, _OPTIONS)
 
 
 def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, thrifty: bool) -> None:

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.base import Cuts
+from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, tensors_of
 
 # Leaf modules run as one operation: rules for module classes see them whole. The operation finds its module here.
 _LEAVES: dict[int, tuple[nn.Module, Any]] = {}
@@ -45,6 +46,7 @@ class Capture:
         modules: The innermost named module in which each operation ran.
         marks: The tensors that have a name.
         leaves: The module behind each leaf operation, by key.
+        left_out: The names of outputs that do not count.
     """
 
     graph: fx.Graph
@@ -53,6 +55,7 @@ class Capture:
     modules: dict[fx.Node, str]
     marks: list["Mark"] = field(default_factory=list)
     leaves: dict[int, nn.Module] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,7 @@ class _Recorder:
         for node in itertools.takewhile(lambda node: node is not before, reversed(self._tracer().graph.nodes)):
             self.modules.setdefault(node, name)  # inner modules end first
         call = self.calls[name] = self.calls.get(name, -1) + 1
-        tensors = [tensor for tensor in pytree.tree_leaves(plain(outputs)) if isinstance(tensor, Tensor)]
-        if tensors:  # of several, the first
+        if tensors := tensors_of(outputs):  # of several, the first
             self.mark(f"{name}-{call + 1}" if call else name, tensors[0], name, call)
 
     def mark(self, name: str, value: Any, module: str = "", call: int = 0) -> None:
@@ -215,7 +217,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _as_leaves(
-    network: nn.Module, leaf_types: tuple[type[nn.Module], ...], inputs: tuple[Any, ...]
+    network: nn.Module, leaf_types: tuple[type[nn.Module], ...], call: Call
 ) -> Iterator[dict[int, nn.Module]]:
     """Let the modules of the given types run as one operation each; their output shapes come from a real forward.
 
@@ -228,7 +230,7 @@ def _as_leaves(
         return
     # Only shapes count, as in the capture itself, so that inputs may be of another precision than the weights.
     dtype = next((t.dtype for t in network.parameters() if t.is_floating_point()), None)
-    inputs = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    call = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, call)
     shapes: dict[nn.Module, Any] = {}
     handles = [
         m.register_forward_hook(lambda m, _, out: shapes.__setitem__(m, pytree.tree_map(lambda t: tuple(t.shape), out)))
@@ -236,7 +238,7 @@ def _as_leaves(
     ]
     try:
         with torch.no_grad():
-            network(*inputs)
+            call.run(network)
     finally:
         for handle in handles:
             handle.remove()
@@ -264,7 +266,7 @@ def _as_leaves(
 
 def capture(
     network: nn.Module,
-    inputs: tuple[Any, ...],
+    call: Call,
     leaf_types: tuple[type[nn.Module], ...] = (),
     *,
     cuts: Cuts | None = None,
@@ -276,46 +278,53 @@ def capture(
 
     Args:
         network: The network.
-        inputs: Its positional arguments; tensors are used for their shapes only.
+        call: Its arguments, of which tensors are used for their shapes only, and which of its outputs count.
         leaf_types: Module classes to record as one operation.
         cuts: Cuts of the network, whose values are named ``site/0``, ``site/1``, ... as well.
 
     Raises:
-        ValueError: If the control flow depends on values, or an operation cannot run without data.
+        ValueError: If the control flow depends on values, an operation cannot run without data, or there is no output
+            that counts.
     """
     states = state_tensors(network)
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_kept(network))
         stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", _is_causal_as_given))
         network.eval()
-        leaves = stack.enter_context(_as_leaves(network, leaf_types, inputs)) if leaf_types else {}
+        leaves = stack.enter_context(_as_leaves(network, leaf_types, call)) if leaf_types else {}
         recorder = _Recorder(network, leaf_types)
         stack.callback(recorder.close)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Detached before the mode is entered, which would make it ten times as slow.
         fake = {name: mode.from_tensor(tensor.detach()) for name, tensor in states.items()}
-        arguments = pytree.tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach()), inputs)
+        arguments = pytree.tree_map_only(
+            Tensor, lambda t: mode.from_tensor(t.detach()), (call.positional, call.keywords)
+        )
         stack.enter_context(mode)
 
         first = {id(tensor): name for name, tensor in states.items()}
         names = {place: first[id(tensor)] for place, tensor in _places(network).items()}
         running = network if cuts is None else cuts.whole
+        left_out: list[str] = []
 
-        def run(state: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
+        def run(state: Mapping[str, Tensor], arguments: tuple[Any, Any]) -> Any:
             held = {place: state[names[place]] for place in _places(running)}
             with torch.no_grad():
-                outputs = torch.func.functional_call(running, held, arguments, tie_weights=False)
+                outputs = torch.func.functional_call(running, held, *arguments, tie_weights=False)
             if cuts is not None:
                 outputs, *values = outputs
                 for name, value in zip(cuts.taps, values, strict=True):
                     recorder.mark(name, value)
-            return [t for t in pytree.tree_leaves(plain(outputs)) if isinstance(t, Tensor)]
+            left_out.extend(call.left_out(outputs))
+            return call.counted(outputs)
 
         stack.enter_context(_replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         try:
             module = make_fx(run, tracing_mode="real", pre_dispatch=True)(fake, arguments)
+        except OutputError as error:
+            raise ValueError(str(error)) from None
         except Exception as error:
-            raise _refusal(error) from error  # says what the log would
+            raise _refusal(error, misspelt(network, call)) from error  # says what the log would
     _check_operations(module, recorder)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return Capture(
@@ -325,10 +334,11 @@ def capture(
         modules=recorder.modules,
         marks=list(recorder.marks.values()),
         leaves=leaves,
+        left_out=left_out,
     )
 
 
-def _refusal(error: Exception) -> ValueError:
+def _refusal(error: Exception, hint: str) -> ValueError:
     """Say why a network does not run without data."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     because = f"because of {_first_line_of_user(error)} ({type(error).__name__}: {reason[:200]})"
@@ -341,7 +351,7 @@ def _refusal(error: Exception) -> ValueError:
         )
     return ValueError(
         f"the network does not run on the example input, {because}; expected an input as the network takes it, several "
-        "as a tuple"
+        f"as a tuple or by name{'.' * bool(hint)}{hint}"
     )
 
 
@@ -357,16 +367,3 @@ def _check_operations(module: fx.GraphModule, recorder: _Recorder) -> None:
                 f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
                 "batch axis, or register a rule for the module that holds them (lightning_sym.symmetry.register_rule)"
             )
-
-
-def plain(outputs: Any) -> Any:
-    """Return tensors out of whatever a network returns, dataclasses and named tuples (GoogLeNet's) included."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, Mapping):
-        return [plain(value) for value in outputs.values()]
-    if isinstance(outputs, (list, tuple)):
-        return [plain(value) for value in outputs]
-    if hasattr(outputs, "__dataclass_fields__"):
-        return [plain(getattr(outputs, name)) for name in outputs.__dataclass_fields__]
-    return outputs
