@@ -100,6 +100,13 @@ def numbered(label: Label) -> Ints:
     return rank_within(inverse.ravel()).reshape(label.atom.shape)
 
 
+def _places(label: Label, axes: Sequence[int]) -> Ints:
+    """Number the positions of a label by their places on some of its axes."""
+    shape = label.atom.shape
+    sizes = [size if axis in axes else 1 for axis, size in zip(label.axes, shape, strict=True)]
+    return np.broadcast_to(np.arange(int(np.prod(sizes))).reshape(sizes), shape)
+
+
 class Trace:
     """What a rule may ask for while the tracer walks through the network.
 
@@ -516,21 +523,20 @@ class Trace:
         """
         constant = value.concrete
         assert constant is not None
+        varying = [axis for axis in label.axes if constant.shape[axis] > 1 and constant.stride(axis)]
         rows = rows_of(constant, label.axes)
-        spread = any(constant.shape[axis] > 1 and constant.stride(axis) for axis in label.axes)
         nonzero = np.broadcast_to(rows.any(1), label.size).reshape(label.atom.shape)
-        if value.by_size and spread:
-            self.constraints.restrict(label)
-            self.constraints.fix_units(label.atom.ravel())
+        kind = np.zeros(label.atom.shape, np.int64)
+        if varying and value.by_size:  # only along the other axes it is the same for every input
+            kind = _places(label, varying)
             nonzero = np.ones_like(nonzero)
-        elif spread:
-            _, kind, count = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
-            kind = kind.reshape(label.atom.shape)
-            if len(count) > 1:
-                self.constraints.restrict(label)
-                self.constraints.fix_units(label.atom[count[kind] == 1])
-                tag = self.constraints.derive_tags(label.tag, kind)
-                self.see(Label(label.axes, label.atom, tag, label.scale))
+        elif varying:
+            kind = np.unique(rows, axis=0, return_inverse=True)[1].reshape(label.atom.shape)
+        if kind.any():
+            self.constraints.restrict(label)
+            self.constraints.fix_units(label.atom[np.bincount(kind.ravel())[kind] == 1])
+            tag = self.constraints.derive_tags(label.tag, kind)
+            self.see(Label(label.axes, label.atom, tag, label.scale))
         if added:
             self.constraints.restrict(label)
             self.constraints.fix_scales(label.scale[nonzero])
