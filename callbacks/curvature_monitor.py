@@ -81,7 +81,7 @@ class CurvatureMonitor(TrainingMonitor):
         every_n_steps: int | None = None,
         members: Literal["all"] | list[int] = "all",
         network: str = "network",
-        loss: Callable[[Any, Any], Tensor] | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
         train_batches: int | None = None,
         probes: int = 16,
         tolerance: float = 1e-3,

@@ -26,6 +26,7 @@ from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
 from lightning_sym.reports.curve import LINE, MATCHED, MeasuredPath, MeasuredPlane, Pair, curve_results
 from lightning_sym.tasks import CurveTask
+from lightning_sym.tasks.losses import name_of_loss
 
 # How far the grid of a plane reaches beyond the rectangle of its three points, as a share of its sides.
 _MARGIN = 0.2
@@ -146,8 +147,9 @@ class CurveReport(RunReport):
             **self.source(data),
         }
         title = f"{architecture_name(task.member(members[0]))}, {counted(len(task.pairs), 'pair')}"
+        loss = None if task.classifies else name_of_loss(task.loss_function)
         notes = [f"{task.names[number]} was stopped: {found['reason']}" for number, found in stopped.items()]
-        return curve_results(paths, planes, title=title, about=about, notes=notes)
+        return curve_results(paths, planes, title=title, about=about, notes=notes, loss=loss)
 
     def _paths(self, task: CurveTask) -> dict[str, dict[Pair, Curve]]:
         """Return the lines and the curves, by path and pair."""

@@ -87,7 +87,7 @@ class LearningCoefficient(TrainingMonitor):
         every_n_epochs: int | None = None,
         members: Literal["all"] | list[int] = "all",
         network: str = "network",
-        loss: Callable[[Any, Any], Tensor] | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
         chains: int = 8,
         steps: int = 2000,
         burn_in: int | None = None,

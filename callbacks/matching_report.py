@@ -1,7 +1,8 @@
 """Barriers between the members of a zoo before and after matching: the table and the pictures."""
 
+import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -12,15 +13,18 @@ from lightning_sym._checks import check_integers
 from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
+from lightning_sym.connectivity.interpolation import line, split_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
-from lightning_sym.reports.matching import SPLITS, Line, Pair, matching_results
+from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
 from lightning_sym.tasks import MatchingTask
+from lightning_sym.tasks.losses import name_of_loss
 from lightning_sym.tasks.matching import UNMATCHED
+from lightning_sym.zoo import rebuild_manifest, write_member
 
 
 class MatchingReport(RunReport):
@@ -40,12 +44,18 @@ class MatchingReport(RunReport):
     ``barrier/<split>_accuracy/<method>``, for batch norms those with recalibrated statistics. A table is printed, with
     the places of all files.
 
+    The mean of the two networks of each pair, by the method whose mean has the lowest validation loss (training loss if
+    there are no validation data), is a member of the zoo ``results/merged``: the first pair is member 0. Its batch
+    norms are measured anew. ``merged.csv`` and ``.json`` say what the means are worth. With a ``loss`` of the task's
+    own, that is the loss of all this, and there are accuracies if there are classes.
+
     Args:
         points: Number of points of a line, equally spaced, both ends included. >= 2.
         train_batches: How many batches (of ``eval_batch_size`` images) of the training split are used per process, >=
             1; None for all.
         recalibrate: ``"both"``: networks with batch norms are evaluated without and with recalibrated statistics.
             ``"auto"``: only with. Nothing changes for other networks.
+        merge: Whether to leave the means of matched networks.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
@@ -54,7 +64,7 @@ class MatchingReport(RunReport):
 
     needs = (
         *("pairs", "methods", "elements", "member", "matched", "model_zoo", "symmetry"),
-        *("matching_seed", "restarts", "scales", "signs"),
+        *("matching_seed", "restarts", "scales", "signs", "loss_function", "classifies"),
     )
     example = "MatchingTask"
 
@@ -63,6 +73,7 @@ class MatchingReport(RunReport):
         points: int = 25,
         train_batches: int | None = None,
         recalibrate: Literal["both", "auto"] = "both",
+        merge: bool = True,
         dirpath: str | None = None,
     ) -> None:
         check_integers(2, points=points)
@@ -72,10 +83,11 @@ class MatchingReport(RunReport):
         self.points = points
         self.train_batches = train_batches
         self.recalibrate = recalibrate
+        self.merge = merge
         super().__init__(dirpath)
 
     def measure(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule) -> Any:
-        """Evaluate all lines; return their barriers and the distances of their ends."""
+        """Evaluate all lines and means; return barriers, the distances of the ends, and means with their weights."""
         device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
         loaders: dict[str, Iterable[tuple[Tensor, Tensor]]] = {
             "train": data.curvature_dataloader(),
@@ -83,13 +95,17 @@ class MatchingReport(RunReport):
         }
         if self.train_batches is not None:
             loaders["train"] = list(islice(loaders["train"], self.train_batches))
+        validation = data.val_dataloader()
+        judges: dict[str, Any] = {"train": loaders["train"]} if validation == [] else {"val": validation}
         methods = [method for method in task.methods if all(method in task.elements[pair] for pair in task.pairs)]
         kinds = [NO_NORM]
         if batch_norms(task.member(task.pairs[0][0])):
             kinds = [AS_IS, RECALIBRATED] if self.recalibrate == "both" else [RECALIBRATED]
+        loss = None if task.classifies else task.loss_function
         jobs = [(pair, method) for pair in task.pairs for method in [UNMATCHED, *methods]]
         curves: dict[Line, dict[Pair, Barrier]] = {}
         distances: dict[tuple[Pair, str], float] = {}
+        means: dict[Pair, list[tuple[MergedPair, dict[str, Tensor]]]] = {}
         with self.progress(trainer, "evaluating lines") as progress:
             for done, (pair, method) in enumerate(jobs):
                 a, matched = task.member(pair[0]).to(device), task.matched(pair, method).to(device)
@@ -101,16 +117,29 @@ class MatchingReport(RunReport):
                             matched,
                             loaders[split],
                             points=self.points,
+                            loss=loss,
                             recalibrate=kind == RECALIBRATED,
                             recalibration_data=EqualBatches(loaders["train"]),
                         )
+                if self.merge and method != UNMATCHED:
+                    mean = copy.deepcopy(a)
+                    losses = split_losses(
+                        mean,
+                        line(a, matched, mean),
+                        [0.0, 1.0, 0.5],  # the last one stays
+                        {**judges, "test": loaders["test"]},
+                        loss=loss,
+                        recalibration_data=EqualBatches(loaders["train"]),
+                    )
+                    weights = {name: tensor.cpu() for name, tensor in mean.state_dict().items()}
+                    means.setdefault(pair, []).append((MergedPair(pair, method, losses), weights))
                 if progress is not None:
                     progress(done + 1, len(jobs))
-        return curves, distances
+        return curves, distances, [min(found, key=_judged) for found in means.values()]
 
     def report(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return the barriers and the symmetry group, with figures."""
-        curves, distances = measured
+        curves, distances, means = measured
         zoo, members = task.model_zoo, sorted({number for pair in task.pairs for number in pair})
         about = {
             "architecture": zoo.architecture,
@@ -126,7 +155,41 @@ class MatchingReport(RunReport):
         }
         kind = architecture_name(task.member(members[0]))
         title = f"{kind}, {counted(len(task.pairs), 'pair')}"
-        return matching_results(curves, distances, task.symmetry, title=title, about=about)
+        self._write(task, data, means)
+        return matching_results(
+            curves,
+            distances,
+            task.symmetry,
+            title=title,
+            about=about,
+            loss=None if task.classifies else name_of_loss(task.loss_function),
+            merged=[merged for merged, _ in means],
+        )
+
+    def _write(
+        self, task: MatchingTask, data: InMemoryDataModule, means: Sequence[tuple[MergedPair, dict[str, Tensor]]]
+    ) -> None:
+        """Write the means as members of a zoo, in place of those of an earlier run."""
+        folder, zoo = self.path / MERGED, task.model_zoo
+        for old in folder.glob("member-*.safetensors"):
+            old.unlink()
+        for number, (merged, weights) in enumerate(means):
+            members = {str(one): zoo.member(one).sha256 for one in merged.pair}
+            write_member(
+                folder,
+                number,
+                weights,
+                architecture=zoo.architecture,
+                metrics=merged.metrics(),
+                data=data.identity(),
+                training={"merged": {"zoo": str(zoo.path), "members": members, "method": merged.method}},
+            )
+        if means:
+            rebuild_manifest(folder)
+
+
+def _judged(mean: tuple[MergedPair, dict[str, Tensor]]) -> float:
+    return float(next(iter(mean[0].losses.values())).loss[-1])
 
 
 def _distance(a: nn.Module, b: nn.Module) -> float:

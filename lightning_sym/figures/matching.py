@@ -30,8 +30,8 @@ class Lines:
 
     Attributes:
         title: Above the panel, for example ``"test"``.
-        loss: By method, mean losses in nats. Each of shape ``[pairs, T]``.
-        accuracy: By method, fractions in [0, 1]. Each of shape ``[pairs, T]``.
+        loss: By method, mean losses. Each of shape ``[pairs, T]``.
+        accuracy: By method, fractions in [0, 1]. Each of shape ``[pairs, T]``; none if there are no classes.
     """
 
     title: str
@@ -39,8 +39,10 @@ class Lines:
     accuracy: Mapping[str, ArrayLike]
 
 
-def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str = "") -> Figure:
+def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str = "", loss: str = "nats") -> Figure:
     """Draw loss (above) and accuracy (below) on ways between two networks, one column per kind of evaluation.
+
+    Without any accuracy there is one row.
 
     Lines are means over pairs, shades reach from the lowest to the highest pair. All panels of a row share their
     vertical axis.
@@ -49,6 +51,7 @@ def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str =
         t: Points of the line, in [0, 1]. Shape ``[T]``.
         columns: What is drawn, from left to right; at least one.
         title: Above all.
+        loss: Unit of the loss, or the name of what it is.
 
     Returns:
         The figure.
@@ -58,21 +61,26 @@ def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str =
     """
     shared.check_some(columns=columns)
     places, count = np.asarray(t, dtype=float), len(columns)
-    figure, rows = shared.panels(1.2 + 3.3 * count, 5.8, 2 * count, count, title=title, sharex=True, sharey="row")
-    for above, below, column in zip(rows, rows[count:], columns, strict=False):
-        for axes, curves, factor in ((above, column.loss, 1), (below, column.accuracy, 100)):
-            for method, values in curves.items():
+    drawn = [("loss", 1, f"loss, {loss}")]
+    drawn += [("accuracy", 100, "accuracy, %")] if any(column.accuracy for column in columns) else []
+    size = (1.2 + 3.3 * count, 1.2 + 2.3 * len(drawn))
+    figure, panels = shared.panels(*size, len(drawn) * count, count, title=title, sharex=True, sharey="row")
+    rows = [panels[row * count :][:count] for row in range(len(drawn))]
+    for row, (quantity, factor, label) in zip(rows, drawn, strict=True):
+        for axes, column in zip(row, columns, strict=True):
+            for method, values in getattr(column, quantity).items():
                 name, color, style = _look(method)
                 pairs = np.atleast_2d(np.asarray(values, dtype=float))
                 shared.band(axes, places, factor * pairs.T, color=color, ls=style, lw=2.2, label=name)
             axes.grid(alpha=0.25)
             axes.margins(x=0.01)
-        above.set_title(column.title)
-        below.set_xlabel("place $t$ on the way from A ($0$) to B ($1$)", fontsize=9)
-    rows[0].set_ylim(bottom=0)
-    rows[0].set_ylabel("loss, nats")
-    rows[count].set_ylabel("accuracy, %")
-    handles, labels = rows[0].get_legend_handles_labels()
+        row[0].set_ylabel(label)
+    for axes, column in zip(rows[0], columns, strict=True):
+        axes.set_title(column.title)
+    for axes in rows[-1]:
+        axes.set_xlabel("place $t$ on the way from A ($0$) to B ($1$)", fontsize=9)
+    rows[0][0].set_ylim(bottom=0)
+    handles, labels = rows[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     return figure
 

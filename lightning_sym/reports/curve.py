@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sym.connectivity import Barrier, Curve, CurveSummary
 from lightning_sym.figures import CurvePlane, Lines, curve_planes, interpolation_curves
 from lightning_sym.landscape import WeightPlane
-from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
+from lightning_sym.reports.cells import Row, finite, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 Pair = tuple[int, int]
@@ -81,6 +81,7 @@ def curve_results(
     title: str,
     about: Mapping[str, Any],
     notes: Sequence[str] = (),
+    loss: str | None = None,
 ) -> RunResults:
     """Say how high the loss is along curves, and along the straight lines.
 
@@ -90,8 +91,10 @@ def curve_results(
         title: Title of tables and figures.
         about: What is needed to make the tables again.
         notes: Lines below the table on the terminal.
+        loss: Name of the loss; None for the cross-entropy.
     """
     rows = path_rows(paths)
+    classified = all(row["accuracy_lowest"] is not None for row in rows)
     summary = curve_summary(rows)
     numbers = {
         f"{name}/{row['split']}_loss/{row['path']}": row[f"loss_{name}"]
@@ -120,12 +123,16 @@ def curve_results(
         places["curve"] = next(iter(curves))
     return RunResults(
         tables,
-        _figures(paths, planes, title),
+        _figures(paths, planes, title, loss or "nats"),
         files=curves,
         numbers=numbers,
         headline=min(curved, key=lambda name: numbers[name], default=None),
         shown=_shown(summary, title),
-        notes=[*notes, "mean over pairs; highest and barrier along the path, nats; lowest accuracy along it, %"],
+        notes=[
+            *notes,
+            f"mean over pairs; highest and barrier along the path, {'nats' if loss is None else f'of {loss}'}"
+            + ("; lowest accuracy along it, %" if classified else ""),
+        ],
         places=places,
     )
 
@@ -191,25 +198,26 @@ def plane_rows(planes: Sequence[MeasuredPlane]) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(paths: Paths, planes: Sequence[MeasuredPlane], title: str) -> Iterator[tuple[str, Figure]]:
+def _figures(paths: Paths, planes: Sequence[MeasuredPlane], title: str, loss: str) -> Iterator[tuple[str, Figure]]:
     first = next(iter(next(iter(paths.values())).values()))
     columns = [
         Lines(
             f"{split} images",
-            {name: _stacked([path.along[split].loss for path in own.values()]) for name, own in paths.items()},
-            {name: _stacked([path.along[split].accuracy for path in own.values()]) for name, own in paths.items()},
+            _stacked({name: [path.along[split].loss for path in own.values()] for name, own in paths.items()}),
+            _stacked({name: [path.along[split].accuracy for path in own.values()] for name, own in paths.items()}),
         )
         for split in first.along
     ]
-    yield "along", interpolation_curves(first.along["train"].t.numpy(), columns, title=f"Between two networks: {title}")
+    t = first.along["train"].t.numpy()
+    yield "along", interpolation_curves(t, columns, title=f"Between two networks: {title}", loss=loss)
     if planes:
         yield "planes", curve_planes([_panel(plane) for plane in planes], title=f"Planes of curves: {title}")
 
 
-def _stacked(values: Sequence[Tensor | None]) -> np.ndarray[Any, Any]:
-    """Return a row for each pair; NaN where there is no accuracy."""
-    there = [one for one in values if one is not None]
-    return torch.stack(there).numpy() if there else np.full((1, 1), np.nan)
+def _stacked(values: Mapping[str, Sequence[Tensor | None]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return a row for each pair, by path; nothing where there is no accuracy."""
+    there = {name: [one for one in own if one is not None] for name, own in values.items()}
+    return {name: torch.stack(own).numpy() for name, own in there.items() if own}
 
 
 def _panel(measured: MeasuredPlane) -> CurvePlane:
@@ -231,16 +239,17 @@ def _panel(measured: MeasuredPlane) -> CurvePlane:
 def _shown(summary: Sequence[Row], title: str) -> Table:
     columns = ["path", "train loss\nhighest", "barrier", "test loss\nhighest", "barrier", "accuracy\nlowest", "length"]
     by_path = {(row["path"], row["split"]): row for row in summary}
+    classified = all(row["accuracy_lowest"] is not None for row in summary)
     lines = []
     for path in unique(summary, "path"):
         train, test = by_path[path, "train"], by_path[path, "test"]
-        lowest = numeric(test["accuracy_lowest"])
         lines.append(
             [
                 path,
                 *(f"{row[name]:.4f}" for row in (train, test) for name in ("loss_highest", "loss_barrier")),
-                f"{100 * lowest:.1f}" if math.isfinite(lowest) else "-",
+                *([f"{100 * test['accuracy_lowest']:.1f}"] if classified else []),
                 f"{train['length']:.2f}",
             ]
         )
+    columns = [column for column in columns if classified or "accuracy" not in column]
     return text_table(f"Curves: {title}", columns, lines, whole=columns[1:])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_sym._statistics import bootstrap_over_models
-from lightning_sym.connectivity import Barrier
+from lightning_sym.connectivity import Barrier, CurveLosses
 from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.reports.cells import Row, finite, numeric, picked, spread_cell, text_table, unique
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
@@ -18,6 +19,7 @@ from lightning_sym.symmetry import Symmetry
 
 Pair = tuple[int, int]
 SPLITS = ("train", "test")
+MERGED = "merged"  # folder of the zoo of means
 UNITS = {
     "loss_barrier": "nats: largest loss on the line above the straight line between the losses of its ends",
     "loss_barrier_mean": "nats: largest loss on the line above the mean of the losses of its ends",
@@ -32,7 +34,7 @@ UNITS = {
     "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
     "std": "standard deviation over pairs, sample form",
 }
-_QUANTITIES = ("loss_barrier", "loss_barrier_mean", "accuracy_barrier", "accuracy_barrier_mean")
+_BARRIERS = ("loss_barrier", "loss_barrier_mean", "accuracy_barrier", "accuracy_barrier_mean")
 _SUFFIXES = {NO_NORM: "", AS_IS: ", statistics as they are", RECALIBRATED: ", statistics recalibrated"}
 # What the terminal's table and the bars show: split, quantity, factor, heading, unit.
 _SHOWN = (
@@ -56,6 +58,32 @@ class Line(NamedTuple):
     split: str
 
 
+@dataclass(frozen=True, eq=False)
+class MergedPair:
+    """The mean of two networks, the second one matched to the first.
+
+    Attributes:
+        pair: Their numbers in the zoo.
+        method: How they were matched.
+        losses: By split, loss and accuracy of the first, of the second, and of the mean.
+    """
+
+    pair: Pair
+    method: str
+    losses: Mapping[str, CurveLosses]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return loss and accuracy of the mean, by split and name."""
+        return {
+            split: {
+                name: float(values[-1])
+                for name, values in (("loss", found.loss), ("accuracy", found.accuracy))
+                if values is not None
+            }
+            for split, found in self.losses.items()
+        }
+
+
 Curves = Mapping[Line, Mapping[Pair, Barrier]]
 
 
@@ -66,6 +94,8 @@ def matching_results(
     *,
     title: str,
     about: Mapping[str, Any],
+    loss: str | None = None,
+    merged: Sequence[MergedPair] = (),
 ) -> RunResults:
     """Say how high the barriers between networks are, before and after matching.
 
@@ -75,15 +105,18 @@ def matching_results(
         symmetry: The symmetry group of the networks.
         title: For tables and figures.
         about: What is needed to make the tables again.
+        loss: Name of the loss; None for the cross-entropy.
+        merged: Means of matched networks, which are the members 0, 1, ... of the zoo ``merged``.
     """
     summary = matching_summary(curves)
+    units = UNITS if loss is None else _units_of(loss)
     what = "the lines between networks of a zoo, before and after matching: "
     last = summary[-1]["batch_norm"]
     numbers = {
         f"barrier/{row['split']}_{name}/{row['method']}": row[f"{name}_barrier"]
         for row in summary
         for name in ("loss", "accuracy")
-        if row["batch_norm"] == last
+        if row["batch_norm"] == last and f"{name}_barrier" in row
     }
     lowest = min((name for name in numbers if name.startswith("barrier/test_loss/")), key=lambda name: numbers[name])
     facts = {
@@ -93,41 +126,80 @@ def matching_results(
         "rows": symmetry.table(),
     }
     intervals = any(row["note"] == "" for row in summary)
+    means = [ResultTable("merged", "means of matched networks", merged_rows(merged), units, about)] if merged else []
     return RunResults(
         [
-            ResultTable("summary", what + "barriers over pairs", summary, UNITS, about),
-            ResultTable("barriers", what + "barriers of each pair", barrier_rows(curves, distances), UNITS, about),
-            ResultTable("curves", what + "all points", curve_rows(curves), UNITS, about),
+            ResultTable("summary", what + "barriers over pairs", summary, units, about),
+            ResultTable("barriers", what + "barriers of each pair", barrier_rows(curves, distances), units, about),
+            ResultTable("curves", what + "all points", curve_rows(curves), units, about),
+            *means,
         ],
-        _figures(curves, summary, title),
+        _figures(curves, summary, title, loss),
         files={"symmetry.txt": f"{symmetry}\n", "symmetry.json": json.dumps(facts, indent=1) + "\n"},
         texts={"symmetry": str(symmetry)},
         numbers=numbers,
         headline=lowest,
-        shown=_shown(summary, title),
+        shown=_shown(summary, title, loss),
         notes=[
             "mean ± standard deviation over pairs"
-            + ("; in brackets: 95 % interval for the mean, over models" if intervals else "")
+            + ("; in brackets: 95 % interval for the mean, over models" if intervals else ""),
+            *([] if loss is None else [f"losses are means of {loss}"]),
+            *merged_notes(merged),
         ],
         places={
             "picture": "interpolation.png",
             "table": "summary.csv",
             "pairs": "barriers.csv",
             "group": "symmetry.txt",
+            **({"merged": MERGED} if merged else {}),
         },
     )
 
 
+def _units_of(loss: str) -> dict[str, str]:
+    """Return the units where the loss is no cross-entropy."""
+    units = {name: text.replace("nats: ", "units of the loss: ") for name, text in UNITS.items()}
+    return {**units, "loss": f"mean of {loss}"}
+
+
+def merged_rows(merged: Sequence[MergedPair]) -> list[dict[str, Any]]:
+    """Return loss and accuracy of the mean of each pair, beside those of its networks, by split."""
+    rows = []
+    for number, found in enumerate(merged):
+        for split, losses in found.losses.items():
+            row: dict[str, Any] = {"member": number, "first": found.pair[0], "second": found.pair[1]}
+            row |= {"method": found.method, "split": split}
+            for name, values in (("loss", losses.loss), ("accuracy", losses.accuracy)):
+                if values is not None:
+                    row |= dict(zip((f"{name}_first", f"{name}_second", name), values.tolist(), strict=True))
+            rows.append(row)
+    return rows
+
+
+def merged_notes(merged: Sequence[MergedPair]) -> list[str]:
+    """Say what the means are worth, over pairs."""
+    if not merged:
+        return []
+    found = [own.losses["test"] for own in merged]
+    if any(losses.accuracy is None for losses in found):
+        rows, name, text = [losses.loss for losses in found], "loss", "{:.3g}"
+    else:
+        rows, name, text = [losses.accuracy for losses in found if losses.accuracy is not None], "accuracy", "{:.1%}"
+    first, second, mean = (text.format(value) for value in torch.stack(rows).mean(0).tolist())
+    of = "the mean of A and the matched B" if len(merged) == 1 else "means of A and the matched B, on average"
+    return [f"{of}: test {name} {mean} (A {first}, B {second})"]
+
+
 def matching_summary(curves: Curves) -> list[dict[str, Any]]:
     """Return the barriers of each line: mean and standard deviation over pairs, bootstrap interval over models."""
-    kinds = _kinds(curves)
+    kinds, quantities = _kinds(curves), _quantities(curves)
     rows = []
     for line in sorted(curves, key=lambda line: (kinds.index(line.batch_norm), SPLITS.index(line.split))):
         found = curves[line]
-        values = [[numeric(getattr(curve, name)) for name in _QUANTITIES] for curve in found.values()]
+        values = [[numeric(getattr(curve, name)) for name in quantities] for curve in found.values()]
         interval = bootstrap_over_models(list(found), values)
         row: dict[str, Any] = {**line._asdict(), "pairs": interval.pairs, "models": interval.models}
-        for index, quantity in enumerate(_QUANTITIES):
+        for index, quantity in enumerate(quantities):
             row[quantity] = float(interval.mean[index])
             ends = {end: float(getattr(interval, end)[index]) for end in ("std", "low", "high")}
             row |= {f"{quantity}_{end}": finite(value) for end, value in ends.items()}
@@ -137,17 +209,18 @@ def matching_summary(curves: Curves) -> list[dict[str, Any]]:
 
 def barrier_rows(curves: Curves, distances: Mapping[tuple[Pair, str], float]) -> list[dict[str, Any]]:
     """Return the barriers of each line and pair, with its ends and its middle."""
-    rows = []
+    rows, quantities = [], _quantities(curves)
     for line, found in curves.items():
         for pair, curve in found.items():
             middle = len(curve.t) // 2
+            measured = {"t": curve.t, "loss": curve.loss, "accuracy": curve.accuracy}
             rows.append(
                 {
                     **_identity(line, pair),
-                    **{quantity: numeric(getattr(curve, quantity)) for quantity in _QUANTITIES},
+                    **{quantity: numeric(getattr(curve, quantity)) for quantity in quantities},
                     **dict(zip(("loss_first", "loss_second"), curve.loss_ends, strict=True)),
-                    **dict(zip(("accuracy_first", "accuracy_second"), curve.accuracy_ends or (), strict=True)),
-                    **{f"{name}_middle": getattr(curve, name)[middle].item() for name in ("t", "loss", "accuracy")},
+                    **dict(zip(("accuracy_first", "accuracy_second"), curve.accuracy_ends or (), strict=False)),
+                    **{f"{name}_middle": own[middle].item() for name, own in measured.items() if own is not None},
                     "distance": distances[pair, line.method],
                 }
             )
@@ -159,9 +232,10 @@ def curve_rows(curves: Curves) -> list[dict[str, Any]]:
     rows = []
     for line, found in curves.items():
         for pair, curve in found.items():
-            assert curve.accuracy is not None
-            points = zip(curve.t.tolist(), curve.loss.tolist(), curve.accuracy.tolist(), strict=True)
-            rows += [{**_identity(line, pair), "t": t, "loss": loss, "accuracy": right} for t, loss, right in points]
+            measured = {"t": curve.t, "loss": curve.loss, "accuracy": curve.accuracy}
+            columns = {name: values.tolist() for name, values in measured.items() if values is not None}
+            points = zip(*columns.values(), strict=True)
+            rows += [{**_identity(line, pair), **dict(zip(columns, point, strict=True))} for point in points]
     return rows
 
 
@@ -173,18 +247,30 @@ def _kinds(curves: Curves) -> list[str]:
     return list(dict.fromkeys(line.batch_norm for line in curves))
 
 
-def _figures(curves: Curves, summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]:
+def _quantities(curves: Curves) -> tuple[str, ...]:
+    """Return the barriers that there are; those of accuracies only where there are classes."""
+    classified = all(curve.accuracy is not None for found in curves.values() for curve in found.values())
+    return tuple(name for name in _BARRIERS if classified or name.startswith("loss"))
+
+
+def _shown_columns(summary: Sequence[Row], loss: str | None = None) -> list[tuple[str, str, float, str, str]]:
+    """Return those of ``_SHOWN`` that were measured, with the unit of the loss."""
+    found = [column for column in _SHOWN if column[1] in summary[0]]
+    return found if loss is None else [(*column[:4], "") if column[4] == "nats" else column for column in found]
+
+
+def _figures(curves: Curves, summary: Sequence[Row], title: str, loss: str | None) -> Iterator[tuple[str, Figure]]:
     t = next(iter(next(iter(curves.values())).values())).t.numpy()
     columns = [_lines(curves, kind, split) for kind in _kinds(curves) for split in SPLITS]
-    yield "interpolation", interpolation_curves(t, columns, title=f"Between two networks: {title}")
+    yield "interpolation", interpolation_curves(t, columns, title=f"Between two networks: {title}", loss=loss or "nats")
     last = _kinds(curves)[-1]
     panels = [
         Bars(
-            f"{heading}, {unit}",
+            ", ".join(filter(None, (heading, unit))),
             {row["method"]: [factor * numeric(getattr(c, name)) for c in curves[_line(row)].values()] for row in rows},
             {row["method"]: tuple(factor * numeric(row[f"{name}_{end}"]) for end in ("low", "high")) for row in rows},  # type: ignore[misc]
         )
-        for split, name, factor, heading, unit in _SHOWN
+        for split, name, factor, heading, unit in _shown_columns(summary, loss)
         for rows in [[row for row in summary if (row["batch_norm"], row["split"]) == (last, split)]]
     ]
     yield "barriers", barrier_bars(panels, title=f"Barriers: {title}{_SUFFIXES[last]}")
@@ -200,20 +286,23 @@ def _lines(curves: Curves, kind: str, split: str) -> Lines:
         f"{split} images{_SUFFIXES[kind].replace(', ', chr(10))}",
         {method: torch.stack([curve.loss for curve in each]).numpy() for method, each in found.items()},
         {
-            method: torch.stack([curve.accuracy for curve in each if curve.accuracy is not None]).numpy()
+            method: torch.stack(rows).numpy()
             for method, each in found.items()
+            if (rows := [curve.accuracy for curve in each if curve.accuracy is not None])
         },
     )
 
 
-def _shown(summary: Sequence[Row], title: str) -> Table:
+def _shown(summary: Sequence[Row], title: str, loss: str | None) -> Table:
     by_line = {_line(row): row for row in summary}
-    columns = ["method", *(f"{heading},\n{unit}" for _, _, _, heading, unit in _SHOWN)]  # together below 80 characters
+    shown = _shown_columns(summary, loss)
+    # Together below 80 characters.
+    columns = ["method", *(",\n".join(filter(None, (heading, unit))) for *_, heading, unit in shown)]
     lines: list[list[str] | None] = []
     for kind in unique(summary, "batch_norm"):
         lines += [] if kind == NO_NORM else [[f"[bold]batch norm {kind}[/bold]"]]
         for method in unique(summary, "method"):
-            cells = [_cell(by_line[Line(method, kind, split)], name, factor) for split, name, factor, _, _ in _SHOWN]
+            cells = [_cell(by_line[Line(method, kind, split)], name, factor) for split, name, factor, _, _ in shown]
             lines.append([method.replace("_", "-"), *cells])
         lines.append(None)
     return text_table(f"Barriers between networks: {title}", columns, lines, whole=columns[1:])

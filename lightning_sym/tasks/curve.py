@@ -18,7 +18,6 @@ from lightning_sym.connectivity.curves import KINDS, CurveKind
 from lightning_sym.landscape import weight_vector
 from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import NotFiniteStatisticsError, batch_norms, recalibrate_batch_norm
-from lightning_sym.population import Loss
 from lightning_sym.symmetry import (
     ActivationMoments,
     Symmetry,
@@ -126,7 +125,7 @@ class CurveTask(ZooUserTask):
         recalibration_batches: int = 1,
         seed: int = 0,
         execution: Literal["loop", "vmap"] = "loop",
-        loss: Loss | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",

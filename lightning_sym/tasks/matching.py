@@ -140,6 +140,7 @@ class MatchingTask(ZooUserTask):
         matching_seed: Seed of the orders and starting points in weight matching. >= 0.
         scales: Whether units may be rescaled, where the activation allows it.
         signs: Whether units may change sign, where the activation allows it.
+        loss: A network's mean loss on a batch, given outputs and targets; default the cross-entropy.
         optimizer: Makes the optimizer of the latent networks; default SGD, learning rate 0.01, momentum 0.9.
         allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
 
@@ -150,7 +151,8 @@ class MatchingTask(ZooUserTask):
 
     Logged at the end of each epoch, on rank 0, of the midpoint between both networks of a pair:
     ``pair-0-1/<method>/midpoint_loss`` and ``.../midpoint_accuracy`` on the validation split, for ``unmatched`` too
-    (nats; fractions in ``[0, 1]``), ``pair-0-1/straight_through/train_midpoint_loss``, and the means over pairs as
+    (nats; fractions in ``[0, 1]``, not with a ``loss`` of your own),
+    ``pair-0-1/straight_through/train_midpoint_loss``, and the means over pairs as
     ``midpoint_loss/<method>``, ``midpoint_accuracy/<method>``, ``train_midpoint_loss/straight_through``.
 
     A checkpoint holds latent networks, elements, moments and what has been added up in the epoch.
@@ -176,10 +178,11 @@ class MatchingTask(ZooUserTask):
         matching_seed: int = 0,
         scales: bool = True,
         signs: bool = True,
+        loss: Callable[[Any, Any], Any] | None = None,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         allow: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(optimizer=optimizer)
+        super().__init__(loss=loss, optimizer=optimizer)
         methods = METHODS if methods is None else methods
         for method in [methods] if isinstance(methods, str) else methods:
             if method not in METHODS:
@@ -196,8 +199,8 @@ class MatchingTask(ZooUserTask):
         self.scales = scales
         self.signs = signs
         self.allow = tuple(allow or ())
-        self.save_hyperparameters(ignore=["optimizer"])
-        self.save_hyperparameters({"_class_path": self.describe()["_class_path"]})
+        self.save_hyperparameters(ignore=["optimizer", "loss"])
+        self.save_hyperparameters({name: self.describe()[name] for name in ("_class_path", "loss_name")})
 
         self.elements: dict[Pair, dict[str, Element]] = {}
         self._start: dict[Pair, Element] = {}  # where straight-through begins
@@ -272,19 +275,21 @@ class MatchingTask(ZooUserTask):
         return MidpointPopulation(self.symmetry, networks, trained=self.straight_through)
 
     def make_metric(self, split: str) -> PopulationLoss:
-        """Return what adds up: in training the losses of pairs; else accuracies too, of all that is evaluated."""
+        """Return what adds up: in training the losses of pairs; else of all that is evaluated, with accuracies."""
         if split == "train":
             return PopulationLoss(len(self.pairs))
-        return PopulationClassification(len(self.pairs) * len(self._variants))
+        rows = len(self.pairs) * len(self._variants)
+        return PopulationClassification(rows) if self.classifies else PopulationLoss(rows, self.loss)
 
     def default_optimizer(self, parameters: Any) -> Optimizer:
         """Make the optimizer of the latent networks: SGD."""
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
     def identity(self) -> dict[str, Any]:
-        """Return the pairs, the methods, and what tells architectures apart."""
+        """Return the pairs, the methods, what tells architectures apart, and the loss if it is no cross-entropy."""
         pairs = [list(pair) for pair in self.pairs]
-        return {"pairs": pairs, "methods": list(self.methods), "symmetry": self.symmetry.fingerprint}
+        found = {"pairs": pairs, "methods": list(self.methods), "symmetry": self.symmetry.fingerprint}
+        return found if self.classifies else {**found, "loss": self._loss_name}
 
     def member_title(self, number: int) -> str:
         """Return how messages call a pair."""

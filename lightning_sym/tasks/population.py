@@ -1,5 +1,6 @@
 """The base of all tasks that train several networks in one fit."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -112,7 +113,7 @@ class PopulationTask(LightningModule):
         seed: int = 0,
         *,
         execution: str = "loop",
-        loss: Loss | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
@@ -320,10 +321,16 @@ class PopulationTask(LightningModule):
         data = getattr(self.trainer, "datamodule", None)
         as_they_are = type(self).evaluation_batch is PopulationTask.evaluation_batch
         if self.classifies and as_they_are and getattr(data, "regression", False):
+            takes_loss = "loss" in inspect.signature(type(self)).parameters
+            todo = (
+                "name the loss that networks are trained with (--model.loss lightning_sym.tasks.SquaredDistance)"
+                if takes_loss
+                else "compare such networks by MatchingTask or CurveTask with their loss, or in Python "
+                "(docs/your-own.md)"
+            )
             raise ValueError(
                 f"{type(self).__name__} has the cross-entropy as its loss, which is of class numbers, and the targets "
-                f"of {type(data).__name__} are values; train them by ZooTask with loss=lightning_sym.tasks."
-                "SquaredDistance (--model.loss), and compare such networks in Python (docs/your-own.md)."
+                f"of {type(data).__name__} are values; {todo}."
             )
 
     def configure_model(self) -> None:

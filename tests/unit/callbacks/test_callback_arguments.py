@@ -1,10 +1,14 @@
 """Arguments of callbacks that are out of range are refused by the constructor, by name."""
 
+import inspect
 import math
 
 import pytest
 from helpers import refused
+from jsonargparse import ArgumentParser
+from pytorch_lightning import Callback, LightningModule
 
+from lightning_sym import callbacks, tasks
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
     CurveGeometry,
@@ -18,6 +22,27 @@ from lightning_sym.callbacks import (
     WalkReport,
     ZooReport,
 )
+
+
+def options(kind):
+    return inspect.signature(kind).parameters
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for room in (callbacks, tasks)
+        for kind in vars(room).values()
+        if inspect.isclass(kind) and issubclass(kind, Callback | LightningModule) and "loss" in options(kind)
+    ],
+)
+@pytest.mark.parametrize("loss", ["lightning_sym.tasks.SquaredDistance", "torch.nn.functional.huber_loss"])
+def test_a_loss_is_named_by_its_path(kind, loss):
+    """A type of functions that return a tensor would be, to the command line, one of classes that are tensors."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--loss", type=inspect.signature(kind).parameters["loss"].annotation)
+    assert callable(parser.instantiate_classes(parser.parse_args([f"--loss={loss}"])).loss)
 
 
 @pytest.mark.parametrize(
