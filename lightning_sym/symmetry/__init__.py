@@ -21,6 +21,7 @@ from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.rules import register_rule
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value
+from lightning_sym.symmetry.tracing.weightless import without_weights
 
 __all__ = [
     "INTERTWINER_GROUPS",
@@ -55,4 +56,5 @@ __all__ = [
     "register_rule",
     "trace_symmetry",
     "weight_matching",
+    "without_weights",
 ]

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import re
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property
@@ -29,18 +29,20 @@ class Architecture:
 
     Args:
         network: The network that was traced.
-        constants: The names of the tensors that evaluation reads and no element moves: integer buffers, masks, and
-            buffers that are in no state dict. They are compared by value.
+        constants: The tensors that evaluation reads and no element moves, by name: integer buffers, masks, and buffers
+            that are in no state dict. They are compared by value where they have one.
     """
 
-    def __init__(self, network: nn.Module, constants: Collection[str]) -> None:
+    def __init__(self, network: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
         states = state_tensors(network)
         self.layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in states.items()}
         self.leaves = _leaf_classes(network)
         self.descriptions = _descriptions(network)
         self.settings = _settings(network)
         self.unsaved = constant_names(network)
-        self.constants = {name: states[name].detach().to("cpu", copy=True) for name in constants}
+        self.constants = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in constants.items() if not tensor.is_meta
+        }
 
     def require_tensors(self, network: nn.Module) -> None:
         """Check that a network has the same tensors, and modules of the same classes.
@@ -85,6 +87,8 @@ class Architecture:
                 )
         states = state_tensors(network)
         for name, constant in self.constants.items():
+            if states[name].is_meta:
+                continue
             other = states[name].detach().to("cpu", torch.promote_types(constant.dtype, states[name].dtype))
             if not torch.equal(other, constant.to(other.dtype)):
                 raise ValueError(
@@ -172,6 +176,8 @@ class _Description:
         if isinstance(value, torch.Tensor):
             if id(value) in self._weights or isinstance(value, nn.Parameter):
                 return "a weight"
+            if value.is_meta:
+                return "a tensor without values"
             return f"a tensor of {digest(value.detach().to('cpu', torch.float64).numpy())}"
         if isinstance(value, np.ndarray):
             return f"an array of {digest(value)}"

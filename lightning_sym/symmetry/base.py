@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
+from lightning_sym.symmetry.tracing.weightless import is_weightless
 
 
 class Symmetry:
@@ -52,7 +53,7 @@ class Symmetry:
         network: nn.Module,
         notes: Sequence[str],
         *,
-        constants: Collection[str] = (),
+        constants: Mapping[str, Tensor] | None = None,
         examples: Sequence[Call] = (),
     ) -> None:
         self.structure = structure
@@ -62,7 +63,7 @@ class Symmetry:
         self.tolerance = tolerance_of(torch.float64)
         self.elements_tried = 0
         self.examples = tuple(examples)
-        self.architecture = Architecture(network, constants)
+        self.architecture = Architecture(network, constants or {})
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
         self.fingerprint = digest(self.architecture.text, structure)
@@ -534,6 +535,11 @@ class Symmetry:
         """
         generator = generator if generator is not None else torch.Generator().manual_seed(0)
         self.architecture.require_tensors(network)
+        if is_weightless(network):
+            raise ValueError(
+                "the network holds tensors without values (on meta), so that nothing can be tested; expected a network "
+                "with weights of the traced architecture"
+            )
         exact = double_copy(network)
         calls = [self.call(inputs, keywords)] if keywords or inputs is not None else []
         for call in calls:

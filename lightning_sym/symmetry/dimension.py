@@ -19,6 +19,7 @@ from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.proof import double
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.weightless import is_weightless
 from lightning_sym.symmetry.watching import watched
 
 # Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).
@@ -150,6 +151,8 @@ def local_dimension(
     check_numbers("in (0, 1)", tolerance=tolerance)
     check_integers(max_parameters=max_parameters)
     symmetry.require(network)
+    if is_weightless(network):
+        raise ValueError("the network holds tensors without values (on meta); expected a network with weights.")
     count = sum(p.numel() for p in network.parameters())
     if count > max_parameters:
         raise ValueError(

@@ -20,6 +20,7 @@ from lightning_sym.symmetry.tracing.capture import capture, constant_names, stat
 from lightning_sym.symmetry.tracing.rules import leaf_types
 from lightning_sym.symmetry.tracing.structure import build_structure
 from lightning_sym.symmetry.tracing.walk import Walk
+from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
@@ -45,7 +46,8 @@ def trace_symmetry(
     may reach it. Only a function that branches on the size needs an example for each branch.
 
     Args:
-        network: Any network whose operations do not depend on values. Not changed.
+        network: Any network whose operations do not depend on values. Not changed. It may be without weights, on
+            torch's meta device (:func:`~lightning_sym.symmetry.without_weights`): shapes and constants are enough.
         example_input: An input (a tensor of any batch size, on any device), or a tuple of positional arguments; None
             where keyword arguments say all.
         more_examples: Further inputs, as `example_input`, of other lengths or image sizes: the group is what all of
@@ -55,7 +57,8 @@ def trace_symmetry(
             sigmoid networks then have signs, as those of tanh networks do (docs/theory/intertwiners.md, 1.4).
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
             with weights near its own and one with random weights, on samples of every example and on noise around
-            them, each through a round trip of the state dict.
+            them, each through a round trip of the state dict. A network without weights cannot be tested; a note says
+            so.
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or as much as the
             lowest precision to which the network rounds inside asks for (1.2e-4 for float32).
         cuts: Made by the network's :meth:`~lightning_sym.networks.Network.cuts`: what crosses them can be tapped, too.
@@ -94,9 +97,11 @@ def trace_symmetry(
     for example in examples:
         _check_example(network, example)
     _check_network(network)
-    examples = on_device_of(network, examples)
+    weightless = is_weightless(network)
+    examples = examples if weightless else on_device_of(network, examples)
     captures = [capture(network, call, leaf_types(), cuts=cuts) for call in examples]
     states, unsaved = state_tensors(network), constant_names(network)
+    states |= constant_values(network) if weightless else {}
     trace = Walk(states, constants=unsaved, affine=affine)
     for captured in captures:
         trace.run(captured)
@@ -122,10 +127,13 @@ def trace_symmetry(
         trace.taps,
         network,
         notes,
-        constants=[name for name in read if name in unsaved or not states[name].is_floating_point()],
+        constants={name: states[name] for name in read if name in unsaved or not states[name].is_floating_point()},
         examples=examples,
     )
-    if check:
+    if check and weightless:
+        note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"
+        symmetry.notes = (*symmetry.notes, note)
+    elif check:
         values = (node.meta.get("val") for each in captures for node in each.graph.nodes)
         volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
         _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
@@ -217,5 +225,5 @@ def _check_network(network: nn.Module) -> None:
     for name, tensor in state_tensors(network).items():
         # Other buffers may hold infinities: masks do.
         finite = name in weights or name.endswith(("running_mean", "running_var"))
-        if finite and not bool(torch.isfinite(tensor).all()):
+        if finite and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds values that are not finite; expected finite weights and statistics")

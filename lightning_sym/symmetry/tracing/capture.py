@@ -231,6 +231,7 @@ def _as_leaves(
     # Only shapes count, as in the capture itself, so that inputs may be of another precision than the weights.
     dtype = next((t.dtype for t in network.parameters() if t.is_floating_point()), None)
     call = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, call)
+    weightless = any(tensor.is_meta for tensor in state_tensors(network).values())
     shapes: dict[nn.Module, Any] = {}
     handles = [
         m.register_forward_hook(lambda m, _, out: shapes.__setitem__(m, pytree.tree_map(lambda t: tuple(t.shape), out)))
@@ -238,7 +239,10 @@ def _as_leaves(
     ]
     try:
         with torch.no_grad():
-            call.run(network)
+            if weightless:
+                _run_on_meta(network, call)
+            else:
+                call.run(network)
     finally:
         for handle in handles:
             handle.remove()
@@ -262,6 +266,21 @@ def _as_leaves(
         for key, module in keys.items():
             del _LEAVES[key]
             module.__dict__.pop("forward", None)
+
+
+def _run_on_meta(network: nn.Module, call: Call) -> None:
+    """Run a network of which some tensors have no values: then none needs any."""
+    call, held = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), (call, _places(network)))
+    with torch.device("meta"):
+        torch.func.functional_call(network, held, call.positional, dict(call.keywords), tie_weights=False)
+
+
+def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a tensor without data like another one: on the CPU where that has no data itself."""
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor.detach())
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def capture(
@@ -296,9 +315,9 @@ def capture(
         stack.callback(recorder.close)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Detached before the mode is entered, which would make it ten times as slow.
-        fake = {name: mode.from_tensor(tensor.detach()) for name, tensor in states.items()}
+        fake = {name: _without_data(tensor, mode) for name, tensor in states.items()}
         arguments = pytree.tree_map_only(
-            Tensor, lambda t: mode.from_tensor(t.detach()), (call.positional, call.keywords)
+            Tensor, lambda t: _without_data(t, mode), (call.positional, dict(call.keywords))
         )
         stack.enter_context(mode)
 

@@ -165,6 +165,12 @@ class Trace:
         """Return the value of a parameter or buffer."""
         tensor = self.tensors[name]
         if name in self.constants or not tensor.is_floating_point():
+            if tensor.is_meta:
+                self.constraints.notes[
+                    f"{name} is a constant without values (on meta): what it meets is fixed; build the network under "
+                    "without_weights(), which keeps buffers"
+                ] = None
+                return Value(tuple(tensor.shape))
             return Value(tuple(tensor.shape), concrete=tensor.detach().to("cpu", copy=True))
         if name not in self.axis_labels:
             shape = tuple(tensor.shape)

@@ -74,7 +74,8 @@ class Walk(Trace):
             elif node.op == "get_attr":
                 held = getattr(node.graph.owning_module, str(node.target))
                 if isinstance(held, Tensor):
-                    held = Value(tuple(held.shape), concrete=held.detach().to("cpu", copy=True))
+                    concrete = None if held.is_meta else held.detach().to("cpu", copy=True)
+                    held = Value(tuple(held.shape), concrete=concrete)
                 environment[node] = held
                 memory.hold(node)
             elif node.op == "output":
