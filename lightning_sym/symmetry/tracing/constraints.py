@@ -11,6 +11,13 @@ Ints = NDArray[np.int64]
 UNSET = -1  # the tag of a parameter's position until something is known that it goes with
 
 
+def counted(reason: str, atom: Ints, what: str = "") -> str:
+    """Say how many units a reason fixes."""
+    units = len(np.unique(atom))
+    of_what = f"the {what}{'s' * (units != 1)} of " if what else ""
+    return f"{reason} (fixes {of_what}{units} unit{'s' * (units != 1)} here)"
+
+
 @dataclass(frozen=True, eq=False)
 class Label:
     """Who acts on which element of a tensor.
@@ -91,6 +98,7 @@ class Constraints:
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
+        self.where: Callable[[], str] | None = None
 
     def fresh_scales(self, shape: tuple[int, ...]) -> Ints:
         """Return new variables of a shape."""
@@ -153,7 +161,9 @@ class Constraints:
         one, two = self._agree(one, two)
         apart = one.tag != two.tag
         if apart.any():
-            self.fix_units(one.atom[apart], "positions that would have to move differently meet")
+            self.fix_units(
+                one.atom[apart], counted("units that stand at different places meet", one.atom[apart], "place")
+            )
             self.fix_units(two.atom[apart])
         different = one.atom != two.atom
         if different.any():
@@ -186,7 +196,7 @@ class Constraints:
         """Demand that units stay where they are."""
         self.fixed_atoms.append(np.unique(atom))
         if note and atom.size:
-            self.notes[note] = None
+            self.notes[f"{self.where()}: {note}" if self.where else note] = None
 
     def fix_scales(self, scale: Ints, *, magnitudes: bool = True, signs: bool = True) -> None:
         """Demand that variables are 1: their magnitudes, their signs, or both."""

@@ -4,7 +4,7 @@ See docs/theory/intertwiners.md, 2.2.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.memory import choose
 from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, filled, numbered, values_in
@@ -120,9 +121,10 @@ def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
 
 @register_rule("aten::softmax", "aten::_softmax", "aten::log_softmax", "aten::_log_softmax", "aten::softmin")
 def _softmax(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -> Value:
-    along = [label for label in value.labels if axis % value.ndim in label.axes and len(label.axes) > 1]
-    if along:
-        value = trace.free_of(value, [axis], "acts along an axis on which units live")
+    axis %= value.ndim
+    for label in value.labels:
+        if axis in label.axes and len(label.axes) > 1:  # those over which one sum goes stay together
+            trace.parts(label, [other for other in label.axes if other != axis])
     return trace.permutations_only(value)
 
 
@@ -195,11 +197,11 @@ def _glu(trace: Trace, value: Value, axis: int = -1) -> Value:
 # Data movement: labels follow the coordinates.
 
 _MOVEMENTS = (
-    *("view", "reshape", "_unsafe_view", "view_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("permute", "transpose", "t", "numpy_T", "mT", "adjoint", "movedim", "swapaxes", "swapdims"),
     *("slice", "select", "narrow", "index", "index_select", "gather", "take", "diagonal", "unfold", "im2col"),
     *("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"),
-    *("hsplit", "vsplit", "dsplit", "expand", "expand_as", "repeat", "tile", "repeat_interleave"),
+    *("hsplit", "vsplit", "dsplit", "expand", "broadcast_to", "repeat", "tile", "repeat_interleave"),
     *("roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
 )
@@ -214,7 +216,7 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         return item.concrete if isinstance(item, Value) else item
 
     if any(v.concrete is None for v in values_in((args, kwargs))):
-        return unknown(trace, value, *args, **kwargs)
+        return _picked(trace, value, *args, **kwargs)
     if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
@@ -229,6 +231,9 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         def move(t: Tensor) -> Any:
             return target(t, *args, **kwargs)
 
+    back = _as_it_was(trace, value, move)
+    if back is not None:
+        return back
     moved = trace.move(value, move)
     if isinstance(moved, Value):
         return trace.carry(value, moved, move)
@@ -236,6 +241,55 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         trace.carry(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
         for index, part in enumerate(moved)
     ]
+
+
+def _picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
+    """Take elements at places that depend on the input: nothing may act on the axes along which they are taken."""
+    target: Any = trace.node.target
+    indices = values_in((args, kwargs))
+    shape, name = trace.output_shape(), trace.operation
+    if name not in ("index", "index_select", "gather") or any(index.labels for index in indices):
+        return unknown(trace, value, *args, **kwargs)
+    if name == "index":
+        taken = [axis for axis, index in enumerate(args[0]) if index is not None]
+    else:
+        taken = [args[0]]
+        if name == "gather":  # other elements for each place along the axes along which the index is not copied
+            meta = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], trace.node.args[2])
+            taken += [axis for axis in range(meta.ndim) if meta.stride(axis) and meta.shape[axis] > 1]
+    value = trace.free_of(value, taken, "elements are taken that depend on the input")
+
+    def anywhere(item: Any) -> Any:
+        return torch.zeros(item.shape, dtype=torch.long) if isinstance(item, Value) else item
+
+    args, kwargs = torch.utils._pytree.tree_map(anywhere, (args, kwargs))
+    moved = trace.move(value, lambda t: target(t, *args, **kwargs))
+    return Value(shape, moved.labels)
+
+
+def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Value | None:
+    """Return a parameter that was moved about and now stands as it was, or None."""
+    roots = value.sources
+    if len(roots) != 1 or roots[0][0].state is None or not isinstance(trace.node.meta["val"], Tensor):
+        return None
+    root, path = roots[0]
+    if root.shape != trace.output_shape():
+        return None
+    place = start = coordinates(root.shape, range(root.ndim))
+    for step in (*path, move):
+        place = step(place)
+    return root if torch.equal(place, start) else None
+
+
+@register_rule("aten::expand_as", "aten::view_as", "aten::reshape_as")
+def _shaped_as(trace: Trace, value: Value, other: Value) -> Value:
+    """Of the other tensor nothing but its shape counts."""
+    shape = trace.output_shape()
+
+    def move(t: Tensor) -> Tensor:
+        return t.expand(shape) if trace.operation == "expand_as" else t.reshape(shape)
+
+    return trace.carry(value, trace.move(value, move), move)
 
 
 def _is_cut_to_length(trace: Trace, value: Value) -> bool:
@@ -350,13 +404,33 @@ def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, *
     return _reduce(trace, value, axes)
 
 
+@register_rule("aten::linalg_vector_norm")
+def _vector_norm(
+    trace: Trace, value: Value, order: float = 2, axes: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Value:
+    # The absolute values are added up: signs pass one by one, and a magnitude that all have in common goes through.
+    return _reduce(trace, trace.elementwise(value, positive_scales=order != 0, signs=True, even=True), axes)
+
+
+@register_rule("aten::var", "aten::std", "aten::var_mean", "aten::std_mean")
+def _deviation(trace: Trace, value: Value, axes: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Units that are averaged over keep their scale; others may change sign, and their magnitude goes through."""
+    axes = axes if isinstance(axes, (int, list, tuple)) and not isinstance(axes, bool) else None
+    both = not isinstance(trace.node.meta["val"], Tensor)
+    shape = trace.output_shape(0 if both else None)
+    mean = _reduce(trace, value, axes, shape)
+    power = 2.0 if "var" in trace.operation else 1.0
+    deviation = trace.elementwise(mean, positive_scales=True, signs=True, even=True, exponent=power)
+    return [deviation, mean] if both else deviation
+
+
 @register_rule("aten::amax", "aten::amin")
 def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
     return _reduce(trace, trace.elementwise(value, positive_scales=True), axes or None)
 
 
-def _reduce(trace: Trace, value: Value, axes: Any) -> Value:
-    shape = trace.output_shape()
+def _reduce(trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None) -> Value:
+    shape = trace.output_shape() if shape is None else shape
     keep = len(shape) == value.ndim
     axes = range(value.ndim) if axes is None else [axes] if isinstance(axes, int) else axes
     gone = {axis % value.ndim for axis in axes}
@@ -373,5 +447,8 @@ def _reduce(trace: Trace, value: Value, axes: Any) -> Value:
             trace.constraints.restrict(label)
             trace.constraints.fix_scales(label.scale)
         else:
-            trace.fix(value.with_labels(label), "sums over a part of the units")
+            rest = [axis for axis in label.axes if axis not in gone]
+            whole = trace.parts(label, rest)
+            trace.constraints.equate([(label.scale, 1.0), (trace.onto(whole, label).scale, -1.0)])
+            labels.append(whole.on(tuple(axis if keep else axis - sum(g < axis for g in gone) for axis in rest)))
     return Value(shape, tuple(labels))

@@ -94,6 +94,15 @@ def _convolution(count: int, transposed: bool) -> Rule:
     return rule
 
 
+def _way_from_parameter(trace: Trace) -> list[torch.fx.Node]:
+    """Return the operation at hand, and those that moved its weight and did nothing else with it."""
+    way, node = [trace.node], trace.node.args[1]
+    while isinstance(node, torch.fx.Node) and node.op == "call_function" and len(node.users) == 1:
+        way.append(node)
+        node = node.args[0]
+    return way
+
+
 def _grouped(
     trace: Trace, value: Value, weight: Value, groups: int, channel: int, transposed: bool, shape: tuple[int, ...]
 ) -> Value:
@@ -115,7 +124,7 @@ def _grouped(
             trace.constraints.fix(trace.grouped.pop(name))
         trace.fix(weight)
         return Value(shape)
-    trace.grouped_by.setdefault(name, set()).add(trace.node)
+    trace.grouped_by.setdefault(name, set()).update(_way_from_parameter(trace))
     label = constraints.resolve(label)
     ins, rows = value.shape[channel] // groups, shape[channel] // groups
     if transposed:
@@ -199,8 +208,20 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None) 
     return label.scaled_by(scale)
 
 
-def _normalised_one_by_one(trace: Trace, value: Value, epsilon: float) -> Value:
-    return value.with_labels(*(_normalised(trace, label, epsilon) for label in value.labels))
+def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float) -> Value:
+    """Divide by deviations over some axes: units on these have one in common, whole or in parts, others their own."""
+    gone, labels = {axis % value.ndim for axis in axes}, []
+    for label in value.labels:
+        kept = [axis for axis in label.axes if axis not in gone]
+        if len(kept) == len(label.axes):
+            labels.append(_normalised(trace, label, epsilon))
+        elif not kept:
+            labels.append(_normalised(trace, label, epsilon, np.zeros(label.atom.shape, np.int64)))
+        else:  # what is normalised together stays together (heads)
+            whole = trace.parts(label, kept)
+            number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)
+            labels.append(_normalised(trace, label, epsilon, trace.onto(number, label).atom))
+    return value.with_labels(*labels)
 
 
 @register_rule("aten::batch_norm", "aten::cudnn_batch_norm")
@@ -218,10 +239,10 @@ def _batch_norm(
 ) -> Value:
     others = [axis for axis in range(value.ndim) if axis != 1]
     producer = value.producer
+    if training or mean is None or variance is None:
+        return _affine(trace, _normalised_over(trace, value, others, epsilon), weight, bias, [1])
     value = trace.free_of(value, others, "acts along an axis on which units live")
     label = trace.label(value, 1)
-    if training or mean is None or variance is None:
-        return _affine(trace, _normalised_one_by_one(trace, value, epsilon), weight, bias, [1])
     if mean.concrete is not None and variance.concrete is not None:  # frozen: numbers like any others
         by_size = mean.by_size or variance.by_size
         for constant, product in ((-mean.concrete, False), ((variance.concrete + epsilon).rsqrt(), True)):
@@ -267,11 +288,10 @@ def _instance_norm(
 ) -> Value:
     if not use_input:
         return _batch_norm(trace, value, weight, bias, mean, variance, False, momentum, epsilon)
-    value = trace.free_of(value, range(2, value.ndim), "acts along an axis on which units live")
     for state in (mean, variance):
         if state is not None:
             trace.fix(state)
-    return _affine(trace, _normalised_one_by_one(trace, value, epsilon), weight, bias, [1])
+    return _affine(trace, _normalised_over(trace, value, range(2, value.ndim), epsilon), weight, bias, [1])
 
 
 @register_rule("aten::layer_norm")
@@ -285,15 +305,7 @@ def _layer_norm(
     *args: Any,
 ) -> Value:
     axes = list(range(value.ndim - len(normalized_shape), value.ndim))
-    labels = []
-    for label in value.labels:
-        if not set(label.axes) & set(axes):
-            labels.append(_normalised(trace, label, epsilon))
-        elif set(label.axes) <= set(axes):
-            labels.append(_normalised(trace, label, epsilon, np.zeros(label.atom.shape, np.int64)))
-        else:
-            trace.fix(value.with_labels(label), "normalises a part of the units")
-    return _affine(trace, value.with_labels(*labels), weight, bias, axes)
+    return _affine(trace, _normalised_over(trace, value, axes, epsilon), weight, bias, axes)
 
 
 @register_rule("aten::rms_norm")
@@ -311,6 +323,9 @@ def _rms_norm(
         # The root mean square is even in every unit: signs pass one by one.
         trace.constraints.restrict(label)
         trace.constraints.fix_scales(label.scale, signs=False)
+        kept = [axis for axis in label.axes if axis not in axes]
+        if kept and len(kept) < len(label.axes):  # what is normalised together stays together (heads)
+            trace.parts(label, kept)
         labels.append(label)
     return _affine(trace, value.with_labels(*labels), weight, None, axes)
 
@@ -363,7 +378,7 @@ def _attention(
     batch = list(range(rank - 2))
     scores = (*query.shape[:-1], key.shape[-2])
     logits = trace.contract(query, [*batch, rank - 2, None], key, [*batch, rank - 1, None], scores)
-    if mask is not None and mask.labels:
+    if mask is not None:
         logits = trace.join(logits, mask, product=False)
     weights = trace.permutations_only(logits)
     for label in weights.labels:

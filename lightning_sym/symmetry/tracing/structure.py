@@ -303,7 +303,10 @@ def build_structure(
     of_positions = [*(place.label for place in places[:parameters]), *grouped.values()]
     end = sum(label.size for label in of_positions)
     scale = _flat([label.scale for label in [*of_positions, *(places[index].label for index in named)]])
-    position_magnitudes, position_signs = magnitudes[scale], signs[scale]
+    position_magnitudes, position_signs = (
+        _that_act(forms[scale].tocsr(), places[:parameters], offset, grouped, modulo_two=forms is signs)
+        for forms in (magnitudes, signs)
+    )
 
     # Which of the roots are units: those that stand in a parameter and may move or be scaled.
     free_magnitudes, free_signs = (
@@ -389,6 +392,31 @@ def build_structure(
         shifts=(),
         parents=parents,
     )
+
+
+def _that_act(
+    forms: sparse.csr_matrix, places: list[Sighting], offset: Ints, grouped: dict[str, Label], *, modulo_two: bool
+) -> sparse.csr_matrix:
+    """Drop generators that act on one parameter only, and there undo on one axis what they do on another of size 1."""
+    by_tensor: dict[str | None, list[int]] = {}
+    for index, place in enumerate(places):
+        by_tensor.setdefault(place.tensor, []).append(index)
+    columns, idle = forms.tocsc(), []
+    for name, slots in by_tensor.items():
+        sizes = [places[index].label.size for index in slots]
+        if len(slots) < 2 or 1 not in sizes or name in grouped:
+            continue
+        rows = [range(offset[index], offset[index + 1]) for index in slots]
+        for generator in np.unique(forms[[own[0] for own, size in zip(rows, sizes, strict=True) if size == 1]].indices):
+            begin, end = columns.indptr[generator : generator + 2]
+            exponent = dict(zip(columns.indices[begin:end].tolist(), columns.data[begin:end].tolist(), strict=True))
+            held = [{exponent.get(row, 0.0) for row in own} for own in rows]
+            inside = sum(row in own for row in exponent for own in rows) == len(exponent)
+            total = sum(next(iter(numbers)) for numbers in held)
+            total = total % 2 if modulo_two else total
+            if inside and all(len(numbers) == 1 for numbers in held) and total == 0:
+                idle.append(generator)
+    return forms[:, np.setdiff1d(np.arange(forms.shape[1]), idle)] if idle else forms
 
 
 def _columns(orbits: list[Ints], unit: Ints, where: Ints, tag: Ints) -> list[Ints]:

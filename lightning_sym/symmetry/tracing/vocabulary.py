@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
-from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Ints, Label, Sighting
+from lightning_sym.symmetry.tracing.constraints import UNSET, Constraints, Ints, Label, Sighting, counted
 from lightning_sym.symmetry.tracing.coordinates import (
     coordinates,
     core,
@@ -122,6 +122,7 @@ class Trace:
 
     def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
         self.constraints = Constraints()
+        self.constraints.where = lambda: self.where
         self.tensors = states
         self.constants = constants
         self.capture: Capture
@@ -222,8 +223,7 @@ class Trace:
         for label in value.labels:
             self.constraints.fix(label)
         if value.labels and reason:
-            units = max(label.size for label in value.labels)
-            self.note(f"{reason} (fixes {units} unit{'s' * (units != 1)} here)")
+            self.note(counted(reason, max((label.atom for label in value.labels), key=np.size)))
         return Value(value.shape)
 
     def elementwise(
@@ -316,19 +316,21 @@ class Trace:
             self._moved(value, label, part, function, filled_by_zero)
             for label, part in zip(value.labels, moved, strict=False)
         )
-        return self.disjoint(Value(tuple(moved[0].shape), tuple(label for label in labels if label is not None)))
+        kept = tuple(label for label in labels if label is not None)
+        return replace(self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state)), state=None)
 
     def disjoint(self, value: Value) -> Value:
-        """Fix labels that came to live on the same axes."""
-        clash = [
-            label
-            for label in value.labels
-            if any(set(label.axes) & set(other.axes) for other in value.labels if other is not label)
-        ]
-        if not clash:
+        """Where several labels came to live on the same axes, fix all of them but the one of most units."""
+        kept: list[Label] = []
+        gone: list[Label] = []
+        for label in sorted(value.labels, key=lambda label: -len(np.unique(label.atom))):
+            meets = any(set(label.axes) & set(other.axes) for other in kept)
+            (gone if meets else kept).append(label)
+        if not gone:
             return value
-        self.fix(value.with_labels(*clash), "two labelled axes became one")
-        return value.with_labels(*(label for label in value.labels if label not in clash))
+        # The axes of a parameter may be none of units, such as those of a filter: not worth a word.
+        self.fix(value.with_labels(*gone), None if value.state is not None else "two labelled axes became one")
+        return value.with_labels(*kept)
 
     def _moved(
         self,
@@ -439,8 +441,9 @@ class Trace:
                 joined = self.constraints.same_units(label, partner)
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
-                joined, parents = (self._onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
+                joined, parents = (self.onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
                 self.constraints.block(parents.atom, joined.atom)
+                joined = self._told_apart(joined, narrow, two if wide is label else one, len(shape))
                 label, partner = (joined, parents) if wide is label else (parents, joined)
             else:
                 self.fix(Value(shape, (label, partner)), "labels on axes that overlap only in part meet")
@@ -460,6 +463,31 @@ class Trace:
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
         return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
 
+    def _told_apart(self, label: Label, parents: Label, value: Value, rank: int) -> Label:
+        """Tell units apart along axes on which their parents do not live, but are something else at each place.
+
+        Args:
+            label: The units.
+            parents: On some of their axes.
+            value: What carries the parents, broadcast to a result of `rank` axes.
+            rank: See `value`.
+        """
+        sizes = (1,) * (rank - value.ndim) + value.shape
+        places = [
+            place
+            for axis, place in zip(label.axes, np.indices(label.atom.shape), strict=True)
+            if axis not in parents.axes and sizes[axis] > 1
+        ]
+        if not places:
+            return label
+        self.constraints.restrict(label)
+        tag = self.constraints.resolve(label).tag
+        for place in places:
+            tag = self.constraints.derive_tags(tag, place)
+        label = Label(label.axes, label.atom, tag, label.scale)
+        self.see(label)
+        return label
+
     def _lent(self, labels: list[Label]) -> list[Label]:
         """Let units that fill a whole factor (a learned gate) scale the units of the product."""
         wide = next((index for index, label in enumerate(labels) if label.axes), None)
@@ -473,8 +501,26 @@ class Trace:
             labels[wide] = labels[wide].scaled_by(scale)
         return [label for label in labels if label.axes]
 
+    def parts(self, label: Label, axes: Sequence[int]) -> Label:
+        """Demand that units which stand at one place of some axes of a label stay together (heads, groups).
+
+        Args:
+            label: The units, on further axes as well.
+            axes: Some of the label's axes.
+
+        Returns:
+            The wholes whose parts they are, on these axes: new units with scales of their own.
+        """
+        label = self.constraints.resolve(label)
+        shape = tuple(label.atom.shape[label.axes.index(axis)] for axis in axes)
+        wholes = self.constraints.fresh(tuple(axes), shape)
+        self.constraints.restrict(label)
+        self.constraints.block(self.onto(wholes, label).atom, label.atom)
+        self.see(wholes)
+        return wholes
+
     @staticmethod
-    def _onto(label: Label, wide: Label) -> Label:
+    def onto(label: Label, wide: Label) -> Label:
         """Return a label on all axes of one that has more."""
         shape = wide.atom.shape
         sizes = [size if axis in label.axes else 1 for axis, size in zip(wide.axes, shape, strict=True)]
@@ -540,7 +586,8 @@ class Trace:
             kind = np.unique(rows, axis=0, return_inverse=True)[1].reshape(label.atom.shape)
         if kind.any():
             self.constraints.restrict(label)
-            self.constraints.fix_units(label.atom[np.bincount(kind.ravel())[kind] == 1])
+            alone = label.atom[np.bincount(kind.ravel())[kind] == 1]
+            self.constraints.fix_units(alone, counted("meets numbers that tell units apart", alone, "place"))
             tag = self.constraints.derive_tags(label.tag, kind)
             self.see(Label(label.axes, label.atom, tag, label.scale))
         if added:
