@@ -1214,3 +1214,62 @@ shared.row("weight_stacked_twice", group([4], 4), lambda s, x: s.b(relu(F.linear
 def gain_and_its_square(s, x):
     h = relu(s.a(x))
     return s.b(h * s.gain) + s.c(h * s.gain.square())
+
+# Units that stay together, because something is summed, normalised or chosen over a part of them: heads, groups, paths.
+
+parts = Family("parts", SEQUENCE)
+LOOSE = of(L, 5, 8, bias=False)
+
+# Within a head, four units change places; its length is divided out, and with it a scale that they have in common.
+@parts(group([4, 4], 2, blocks=[2]))
+def heads_over_their_length(s, x):
+    h = s.a(x).unflatten(-1, (2, 4))
+    return s.b(relu(h / torch.linalg.vector_norm(h, dim=-1, keepdim=True)).flatten(-2))
+
+@parts(group([4, 4], 2, blocks=[2]))
+def heads_over_their_deviation(s, x):
+    h = relu(s.a(x)).unflatten(-1, (2, 4))
+    return s.b((h / h.std(-1, keepdim=True)).flatten(-2))
+
+# Two paths of eight channels; what is chosen of each depends on their sum.
+@parts(group([8, 6], 6, 8), c=of(L, 5, 8), r=of(L, 8, 6), t=of(L, 6, 16))
+def selected_paths(s, x):
+    both = tanh(torch.stack([s.a(x), s.c(x)], 2))
+    gate = torch.sigmoid(s.t(relu(s.r(both.sum(2).mean(1)))))
+    return s.b((both * gate.reshape(-1, 1, 2, 8)).sum(2))
+
+# Each row of the weight loses its own scale; the columns are averaged over: all that goes in may only scale together.
+@parts(group([8, 4], 5), least=group([8, 4], 4), on=IMAGE, a=CA, w=parameter(4, 8, 3, 3), b=of(C, 4, 2, 1))
+def standardised_filters(s, x):
+    variance, mean = torch.var_mean(s.w, (1, 2, 3), keepdim=True)
+    return s.b(relu(F.conv2d(relu(s.a(x)), (s.w - mean) / variance.sqrt())))
+
+@parts(group([8, 4], 5, 4), least=group([8, 4], 4, 4), on=IMAGE, a=CA, w=parameter(4, 8, 3, 3), g=parameter(4),
+    b=of(C, 4, 2, 1))
+def filters_through_a_batch_norm(s, x):
+    w = F.batch_norm(s.w.reshape(1, 4, -1), None, None, weight=s.g, training=True, eps=0.1)
+    return s.b(relu(F.conv2d(relu(s.a(x)), w.reshape_as(s.w))))
+
+# The gain's three axes of size 1 say nothing of their own.
+parts.row("gain_of_each_filter", group([8], 16, 8), lambda s, x: s.b(relu(F.conv2d(x, s.w * s.g))), on=IMAGE,
+    w=parameter(8, 3, 3, 3), g=parameter(8, 1, 1, 1), b=CB)
+parts.row("gate_expanded_to_the_others_shape", UNITS,
+    lambda s, x: s.b(relu(s.a(x)) * torch.sigmoid(s.c(x.mean(1, keepdim=True))).expand_as(s.a(x))), c=of(L, 5, 8))
+parts.row("filters_of_channels_moved_about", group([8], 16),
+    lambda s, x: s.b(relu(F.conv1d(relu(s.a(x)).mT, s.w.squeeze(1).unsqueeze(1), padding=1, groups=8)).mT),
+    w=parameter(8, 1, 3))
+parts.row("step_chosen_by_the_input", UNITS,
+    lambda s, x: s.b(relu(s.a(x))[torch.arange(len(x)), x[:, :, 0].argmax(1)]))
+parts.row("step_gathered_by_the_input", UNITS,
+    lambda s, x: s.b(relu(s.a(x)).gather(1, x[:, :, 0].argmax(1)[:, None, None].expand(-1, -1, 8))))
+# An index of its own for each unit, and nothing that says how it would move along.
+parts.row("steps_gathered_for_each_unit", group(scales=8),
+    lambda s, x: s.b(relu(s.a(x)).gather(1, (x @ s.k).argmax(1, keepdim=True))), least=EMPTY,
+    k=Fixed(lambda: sinusoids(5, 8).double()))
+
+# What is added to the scores tells the heads apart.
+@parts(group(scales=16, signs=16, dense=[4, 4, 4, 4]), q=LOOSE, k=LOOSE, v=LOOSE, b=of(L, 8, 2, bias=False))
+def slopes_of_heads(s, x):
+    q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (s.q, s.k, s.v))
+    slopes = torch.tensor([0.5, 0.25], dtype=x.dtype)[:, None, None] * torch.arange(x.shape[1])
+    return s.b(F.scaled_dot_product_attention(q, k, v, slopes).transpose(1, 2).flatten(-2))

@@ -301,7 +301,7 @@ MOVEMENT_CASES |= {
 CONSTANT_CASES = {
     # A table that is part of the program cannot move, one that is part of the state can.
     "position_constant": functional(lambda s, x: s.b(torch.relu(s.a(x) + torch.linspace(-1, 1, 40).reshape(5, 8))),
-        SEQUENCE, [], 0, 0),
+        SEQUENCE, [], 0, 0, note="tell units apart"),
     "position_buffer": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0, p=buffer(5, 8)),
     "position_parameter": functional(lambda s, x: s.b(torch.relu(s.a(x) + s.p)), SEQUENCE, [8], 8, 0,
         p=parameter(1, 5, 8)),
@@ -310,7 +310,8 @@ CONSTANT_CASES = {
     "time_factor": functional(lambda s, x: s.b(torch.relu(s.a(x) * torch.linspace(1, 2, 5)[:, None])), SEQUENCE, [8], 8,
         0),
     # Different factors for different units: scales pass, permutations do not.
-    "unit_factor": functional(lambda s, x: s.b(torch.relu(s.a(x)) * torch.arange(1.0, 9.0)), SEQUENCE, [], 8, 0),
+    "unit_factor": functional(lambda s, x: s.b(torch.relu(s.a(x)) * torch.arange(1.0, 9.0)), SEQUENCE, [], 8, 0,
+        note="tell units apart"),
     "scalars": functional(lambda s, x: s.b(torch.relu(-2 * s.a(x) / 3)), VECTOR, [8], 8, 0),
     "scalar_added": functional(lambda s, x: s.b(torch.relu(s.a(x) + 1)), VECTOR, [8], 0, 0),
     # The gate's own magnitude and sign are free against the next weight.

@@ -61,6 +61,19 @@ def _cast(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
     return _pass(trace, value)
 
 
+@register_rule("aten::sqrt", "aten::rsqrt", "aten::reciprocal", "aten::pow")
+def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
+    """Powers that are not finite everywhere; those that are can be measured."""
+    exponent = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1}.get(trace.operation.removesuffix("_"), exponent)
+    if not isinstance(value, Value) or not isinstance(exponent, (int, float)):
+        assert isinstance(trace.node.target, torch._ops.OpOverload)
+        return pointwise(out_of_place(trace.node.target), trace, value, exponent)
+    if exponent == 0:
+        return trace.fix(value)
+    whole = float(exponent).is_integer()
+    return trace.elementwise(value, positive_scales=True, signs=whole, even=exponent % 2 == 0, exponent=float(exponent))
+
+
 def _binary(product: bool, divide: bool = False) -> Rule:
     def rule(trace: Trace, one: Any, two: Any, *args: Any, **kwargs: Any) -> Value:
         if kwargs.get("rounding_mode"):

@@ -473,18 +473,18 @@ class Trace:
             rank: See `value`.
         """
         sizes = (1,) * (rank - value.ndim) + value.shape
-        places = [
+        places: list[Ints] = [
             place
-            for axis, place in zip(label.axes, np.indices(label.atom.shape), strict=True)
+            for axis, place in zip(label.axes, list(np.indices(label.atom.shape, np.int64)), strict=True)
             if axis not in parents.axes and sizes[axis] > 1
         ]
         if not places:
             return label
         self.constraints.restrict(label)
-        tag = self.constraints.resolve(label).tag
+        label = self.constraints.resolve(label)
         for place in places:
-            tag = self.constraints.derive_tags(tag, place)
-        label = Label(label.axes, label.atom, tag, label.scale)
+            tag = self.constraints.derive_tags(label.tag, place)
+            label = Label(label.axes, label.atom, tag, label.scale)
         self.see(label)
         return label
 
