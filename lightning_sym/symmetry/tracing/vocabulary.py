@@ -473,10 +473,9 @@ class Trace:
             rank: See `value`.
         """
         sizes = (1,) * (rank - value.ndim) + value.shape
-        places: list[Ints] = [
-            place
-            for axis, place in zip(label.axes, list(np.indices(label.atom.shape, np.int64)), strict=True)
-            if axis not in parents.axes and sizes[axis] > 1
+        index: Ints = np.indices(label.atom.shape, np.int64)
+        places = [
+            index[number] for number, axis in enumerate(label.axes) if axis not in parents.axes and sizes[axis] > 1
         ]
         if not places:
             return label
