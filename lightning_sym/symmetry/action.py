@@ -122,10 +122,9 @@ class Action:
         """For each position of all slots, the position whose content it gets."""
         source = np.arange(self.structure.magnitudes.shape[0])
         permutation = self.structure.comes(self.element.permutation.numpy())
-        for units, columns in zip(self.structure.orbits, self.structure.columns, strict=True):
-            new = permutation[units]
-            if not np.array_equal(new, units):
-                source[columns] = columns[self.structure.place_in_orbit[new]]
+        for orbit, (units, columns) in enumerate(zip(self.structure.orbits, self.structure.columns, strict=True)):
+            if self.structure.copies_of(orbit) or not np.array_equal(permutation[units], units):
+                source[columns] = self.structure.arriving(orbit, "columns", permutation)
         return source
 
     def source_in(self, slot: Slot) -> Ints:

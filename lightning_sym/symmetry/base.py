@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
-from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
+from lightning_sym.symmetry.elements import Element, Tap, axis_groups, described_blocks, tap_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
@@ -147,11 +147,12 @@ class Symmetry:
         layout = "  ".join(f"{{:{side}{size}}}" for side, size in zip("<><>>", width[:5], strict=True)) + "  {}"
         lines = [layout.format(*row) for row in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
+        count = sum(group.size for group in self.groups)
         summary = (
-            f"{len(self.groups)} axis groups, {self.units} units: 10^{self.log10_permutations:.1f} permutations, "
+            f"{len(self.groups)} axis groups, {count} units: 10^{self.log10_permutations:.1f} permutations, "
             f"{self.signs} signs, dimension {self.dimension}"
         )
-        blocks = [self._describe_blocks(blocks) for blocks in self.structure.blocks]
+        blocks = described_blocks(self.structure, self.groups)
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
             f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
@@ -159,11 +160,6 @@ class Symmetry:
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
         return "\n".join([*lines, summary, *blocks, *checks, *(f"note: {note}" for note in self.notes)])
-
-    def _describe_blocks(self, blocks: np.ndarray[Any, Any]) -> str:
-        moved = set(blocks.flatten().tolist())
-        names = [group.name for group in self.groups if moved & set(group.units.tolist())]
-        return f"blocks that change places as wholes: {len(blocks)} of {blocks.shape[1]} units, in {', '.join(names)}"
 
     def __repr__(self) -> str:
         return f"<Symmetry: {len(self.groups)} axis groups, {self.units} units, dimension {self.dimension}>"
@@ -266,12 +262,12 @@ class Symmetry:
                     "identity() or sample()"
                 )
 
-    def _pulled(self, numbers: Tensor, tables: tuple[Ints, ...], permutation: Ints) -> Tensor:
+    def _pulled(self, numbers: Tensor, kind: Literal["scales", "signs"], permutation: Ints) -> Tensor:
         """Rename generators of the permuted network to those of the network before: what unit p[j] has, j had."""
-        result = numbers.clone()
-        for units, table in zip(self.structure.orbits, tables, strict=True):
+        result, structure = numbers.clone(), self.structure
+        for orbit, table in enumerate(structure.scale_table if kind == "scales" else structure.sign_table):
             if table.shape[1]:
-                old = table[self.structure.place_in_orbit[permutation[units]]]
+                old = structure.arriving(orbit, kind, permutation)
                 result[torch.from_numpy(old)] = numbers[torch.from_numpy(table)]
         return result
 
@@ -296,8 +292,8 @@ class Symmetry:
         return Element(
             self.fingerprint,
             first.permutation[second.permutation],
-            first.log_scale + self._pulled(second.log_scale, self.structure.scale_table, permutation),
-            first.sign * self._pulled(second.sign, self.structure.sign_table, permutation),
+            first.log_scale + self._pulled(second.log_scale, "scales", permutation),
+            first.sign * self._pulled(second.sign, "signs", permutation),
             dense,
             tuple(shift),
         )
@@ -323,8 +319,8 @@ class Symmetry:
         return Element(
             self.fingerprint,
             inverse,
-            -self._pulled(element.log_scale, self.structure.scale_table, back),
-            self._pulled(element.sign, self.structure.sign_table, back),
+            -self._pulled(element.log_scale, "scales", back),
+            self._pulled(element.sign, "signs", back),
             tuple(dense),
             tuple(shift),
         )

@@ -7,7 +7,8 @@ not a list of examples:
 - tables: a piece of the state that an example does not reach (position tables, masks, filters cut to a length);
 - constants: tensors that a state dict does not hold cannot move;
 - writes: a program that writes into tensors has the group of the same program without writing;
-- shared: what is used twice is subject to the demands of both uses.
+- shared: what is used twice is subject to the demands of both uses;
+- copies: what is repeated, for each of several queries say, moves with what it is a copy of; copies change places.
 """
 
 import math
@@ -577,7 +578,7 @@ def fixed_slopes_that_tell_heads_apart(s, x):
 
 def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
     """Rotate the pairs (i, i + half) of the last axis by angles that grow with the position."""
-    angles = torch.outer(torch.arange(x.shape[1]).to(frequencies), frequencies)
+    angles = torch.outer(torch.arange(x.shape[-2]).to(frequencies), frequencies)
     cos, sin = (torch.cat([f(angles)] * 2, -1).to(x.dtype) for f in (torch.cos, torch.sin))
     one, two = x.chunk(2, -1)
     return x * cos + torch.cat([-two, one], -1) * sin
@@ -1273,3 +1274,99 @@ def slopes_of_heads(s, x):
     q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (s.q, s.k, s.v))
     slopes = torch.tensor([0.5, 0.25], dtype=x.dtype)[:, None, None] * torch.arange(x.shape[1])
     return s.b(F.scaled_dot_product_attention(q, k, v, slopes).transpose(1, 2).flatten(-2))
+
+copies = Family("copies", SEQUENCE)
+
+def heads(x: Tensor, width: int) -> Tensor:
+    """Split the last axis into heads: [N, T, heads * width] becomes [N, heads, T, width]."""
+    return x.unflatten(-1, (-1, width)).transpose(1, 2)
+
+def repeat(x: Tensor, times: int) -> Tensor:
+    """Repeat each head, as models of `transformers` do."""
+    n, k, t, width = x.shape
+    return x[:, :, None].expand(n, k, times, t, width).reshape(n, k * times, t, width)
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT / 2).softmax(-1)
+
+def merged(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+def sdpa(s, x, **options):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    return s.o(merged(F.scaled_dot_product_attention(q, k, v, **options)))
+
+# Two keys for six queries of width 2: any matrix between keys and their three queries, and between values and what
+# reads them. The groups change places, and the queries in each group.
+GROUPED = {"q": of(L, 5, 12), "k": of(L, 5, 4, bias=False), "v": of(L, 5, 4), "o": of(L, 12, 2)}
+WREATH = group([], 8, 8, blocks=[6, 6, 2], dense=[2] * 4)
+
+@copies(WREATH, **GROUPED)
+def keys_repeated_by_expanding(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    return s.o(merged(scores(q, repeat(k, 3)) @ repeat(v, 3)))
+
+@copies(WREATH, **GROUPED)
+def keys_repeated_by_interleaving(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    return s.o(merged(scores(q, k.repeat_interleave(3, 1)) @ v.repeat_interleave(3, 1)))
+
+@copies(WREATH, **GROUPED)
+def keys_repeated_by_an_index(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    order = [0, 1, 1, 0, 0, 1]
+    return s.o(merged(scores(q, k[:, order]) @ v[:, order]))
+
+@copies(WREATH, **GROUPED)
+def queries_grouped_on_an_axis(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    weights = scores(q.unflatten(1, (2, 3)), k[:, :, None])
+    return s.o(merged((weights @ v[:, :, None]).flatten(1, 2)))
+
+copies.row("keys_grouped_by_torch", WREATH, lambda s, x: sdpa(s, x, enable_gqa=True), **GROUPED)
+
+SHARED_KEY = {"q": of(L, 5, 6), "k": of(L, 5, 2, bias=False), "v": of(L, 5, 2), "o": of(L, 6, 2)}
+ONE_KEY = group([], 4, 4, blocks=[6], dense=[2, 2])
+copies.row("one_key_for_all_queries", ONE_KEY, lambda s, x: sdpa(s, x, enable_gqa=True), **SHARED_KEY)
+
+@copies(ONE_KEY, **SHARED_KEY)
+def one_key_broadcast_to_all_queries(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    return s.o(merged(scores(q, k) @ v))
+
+@copies(ONE_KEY, **SHARED_KEY)
+def one_key_expanded_to_all_queries(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    return s.o(merged(scores(q, k.expand_as(q)) @ v.expand_as(q)))
+
+# The slopes differ, so that no query moves; the values' matrices are still shared.
+@copies(group([], 8, 8, dense=[2] * 4), slopes=Fixed(lambda: torch.arange(1.0, 7.0) / 6), **GROUPED)
+def slopes_that_tell_queries_apart(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    bias = -s.slopes[:, None, None] * distances(x.shape[1], 0).abs()
+    return s.o(merged((q @ repeat(k, 3).mT / 2 + bias).softmax(-1) @ repeat(v, 3)))
+
+# A learned sink for each query (a number beside its scores) moves with it.
+@copies(WREATH, sinks=parameter(6), **GROUPED)
+def a_sink_for_each_query(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    logits = q @ repeat(k, 3).mT / 2
+    sinks = s.sinks[:, None, None].expand(len(x), 6, x.shape[1], 1)
+    weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    return s.o(merged(weights @ repeat(v, 3)))
+
+# Every query's share of the output has gains of its own, whose scales move with it; the values' two coordinates change
+# places in all copies at once. (A matrix that gains conjugate would do, too.)
+@copies(group([2, 2], 20, 20, blocks=[6, 6, 2], dense=[2, 2]), gain=parameter(12), **GROUPED)
+def gains_behind_each_query(s, x):
+    q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
+    return s.o(s.gain * merged(scores(q, repeat(k, 3)) @ repeat(v, 3)))
+
+@copies(group([], 8, 8, blocks=[6, 6, 2], dense=[2, 2]), inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])),
+    q=of(L, 5, 24), k=of(L, 5, 8, bias=False), v=of(L, 5, 4), o=of(L, 12, 2))
+def rotary_with_grouped_queries(s, x):
+    q, k = (rotate(heads(layer(x), 4), s.inv_freq) for layer in (s.q, s.k))
+    return s.o(merged(scores(q, repeat(k, 3)) @ repeat(heads(s.v(x), 2), 3)))
+
+# Units that are repeated and read one by one: their copies could change places, too, but there is no block of them.
+copies.row("units_read_twice", UNITS, lambda s, x: s.b(relu(s.a(x)).repeat_interleave(2, -1)), on=X, b=of(L, 16, 2))

@@ -48,6 +48,13 @@ def recurrent(s, x):
     return s.head(state)
 
 
+def grouped_queries(s, x):
+    """Attention of six queries with two keys, and gains behind each query: copies that have scales of their own."""
+    q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))
+    mixed = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return s.head(s.gain * mixed.transpose(1, 2).flatten(2))
+
+
 def program(function, **parts):
     return lambda: Program(function, parts)
 
@@ -64,6 +71,11 @@ NETWORKS = {
         program(mixed_groups, first=of(C, 3, 5, 1), grouped=of(C, 8, 6, 1, groups=2), last=of(C, 6, 2, 1)), (2, 3, 4, 4)
     ),
     "recurrent": (RECURRENT, (2, 3, 5)),
+    "grouped queries": (
+        program(grouped_queries, q=of(L, 5, 12), k=of(L, 5, 4, bias=False), v=of(L, 5, 4), gain=parameter(12),
+                head=of(L, 12, 2)),
+        (2, 3, 5),
+    ),
     "perceptron": (
         lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), (2, 5)
     ),
@@ -238,6 +250,15 @@ def test_permutations_are_uniform(name):
         assert float(inside.sum()) == 1500 * group.size
         if group.kind != "moves with its block":
             assert float((inside * group.size / 1500 - 1).abs().max()) < 0.35
+
+
+def test_permutations_of_grouped_queries_are_uniform():
+    """All 2! 3! 3! orders of six queries with two keys come equally often."""
+    _, symmetry = traced("grouped queries")
+    slots = next(copies for copies in symmetry.structure.copies if copies is not None).slots[0]
+    orders = [tuple(e.permutation[slots].tolist()) for e in draw(symmetry, 0, 1200)]
+    assert len(set(orders)) == 12  # of the group that comes to the first place, and of its three queries
+    assert min(map(orders.count, set(orders))) > 60
 
 
 @LAW

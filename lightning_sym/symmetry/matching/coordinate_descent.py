@@ -43,10 +43,12 @@ class Blocks:
         kinds: For each kind of member (units of one cell of a group in each block): the group, and the members' places
             in it. Each of shape (blocks, members).
         count: The number of blocks.
+        slots: The members that stand for copies of units. Shape (blocks, slots).
     """
 
     kinds: list[tuple[MatchingGroup, Ints]]
     count: int
+    slots: Ints
 
     @property
     def groups(self) -> dict[int, MatchingGroup]:
@@ -57,19 +59,22 @@ class Blocks:
 def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Blocks]:
     """Return the symmetry's systems of blocks."""
     structure = symmetry.structure
-    orbit_and_cell = np.zeros((structure.units, 2), np.int64)
+    orbit_and_cell = np.full((structure.units, 2), -1)
     for group in groups:
         orbit_and_cell[group.units, 0] = group.index
         orbit_and_cell[group.units, 1] = structure.cells[group.index]
     systems = []
     for table in structure.blocks:
+        slots = table[:, orbit_and_cell[table[0], 0] < 0]
+        if slots.shape == table.shape:  # blocks of copies inside of blocks
+            continue
         keys = [tuple(pair) for pair in orbit_and_cell[table[0]].tolist()]
         kinds = []
-        for key in dict.fromkeys(keys):
+        for key in dict.fromkeys(key for key in keys if key[0] >= 0):
             group = groups[key[0]]
             members = table[:, [other == key for other in keys]]
             kinds.append((group, np.searchsorted(group.units, members)))
-        systems.append(Blocks(kinds, len(table)))
+        systems.append(Blocks(kinds, len(table), slots))
     return systems
 
 
@@ -266,6 +271,7 @@ class Descent:
         if np.array_equal(order, np.arange(system.count)):
             return False
         element = self.element_of(chosen)
+        element.permutation[torch.from_numpy(system.slots)] = torch.from_numpy(system.slots[order])
         dense = list(element.dense)
         for group, places in system.kinds:
             if group.dense:

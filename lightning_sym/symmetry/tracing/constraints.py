@@ -93,6 +93,7 @@ class Constraints:
     fixed_signs: list[Ints] = field(default_factory=list)
     restricted: list[Ints] = field(default_factory=list)
     blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
+    copies: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
     occurrences: list[Sighting] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
 
@@ -126,6 +127,15 @@ class Constraints:
             self._pending = np.r_[self._pending, np.full(max(self.atoms, 4096), UNSET)]
         atom = np.arange(self.atoms - size, self.atoms).reshape(shape)
         return Label(axes, atom, np.full(shape, tag), self.fresh_scales(shape))
+
+    def copied(self, label: Label, number: Ints) -> Label:
+        """Return units that are copies of a label's, with its scales; equal positions of one number are one copy."""
+        label = self.resolve(label)
+        pairs = np.stack([label.atom.ravel(), number.ravel()])
+        unique, inverse = np.unique(pairs, axis=1, return_inverse=True)
+        atom = self.fresh((), (unique.shape[1],)).atom
+        self.copies.append((atom, unique[0], unique[1]))
+        return Label(label.axes, atom[inverse.ravel()].reshape(label.atom.shape), label.tag, label.scale)
 
     def resolve(self, label: Label) -> Label:
         """Return a label whose positions know their tags; those without one yet are their unit's only position."""

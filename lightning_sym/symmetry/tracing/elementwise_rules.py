@@ -210,14 +210,15 @@ def _glu(trace: Trace, value: Value, axis: int = -1) -> Value:
 # Data movement: labels follow the coordinates.
 
 _MOVEMENTS = (
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
+    *("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("permute", "transpose", "t", "numpy_T", "mT", "adjoint", "movedim", "swapaxes", "swapdims"),
     *("slice", "select", "narrow", "index", "index_select", "gather", "take", "diagonal", "unfold", "im2col"),
     *("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk", "unbind"),
-    *("hsplit", "vsplit", "dsplit", "expand", "broadcast_to", "repeat", "tile", "repeat_interleave"),
+    *("hsplit", "vsplit", "dsplit", "expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"),
     *("roll", "flip", "rot90", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
 )
+_BY_SHAPE = ("expand_as", "view_as", "reshape_as")
 
 
 def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -228,12 +229,19 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     def unwrap(item: Any) -> Any:
         return item.concrete if isinstance(item, Value) else item
 
+    if trace.operation in _BY_SHAPE:  # of another tensor only the shape counts
+        args, kwargs = (), {}
     if any(v.concrete is None for v in values_in((args, kwargs))):
         return _picked(trace, value, *args, **kwargs)
     if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
-    if trace.operation in ("view", "_unsafe_view"):
+    if trace.operation in _BY_SHAPE:
+        method, shape = ("expand" if trace.operation == "expand_as" else "reshape"), trace.output_shape()
+
+        def move(t: Tensor) -> Any:
+            return getattr(t, method)(shape)
+    elif trace.operation in ("view", "_unsafe_view"):
         if not isinstance(args[0], (list, tuple)):
             return unknown(trace, value, *args)
 
@@ -292,17 +300,6 @@ def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Val
     for step in (*path, move):
         place = step(place)
     return root if torch.equal(place, start) else None
-
-
-@register_rule("aten::expand_as", "aten::view_as", "aten::reshape_as")
-def _shaped_as(trace: Trace, value: Value, other: Value) -> Value:
-    """Of the other tensor nothing but its shape counts."""
-    shape = trace.output_shape()
-
-    def move(t: Tensor) -> Tensor:
-        return t.expand(shape) if trace.operation == "expand_as" else t.reshape(shape)
-
-    return trace.carry(value, trace.move(value, move), move)
 
 
 def _is_cut_to_length(trace: Trace, value: Value) -> bool:

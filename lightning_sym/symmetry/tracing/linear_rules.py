@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
@@ -357,6 +358,15 @@ def _group_norm(
 # Attention.
 
 
+def _repeated(trace: Trace, value: Value, times: int) -> Value:
+    """Repeat each head, for queries in groups."""
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return tensor.repeat_interleave(times, -3)
+
+    return value if times == 1 else trace.carry(value, trace.move(value, repeat), repeat)
+
+
 @register_rule("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu")
 def _attention(
     trace: Trace,
@@ -373,8 +383,8 @@ def _attention(
     See docs/theory/intertwiners.md, 2.5.
     """
     rank = query.ndim
-    if kwargs.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
-        return unknown(trace, query, key, value, mask)
+    if kwargs.get("enable_gqa"):
+        key, value = (_repeated(trace, part, query.shape[-3] // part.shape[-3]) for part in (key, value))
     batch = list(range(rank - 2))
     scores = (*query.shape[:-1], key.shape[-2])
     logits = trace.contract(query, [*batch, rank - 2, None], key, [*batch, rank - 1, None], scores)

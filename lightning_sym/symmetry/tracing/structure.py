@@ -1,14 +1,17 @@
 """From all constraints to the group that meets them all: who may change places, what may be scaled."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
+from lightning_sym.symmetry.tracing.copies import Copies, Folded, Sheets, arriving, fold, sheets
 from lightning_sym.symmetry.tracing.equations import solve
 
 Ints = NDArray[np.int64]
@@ -62,7 +65,8 @@ class Structure:
         columns: For each orbit (units, columns): at which position of all slots each unit stands; units of an orbit
             stand at the same places.
         cells: For each orbit, for each unit the number of its cell: units of one cell change places freely.
-        blocks: Systems of blocks (blocks, members): whole blocks change places, member by member.
+        blocks: Systems of blocks (blocks, members): whole blocks change places, member by member, one system after the
+            other. Blocks that are parts of other blocks (queries that share keys) come before these.
         magnitudes: Generators of scales: sparse (positions of all slots, generators), the exponents.
         signs: The same for signs, modulo 2.
         scale_table: For each orbit (units, m), its units' generators of scales, in one order for all units.
@@ -70,6 +74,8 @@ class Structure:
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
         shifts: For each free shift: the slots to which it is added (biases first, then running means), and its size.
         absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
+        copies: For each orbit, the copies of its units (keys that are repeated for queries), if copies may change
+            places: with the slots to which they belong. Slots are units that stand nowhere and move in blocks.
         parents: For each system of blocks (blocks, parents): further units, which change places as the blocks do
             (heads, where attention weights are seen). In values inside the network only.
     """
@@ -88,7 +94,36 @@ class Structure:
     dense: tuple[Ints, ...]
     shifts: tuple[tuple[tuple[int, ...], int], ...]
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
+    copies: tuple[Copies | None, ...] = ()
     parents: tuple[Ints, ...] = ()
+
+    def copies_of(self, orbit: int) -> Copies | None:
+        """Return the copies of an orbit's units."""
+        return self.copies[orbit] if orbit < len(self.copies) else None
+
+    @cached_property
+    def rank(self) -> Ints:
+        """For each unit, which of a unit's copies it stands for, if it is a slot."""
+        rank = np.zeros(self.units, np.int64)
+        for copies in self.copies:
+            if copies is not None:
+                rank[copies.slots] = np.arange(copies.slots.shape[1])
+        return rank
+
+    def arriving(self, orbit: int, kind: Literal["columns", "scales", "signs"], permutation: Ints) -> Ints:
+        """Return what a permutation brings to each position of an orbit's units, or to their generators.
+
+        Args:
+            orbit: The orbit's number.
+            kind: Whether to return positions (as `columns`), or generators (as `scale_table` or `sign_table`).
+            permutation: For each unit the one that comes in its place; as long as it gets.
+        """
+        tables = {"columns": self.columns, "scales": self.scale_table, "signs": self.sign_table}
+        table, place = tables[kind][orbit], self.place_in_orbit[permutation[self.orbits[orbit]]]
+        copies = self.copies_of(orbit)
+        if copies is None:
+            return table[place]
+        return arriving(table, getattr(copies, kind), place, self.rank[permutation[copies.slots]])
 
     def comes(self, permutation: Ints) -> Ints:
         """Return for each unit, parents of blocks included, the one that comes in its place."""
@@ -308,39 +343,54 @@ def build_structure(
         for forms in (magnitudes, signs)
     )
 
-    # Which of the roots are units: those that stand in a parameter and may move or be scaled.
     free_magnitudes, free_signs = (
         np.diff(forms.indptr[: own + 1]).astype(np.int64) for forms in (position_magnitudes, position_signs)
     )
+
+    def signatures(atom: Ints, tag: Ints) -> Hashes:
+        """Identify for each root the places where it stands; that it is fixed counts only for naming."""
+        place_key = _key(where, tag)
+        place_key[:own] ^= _mix(free_magnitudes * 64 + free_signs)  # how many scales act there
+        return _mix(_sum_by(atom, _mix(place_key), number) ^ fixed.astype(np.uint64))
+
+    # Blocks: members know their parents; parents that share members move together.
+    parent = root[_flat([p for p, _ in constraints.blocks])]
+    member = root[_flat([m for _, m in constraints.blocks])]
+    pairs = np.unique(np.stack([parent, member]), axis=1) if len(parent) else np.zeros((2, 0), np.int64)
+    folded, copy_at = None, np.full(len(atom), -1)
+    if constraints.copies:
+        total = signatures(atom, tag)
+        role = _mix(total ^ _sum_by(pairs[1], _mix(total[pairs[0]]), number))
+        grouped_atoms = _marked(number, root[_flat([label.atom for label in grouped.values()])])
+        folded = fold(constraints.copies, root, pairs, role, fixed, grouped_atoms, _mix)
+        mark, copy_at = folded.mark[atom], folded.copy[atom]
+        root, atom = folded.origin[root], folded.origin[atom]
+        tag = np.where(mark > 0, (_key(mark, tag) >> np.uint64(1)).astype(np.int64), tag)
+        pairs = np.unique(folded.origin[pairs], axis=1)
+    parent, member = pairs
+
+    # Which of the roots are units: those that stand in a parameter and may move or be scaled.
     standing = atom[:own]
     carries = _marked(number, standing[(free_magnitudes > 0) | (free_signs > 0)])
     roots = np.flatnonzero(_marked(number, standing) & (~fixed | carries))
     unit_of = np.full(number, -1)
     unit_of[roots] = np.arange(len(roots))
 
-    # Signatures: all places where a unit stands. Fixed units are told apart by being fixed only for naming.
-    place_key = _key(where, tag)
-    place_key[:own] ^= _mix(free_magnitudes * 64 + free_signs)  # how many scales act there
-    place_key = _mix(place_key)
-    total = _mix(_sum_by(atom, place_key, number) ^ fixed.astype(np.uint64))
-
-    # Blocks: members know their parents; parents that share members move together.
-    parent = root[_flat([p for p, _ in constraints.blocks])]
-    member = root[_flat([m for _, m in constraints.blocks])]
-    pairs = np.unique(np.stack([parent, member]), axis=1) if len(parent) else np.zeros((2, 0), np.int64)
-    parent, member = pairs
+    total = signatures(atom, tag)
     cell_key = _mix(total ^ _sum_by(member, _mix(parent.astype(np.uint64)), number))
     # A parent (a head) moves with its members only: it is a cell of its own.
     cell_key[parent] = _mix(parent)
 
     orbits = [np.asarray(group) for group in _sorted_groups(total[roots])]
-    columns = _columns(orbits, unit_of[atom[:own]], where[:own], tag[:own])
+    columns = _columns(orbits, unit_of[atom[:own]], where[:own], tag[:own], copy_at[:own])
     movable = [not fixed[roots[group[0]]] for group in orbits]
     cells = [
         np.unique(cell_key[roots[group]], return_inverse=True)[1] if moves else np.arange(len(group))
         for group, moves in zip(orbits, movable, strict=True)
     ]
-    blocks, parents, number_of = _blocks(parent, member, total, fixed, unit_of)
+    blocks, parents, number_of = _blocks(parent, member, total, fixed, unit_of, folded)
+    slots_of = [_slots_of(roots[group], number_of, folded) for group in orbits]
+    units = len(roots) if folded is None else max(len(roots), number_of[folded.all_atoms].max(initial=-1) + 1)
     dense = _dense(orbits, cells, columns, movable, position_magnitudes, constraints, root, roots, grouped)
 
     def slot(index: int, units: Ints, first: int) -> Slot:
@@ -353,18 +403,25 @@ def build_structure(
         # Positions of a label over two axes: within a row, units stand in the order of their columns.
         first, shape = slots[-1].rows.stop, label.atom.shape
         slots.append(Slot(name, (0, 1), first, shape, unit_of[root[label.atom]], *VALUE))
-    position_magnitudes, scale_table, scales_out = _tabled(columns, _used(position_magnitudes, end))
-    position_signs, sign_table, signs_out = _tabled(columns, _used(position_signs, end))
+    position_magnitudes, scale_table, scales_at, scales_out = _tabled(columns, _used(position_magnitudes, end))
+    position_signs, sign_table, signs_at, signs_out = _tabled(columns, _used(position_signs, end))
     if scales_out or signs_out:
         constraints.notes[
             f"{scales_out} scales and {signs_out} signs that only act together with others are left out"
         ] = None
 
+    kind = np.unique(np.stack([where, tag]), axis=1, return_inverse=True)[1].ravel()
+    generators = [(position_magnitudes, scale_table, scales_at), (position_signs, sign_table, signs_at)]
+    copies = _copies(slots_of, columns, kind, copy_at, generators)
+    irregular = [c.slots for c in copies if c is not None and not (c.scales.complete and c.signs.complete)]
+    if irregular:  # nothing says how their scales go with them
+        held = [np.isin(table[:, 0], _flat(irregular)).any() for table in blocks]
+        blocks, parents = (tuple(itertools.compress(part, np.logical_not(held))) for part in (blocks, parents))
     slot_of = {(slot.tensor, slot.axes): i for i, slot in enumerate(slots)}
     shifted = [tuple(slot_of[state, (0,)] for state in states) for states in shifts]
     structure = Structure(
         slots=tuple(slots),
-        units=len(roots),
+        units=units,
         orbits=tuple(orbits),
         movable=tuple(movable),
         columns=tuple(columns),
@@ -377,19 +434,30 @@ def build_structure(
         dense=dense,
         shifts=tuple((places, slots[places[0]].size) for places in shifted),
         absorbed=tuple(absorbed),
+        copies=copies,
     )
     firsts = np.cumsum([0, *size[named]]).tolist()
+    if folded is not None:  # what slots are made of is seen inside the network only
+        inside = folded.all_atoms[number_of[folded.all_atoms] >= len(roots)]
+        orbits += [number_of[inside[group]] for group in _sorted_groups(total[inside])]
     orbits += [part for numbers in parents for part in numbers.T]
+    value_columns = _columns(orbits, number_of[atom[at]], where[at], tag[at], copy_at[at])
     return structure, replace(
         structure,
         slots=tuple(slot(index, number_of, first) for index, first in zip(named, firsts, strict=False)),
         units=structure.units + sum(numbers.size for numbers in parents),
         orbits=tuple(orbits),
         movable=(*movable, *[True] * (len(orbits) - len(movable))),
-        columns=tuple(_columns(orbits, number_of[atom[at]], where[at], tag[at])),
+        columns=tuple(value_columns),
         magnitudes=position_magnitudes[end:],
         signs=position_signs[end:],
         shifts=(),
+        copies=tuple(
+            None
+            if own is None
+            else replace(own, columns=sheets(kind[at][matrix[0]], copy_at[at][matrix[0]], own.count))
+            for own, matrix in zip(copies, value_columns, strict=False)
+        ),
         parents=parents,
     )
 
@@ -419,14 +487,58 @@ def _that_act(
     return forms[:, np.setdiff1d(np.arange(forms.shape[1]), idle)] if idle else forms
 
 
-def _columns(orbits: list[Ints], unit: Ints, where: Ints, tag: Ints) -> list[Ints]:
+def _columns(orbits: list[Ints], unit: Ints, where: Ints, tag: Ints, copy: Ints) -> list[Ints]:
     """Return for each orbit (units, columns): the positions at which each unit stands, in one order for all units."""
-    order = np.lexsort((tag, where, unit))
+    order = np.lexsort((copy, tag, where, unit))
     ordered, columns = unit[order], []
     for units in orbits:
         starts, ends = (np.searchsorted(ordered, units, side=side) for side in ("left", "right"))
         columns.append(order[starts[:, None] + np.arange((ends - starts).min())])
     return columns
+
+
+def _slots_of(roots: Ints, number_of: Ints, folded: Folded | None) -> Ints | None:
+    """Return for each unit the slots of its copies, or nothing if it has none."""
+    if folded is None or int(roots[0]) not in folded.slots_of:
+        return None
+    return np.stack([number_of[folded.heads[folded.slots_of[int(root)]]] for root in roots])
+
+
+def _copies(
+    slots_of: list[Ints | None], columns: list[Ints], kind: Ints, copy: Ints,
+    generators: list[tuple[sparse.csr_matrix, tuple[Ints, ...], tuple[Ints, ...]]],
+) -> tuple[Copies | None, ...]:  # fmt: skip
+    """Return the copies of each orbit's units; nothing if there are none at all.
+
+    Args:
+        slots_of: For each orbit, the slots of its units' copies.
+        columns: Its columns.
+        kind: For each position a number, the same for copies of one unit at one place.
+        copy: For each position the number of the copy, or -1.
+        generators: Forms of scales and of signs; each orbit's table, and at which of its columns each was found.
+    """
+    if not any(slots is not None for slots in slots_of):
+        return ()
+    result: list[Copies | None] = []
+    for index, (slots, matrix) in enumerate(zip(slots_of, columns, strict=True)):
+        if slots is None:
+            result.append(None)
+            continue
+        positions = sheets(kind[matrix[0]], copy[matrix[0]], slots.shape[1])
+        own = [_sheets_of(forms, matrix, tables[index], at[index], positions, kind) for forms, tables, at in generators]
+        result.append(Copies(slots, positions, *own))
+    return tuple(result)
+
+
+def _sheets_of(forms: sparse.csr_matrix, columns: Ints, table: Ints, at: Ints, positions: Sheets, kind: Ints) -> Sheets:
+    """Return which generators of a table belong to copies, given at which of the columns each was found."""
+    copy = positions.copy[at].copy()
+    for index in np.flatnonzero(copy >= 0):  # what acts on all copies alike belongs to the unit
+        partners = positions.partner[at[index]]
+        places = columns[0, partners[partners >= 0]]
+        if all(int(table[0, index]) in forms[place].indices for place in places):
+            copy[index] = -1
+    return sheets(kind[columns[0, at]], copy, positions.partner.shape[1])
 
 
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
@@ -438,43 +550,49 @@ def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
     return result
 
 
-def _tabled(columns: list[Ints], forms: sparse.csr_matrix) -> tuple[sparse.csr_matrix, tuple[Ints, ...], int]:
+def _tabled(
+    columns: list[Ints], forms: sparse.csr_matrix
+) -> tuple[sparse.csr_matrix, tuple[Ints, ...], tuple[Ints, ...], int]:
     """Return forms, each unit's generators in one order for all units of an orbit, and how many had to be left out.
+
+    Before the number that is left out: at which of an orbit's columns each of the generators was found.
 
     A generator belongs to a unit if, at some place of the unit, it is the only one that is not known from other places.
     Those that only ever act together are left out, since nothing says how permutations carry them along.
     """
     left_out = 0
     while True:
-        tables = tuple(_table(matrix, forms) for matrix in columns)
+        tables, found = zip(*(_table(matrix, forms) for matrix in columns), strict=True) if columns else ((), ())
         known = np.zeros(forms.shape[1], bool)
         for table in tables:
             known[table] = True
         if known.all():
-            return forms, tables, left_out
+            return forms, tables, found, left_out
         left_out += int((~known).sum())
         forms = forms[:, np.flatnonzero(known)].tocsr()
         forms.sort_indices()
 
 
-def _table(matrix: Ints, forms: sparse.csr_matrix) -> Ints:
+def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
     count = np.diff(forms.indptr)[matrix]
     chosen: list[Ints] = []
+    found: list[int] = []
     seen: set[int] = set()
     later = []
-    for number, column in zip(count.T, matrix.T, strict=True):
+    for at, (number, column) in enumerate(zip(count.T, matrix.T, strict=True)):
         if (number == 1).all():
             generators = forms.indices[forms.indptr[column]].astype(np.int64)
             if int(generators[0]) not in seen:
                 seen.add(int(generators[0]))
                 chosen.append(generators)
+                found.append(at)
         elif number.size and number.min() > 1:
-            later.append(column)
+            later.append((at, column))
     held = [{int(column[unit]) for column in chosen} for unit in range(len(matrix))] if later else []
     grew = bool(later)
     while grew:
         grew = False
-        for column in later:
+        for at, column in later:
             rest = [
                 set(forms.indices[forms.indptr[place] : forms.indptr[place + 1]].tolist()) - own
                 for place, own in zip(column.tolist(), held, strict=True)
@@ -482,19 +600,33 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> Ints:
             if all(len(own) == 1 for own in rest):
                 generators = np.array([own.pop() for own in rest], np.int64)
                 chosen.append(generators)
+                found.append(at)
                 for own, generator in zip(held, generators.tolist(), strict=True):
                     own.add(generator)
                 grew = True
-    return np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
+    table = np.stack(chosen, 1) if chosen else np.zeros((len(matrix), 0), np.int64)
+    return table, np.array(found, np.int64)
 
 
 def _blocks(
-    parent: Ints, member: Ints, total: Hashes, fixed: NDArray[np.bool_], unit_of: Ints
+    parent: Ints, member: Ints, total: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, folded: Folded | None
 ) -> tuple[tuple[Ints, ...], tuple[Ints, ...], Ints]:
-    """Find blocks that may change places as wholes; number their parents behind the units, and tell both by atom."""
+    """Find blocks that may change places as wholes; number their parents behind the units, and tell both by atom.
+
+    What slots are made of is numbered first, right behind the units.
+    """
     number, number_of = len(unit_of), unit_of.copy()
     if not len(parent):
         return (), (), number_of
+    slot_of = np.full(number, -1)
+    result, carried = [], []
+    if folded is not None and folded.atoms:
+        new = folded.all_atoms[unit_of[folded.all_atoms] < 0]
+        number_of[new] = unit_of.max() + 1 + np.arange(len(new))
+        for index, atoms in enumerate(folded.atoms):
+            slot_of[atoms] = index
+        result = [number_of[np.stack([folded.atoms[slot] for slot in system])] for system in folded.systems]
+        carried = [np.zeros((len(system), 0), np.int64) for system in folded.systems]
     # Parents that share members form one block, together with all their members.
     component = _components(number, [(parent, member)])
     involved = np.unique(np.r_[parent, member])
@@ -505,21 +637,25 @@ def _blocks(
         blocks.setdefault(int(component[index]), []).append(int(index))
     parents = set(parent.tolist())
     signatures: dict[int, list[Ints]] = {}
-    for atoms in blocks.values():
-        array = np.array(atoms)
-        own = [index for index in atoms if index in parents]
+    for together in blocks.values():
+        array: Ints = np.array(together)
+        own = [index for index in together if index in parents and slot_of[index] < 0]
         if fixed[array].any() or len({int(total[index]) for index in own}) < len(own):
             continue
+        slots = np.unique(slot_of[array[slot_of[array] >= 0]])
+        parts = [folded.atoms[slot] for slot in slots] if folded is not None else []
+        array = array[slot_of[array] < 0]
         array = array[np.lexsort((array, role[array]))]
         with np.errstate(over="ignore"):
             key = int(_mix(role[array]).sum())
-        signatures.setdefault(key, []).append(array)
-    result, carried = [], []
+            for rank, part in enumerate(parts):
+                key ^= int(_mix(_mix(role[part]) + np.uint64(rank)).sum())
+        signatures.setdefault(key, []).append(np.concatenate([array, *parts]))
     for group in signatures.values():
         if len(group) < 2:
             continue
         members = np.stack(group)
-        table = unit_of[members]
+        table = np.where(slot_of[members] >= 0, number_of[members], unit_of[members])
         units = (table >= 0).all(0)
         if units.any():
             result.append(table[:, units])

@@ -362,12 +362,19 @@ class Trace:
         moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
         filler = position < 0
         if len(np.unique(position[~filler])) < int((~filler).sum()):
-            copies = self._copies(value, label, axes, position, function)
-            if copies is None:
+            same = self._same(value, axes, function)
+            codes = self._copies(value, label, axes, position, function)
+            if codes is None:
                 self.fix(value.with_labels(label), "an axis of units was mixed with another axis")
                 return None
-            tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, copies)
-            moved = Label(moved.axes, moved.atom, tag, moved.scale)
+            _, first, again = np.unique(same, return_index=True, return_inverse=True)
+            if len(np.unique(position[~filler])) < len(np.unique(same[~filler])):
+                code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first of the same elements
+                tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
+                moved = Label(moved.axes, moved.atom, tag, moved.scale)
+            number = rank_within(again.ravel()).reshape(position.shape)
+            if number[~filler].any():
+                moved = self.constraints.copied(moved, np.where(filler, 0, number))
         if filler.any():
             new = self.constraints.fresh((), (int(filler.sum()),))
             for array, others in zip(moved.parts, new.parts, strict=True):
@@ -378,6 +385,19 @@ class Trace:
         if filled and not filled_by_zero:
             self.constraints.fix_scales(label.scale)
         return self._plainest(moved)
+
+    @staticmethod
+    def _same(value: Value, axes: list[int], function: Callable[[Tensor], Tensor]) -> Ints:
+        """Number the positions on some axes of what a value was moved to: those that always hold the same are one."""
+        root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
+        part = coordinates(root.shape, range(root.ndim))
+        for step in (*path, function):
+            part = step(part)
+        shape = tuple(part.shape[axis] for axis in axes)
+        rows = rows_of(part, tuple(axes))
+        if len(rows) == 1:
+            return np.zeros(shape, np.int64)
+        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(shape)
 
     @staticmethod
     def _copies(
@@ -611,7 +631,11 @@ class Trace:
             two_axes: The same for the second. An axis to which both go is a batch axis.
             shape: The result's shape.
         """
-        values, axes, rank = [one, two], (one_axes, two_axes), len(shape)
+        axes, rank = (one_axes, two_axes), len(shape)
+        values = [
+            self._for_each_block(one, one_axes, two, two_axes),
+            self._for_each_block(two, two_axes, one, one_axes),
+        ]
         summed = [goes.index(None) for goes in axes]
         inner = [
             next((label for label in value.labels if axis in label.axes), None)
@@ -645,6 +669,40 @@ class Trace:
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
             met = self.join(result.with_labels(*beside), Value(sizes, met), product=True, linear=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
+
+    def _for_each_block(
+        self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
+    ) -> Value:
+        """Let the units of a factor that is the same for all blocks of the other one (heads) have a copy for each."""
+        for axis, target in enumerate(goes):
+            if target is None or target not in others or len(value.labels) != 1 or axis in value.labels[0].axes:
+                continue
+            across = others.index(target)
+            size = other.shape[across]
+            if size == 1 or not any(across in label.axes for label in other.labels) or not self._repeats(value, axis):
+                continue
+            label = value.labels[0]
+            axes = tuple(sorted((axis, *label.axes)))
+            place = axes.index(axis)
+            lengths = (*label.atom.shape[:place], size, *label.atom.shape[place:])
+            number = np.broadcast_to(np.arange(size).reshape(-1, *[1] * (len(axes) - place - 1)), lengths)
+            copied = self.constraints.copied(self._onto(label, Label(axes, number, number, number)), number)
+            shape = tuple(size if own == axis else length for own, length in enumerate(value.shape))
+            value = Value(shape, (copied,), sources=value.sources)
+        return value
+
+    @staticmethod
+    def _repeats(value: Value, axis: int) -> bool:
+        """Whether a value is the same at all places of an axis."""
+        if value.shape[axis] == 1:
+            return True
+        if len(value.sources) != 1:
+            return False
+        root, path = value.sources[0]
+        part = coordinates(root.shape, range(root.ndim))
+        for step in path:
+            part = step(part)
+        return torch.equal(part, part.narrow(axis, 0, 1).expand_as(part))
 
     def _undone(
         self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]]
