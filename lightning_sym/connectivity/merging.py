@@ -15,6 +15,7 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_networks
+from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 
 
@@ -115,8 +116,10 @@ def merge(
         rounds = max_rounds if method == "weights" and len(networks) > 2 else 1
         found = _Alignment([start for start, _ in forms], identity, match)
         distances = found.run(reference, rounds, torch.Generator().manual_seed(seed))
-        back = symmetry.inverse(gauges[reference])
-        merged = symmetry.act(back, average(found.networks), inplace=True)
+        merged = average(found.networks)
+        gauge = gauges[reference]
+        back = to_scales_of(symmetry, networks[reference], gauge, merged) if scales and balance else identity
+        merged = symmetry.act(back, merged, inplace=True)
         totals = [
             symmetry.compose(back, symmetry.compose(element, gauge))
             for element, gauge in zip(found.elements, gauges, strict=True)

@@ -31,6 +31,7 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
+from lightning_sym.symmetry.matching.balanced import comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent
 from lightning_sym.symmetry.matching.distance import lower_bound
 from lightning_sym.symmetry.matching.magnitudes import best_factors
@@ -231,6 +232,68 @@ def test_no_member_of_the_orbit_is_nearer_than_the_lower_bound(name):
         assert bound(a, symmetry.act(element, b)) == pytest.approx(lower, rel=1e-9)
         assert parameter_distance(a, symmetry.act(element, b)) >= lower
         assert bound(a, symmetry.act(element, near)) <= parameter_distance(a, near) * (1 + 1e-9)
+
+
+def faded(case, network: nn.Module, seed: int) -> nn.Module:
+    """Return the network with one of seven units in each tensor made smaller, down to 1e-12 times."""
+    generator = torch.Generator().manual_seed(seed)
+    network = copy.deepcopy(network)
+    parameters = dict(network.named_parameters())
+    with torch.no_grad():
+        for slot in case.symmetry.structure.slots:
+            if slot.tensor in parameters and len(slot.axes) == 1:
+                chances, exponents = torch.rand(2, slot.size, generator=generator, dtype=torch.float64)
+                factors = torch.where(chances < 1 / 7, 10 ** (-12 * exponents), 1.0)
+                parameter = parameters[slot.tensor]
+                parameter.mul_(factors.view(*(-1 if axis in slot.axes else 1 for axis in range(parameter.ndim))))
+    return network
+
+
+FADING = (
+    *("relu", "residual", "recurrent", "lenet5", "myrtle", "grouped"),
+    *("biased_before_batch_norm", "inverted_residuals"),
+)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from(FADING), st.booleans())
+def test_no_match_is_farther_than_the_start_where_units_are_nearly_dead(seed, name, single):
+    """Scales of units with hardly any weights say nothing (docs/theory/matching.md, 1.5)."""
+    case = made(name)
+    a, b = (faded(case, member(name, number), seed + number) for number in (0, 7))
+    left, right, back = comparable(case.symmetry, a, b, balance=True)
+    size = [math.sqrt(sum(float(p.detach().square().sum()) for p in net.parameters())) for net in (a, left, right)]
+    handed = case.symmetry.act(back(case.symmetry.identity()), b)
+    assert parameter_distance(a, handed) <= 4 * sum(size)  # also before a match is compared with the start
+    assert function_change(case, b, handed) < EXACT
+    if single:
+        a, b = a.float(), b.float()
+    match = weight_matching(case.symmetry, a, b)
+    assert match.distance_after <= match.distance_before
+
+
+@pytest.mark.parametrize("name", FADING)
+def test_units_that_are_as_dead_as_the_reference_s_get_its_scales_exactly(name):
+    case = made(name)
+    a, identity = faded(case, case.network, 0), case.symmetry.identity()
+    scales = torch.randn(case.symmetry.scales, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 2
+    b = case.symmetry.act(replace(identity, log_scale=scales), a)
+    back = comparable(case.symmetry, a, b, balance=True)[2]
+    assert difference(case.symmetry.act(back(identity), b), a) < EXACT
+
+
+def test_a_network_is_its_own_match():
+    case = made("resnet20_a")
+    match = weight_matching(case.symmetry, case.network, case.network)
+    assert match.distance_after == 0
+
+
+def test_the_mean_does_not_take_scales_of_nearly_dead_units():
+    a, b = one_layer(nn.ReLU(), 4, 0), one_layer(nn.ReLU(), 4, 1)
+    with torch.no_grad():
+        a[2].weight[:, 0] = 1e-9
+    merged = merge(trace_symmetry(a, torch.randn(2, 3, dtype=torch.float64)), [a, b]).network
+    assert max(float(p.detach().abs().max()) for p in merged.parameters()) < 2
 
 
 @pytest.mark.parametrize("measure", ["correlation", "product"])

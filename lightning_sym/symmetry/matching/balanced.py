@@ -12,6 +12,7 @@ from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
 
@@ -43,12 +44,18 @@ def comparable(
     """Return two networks as they are compared: balanced, or as they are.
 
     Returns:
-        Both, and a function: of an element for the second as it is compared it makes one for ``b`` as it is.
+        Both, and a function: of an element for the second as it is compared it makes one for ``b`` as it is, which
+        brings it to the scales of ``a``.
     """
     if not balance:
         return a, b, lambda element: element
     (target, left), (source, right) = (balanced(symmetry, network) for network in (a, b))
-    return target, source, lambda element: symmetry.compose(symmetry.inverse(left), symmetry.compose(element, right))
+
+    def back(element: Element) -> Element:
+        scales = to_scales_of(symmetry, a, left, symmetry.act(element, source))
+        return symmetry.compose(scales, symmetry.compose(element, right))
+
+    return target, source, back
 
 
 def working(

@@ -79,7 +79,9 @@ def weight_matching(
 
     solved exactly; where signs are free, with the best signs of each pair, e.g. :math:`|M_{ij}|`. Groups whose
     neighbours have not changed since their last assignment are skipped. Networks are balanced before (inner products
-    are not invariant under scales), and ``b`` is brought from there to the scales of ``a``.
+    are not invariant under scales), and ``b`` is brought from there to the scales of ``a``; units that are nearly dead
+    in ``a`` do not hand theirs over (docs/theory/matching.md, 1.5). If that takes ``b`` farther away than it was, it is
+    matched in its own scales instead: without ``initial`` the match is never farther than ``b``.
 
     - Units change places within their cell; blocks of cells (heads, convolution groups) are permuted as wholes by a
       second move, with the gains of their members' best assignments. A grouped convolution's weight counts for its
@@ -130,14 +132,24 @@ def weight_matching(
     if initial is not None:
         symmetry._own(initial)
     where = torch.device(device) if device is not None else device_of(a)
-    with torch.no_grad():
-        target, source, back = comparable(symmetry, a, b, balance=scales and balance)
+
+    def matched(balance: bool) -> Match:
+        target, source, back = comparable(symmetry, a, b, balance=balance)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
         found = descend(
             descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=initial, progress=progress
         )
         found = replace(found, element=back(found.element))
         return match_of(symmetry, a, b, found, "weights", refine=where if scales and refine else None)
+
+    with torch.no_grad():
+        match = matched(scales and balance)
+        if scales and balance and match.distance_after > match.distance_before:
+            match = matched(False)  # which begins at b, and comes nearer with every step
+        if initial is None and match.distance_after > match.distance_before:  # by rounding
+            stay = replace(match, element=symmetry.identity())
+            match = match_of(symmetry, a, b, stay, "weights", refine=None)
+        return match
 
 
 def match_of(
