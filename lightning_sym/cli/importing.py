@@ -46,11 +46,11 @@ def import_members(args: Sequence[str]) -> None:
     missing = [name for name in ("network", "out") if not class_of(given.get(name))]
     if missing or not files:
         raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}. {USAGE}")
-    network = as_network(_construct(given["network"], lightning_sym.networks))
+    network = as_network(construct(given["network"], lightning_sym.networks))
     prefix = None if given.get("prefix") is None else str(given["prefix"])
     identity, metrics = None, None
     if given.get("data") is not None:
-        data = _construct(given["data"], lightning_sym.datamodules)()
+        data = construct(given["data"], lightning_sym.datamodules)()
         identity = data.identity()
         metrics = [
             _metrics(network, fit_weights(read_weights(file), network, prefix=prefix, source=file), data)
@@ -72,8 +72,16 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return options, files
 
 
-def _construct(node: Any, known: Any) -> functools.partial[Any]:
-    """Return what builds the class that was named, with its arguments."""
+def construct(node: Any, known: Any) -> functools.partial[Any]:
+    """Return what builds a class that the command line names, with its arguments.
+
+    Args:
+        node: The class, or its path (``class_path``) with its arguments.
+        known: The module in which classes are found by their names alone.
+
+    Raises:
+        ValueError: If there is no such class, or it does not take the arguments.
+    """
     path = class_of(node)
     module, _, name = path.rpartition(".")
     try:
@@ -81,11 +89,11 @@ def _construct(node: Any, known: Any) -> functools.partial[Any]:
     except ModuleNotFoundError as error:
         if "is not a package" in str(error):
             raise ValueError(
-                f"{path} is not at the top level of a module, where the zoo could find it again; move it there."
+                f"{path} is not at the top level of a module, where it could be found again; move it there."
             ) from None
         raise ValueError(
             f"There is no module {error.name!r}, which {path} needs; its folder has to be on PYTHONPATH, as in "
-            "PYTHONPATH=. lightning-sym import ..."
+            "PYTHONPATH=. lightning-sym ..."
         ) from None
     found = getattr(room, name, None)
     if not callable(found):

@@ -18,6 +18,7 @@ _COMMANDS = {
     "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
     "predict": "predict the test split",
     "import": "make a zoo of checkpoints of yours: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
+    "symmetry": "what leaves a network's function alone: lightning-sym symmetry torchvision:resnet50",
     "recipes": "list the shipped recipes; with a name, show one",
 }
 
@@ -55,6 +56,8 @@ def _command(args: list[str]) -> int:
         return _recipes(rest)
     if command == "import":
         return _import(rest)
+    if command == "symmetry":
+        return _symmetry(rest)
     try:
         rest = _resolve_configs(rest)
     except ValueError as error:
@@ -145,8 +148,8 @@ def _check_config(name: str) -> None:
         raise ValueError(f"{name} holds no configuration; expected sections such as model, data and trainer.")
 
 
-def _misunderstood(message: str) -> int:
-    print(f"lightning-sym: error: {message}\n{USAGE}", file=sys.stderr)
+def _misunderstood(message: str, usage: str = USAGE) -> int:
+    print(f"lightning-sym: error: {message}\n{usage}", file=sys.stderr)
     return 2
 
 
@@ -157,6 +160,19 @@ def _import(args: list[str]) -> int:
         import_members(args)
 
     return _guarded(start)
+
+
+def _symmetry(args: list[str]) -> int:
+    from lightning_sym.cli import symmetry
+
+    if not args or args[0] in ("-h", "--help"):
+        print(symmetry.HELP)
+        return 0
+    try:
+        asked = symmetry.read_symmetry_options(args)
+    except ValueError as error:
+        return _misunderstood(str(error), symmetry.USAGE)
+    return _guarded(lambda: symmetry.print_symmetry(asked))
 
 
 def _run(args: list[str]) -> int:

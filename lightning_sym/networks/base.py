@@ -148,7 +148,7 @@ class Network(nn.Module, ABC):
         try:
             yield
         except RuntimeError as error:
-            shape = self._image_shape()
+            shape = self.image_shape()
             given = tuple(inputs[0].shape) if inputs and isinstance(inputs[0], Tensor) else None
             if shape is None or given is None or given[1:] == shape:
                 raise
@@ -157,7 +157,7 @@ class Network(nn.Module, ABC):
                 f"take {list(given)}; use data of the kind that it was trained on."
             ) from error
 
-    def _image_shape(self) -> tuple[int, ...] | None:
+    def image_shape(self) -> tuple[int, ...] | None:
         """Return channels, height and width as they were given to the constructor; None if they are not recorded."""
         args, kwargs = self._call
         given = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments

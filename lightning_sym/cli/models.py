@@ -1,0 +1,284 @@
+"""Models of other libraries by their names: built without downloads, and without running code that a file names."""
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import lightning_sym.networks
+from lightning_sym._text import nearest
+from lightning_sym.cli.importing import construct
+from lightning_sym.symmetry import Call, without_weights
+
+# Two samples: an axis of one would broadcast.
+_BATCH = 2
+# What a configuration may say that names code elsewhere, or changes weights into something else than parameters.
+_LEFT_OUT = (
+    *("auto_map", "custom_pipelines", "quantization_config", "use_kernels", "attn_implementation"),
+    *("_attn_implementation", "_attn_implementation_internal", "experts_implementation", "_experts_implementation"),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network, and the library that it is from.
+
+    Attributes:
+        name: As it was given.
+        library: ``torchvision``, ``timm``, ``transformers``, or empty for a class.
+        network: The network, in evaluation mode.
+        shape: Of one input, as the library's own description of the model says; None if it says nothing.
+    """
+
+    name: str
+    library: str
+    network: nn.Module
+    shape: tuple[int, ...] | None = None
+
+
+def build_model(name: str, arguments: Mapping[str, Any] | None = None, *, meta: bool = False) -> Model:
+    """Build a model with random weights.
+
+    Args:
+        name: ``torchvision:NAME``, ``timm:NAME``, ``transformers:CONFIGURATION``, or the path of a class.
+        arguments: What the class or the library's function takes, by name.
+        meta: Whether to build it without memory for its weights.
+
+    Raises:
+        ValueError: If there is no such model, or its library is not installed or refuses the arguments.
+    """
+    library, _, rest = name.partition(":") if ":" in name else ("", "", name)
+    if library not in _BUILDERS:
+        raise ValueError(
+            f"{name} names no library of models; expected torchvision:..., timm:..., transformers:... or the path of "
+            f"a class.{nearest(library, [known for known in _BUILDERS if known], after=':' + rest)}"
+        )
+    with without_weights() if meta else contextlib.nullcontext():
+        network, shape = _BUILDERS[library](rest, dict(arguments or {}))
+    return Model(name, library, network.eval(), shape)
+
+
+def example_of(model: Model, shape: tuple[int, ...] | None = None, tokens: int | None = None) -> Call:
+    """Return an input that a model takes.
+
+    Args:
+        model: The model.
+        shape: Of one sample; by default as the model says.
+        tokens: The input is integers below this number.
+
+    Raises:
+        ValueError: If the model does not say what it takes, and no shape is given.
+    """
+    if model.library == "transformers":
+        return _example_of_transformers(model.network, shape, tokens)
+    shape = shape if shape is not None else model.shape
+    if shape is None:
+        given = getattr(model.network, "example_input_array", None)  # Lightning's
+        if given is not None:
+            return Call.of({}, given) if isinstance(given, Mapping) else Call.of(given)
+        raise ValueError(f"{model.name} does not say what it takes; give the shape of one input, as in --input 3,32,32")
+    return Call((_drawn(shape, tokens),))
+
+
+def _drawn(shape: tuple[int, ...], tokens: int | None = None) -> Tensor:
+    return torch.randn(_BATCH, *shape) if tokens is None else torch.randint(tokens, (_BATCH, *shape))
+
+
+def _library(name: str) -> ModuleType:
+    """Import an optional library; it is told to stay off the network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ValueError(f"{name} is not installed; pip install 'lightning_sym[hf]' brings it") from None
+
+
+@contextlib.contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Turn whatever a library raises while it builds a model into one sentence."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{name} cannot be built ({type(error).__name__}: {reason[:300]})") from error
+
+
+def _of_torchvision(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
+    known = torchvision.models.list_models()
+    if name not in known:
+        raise ValueError(f"torchvision has no model {name!r}.{nearest(name, known)}")
+    takes = inspect.signature(torchvision.models.get_model_builder(name)).parameters
+    random = {key: None for key in ("weights", "weights_backbone") if key in takes}
+    with _refusing(f"torchvision:{name}"):
+        network = torchvision.models.get_model(name, **{**arguments, **random})
+    return network, _shape_of_torchvision(name)
+
+
+def _shape_of_torchvision(name: str) -> tuple[int, ...] | None:
+    """Return the shape of the images or videos for which torchvision trained a model."""
+    weights = list(torchvision.models.get_model_weights(name))
+    if not weights:
+        return None
+    transforms = weights[-1].transforms()
+    size = getattr(transforms, "crop_size", None)
+    if size is None:
+        return (3, 224, 224)
+    frames = (16,) if type(transforms).__name__ == "VideoClassification" else ()
+    return (3, *frames, size[0], size[-1])
+
+
+def _of_timm(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
+    timm = _library("timm")
+    if not timm.is_model(name):
+        hint = nearest(name, timm.list_models())
+        raise ValueError(f"timm has no model {name!r}.{hint or ' timm.list_models() lists them.'}")
+    with _refusing(f"timm:{name}"):
+        network = timm.create_model(name, **{**arguments, "pretrained": False})
+    shape = timm.data.resolve_model_data_config(network).get("input_size")
+    if size := arguments.get("img_size"):
+        shape = (3, size, size) if isinstance(size, int) else (3, *size)
+    return network, None if shape is None else tuple(shape)
+
+
+def _of_class(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
+    if path.endswith(".json") or os.sep in path:
+        raise ValueError(f"{path} is no class; expected transformers:{path} for the configuration of a model.")
+    make = construct({"class_path": path, **arguments}, lightning_sym.networks)
+    with _refusing(path):
+        network = make()
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"{path} makes a {type(network).__name__}; expected a network (a torch.nn.Module).")
+    return network, network.image_shape() if isinstance(network, lightning_sym.networks.Network) else None
+
+
+# transformers.
+
+
+def _of_transformers(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
+    content = {**_read_configuration(Path(path)), **arguments}
+    transformers = _library("transformers")
+    transformers.logging.set_verbosity_error()
+    config, kind = _configuration(transformers, content, path), content.get("architectures")
+    with _refusing(path):
+        if not kind:
+            return transformers.AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32), None
+        found = _class_of_transformers(transformers, kind[0], config, path)
+        return found._from_config(config, dtype=torch.float32), None
+
+
+def _read_configuration(path: Path) -> dict[str, Any]:
+    """Return what a configuration's file says; it may name the folder."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"There is no file {os.path.abspath(file)}; expected the configuration of a model (config.json), or its "
+            "folder. Nothing is downloaded."
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); expected the configuration of a model.") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ValueError(f"{file} names no model_type; expected the configuration of a model of transformers.")
+    return content
+
+
+def _configuration(transformers: ModuleType, content: dict[str, Any], path: str) -> Any:
+    """Return a configuration of one of the library's own classes, without what could reach beyond the library."""
+    name, known = content["model_type"], transformers.CONFIG_MAPPING
+    if name not in known:
+        own = " has code of its own (auto_map), which is never run:" if "auto_map" in content else " is of"
+        raise ValueError(
+            f"{path}{own} model_type {name!r}; expected one that transformers {transformers.__version__} knows."
+            f"{nearest(name, known.keys())}"
+        )
+    with _refusing(path):
+        config = known[name].from_dict(_tame({key: item for key, item in content.items() if key != "architectures"}))
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        if getattr(part, "use_pretrained_backbone", False):
+            part.use_pretrained_backbone = False  # random weights, as everything else
+    return config
+
+
+def _tame(content: Any) -> Any:
+    """Return a configuration without the entries that name code elsewhere."""
+    if isinstance(content, dict):
+        return {key: _tame(item) for key, item in content.items() if key not in _LEFT_OUT}
+    return [_tame(item) for item in content] if isinstance(content, list) else content
+
+
+def _class_of_transformers(transformers: ModuleType, name: Any, config: Any, path: str) -> Any:
+    """Return the model class that a configuration names: one of the library's own, for such a configuration."""
+    found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        hint = nearest(str(name), dir(transformers))
+        raise ValueError(f"{path} names the architecture {name!r}, which transformers does not have.{hint}")
+    expected: Any = getattr(found, "config_class", None)
+    if not isinstance(config, expected or ()):
+        raise ValueError(
+            f"{path} names the architecture {name}, which takes a {getattr(expected, '__name__', 'configuration')}, "
+            f"not the {type(config).__name__} of its model_type."
+        )
+    return found
+
+
+def _example_of_transformers(network: Any, shape: tuple[int, ...] | None, tokens: int | None) -> Call:
+    """Return keyword arguments of a model of transformers, from its configuration."""
+    takes, config, first = inspect.signature(network.forward).parameters, network.config, network.main_input_name
+    keywords: dict[str, Tensor] = {}
+    text = config.get_text_config()
+    limit = min(getattr(text, "max_position_embeddings", None) or 16, 16)
+    own = shape if len(shape or ()) == 1 else None
+    images, sounds = _image_shape(config), _sound_shape(config)
+
+    def ids() -> Tensor:
+        return _drawn(own or (max(limit - limit // 4, 1),), tokens or getattr(text, "vocab_size", None) or 2)
+
+    if "pixel_values" in takes and images is not None and (first == "pixel_values" or "input_ids" in takes):
+        keywords["pixel_values"] = _drawn(images if shape is None or own else shape)
+    if first in ("input_features", "input_values") and sounds is not None:
+        keywords[first] = _drawn(shape or sounds)
+    if first == "input_ids":
+        keywords["input_ids"] = ids()
+    if config.is_encoder_decoder and "decoder_input_ids" in takes:
+        keywords["decoder_input_ids"] = ids()
+    if not keywords:
+        if shape is None:
+            raise ValueError(
+                f"{type(network).__name__} does not say what it takes; give the shape of its {first}, without the "
+                "batch, as --input"
+            )
+        keywords[first] = _drawn(shape, tokens)
+    return Call((), keywords)
+
+
+def _image_shape(config: Any) -> tuple[int, ...] | None:
+    """Return channels, height and width of the images that a configuration is for; None if it is for none."""
+    for part in (config, getattr(config, "vision_config", None)):
+        size = getattr(part, "image_size", None)
+        if size is not None:
+            height, width = (size, size) if isinstance(size, int) else tuple(size)
+            return (getattr(part, "num_channels", 3), height, width)
+    return (getattr(config, "num_channels", 3), 224, 224) if hasattr(config, "num_channels") else None
+
+
+def _sound_shape(config: Any) -> tuple[int, ...] | None:
+    """Return the shape of one sound: features over time, or a waveform."""
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        return (config.num_mel_bins, 2 * config.max_source_positions)
+    return (4000,) if hasattr(config, "conv_stride") else None
+
+
+_BUILDERS = {"torchvision": _of_torchvision, "timm": _of_timm, "transformers": _of_transformers, "": _of_class}

@@ -1,0 +1,176 @@
+"""``lightning-sym symmetry``: the table of a network's symmetries, of any model by its name.
+
+What was asked is read here, without importing torch; :mod:`lightning_sym.cli.models` builds the model.
+"""
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_sym._files import write_atomically
+from lightning_sym._text import nearest
+from lightning_sym.cli.given import merge, read_given
+
+USAGE = (
+    "usage: lightning-sym symmetry NETWORK [--input SHAPE] [--tokens NUMBER] [--output NAME] [--meta] [--out FILE.json]"
+)
+HELP = f"""{USAGE}
+
+Finds the changes of weights that leave a network's function alone, tries random ones, and prints a table.
+
+NETWORK is one of
+  torchvision:resnet50                  a model of torchvision, with random weights
+  timm:vit_tiny_patch16_224             a model of timm
+  transformers:path/to/config.json      a model of transformers, by its configuration (a file, or a folder that has one)
+  mypkg.nets.MyNet                      a class of yours, with --network.width 8 for its arguments
+
+  --input 3,224,224   shape of one input, without the batch (of tokens: 16); default: what the model says of itself
+  --tokens 1000       the input is integers below 1000
+  --output logits     which of several outputs is to stay the same: a name, or a place in a tuple
+  --meta              build the network without memory for its weights; nothing can be tried on it then
+  --out table.json    write the table there, too
+
+Nothing is downloaded, and no code that a file names is run. timm and transformers: pip install 'lightning_sym[hf]'."""
+_OPTIONS = ("network", "input", "tokens", "output", "meta", "out")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        network: The network's name.
+        arguments: Of its class, by name.
+        shape: Of one input, without the batch.
+        tokens: The input is integers below this number; None for floating numbers, or as the model says.
+        output: Which output counts.
+        meta: Whether to build it without weights.
+        out: Where to write the table.
+    """
+
+    network: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] | None = None
+    tokens: int | None = None
+    output: str | int | None = None
+    meta: bool = False
+    out: Path | None = None
+
+
+def read_symmetry_options(args: Sequence[str]) -> Asked:
+    """Return what the arguments ask for.
+
+    Args:
+        args: The arguments after the command; not those that ask for help.
+
+    Raises:
+        ValueError: If an option is not known or has a wrong value, or there is not one network.
+    """
+    options, names = _split(args)
+    given = merge(read_given(options))
+    for name in given:
+        if name not in _OPTIONS:
+            raise ValueError(f"symmetry has no option '{name}'.{nearest(name, _OPTIONS)}")
+    arguments = given.get("network", {})
+    if len(names) != 1:
+        raise ValueError(f"Expected one network, got {', '.join(names) or 'none'}.")
+    if not isinstance(arguments, Mapping):
+        raise ValueError("--network takes the arguments of a class, as in --network.width 8.")
+    meta, tokens, out = given.get("meta") or False, given.get("tokens"), given.get("out")
+    if "meta" in given and given["meta"] not in ("", None, True, False):
+        raise ValueError(f"--meta takes no value, got {given['meta']!r}.")
+    if tokens is not None and not (isinstance(tokens, int) and tokens >= 1):
+        raise ValueError(f"--tokens takes a number of tokens >= 1, got {tokens!r}.")
+    if out is not None and not str(out).endswith(".json"):
+        raise ValueError(f"--out takes a file that ends in .json, got {out}.")
+    return Asked(
+        names[0],
+        arguments,
+        _shape(given["input"]) if "input" in given else None,
+        tokens,
+        given.get("output"),
+        "meta" in given and meta is not False,
+        None if out is None else Path(out),
+    )
+
+
+def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options with their values, and what stands alone."""
+    options: list[str] = []
+    names: list[str] = []
+    waiting = False
+    for arg in args:
+        is_option = arg.startswith("--")
+        if is_option or waiting:
+            # A flag takes no value: what follows stands alone.
+            options.append("--meta=true" if arg == "--meta" else arg)
+        else:
+            names.append(arg)
+        waiting = is_option and "=" not in arg and arg != "--meta"
+    return options, names
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    """Return a shape of one that was written as 3,224,224 (or as a list, or as one number)."""
+    sizes = given if isinstance(given, list) else re.split(r"\s*[,x]\s*", str(given).strip())
+    if not all(re.fullmatch(r"[1-9]\d*", str(size)) for size in sizes):
+        raise ValueError(f"--input takes a shape without the batch, such as 3,224,224, got {given}.")
+    return tuple(int(size) for size in sizes)
+
+
+def print_symmetry(asked: Asked) -> None:
+    """Build the network, trace it, print the table and write it.
+
+    Args:
+        asked: As :func:`read_symmetry_options` returns it.
+
+    Raises:
+        ValueError: If the network cannot be built, traced or run on the input; nothing is written then.
+        OSError: If the table cannot be written.
+    """
+    import torch
+
+    from lightning_sym.cli.models import build_model, example_of
+    from lightning_sym.symmetry import trace_symmetry
+
+    if asked.out is not None and asked.out.is_dir():
+        raise ValueError(f"{asked.out} is a folder; expected a file that ends in .json.")
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is worth knowing is in the notes
+        model = build_model(asked.network, asked.arguments, meta=asked.meta)
+        example = example_of(model, asked.shape, asked.tokens)
+        symmetry = trace_symmetry(model.network, example.positional, output=asked.output, **example.keywords)
+    print(symmetry)
+    if asked.out is not None:
+        inputs = [*example.positional, *example.keywords.values()]
+        content = {
+            "network": asked.network,
+            "arguments": dict(asked.arguments),
+            "inputs": [list(value.shape) for value in inputs if isinstance(value, torch.Tensor)],
+            **_numbers(symmetry),
+        }
+        write_atomically(asked.out, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        print(f"written to {asked.out}", file=sys.stderr)
+
+
+def _numbers(symmetry: Any) -> dict[str, Any]:
+    """Return what the table says, as data."""
+    tested = symmetry.elements_tried > 0
+    return {
+        "dimension": symmetry.dimension,
+        "units": symmetry.units,
+        "signs": symmetry.signs,
+        "log10_permutations": symmetry.log10_permutations,
+        "elements_tried": symmetry.elements_tried,
+        "worst_error": symmetry.worst_error if tested else None,
+        "tolerance": symmetry.tolerance if tested else None,
+        "fingerprint": symmetry.fingerprint,
+        "groups": symmetry.table(),
+        "notes": list(symmetry.notes),
+    }
