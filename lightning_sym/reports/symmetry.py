@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sym._random import seeded
 from lightning_sym.figures import symmetry_curves
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports.cells import finite, over_members
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
@@ -77,12 +78,12 @@ class SymmetryMeter:
                 self._copy = copy.deepcopy(network).cpu()
             except RuntimeError as error:
                 raise ValueError(
-                    f"The symmetry is measured on a copy of the network, and {type(network).__name__} cannot be copied "
-                    f"({error}); keep tensors that have a gradient history out of its attributes."
+                    f"The symmetry is measured on a copy of the network, and {architecture_name(network)} cannot be "
+                    f"copied ({error}); keep tensors that have a gradient history out of its attributes."
                 ) from error
             first = next(self._copy.parameters(), None)
             if first is None:
-                raise ValueError(f"{type(network).__name__} has no parameters whose symmetry could be measured.")
+                raise ValueError(f"{architecture_name(network)} has no parameters whose symmetry could be measured.")
 
             def fitting(value: Any) -> Any:
                 return value.detach().cpu().to(first.dtype if value.is_floating_point() else value.dtype)
