@@ -230,7 +230,7 @@ class BatchNormRecalibration(Callback):
         total = sum(shares)
         if total == 0:
             raise ValueError(
-                f"BatchNormRecalibration needs training images, and {type(data).__name__}.curvature_dataloader() has "
+                f"BatchNormRecalibration needs training data, and {type(data).__name__}.curvature_dataloader() has "
                 "none; give the training split some, or remove the callback."
             )
         count = total if self.images is None else min(self.images, total)
@@ -287,7 +287,7 @@ def _check_task(task: LightningModule) -> None:
     measured = any(isinstance(part, _BatchNorm) and part.running_mean is not None for part in task.modules())
     if measured and type(task).forward is LightningModule.forward:
         raise ValueError(
-            f"BatchNormRecalibration calls {type(task).__name__} with images, and it has no forward method; define "
+            f"BatchNormRecalibration calls {type(task).__name__} with inputs, and it has no forward method; define "
             "forward, or recalibration_targets() to say which networks are measured."
         )
 

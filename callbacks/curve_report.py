@@ -44,8 +44,8 @@ class CurveReport(RunReport):
     pairs), ``curves.csv`` and ``.json`` (the same of each pair), ``points.csv`` and ``.json`` (all places),
     ``planes.csv`` and ``.json``, ``along.png`` and ``planes.png`` (in TensorBoard under ``figures/CurveReport``), and
     each curve as ``curve-<first>-<second>-<kind>.safetensors``, for :func:`lightning_sym.connectivity.load_curve`.
-    Logged are ``barrier/<split>_loss/<path>`` and ``highest/<split>_loss/<path>``. A table is printed, with the places
-    of all files.
+    Logged are ``barrier/<split>_loss/<path>`` and ``details/highest/<split>_loss/<path>``. A table is printed, with the
+    places of all files.
 
     Args:
         points: Number of places of a path, equally spaced, both ends included. >= 2. With fewer than 61 the highest may

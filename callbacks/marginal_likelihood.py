@@ -17,6 +17,7 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.curvature import CurvatureError, Evidence, PrecisionOptimizer, PriorGroups, factors, parameter_groups
 from lightning_sym.curvature.engines import ENGINES
 from lightning_sym.datamodules import InputDataModule
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import picked
 from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, evidence_results, layer_types, member_name
@@ -395,8 +396,8 @@ class MarginalLikelihood(RunReport):
             self.records,
             self._last(),
             self._tested,
-            network=type(prior.network).__name__,
-            architecture=getattr(prior.network, "architecture", type(prior.network).__name__),
+            network=architecture_name(prior.network),
+            architecture=getattr(prior.network, "architecture", architecture_name(prior.network)),
             members=members,
             updated=any(optimizer.state_dict()["adam"]["state"] for optimizer in self._optimizers.values()),
             about={

@@ -124,7 +124,7 @@ class SimilarityMonitor(TrainingMonitor):
             batch = self._indexed(trainer)
         if len(batch) == 0:
             raise ValueError(
-                "SimilarityMonitor compares networks on validation images, and there are none; give the datamodule "
+                "SimilarityMonitor compares networks on validation data, and there are none; give the datamodule "
                 "some (val_fraction), or the trainer a validation dataloader."
             )
         if has_members(pl_module):
@@ -146,7 +146,7 @@ class SimilarityMonitor(TrainingMonitor):
             return ()
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise TypeError(
-                "SimilarityMonitor takes the first images of a datamodule of lightning_sym.datamodules or of a "
+                "SimilarityMonitor takes the first inputs of a datamodule of lightning_sym.datamodules or of a "
                 f"torch DataLoader whose dataset can be indexed, and the validation data are a {type(loader).__name__}."
             )
         dataset: Any = loader.dataset

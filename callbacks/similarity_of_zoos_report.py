@@ -39,5 +39,5 @@ class SimilarityOfZoosReport(RunReport):
             **self.source(data),
         }
         found = {name: found_by(part) for name, part in task.parts.items()}
-        title = f"{counted(len(found), 'zoo')}, {about['images']} {task.split} images"
+        title = f"{counted(len(found), 'zoo')}, {about['images']} {task.split} inputs"
         return similarity_of_zoos_results(found, title=title, about=about)

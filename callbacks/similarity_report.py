@@ -51,7 +51,7 @@ class SimilarityReport(RunReport):
             **self.source(data),
         }
         kinds = [zoo.architecture["class_path"].rpartition(".")[2] for zoo, _ in task.zoos.values()]
-        title = f"{' and '.join(kinds)}, {counted(len(task.pairs), 'pair')}, {task.images} {task.split} images"
+        title = f"{' and '.join(kinds)}, {counted(len(task.pairs), 'pair')}, {task.images} {task.split} inputs"
         return similarity_results(found, title=title, about=about)
 
 

@@ -39,6 +39,8 @@ class SymmetryMonitor(TrainingMonitor):
       (what is left when rescaling is taken out); of the canonical forms, with signs fixed and units sorted. The last is
       zero for two members of one orbit, but jumps where two units change places (docs/theory/intertwiners.md, 5.4).
 
+    ``symmetry/<quantity>`` is the mean over groups; with more than two or three groups, single ones are details.
+
     For a :class:`lightning_sym.tasks.ZooTask` these are means over members; ``details/.../member-0003`` is one member.
     Members whose weights are not finite are left out. All other modules are one network, the attribute ``network``.
 

@@ -121,7 +121,7 @@ class EpochLoader(ABC):
         if theirs != mine:
             raise ValueError(
                 f"Cannot continue within epoch {epoch}: the checkpoint was made with {theirs['images']} "
-                f"training images in global batches of {theirs['global_batch']}, now there are {mine['images']} "
+                f"training inputs in global batches of {theirs['global_batch']}, now there are {mine['images']} "
                 f"in batches of {mine['global_batch']}; use the same data, batch size and number of processes, or a "
                 "checkpoint from the end of an epoch."
             )

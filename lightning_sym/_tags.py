@@ -22,11 +22,12 @@ def is_detail(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def overview(values: Mapping[str, float], means: Mapping[str, float]) -> dict[str, float]:
+def overview(values: Mapping[str, float], means: Mapping[str, float], most: int = MOST_CURVES) -> dict[str, float]:
     """Return values as they are if they fit on a page with their means, otherwise the means, and values as details.
 
     Args:
         values: By name, for example one for each layer.
         means: Fewer, by name, for example over layers; in either case as they are.
+        most: So many fit on the page; a monitor, which stands beside the curves of a task, has half of it.
     """
-    return {**means, **(values if len(values) + len(means) <= MOST_CURVES else details(values))}
+    return {**means, **(values if len(values) + len(means) <= most else details(values))}

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from lightning_sym._checks import check_integers
 from lightning_sym._files import write_atomically
 from lightning_sym._text import ranges
-from lightning_sym.networks import Network, build
+from lightning_sym.networks import Network, architecture_name, build
 from lightning_sym.weights import as_network, fit_weights, flat_weights, read_weights
 
 FORMAT = "lightning_sym.zoo/1"
@@ -189,19 +189,21 @@ class ModelZoo:
         Raises:
             FileNotFoundError: If a file is not there.
             TypeError: If ``network`` is a module that nothing says how to build.
-            ValueError: If weights do not fit the architecture or are not finite, or the zoo holds another one.
+            ValueError: If weights do not fit the architecture or are not finite, are those of another member, or the
+                zoo holds another architecture.
         """
         path, network = Path(path), as_network(network)
         architecture = network.architecture
         if isinstance(weights, str | Path | nn.Module | Mapping) or not len(weights):
             raise ValueError("weights must be a list of files, state dicts or modules, at least one.")
+        sources = [str(one) if isinstance(one, str | Path) else f"weights[{i}]" for i, one in enumerate(weights)]
         states = []
-        for index, found in enumerate(weights):
-            source = str(found) if isinstance(found, str | Path) else f"weights[{index}]"
+        for source, found in zip(sources, weights, strict=True):
             tensors = found.state_dict() if isinstance(found, nn.Module) else found
             tensors = flat_weights(tensors, source) if isinstance(tensors, Mapping) else read_weights(tensors)
             states.append(fit_weights(tensors, network, prefix=prefix, source=source))
             _check_finite(states[-1], source)
+        known: dict[str, str] = {}  # the weights of whom, by their checksum
         start = 0
         if any(path.glob("member-*.safetensors")):
             zoo = cls.open(path, network=network)
@@ -210,6 +212,12 @@ class ModelZoo:
                     f"The zoo at {path} holds {zoo.architecture}, and these are {architecture}; choose another folder."
                 )
             start = max(zoo.numbers) + 1
+            known = {_checksum("", zoo.state(number)): f"member {number} of {path}" for number in zoo.numbers}
+        for source, state in zip(sources, states, strict=True):
+            checksum = _checksum("", {name: value.detach().cpu() for name, value in state.items()})
+            if checksum in known:
+                raise ValueError(f"{source} holds the same weights as {known[checksum]}; leave one of them out.")
+            known[checksum] = source
         for index, state in enumerate(states):
             found = weights[index]
             write_member(
@@ -288,7 +296,7 @@ class ModelZoo:
         except RuntimeError as error:
             detail = " ".join(str(error).split())[:300]
             raise ValueError(
-                f"Member {number} of {self.path} does not fit the network {type(network).__name__}: {detail}"
+                f"Member {number} of {self.path} does not fit the network {architecture_name(network)}: {detail}"
             ) from None
         return network.eval()
 

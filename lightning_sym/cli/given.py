@@ -45,6 +45,21 @@ def read_given(args: Sequence[str]) -> list[Tree]:
     return trees
 
 
+def without_value(args: Sequence[str]) -> str:
+    """Return the sentence for an option that is given no value; empty if all have one.
+
+    Args:
+        args: Options after the command.
+    """
+    for arg, following in pairwise([*args, "--"]):
+        option, given, value = arg.partition("=")
+        if option in ("-h", "--help", "--print_config") or option.endswith(".help") or not option.startswith("-"):
+            continue
+        if not (value if given else not following.startswith("--")):
+            return f"Option '{option.lstrip('-')}' has no value; give one, as in {option} VALUE."
+    return ""
+
+
 def merge(trees: Sequence[Tree]) -> Tree:
     """Return one tree of several; options of a class that a later tree replaces are left out.
 

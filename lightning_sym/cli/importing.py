@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 import lightning_sym.datamodules
 import lightning_sym.networks
 from lightning_sym._text import nearest
 from lightning_sym.cli.given import class_of, merge, read_given
-from lightning_sym.networks import Network
+from lightning_sym.connectivity import curve_losses
+from lightning_sym.networks import Network, architecture_name
+from lightning_sym.reports.cells import counted
+from lightning_sym.tasks import SquaredDistance
 from lightning_sym.weights import as_network, fit_weights, read_weights
 from lightning_sym.zoo import ModelZoo
 
@@ -46,11 +48,11 @@ def import_members(args: Sequence[str]) -> None:
     missing = [name for name in ("network", "out") if not class_of(given.get(name))]
     if missing or not files:
         raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}. {USAGE}")
-    network = as_network(construct(given["network"], lightning_sym.networks))
+    network = as_network(construct(given["network"], lightning_sym.networks, "network"))
     prefix = None if given.get("prefix") is None else str(given["prefix"])
     identity, metrics = None, None
     if given.get("data") is not None:
-        data = construct(given["data"], lightning_sym.datamodules)()
+        data = construct(given["data"], lightning_sym.datamodules, "data")()
         identity = data.identity()
         metrics = [
             _metrics(network, fit_weights(read_weights(file), network, prefix=prefix, source=file), data)
@@ -72,12 +74,13 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return options, files
 
 
-def construct(node: Any, known: Any) -> functools.partial[Any]:
+def construct(node: Any, known: Any, option: str) -> functools.partial[Any]:
     """Return what builds a class that the command line names, with its arguments.
 
     Args:
         node: The class, or its path (``class_path``) with its arguments.
         known: The module in which classes are found by their names alone.
+        option: The option that named it, for errors.
 
     Raises:
         ValueError: If there is no such class, or it does not take the arguments.
@@ -100,40 +103,62 @@ def construct(node: Any, known: Any) -> functools.partial[Any]:
         near = nearest(name, [known for known in dir(room) if not known.startswith("_")])
         raise ValueError(f"There is no class {path!r}.{near}")
     arguments = {key: value for key, value in node.items() if key != "class_path"} if isinstance(node, Mapping) else {}
-    takes = inspect.signature(found).parameters
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):
-        for argument in arguments:
-            if argument not in takes:
-                raise ValueError(f"{name} has no argument {argument!r}.{nearest(argument, takes)}")
+    _check_arguments(found, name, arguments, option)
     return functools.partial(found, **arguments)
 
 
+def _check_arguments(found: Any, name: str, arguments: Mapping[str, Any], option: str) -> None:
+    """Check that a constructor takes what was given for it, by name, and is given all that it needs."""
+    takes = inspect.signature(found).parameters
+    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    for argument in arguments:
+        if argument not in takes and not any_name:
+            raise ValueError(f"{name} has no argument {argument!r}.{nearest(argument, takes)}")
+    for parameter in takes.values():
+        given, star = parameter.name in arguments, parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        needed = parameter.default is inspect.Parameter.empty and not star
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD or not (given or needed):
+            continue
+        if star or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"{name} takes {'*' * star}{parameter.name} by its position only, and options have names; write a "
+                f"function beside it that takes it by name and returns {name}(...), and give that as --{option}."
+            )
+        if not given:
+            raise ValueError(f"{name} needs the argument {parameter.name!r}; give --{option}.{parameter.name}.")
+
+
 def _metrics(network: Network, state: Mapping[str, torch.Tensor], data: Any) -> dict[str, dict[str, float]]:
-    """Return loss and accuracy on the validation and the test images."""
+    """Return loss and accuracy, or for a regression the mean squared distance, on validation and test data."""
     member = network.fresh(0)
     member.load_state_dict(state)
-    member.eval()
+    loss = SquaredDistance() if getattr(data, "regression", False) else None
     results = {}
     for split, loader in (("val", data.val_dataloader()), ("test", data.test_dataloader())):
-        loss, right, count = 0.0, 0, 0
-        with torch.no_grad():
-            for images, labels in loader:
-                scores = member(images).double()
-                loss += float(F.cross_entropy(scores, labels, reduction="sum"))
-                right += int((scores.argmax(-1) == labels).sum())
-                count += len(labels)
-        if count:
-            results[split] = {"loss": loss / count, "accuracy": right / count}
+        if loader == []:
+            continue
+        try:
+            found = curve_losses(member, lambda _: None, [0.0], loader, loss=loss, recalibrate=False)
+        except (RuntimeError, ValueError, IndexError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"{architecture_name(network)} cannot be evaluated on {type(data).__name__} ({reason}); give the data "
+                "that it was trained on, and the arguments that it was built with."
+            ) from error
+        results[split] = {"loss": float(found.loss)}
+        if found.accuracy is not None:
+            results[split]["accuracy"] = float(found.accuracy)
     return results
 
 
 def _report(zoo: ModelZoo, files: Sequence[str]) -> None:
     new = zoo.numbers[-len(files) :]
     for number, file in zip(new, files, strict=True):
-        metrics = zoo.member(number).metrics.get("test")
-        found = f", test accuracy {metrics['accuracy']:.1%}, loss {metrics['loss']:.3f}" if metrics else ""
-        print(f"  member {number}: {Path(file).name}{found}")
+        metrics = zoo.member(number).metrics.get("test", {})
+        said = [f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []
+        said += [f"loss {metrics['loss']:.3f}"] if metrics else []
+        print(f"  member {number}: {Path(file).name}{', test ' if said else ''}{', '.join(said)}")
     package = zoo.architecture["class_path"].split(".")[0]
     allow = "" if package in ("lightning_sym", "torchvision") else f" --model.allow '[{package}]'"
-    print(f"  zoo     {zoo.path}, {len(zoo)} members of {zoo.architecture['class_path']}")
+    print(f"  zoo     {zoo.path}, {counted(len(zoo), 'member')} of {zoo.architecture['class_path']}")
     print(f"  use it  lightning-sym fit --config matching/mnist5k_mlp --model.zoo {zoo.path}{allow} --data DATAMODULE")

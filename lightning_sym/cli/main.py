@@ -4,6 +4,7 @@ Only what a command needs is imported: help and the list of recipes do not wait 
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -62,16 +63,16 @@ def _command(args: list[str]) -> int:
         rest = _resolve_configs(rest)
     except ValueError as error:
         return _misunderstood(str(error))
-    if wrong := _unknown_option(rest):  # before the imports, which take seconds
+    if wrong := _wrong_option(rest):  # before the imports, which take seconds
         return _misunderstood(wrong)
     return _run([command, *rest])
 
 
-def _unknown_option(args: list[str]) -> str:
+def _wrong_option(args: list[str]) -> str:
     from lightning_sym.cli.catalogue import shipped_options
-    from lightning_sym.cli.given import merge, read_given, unknown_option
+    from lightning_sym.cli.given import merge, read_given, unknown_option, without_value
 
-    return unknown_option(merge(read_given(args)), shipped_options)
+    return unknown_option(merge(read_given(args)), shipped_options) or without_value(args)
 
 
 def _help() -> str:
@@ -122,30 +123,30 @@ def _config_file(name: str) -> str:
     from lightning_sym.recipes import recipe_names, recipe_path
 
     if os.path.isfile(name):  # False, not an error, for YAML text that is too long for a name
-        _check_config(name)
-        return name
+        return _checked_config(name)
     if name.removesuffix(".yaml") in recipe_names():
         return str(recipe_path(name))
-    if name.startswith("{") or "\n" in name:
-        return name  # YAML text in place of a file, as jsonargparse allows
+    if name.startswith("{") or re.search(r":\s", name) or name.endswith(":"):
+        return _checked_config(name, "What --config is given")  # YAML text in place of a file, as jsonargparse allows
     if name.startswith((".", os.sep)) or name.count("/") > 1:  # no recipe could be meant
         raise ValueError(f"There is no file {os.path.abspath(name)}.")
     hint = nearest(name, recipe_names()) or " lightning-sym recipes lists the recipes."
     raise ValueError(f"There is no recipe or file {name!r}.{hint}")
 
 
-def _check_config(name: str) -> None:
-    """Check that a file is YAML with sections; the parser's own errors do not name the file."""
+def _checked_config(name: str, what: str = "") -> str:
+    """Check that a file, or text that ``what`` names, is YAML with sections; the parser's own errors name neither."""
     import yaml
 
     try:
-        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        content = yaml.safe_load(name if what else Path(name).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not a text file; --config takes YAML, or the name of a recipe.") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+        raise ValueError(f"{what or name} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{name} holds no configuration; expected sections such as model, data and trainer.")
+        raise ValueError(f"{what or name} holds no configuration; expected sections such as model, data and trainer.")
+    return name
 
 
 def _misunderstood(message: str, usage: str = USAGE) -> int:

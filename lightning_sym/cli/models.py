@@ -155,7 +155,7 @@ def _of_timm(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int
 def _of_class(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
     if path.endswith(".json") or os.sep in path:
         raise ValueError(f"{path} is no class; expected transformers:{path} for the configuration of a model.")
-    make = construct({"class_path": path, **arguments}, lightning_sym.networks)
+    make = construct({"class_path": path, **arguments}, lightning_sym.networks, "model")
     with _refusing(path):
         network = make()
     if not isinstance(network, nn.Module):

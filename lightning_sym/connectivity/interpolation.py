@@ -453,7 +453,7 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
     def run() -> None:
         for batch in data:
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
-                raise ValueError(f"data must give pairs (images, labels), got a {type(batch).__name__}.")
+                raise ValueError(f"data must give pairs (inputs, targets), got a {type(batch).__name__}.")
             images, labels = (moved(tensor, device) for tensor in batch)
             size = len(images)
             if size == 0:

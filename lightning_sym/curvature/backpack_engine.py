@@ -30,6 +30,7 @@ from lightning_sym.curvature.passes import (
 from lightning_sym.curvature.proof import Pass, check_rows
 from lightning_sym.curvature.rules import FFC, Rule, curved_parameters, find_rule
 from lightning_sym.layers import ResidualPathways
+from lightning_sym.networks import architecture_name
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -352,8 +353,8 @@ class BackpackEngine(Engine):
         same = torch.isclose(outputs, expected, rtol=tolerance, atol=0, equal_nan=True)
         if not (same | ((outputs - expected).abs() <= tolerance * scale)).all():
             raise ValueError(
-                f"The outputs of the network ({type(self.network).__name__}) are not those of its layers, for example "
-                "as a hook changes them, which BackPACK cannot handle; use engine: autograd."
+                f"The outputs of the network ({architecture_name(self.network)}) are not those of its layers, for "
+                "example as a hook changes them, which BackPACK cannot handle; use engine: autograd."
             )
 
     def add(self, outputs: Tensor, square_root: Tensor) -> None:

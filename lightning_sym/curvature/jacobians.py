@@ -79,7 +79,7 @@ def jacobian_rank(
     if needed > max_bytes:
         note = (
             f"no rank: the Jacobian of {equations} outputs by {parameters} parameters needs {needed / 2**30:.2g} GiB, "
-            f"more than {max_bytes / 2**30:.2g}; take fewer images, or raise max_bytes"
+            f"more than {max_bytes / 2**30:.2g}; take fewer inputs, or raise max_bytes"
         )
         return JacobianRank(parameters, equations, None, note)
     with torch.enable_grad():
@@ -98,7 +98,7 @@ def jacobian_rank(
         parameters,
         equations,
         rank,
-        "the rank is as large as it can be with so few images, and grows with more"
+        "the rank is as large as it can be with so few inputs, and grows with more"
         if rank == equations < parameters
         else "",
         above=float(relative[rank - 1]) if rank else 0.0,

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_sym.networks import architecture_name
 from lightning_sym.networks.activations import is_activation
 from lightning_sym.networks.cuts import crossing_nodes, lower_half, trace, upper_half
 
@@ -79,7 +80,7 @@ def find_first_layer(network: nn.Module) -> FirstLayer:
         ValueError: If the network cannot be traced, or its first layer is not linear or convolutional, is used twice,
             or is not the only thing that reads the input.
     """
-    kind = type(network).__name__
+    kind = architecture_name(network)
     if len(list(network.named_parameters(remove_duplicate=False))) != len(list(network.parameters())):
         raise ValueError(f"{kind} has parameters with several names.")
     graph = trace(network, (*getattr(network, "leaf_modules", ()), MaxPool), strict=False).graph

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_numbers
+from lightning_sym.networks import architecture_name
 
 
 def weight_vector(network: nn.Module) -> Tensor:
@@ -43,7 +44,7 @@ def weight_tensors(network: nn.Module, vectors: Tensor) -> dict[str, Tensor]:
     if vectors.ndim == 0 or vectors.shape[-1] != size:
         raise ValueError(
             f"vectors must have shape [..., {size}], one entry for each trainable parameter of the "
-            f"{type(network).__name__}, got {list(vectors.shape)}."
+            f"{architecture_name(network)}, got {list(vectors.shape)}."
         )
     return as_tensors(vectors, shapes)
 
@@ -62,7 +63,7 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     """
     found = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not found:
-        raise ValueError(f"{type(network).__name__} has no trainable parameters, so that it has no weight vector.")
+        raise ValueError(f"{architecture_name(network)} has no trainable parameters, so that it has no weight vector.")
     for name, parameter in found.items():
         if parameter.is_complex():
             raise ValueError(f"Parameter {name!r} is complex, and weight vectors are real; freeze it.")

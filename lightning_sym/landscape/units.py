@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import Batches, device_of, moved, on_device_of, summed, together, wide
 from lightning_sym._text import unknown
+from lightning_sym.networks import architecture_name
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.networks.narrowing import Axis, narrowed
 from lightning_sym.symmetry import Symmetry, trace_symmetry
@@ -336,7 +337,7 @@ def removable_units(network: nn.Module, example: Any, *, symmetry: Symmetry | No
     if not units.sizes:
         reasons = "; ".join(f"those of {name}: {reason}" for name, reason in list(units.refused.items())[:3])
         raise ValueError(
-            f"{type(network).__name__} has no units that can be removed one by one ({reasons or 'it has no units'}); "
-            "expected hidden units of linear layers or channels of convolutions."
+            f"{architecture_name(network)} has no units that can be removed one by one ({reasons or 'it has no units'})"
+            "; expected hidden units of linear layers or channels of convolutions."
         )
     return units

@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_sym._tags import details
 
 Row = Mapping[str, Any]
+# What fits on a terminal that nobody has made wider; how long words may be there, the longest that fit.
+_WIDTH = 80
+_LENGTHS = range(_WIDTH, 15, -4)
 
 
 def text_table(
@@ -21,7 +26,9 @@ def text_table(
     names: int = 1,
     compact: bool = False,
 ) -> Table:
-    """Return a table for the terminal, the first columns aligned left and the others right.
+    """Return a table for the terminal, the first columns aligned left and the others right, 80 characters at most.
+
+    Of a table that is wider, long words are cut in the middle, and then the last columns stand below the others.
 
     Args:
         title: Above it.
@@ -31,15 +38,59 @@ def text_table(
         names: How many columns are aligned left.
         compact: Whether to draw no frame, for many columns.
     """
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < names else "right", no_wrap=column in whole)
-    for cells in rows:
-        if cells is None:
-            table.add_section()
-        else:
-            table.add_row(*cells)
-    return table
+    lines = [None if cells is None else list(cells) for cells in rows]
+
+    def table(most: int, shown: Sequence[int]) -> Table:
+        made = Table(box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact, title_justify="left")
+        for index in shown:
+            justify: Literal["left", "right"] = "left" if index < names else "right"
+            made.add_column(_cut(columns[index], most), justify=justify, no_wrap=columns[index] in whole)
+        for cells in lines:
+            if cells is None:
+                made.add_section()
+            else:
+                made.add_row(*(_cut(cells[index], most) for index in shown if index < len(cells)))
+        return made
+
+    everything = range(len(columns))
+    found = next((one for most in _LENGTHS if _width(one := table(most, everything)) <= _WIDTH), None)
+    if found is None:
+        found = Table.grid()
+        for shown in _blocks(everything, names, lambda shown: _width(table(_LENGTHS[-1], shown)) <= _WIDTH):
+            found.add_row(table(_LENGTHS[-1], shown))
+    found.title, found.title_justify = title, "left"
+    return found
+
+
+def _width(table: Table) -> int:
+    console = Console(width=10_000)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def _blocks(columns: Sequence[int], names: int, fits: Callable[[list[int]], bool]) -> list[list[int]]:
+    """Return the columns of tables that stand below one another; each begins with the names."""
+    blocks = [list(columns[:names])]
+    for column in columns[names:]:
+        if len(blocks[-1]) > names and not fits([*blocks[-1], column]):
+            blocks.append(list(columns[:names]))
+        blocks[-1].append(column)
+    return blocks
+
+
+def _cut(cell: str, most: int) -> str:
+    """Return a cell whose lines have at most so many characters; numbers, and cells with markup, stay whole."""
+    return cell if "[" in cell else "\n".join(cut_middle(line, most) for line in cell.split("\n"))
+
+
+def cut_middle(text: str, most: int) -> str:
+    """Return a text of at most so many characters: of a longer one the middle is left out.
+
+    Example:
+        >>> cut_middle("module.layer1.0.functional-relu", 16)
+        'module.…nal-relu'
+    """
+    end = most // 2
+    return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
 
 
 def spread_cell(

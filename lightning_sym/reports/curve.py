@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
+from lightning_sym._tags import details
 from lightning_sym.connectivity import Barrier, Curve, CurveSummary
 from lightning_sym.figures import CurvePlane, Lines, curve_planes, interpolation_curves
 from lightning_sym.landscape import WeightPlane
@@ -24,12 +25,12 @@ UNITS = {
     "path": f"the straight line ({LINE!r}), that after matching ({MATCHED!r}), or the kind of curve",
     "t": "place on the path, 0 (first network) to 1 (second network)",
     "loss": "mean cross-entropy, nats; or the mean of the task's own loss",
-    "accuracy": "fraction of images, 0 to 1",
+    "accuracy": "fraction of inputs, 0 to 1",
     "..._start, ..._end": "at t = 0 and t = 1",
     "..._lowest, ..._highest, ..._mean": "over all places, equally spaced in t",
     "..._integral": "mean over the length of the path",
     "loss_barrier": "largest loss on the path above the straight line between the losses of its ends, nats",
-    "accuracy_barrier": "fraction of images, 0 to 1: as loss_barrier, positive where the path is worse",
+    "accuracy_barrier": "fraction of inputs, 0 to 1: as loss_barrier, positive where the path is worse",
     "length": "length of the path, in units of weights",
     "distance": "Euclidean distance between the weights of both ends",
     "x, y": "place in the plane through both ends and the bend: along the straight line, and across",
@@ -96,11 +97,11 @@ def curve_results(
     rows = path_rows(paths)
     classified = all(row["accuracy_lowest"] is not None for row in rows)
     summary = curve_summary(rows)
-    numbers = {
-        f"{name}/{row['split']}_loss/{row['path']}": row[f"loss_{name}"]
-        for row in summary
+    barriers, highest = (
+        {f"{name}/{row['split']}_loss/{row['path']}": row[f"loss_{name}"] for row in summary}
         for name in ("barrier", "highest")
-    }
+    )
+    numbers = {**barriers, **details(highest)}
     curved = [f"barrier/train_loss/{row['path']}" for row in summary
               if row["split"] == "train" and row["path"] not in (LINE, MATCHED)]  # fmt: skip
     what = "ways between networks of a zoo: "
@@ -202,7 +203,7 @@ def _figures(paths: Paths, planes: Sequence[MeasuredPlane], title: str, loss: st
     first = next(iter(next(iter(paths.values())).values()))
     columns = [
         Lines(
-            f"{split} images",
+            f"{split} data",
             _stacked({name: [path.along[split].loss for path in own.values()] for name, own in paths.items()}),
             _stacked({name: [path.along[split].accuracy for path in own.values()] for name, own in paths.items()}),
         )

@@ -100,7 +100,9 @@ def short_refusal(values: Row) -> str:
     if ": " in refusal:
         which = "distance_ratio" if ": the distance" in refusal else "ratio" if ": the loss" in refusal else ""
         ratio = values.get(which)
-        return str(refusal.partition(":")[0]) + ("" if ratio is None else f" {ratio:.2f}")
+        return str(refusal.partition(":")[0]) + (
+            "" if ratio is None else f" {ratio:.2f}" if ratio < 1000 else f" {ratio:.0e}"
+        )
     return "not finite" if "not finite" in refusal else "no minimum"
 
 

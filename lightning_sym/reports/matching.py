@@ -23,10 +23,10 @@ MERGED = "merged"  # folder of the zoo of means
 UNITS = {
     "loss_barrier": "nats: largest loss on the line above the straight line between the losses of its ends",
     "loss_barrier_mean": "nats: largest loss on the line above the mean of the losses of its ends",
-    "accuracy_barrier": "fraction of images, 0 to 1: as loss_barrier, positive where the line is worse",
-    "accuracy_barrier_mean": "fraction of images, 0 to 1: as loss_barrier_mean, positive where the line is worse",
+    "accuracy_barrier": "fraction of inputs, 0 to 1: as loss_barrier, positive where the line is worse",
+    "accuracy_barrier_mean": "fraction of inputs, 0 to 1: as loss_barrier_mean, positive where the line is worse",
     "loss": "mean cross-entropy, nats",
-    "accuracy": "fraction of images, 0 to 1",
+    "accuracy": "fraction of inputs, 0 to 1",
     "distance": "Euclidean distance between the parameters of both networks",
     "t": "place on the line, 0 (first network) to 1 (second network)",
     "batch_norm": f"running statistics on the line: interpolated ({AS_IS!r}), measured anew at every point "
@@ -283,7 +283,7 @@ def _line(row: Row) -> Line:
 def _lines(curves: Curves, kind: str, split: str) -> Lines:
     found = {line.method: list(c.values()) for line, c in curves.items() if line[1:] == (kind, split)}
     return Lines(
-        f"{split} images{_SUFFIXES[kind].replace(', ', chr(10))}",
+        f"{split} data{_SUFFIXES[kind].replace(', ', chr(10))}",
         {method: torch.stack([curve.loss for curve in each]).numpy() for method, each in found.items()},
         {
             method: torch.stack(rows).numpy()

@@ -13,9 +13,9 @@ from lightning_sym.reports.table import ResultTable, RunResults
 
 _SAMPLES = 2000
 UNITS = {
-    "penalty": "accuracy of the member less that of the rotated network after training, on the same images; fraction "
-    "of images, positive is worse. That on val is too low by what the choice of the epoch gains, as test is not",
-    "accuracy": "fraction of images, 0 to 1",
+    "penalty": "accuracy of the member less that of the rotated network after training, on the same data; fraction "
+    "of inputs, positive is worse. That on val is too low by what the choice of the epoch gains, as test is not",
+    "accuracy": "fraction of inputs, 0 to 1",
     "loss": "mean cross-entropy, nats",
     "epoch": "epoch whose weights were kept, counted from 0: that with the best validation accuracy; none if untrained",
     "std": "standard deviation over the repeats of a member, sample form; of several members the root mean square",
@@ -155,7 +155,7 @@ def mean_interval(values: Sequence[Sequence[float]]) -> tuple[float | None, floa
 
 
 def _legend(summary: Sequence[Row]) -> str:
-    text = "mean on test images"
+    text = "mean on test data"
     if any(row["std"] is not None for row in summary):
         text += " ± standard deviation over repeats"
     over = sorted({row["interval_over"] for row in summary} - {""})

@@ -17,7 +17,7 @@ from lightning_sym._random import seeded
 from lightning_sym._tags import details
 from lightning_sym._text import unknown
 from lightning_sym.figures import similarity_curves
-from lightning_sym.networks import Network
+from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.cells import finite
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
@@ -191,12 +191,12 @@ def _private_copy(network: nn.Module) -> nn.Module:
         private = copy.deepcopy(network)
     except RuntimeError as error:
         raise ValueError(
-            f"Similarity is measured on a copy of the network, and {type(network).__name__} cannot be copied "
+            f"Similarity is measured on a copy of the network, and {architecture_name(network)} cannot be copied "
             f"({error}); keep tensors that have a gradient history out of its attributes."
         ) from error
     dtypes = {parameter.dtype for parameter in private.parameters()}
     if not dtypes:
-        raise ValueError(f"{type(network).__name__} has no parameters; nothing would change while it is trained.")
+        raise ValueError(f"{architecture_name(network)} has no parameters; nothing would change while it is trained.")
     return private.to(torch.float64 if torch.float64 in dtypes else torch.float32).eval().requires_grad_(False)
 
 
@@ -216,7 +216,7 @@ def with_weights(network: nn.Module, state: State, source: str) -> nn.Module:
         private.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(
-            f"The weights in {source} do not fit {type(network).__name__}: {' '.join(str(error).split())}"
+            f"The weights in {source} do not fit {architecture_name(network)}: {' '.join(str(error).split())}"
         ) from error
     return private
 
@@ -249,7 +249,7 @@ def _sites(network: nn.Module, sites: Sequence[str] | str) -> list[str]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"Name the sites to be compared, as they could not be found: {error}") from error
     if not found:
-        raise ValueError(f"{type(network).__name__} has no activation modules; name the sites to be compared.")
+        raise ValueError(f"{architecture_name(network)} has no activation modules; name the sites to be compared.")
     return found
 
 

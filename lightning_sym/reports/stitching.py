@@ -23,8 +23,8 @@ from lightning_sym.reports.table import ResultTable, RunResults
 
 AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
 UNITS = {
-    "penalty": "mean accuracy of both members less that of the stitched network; fraction of images, positive is worse",
-    "accuracy": "fraction of images, 0 to 1",
+    "penalty": "mean accuracy of both members less that of the stitched network; fraction of inputs, positive is worse",
+    "accuracy": "fraction of inputs, 0 to 1",
     "loss": "mean cross-entropy, nats",
     "dimension": "degrees of freedom of the map, over all ports",
     "sparsity": "fraction of entries of the map that are at most 1e-3, over all ports",
@@ -232,7 +232,7 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
                 lines.append([name, *map(in_points, values), worst])
         lines.append(None)
     columns = ["map", *(places if few else ("mean over sites", "least", "most", "at"))]
-    return text_table(f"Stitching penalties on test images: {title}", columns, lines, whole=["map"])
+    return text_table(f"Stitching penalties on test data: {title}", columns, lines, whole=["map"])
 
 
 def _cell(penalty: float, std: float) -> str:

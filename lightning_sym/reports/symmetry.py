@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_sym._random import seeded
+from lightning_sym._tags import MOST_CURVES, overview
 from lightning_sym.figures import symmetry_curves
+from lightning_sym.networks import architecture_name
 from lightning_sym.reports.cells import finite, over_members
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
@@ -77,12 +79,12 @@ class SymmetryMeter:
                 self._copy = copy.deepcopy(network).cpu()
             except RuntimeError as error:
                 raise ValueError(
-                    f"The symmetry is measured on a copy of the network, and {type(network).__name__} cannot be copied "
-                    f"({error}); keep tensors that have a gradient history out of its attributes."
+                    f"The symmetry is measured on a copy of the network, and {architecture_name(network)} cannot be "
+                    f"copied ({error}); keep tensors that have a gradient history out of its attributes."
                 ) from error
             first = next(self._copy.parameters(), None)
             if first is None:
-                raise ValueError(f"{type(network).__name__} has no parameters whose symmetry could be measured.")
+                raise ValueError(f"{architecture_name(network)} has no parameters whose symmetry could be measured.")
 
             def fitting(value: Any) -> Any:
                 return value.detach().cpu().to(first.dtype if value.is_floating_point() else value.dtype)
@@ -188,7 +190,9 @@ def _quantities(kind: GroupKind, found: Balance | None, start: Mapping[str, Any]
 
 
 def monitor_scalars(point: Point, prefix: str = "symmetry", *, named: bool = False) -> Numbers:
-    """Return what is logged for a point, without what is not finite: means over members.
+    """Return what is logged for a point, without what is not finite: means over members, and over axis groups.
+
+    Those of single groups are details if there are more than a monitor has room for.
 
     Args:
         point: ``members``, by number: their ``groups`` and ``distance`` as :meth:`SymmetryMeter.values` gives them.
@@ -196,13 +200,22 @@ def monitor_scalars(point: Point, prefix: str = "symmetry", *, named: bool = Fal
         named: Whether each member has a tag of its own, too.
     """
     found: dict[str, dict[int, float]] = {}
+    quantity_of: dict[str, str] = {}  # of the tags of single groups
     for number, values in point["members"].items():
-        own = {f"distance/{gauge}": value for gauge, value in values["distance"].items()}
+        own = {f"{prefix}/distance/{gauge}": value for gauge, value in values["distance"].items()}
         for group, quantities in values["groups"].items():
-            own |= {f"{quantity}/{_tag(group)}": value for quantity, value in quantities.items()}
+            for quantity, value in quantities.items():
+                own[tag := f"{prefix}/{quantity}/{_tag(group)}"] = value
+                quantity_of[tag] = f"{prefix}/{quantity}"
         for tag, value in own.items():
-            found.setdefault(f"{prefix}/{tag}", {})[number] = value
-    return over_members(found, named=named)
+            found.setdefault(tag, {})[number] = value
+    scalars = over_members(found, named=named)
+    groups = {tag: scalars.pop(tag) for tag in quantity_of if tag in scalars}
+    of_all: dict[str, list[float]] = {}
+    for tag, value in groups.items():
+        of_all.setdefault(quantity_of[tag], []).append(value)
+    means = {quantity: math.fsum(values) / len(values) for quantity, values in of_all.items()}
+    return {**scalars, **overview(groups, means, MOST_CURVES // 2)}
 
 
 def monitor_results(

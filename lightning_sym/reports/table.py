@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from lightning_sym._files import write_atomically
@@ -110,7 +111,8 @@ class RunResults:
         elif self.tables:
             self.tables[0].show(console)
         for note in self.notes:
-            console.print(f"  {note}", highlight=False, soft_wrap=True)
+            indent = 2 + len(note) - len(note.lstrip())  # also of the lines that follow
+            console.print(Padding(note.lstrip(), (0, 0, 0, indent), expand=False), highlight=False)
         places = {what: folder / place if isinstance(place, str) else place for what, place in self.places.items()}
         for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
             console.print(f"  {what:8}{place}", highlight=False, soft_wrap=True)

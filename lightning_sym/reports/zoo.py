@@ -12,7 +12,7 @@ from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.zoo import statistics
 
 UNITS = {
-    "accuracy": "fraction of images, 0 to 1",
+    "accuracy": "fraction of inputs, 0 to 1",
     "loss": "mean cross-entropy, nats",
     "epoch_kept": "epochs trained when the weights were taken",
 }

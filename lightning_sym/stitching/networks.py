@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym._random import seeded
-from lightning_sym.networks import Network
+from lightning_sym.networks import Network, architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.stitching.maps.base import Port, StitchingMap
 from lightning_sym.stitching.maps.families import stitching_map
@@ -110,8 +110,8 @@ class CutNetwork:
             for site in self.sites:
                 if not torch.allclose(self._cuts.uppers[site](values[site]), expected, rtol=0, atol=0, equal_nan=True):
                     raise ValueError(
-                        f"{type(network).__name__} cut at {site!r} does not compute what it does in one piece; look "
-                        "for operations that change a tensor in place, or draw random numbers in evaluation mode."
+                        f"{architecture_name(network)} cut at {site!r} does not compute what it does in one piece; "
+                        "look for operations that change a tensor in place, or draw random numbers in evaluation mode."
                     )
         self._shapes = {site: tuple(map(_shape, found)) for site, found in values.items()}
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_sym.networks import Network
+from lightning_sym.networks import Network, architecture_name
 from lightning_sym.zoo import ModelZoo
 
 Teacher: TypeAlias = int | str | list[float]
@@ -113,7 +113,7 @@ def _fill(network: Network, weights: Sequence[float]) -> None:
     count = sum(parameter.numel() for parameter in parameters)
     if len(weights) != count:
         raise ValueError(
-            f"teacher has {len(weights)} weights, and {type(network).__name__} has {count} parameters "
+            f"teacher has {len(weights)} weights, and {architecture_name(network)} has {count} parameters "
             f"({', '.join(name for name, _ in network.named_parameters())}); give as many, in this order."
         )
     sizes = [parameter.numel() for parameter in parameters]
@@ -145,6 +145,6 @@ def _load(network: Network, file: Path) -> None:
     except RuntimeError as error:
         first = str(error).splitlines()[1:2] or [str(error)]
         raise ValueError(
-            f"The weights of {file} do not fit {type(network).__name__}: {first[0].strip()} Give the network that they "
-            "are of."
+            f"The weights of {file} do not fit {architecture_name(network)}: {first[0].strip()} Give the network that "
+            "they are of."
         ) from error

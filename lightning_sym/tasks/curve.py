@@ -245,7 +245,7 @@ class CurveTask(ZooUserTask):
         data = getattr(self._trainer, "datamodule", None)
         if not hasattr(data, "curvature_dataloader"):
             raise ValueError(
-                f"CurveTask {what} on training images, and the data have no curvature_dataloader; use a datamodule of "
+                f"CurveTask {what} on training data, and these have no curvature_dataloader; use a datamodule of "
                 "lightning_sym.datamodules."
             )
         batches: Iterable[Any] = data.curvature_dataloader()  # type: ignore[union-attr]

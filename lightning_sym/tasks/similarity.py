@@ -184,7 +184,7 @@ class SimilarityTask(LightningModule):
         data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         if not callable(getattr(data, "split_tensors", None)):
             raise TypeError(
-                "SimilarityTask needs an image datamodule of lightning_sym.datamodules, whose images come as they are, "
+                "SimilarityTask needs a datamodule of lightning_sym.datamodules, whose inputs come as they are, "
                 f"each once; got {type(data).__name__}."
             )
         if not self._networks:

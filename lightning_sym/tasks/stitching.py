@@ -333,7 +333,7 @@ class StitchingTask(BranchTask):
         data = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "curvature_dataloader"):
             raise ValueError(
-                f"{self.stitches[wanted[0]].family} is fitted to features of the training images and needs a "
+                f"{self.stitches[wanted[0]].family} is fitted to features of the training data and needs a "
                 f"datamodule of lightning_sym.datamodules, got {type(data).__name__}."
             )
         # One set of moments for all families of a pair and place.

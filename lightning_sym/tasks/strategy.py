@@ -92,7 +92,7 @@ def most_validation_batches(task: LightningModule) -> int:
     fewest, most = (int(strategy.reduce(batches.clone(), reduce_op=how)) for how in ("min", "max"))
     if fewest < most and fewest == 0:
         raise ValueError(
-            "There are fewer validation images than processes; raise val_fraction, or start fewer processes."
+            "There are fewer validation samples than processes; raise val_fraction, or start fewer processes."
         )
     return most
 

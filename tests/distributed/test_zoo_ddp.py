@@ -87,7 +87,7 @@ def scenarios(run):
     message = "1 member(s) cannot be placed on 2 processes with strategy ddp_members; raise members"
     fit("too few members", task={"members": 1}, fails=message, **by_members)
     # The process without images would not validate, and the other would wait for it.
-    message = "There are fewer validation images than processes; raise val_fraction"
+    message = "There are fewer validation samples than processes; raise val_fraction"
     fit("one image", data=digits(max_samples=None, val_fraction=0.0007), fails=message, **by_data)
     message = "and this run trains lightning_sym.networks.MyrtleCNN"
     fit("other architecture", network=myrtle(), folder="data 2", fails=message, **by_data)

@@ -35,6 +35,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.loggers import TensorBoardLogger
 
 import lightning_sym
+from lightning_sym._tags import MOST_CURVES, is_detail
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
     CalibrationReport,
@@ -151,7 +152,10 @@ def run(
         callbacks = [Interrupt(place), watch, *make_callbacks(path), saving]
         loggers = [MetricsCSV(path), TensorBoardLogger(path, "", "")]
         options = {"max_epochs": 2, "accelerator": accelerator, "devices": 1, "logger": loggers, **settings}
-        trainer = fit(task, data, *callbacks, folder=path, ckpt_path=resumed, **options)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            trainer = fit(task, data, *callbacks, folder=path, ckpt_path=resumed, **options)
+        assert_at_a_glance(said.getvalue(), path / "metrics.csv")
         if resumed is None and tests:
             trainer.test(task, data, verbose=False)
         ours = {site: count for site, count in watch.waits.items() if site.startswith(PACKAGES)}
@@ -169,6 +173,20 @@ def run(
         for key in whole.keys() - {"loops", "callbacks"}:  # which hold folders, and counts of restarts
             assert_same(whole[key], second[key], key)
     return task
+
+
+# What the summary of a run says about files may be as long as their names are.
+FILES = re.compile(r"  \w{1,7} +\S*/|  watch ")
+
+
+def assert_at_a_glance(said, metrics):
+    """Check that what a fit prints fits on 80 columns, with all numbers, and what it logs on a page of TensorBoard."""
+    wide = [line for line in said.splitlines() if len(line.rstrip()) > 80 and not FILES.match(line)]
+    assert not wide, wide
+    assert not re.search(r"\d…", said), said
+    tags = metrics.read_text().partition("\n")[0].split(",") if metrics.exists() else []
+    above = [tag for tag in tags if not is_detail(tag) and tag not in ("step", "epoch")]
+    assert len(above) < MOST_CURVES, above
 
 
 # ---- what runs are made of

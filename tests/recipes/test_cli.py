@@ -195,6 +195,12 @@ def test_a_file_of_ones_own_goes_before_a_recipe_of_that_name():
     assert "DigitsDataModule" in call("fit", "--config", "zoo/mnist5k", "--print_config").out
 
 
+@pytest.mark.parametrize("text", ["model: {members: 2}", "{model: {members: 2}}", "model:\n  members: 2\n"])
+def test_what_a_file_says_may_stand_on_the_command_line(text, built):
+    succeed("fit", "--config=zoo/digits_mlp", "--config", text)
+    assert built.model.members == 2
+
+
 def test_another_optimizer_takes_nothing_from_the_one_of_the_recipe(built):
     parameter = torch.nn.Parameter(torch.zeros(1))
     recipe = yaml.safe_load(recipe_path("zoo/mnist5k").read_text())["model"]["init_args"]["optimizer"]

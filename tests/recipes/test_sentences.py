@@ -40,7 +40,17 @@ There is no recipe or file 'mine'. lightning-sym recipes lists the recipes.
 $ fit --config runs/mine/config.yaml
 There is no file .../runs/mine/config.yaml.
 $ fit --config
-...--config: expected one argument
+Option 'config' has no value; give one, as in --config VALUE.
+$ fit --config zoo/digits_mlp --config 'model: {membrs: 3}'
+ZooTask has no option 'model.membrs'. Did you mean 'model.members'?
+$ fit --config 'model: {'
+What --config is given is not valid YAML: ...
+$ fit SMALL --model.members
+Option 'model.members' has no value; give one, as in --model.members VALUE.
+$ fit SMALL --trainer.callbacks+ --trainer.max_epochs 3
+Option 'trainer.callbacks+' has no value; give one, as in --trainer.callbacks+ VALUE.
+$ fit SMALL --model.network.widths=
+Option 'model.network.widths' has no value; give one, as in --model.network.widths VALUE.
 $ fit --config words.yaml
 words.yaml holds no configuration; expected sections such as model, data and trainer.
 $ fit --config broken.yaml

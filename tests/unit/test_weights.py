@@ -13,6 +13,7 @@ from helpers import assert_refused
 from safetensors.torch import save_file
 from torch import nn
 
+from lightning_sym.datamodules import DiabetesDataModule
 from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.weights import fit_weights, read_weights
 from lightning_sym.zoo import ModelZoo
@@ -30,13 +31,36 @@ class Plain(nn.Module):
         return self.output(self.activation(self.norm(self.hidden(x.flatten(1)))))
 
 
+class Line(nn.Linear):
+    """A regressor."""
+
+    def __init__(self):
+        super().__init__(10, 1)
+
+
+class Needy(Plain):
+    def __init__(self, width):
+        super().__init__(width)
+
+
+class Placed(Plain):
+    def __init__(self, width, /):
+        super().__init__(width)
+
+
+class Starred(Plain):
+    def __init__(self, *widths):
+        super().__init__(*widths)
+
+
 @pytest.fixture(autouse=True)
 def module(monkeypatch, tmp_path):
     """A module of one's own, which can be imported by name."""
     found = types.ModuleType("my_networks")
-    found.Plain = Plain
     monkeypatch.setitem(sys.modules, "my_networks", found)
-    monkeypatch.setattr(Plain, "__module__", "my_networks")
+    for kind in (Plain, Line, Needy, Placed, Starred):
+        setattr(found, kind.__name__, kind)
+        monkeypatch.setattr(kind, "__module__", "my_networks")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
 
@@ -75,9 +99,10 @@ def test_members_compute_what_was_saved(network):
     for number, (name, module) in enumerate(zip(SHAPES, trained, strict=True)):
         assert torch.equal(outputs(zoo.load(number)), outputs(module))
         assert zoo.member(number).training == {"imported": name}
-    more = ModelZoo.add(Path("zoo"), [trained[0], trained[1].state_dict()], network=network)
+    others = network(), network()
+    more = ModelZoo.add(Path("zoo"), [others[0], others[1].state_dict()], network=network)
     assert more.numbers == [0, 1, 2, 3, 4, 5, 6]
-    assert torch.equal(outputs(more.load(6)), outputs(trained[1]))
+    assert torch.equal(outputs(more.load(6)), outputs(others[1]))
     assert more.verify() == {}
 
 
@@ -115,6 +140,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(weights, says):
     assert_refused(ModelZoo.add, "zoo", [Plain(), weights], network=Plain, says=says, error=kind)
     assert not Path("zoo").exists()
     assert not Path("harm").exists()
+
+
+def test_the_same_weights_are_no_second_member():
+    one, two = Plain(), Plain()
+    for name, network in (("one.pt", one), ("copy.pt", one)):
+        torch.save(network.state_dict(), name)
+    add = functools.partial(assert_refused, ModelZoo.add, "zoo", network=Plain)
+    add(["one.pt", two, "copy.pt"], says="copy.pt holds the same weights as one.pt; leave one of them out.")
+    add(["one.pt", "one.pt"], says="one.pt holds the same weights as one.pt")
+    assert not Path("zoo").exists()
+    ModelZoo.add("zoo", [two, "one.pt"], network=Plain)
+    add([Plain(), "copy.pt"], says="copy.pt holds the same weights as member 1 of zoo")
+    assert ModelZoo.open("zoo", network=Network.wrap(Plain)).numbers == [0, 1]
 
 
 def test_networks_that_nothing_can_build_again_are_refused():
@@ -161,6 +199,23 @@ def test_the_command_line_imports_and_says_how_good_the_members_are():
     assert "--model.zoo runs/mine/zoo --model.allow '[my_networks]'" in result.out
 
 
+def test_regressors_are_imported_with_their_squared_distance():
+    network = Line()
+    torch.save(network.state_dict(), "a.pt")
+    result = succeed("import", "a.pt", "--network=my_networks.Line", "--out=zoo", "--data=DiabetesDataModule")
+    member = ModelZoo.open("zoo", allow=["my_networks"]).member(0)
+    data = DiabetesDataModule()
+    inputs, targets = next(iter(data.test_dataloader()))
+    expected = (network(inputs) - targets).square().mean().item()
+    assert len(inputs) == member.data["splits"]["test"]
+    assert member.metrics["test"] == {"loss": pytest.approx(expected)}
+    assert f"member 0: a.pt, test loss {expected:.3f}" in result.out
+    assert "1 member of" in result.out
+    found = call("import", "a.pt", "--network=my_networks.Line", "--out=other", "--data=DigitsDataModule")
+    assert "Line cannot be evaluated on DigitsDataModule (" in found.error
+    assert not Path("other").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -172,6 +227,11 @@ def test_the_command_line_imports_and_says_how_good_the_members_are():
         ("--network=my_networks.Plain --outt=zoo a.pt", "import has no option 'outt'. Did you mean 'out'?"),
         ("--network=Plain --out=zoo a.pt", "There is no class 'Plain'."),
         ("--network=my_networks.Plain.Inner --out=zoo a.pt", "Plain.Inner is not at the top level of a module"),
+        ("--network=my_networks.Plain --out=zoo a.pt a.pt", "a.pt holds the same weights as a.pt"),
+        ("--network=my_networks.Needy --out=zoo a.pt", "Needy needs the argument 'width'; give --network.width."),
+        ("--network=my_networks.Placed --out=zoo a.pt", "Placed takes width by its position only, and options have"),
+        ("--network=my_networks.Placed --network.width=4 --out=zoo a.pt", "takes it by name and returns Placed(...)"),
+        ("--network=my_networks.Starred --network.widths=[4] --out=zoo a.pt", "Starred takes *widths by its position"),
         ("--network=my_networks.Plain --out=zoo a.pt --data=Digits", "There is no class 'Digits'. Did you mean"),
     ],
 )

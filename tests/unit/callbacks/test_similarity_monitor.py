@@ -208,8 +208,8 @@ class Endless(IterableDataset):
         ({"reference": "nowhere"}, zoo, digits, FileNotFoundError, "There is no reference nowhere; expected a zoo's"),
         ({"reference": MultiLayerPerceptron(widths=(4,), image_size=8)}, zoo, digits, ValueError,
          "the reference has 1 sites, activation1, and there are 2"),
-        ({}, zoo, lambda: digits(val_fraction=0.0), ValueError, "compares networks on validation images"),
-        ({}, Plain, lambda: DataLoader(Endless(), 4), ValueError, "validation images, and there are none"),
+        ({}, zoo, lambda: digits(val_fraction=0.0), ValueError, "compares networks on validation data"),
+        ({}, Plain, lambda: DataLoader(Endless(), 4), ValueError, "validation data, and there are none"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")

@@ -113,7 +113,7 @@ def test_state_of_other_batches_is_refused_within_the_epoch_only(numbered):
     next(iter(loader))
     other = make(numbered, seeds=1, batch_size=5)
     other.load_state_dict(loader.state_dict())
-    assert_refused(list, other, says=("within epoch 0", "20 training images in global batches of 6", "of 5"))
+    assert_refused(list, other, says=("within epoch 0", "20 training inputs in global batches of 6", "of 5"))
     other.load_state_dict(loader.state_dict())
     other.set_epoch(1)
     assert len(list(other)) == 4

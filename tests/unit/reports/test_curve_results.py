@@ -56,7 +56,7 @@ def test_results_of_a_run(paths, tmp_path):
     results = curve_results(paths, [plane], title="Net, 2 pairs", about={"zoo": "there"}, notes=["one was stopped"])
     assert results.numbers[results.headline] == pytest.approx(1.5 * 0.1)
     assert results.numbers["barrier/train_loss/line"] == pytest.approx(3.0)
-    assert results.numbers["highest/test_loss/bezier"] == pytest.approx(0.25 + 0.3, abs=0.01)
+    assert results.numbers["details/highest/test_loss/bezier"] == pytest.approx(0.25 + 0.3, abs=0.01)
     assert set(results.files) == {f"curve-0-{n}-{kind}.safetensors" for n in (1, 2) for kind in ("bezier", "chain")}
     file = tmp_path / "a.safetensors"
     file.write_bytes(results.files["curve-0-1-chain.safetensors"])

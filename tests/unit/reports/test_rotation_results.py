@@ -73,11 +73,11 @@ def test_notes_say_what_the_numbers_are_over():
     found = {"test": dict.fromkeys(("accuracy", "loss", "penalty", "member_accuracy"), penalties)}
     notes = results(three, found).notes
     assert notes == [
-        "mean on test images ± standard deviation over repeats; in brackets: 95 % interval for the mean, over repeats",
+        "mean on test data ± standard deviation over repeats; in brackets: 95 % interval for the mean, over repeats",
         "orthogonal less group, member by member: a 9.0",
     ]
     alone = results(NETWORKS[4:5], {"test": {name: [0.1] for name in found["test"]}}, {0: "why"})
-    assert alone.notes == ["mean on test images", "0/a/none/0 was stopped: why"]
+    assert alone.notes == ["mean on test data", "0/a/none/0 was stopped: why"]
     assert [name for name, _ in alone.figures] == ["rotation_penalty"]
     text = printed(lambda console: console.print(alone.shown))
     assert "Rotation penalty, points: Net" in text

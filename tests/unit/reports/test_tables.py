@@ -1,12 +1,17 @@
 """Tables on disk and on the terminal, and the summary of a run."""
 
+import io
 import json
 from pathlib import Path
 
+import pytest
 from helpers import printed, read_csv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
 from lightning_sym.reports import ResultTable, RunResults
-from lightning_sym.reports.cells import counted, finite, spread_cell
+from lightning_sym.reports.cells import counted, cut_middle, finite, spread_cell, text_table
 
 ROWS = [{"step": 1, "loss": 0.123456, "note": None}, {"step": 2, "loss": None, "note": "a, b"}]
 
@@ -35,6 +40,46 @@ def test_a_summary_names_files_and_places():
     for word in ("0.1235", "a note", "table run/results/steps.csv", "zoo else/zoo", "tensorboard --logdir run"):
         assert word in text
     assert "what" not in printed(lambda console: RunResults([]).show(console, Path("a"), Path("b")))
+
+
+def shown(show, width=80):
+    text = io.StringIO()
+    show(Console(file=text, width=width))
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+words = st.text("abc.-_ (0)", min_size=1, max_size=60).map(str.strip).filter(bool)
+numbers = st.integers(10**4, 10**9).map(str)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(words, min_size=2, max_size=24), st.lists(words, min_size=1, max_size=3), st.booleans(), st.data())
+def test_tables_of_any_names_fit_on_80_columns_with_all_numbers(columns, names, compact, data):
+    cells = st.lists(numbers, min_size=len(columns) - 1, max_size=len(columns) - 1)
+    rows = [[name, *data.draw(cells)] for name in names]
+    table = text_table("a title", columns, [*rows, None], whole=columns, compact=compact)
+    lines = shown(lambda console: console.print(table), width=120)
+    assert max(map(len, lines)) <= 80
+    found = " ".join(lines).split()
+    assert {cell for row in rows for cell in row[1:]} <= set(found)
+
+
+@pytest.mark.parametrize(("sites", "blocks"), [(2, 1), (12, 4)])
+def test_wide_tables_go_on_below_and_long_names_lose_their_middle(sites, blocks):
+    names = [f"module.backbone.stage{n}.functional-relu-{n}" for n in range(sites)]
+    table = text_table("sites", ["map", *names], [["full", *("12.5" for _ in names)]])
+    said = "\n".join(shown(lambda console: console.print(table)))
+    assert said.count("full") == blocks
+    for n in range(sites):
+        assert f"relu-{n} " in said
+    assert [cut_middle(text, 5) for text in ("short", "longer")] == ["short", "lo…er"]
+
+
+def test_notes_are_wrapped_and_stay_indented():
+    notes = ["a word " * 20, "  below " + "another " * 20]
+    lines = shown(lambda console: RunResults([], notes=notes).show(console, Path("a"), Path("b")))
+    assert max(map(len, lines)) <= 80
+    assert [len(line) - len(line.lstrip()) for line in lines[:5]] == [2, 2, 4, 4, 4]
 
 
 def test_cells():

@@ -504,7 +504,7 @@ def test_zoos_and_data_of_different_input_are_refused(matching_zoo, tmp_path):
 def test_other_datamodules_will_do_for_trained_maps(matching_zoo):
     fit(StitchingTask(str(matching_zoo), maps=["full", "group"]), fits.Theirs())
     task = StitchingTask(str(matching_zoo), maps=["full", "assignment"])
-    says = "assignment is fitted to features of the training images and needs a datamodule of lightning_sym"
+    says = "assignment is fitted to features of the training data and needs a datamodule of lightning_sym"
     assert_refused(fit, task, fits.Theirs(), says=says)
 
 
