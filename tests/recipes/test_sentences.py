@@ -29,7 +29,7 @@ from lightning_sym import (
 
 NOT_UNDERSTOOD = """
 $ fitt
-Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, recipes.
+Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, symmetry, recipes.
 Did you mean 'fit'?
 $ recipes zoo/mnist6k
 Unknown recipe 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
