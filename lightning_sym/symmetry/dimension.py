@@ -343,9 +343,9 @@ def _duplicates(group: AxisGroup, network: nn.Module) -> int:
     module = own[0].tensor.rpartition(".")[0]
     rows = torch.cat(
         [
-            tensors[place.tensor].detach().movedim(place.axis, 0)[place.positions[:, 0]].reshape(group.size, -1)
+            tensors[place.tensor].detach().movedim(place.axis, 0)[place.positions].reshape(group.size, -1)
             for place in own
-            if place.tensor.rpartition(".")[0] == module and place.axis == own[0].axis and place.positions.shape[1] == 1
+            if place.tensor.rpartition(".")[0] == module and place.axis == own[0].axis
         ],
         1,
     )

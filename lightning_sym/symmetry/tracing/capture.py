@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, tensors_of
+from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Leaf modules run as one operation: rules for module classes see them whole. The operation finds its module here.
 _LEAVES: dict[int, tuple[nn.Module, Any]] = {}
@@ -339,7 +340,7 @@ def capture(
 
         stack.enter_context(_replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         try:
-            module = make_fx(run, tracing_mode="real", pre_dispatch=True)(fake, arguments)
+            module = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(fake, arguments)
         except OutputError as error:
             raise ValueError(str(error)) from None
         except Exception as error:

@@ -146,6 +146,13 @@ def _cumsum(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) ->
     return trace.linear_along(value, [axis], value.shape)
 
 
+@register_rule("lightning_sym::any_step")
+def _any_step(trace: Trace, value: Value, axis: int) -> Value:
+    value = trace.linear_along(value, [axis], value.shape)
+    step: Value = trace.move(value, lambda t: t.select(axis, 0))
+    return step
+
+
 @register_rule("aten::log_sigmoid", "aten::log_sigmoid_forward")
 def _log_sigmoid(trace: Trace, value: Value) -> Any:
     result = trace.permutations_only(value)
