@@ -297,7 +297,7 @@ class _Layer:
 def _hidden_units(symmetry: Symmetry, network: nn.Module) -> list[_Layer] | None:
     """Return the layers of hidden units, if every entry of the weight vector belongs to at most one unit."""
     structure = symmetry.structure
-    if structure.dense or structure.shifts or structure.blocks or structure.absorbed:
+    if structure.dense or structure.rotations or structure.shifts or structure.blocks or structure.absorbed:
         return None
     if any(len(slot.axes) != 1 for slot in structure.slots):
         return None

@@ -109,6 +109,7 @@ class Action:
     def __init__(self, structure: Structure, element: Element) -> None:
         self.structure, self.element = structure, element
         self._scratch = _Scratch()
+        self._gains: dict[str, Tensor] = {}
 
     @cached_property
     def scale(self) -> Floats:
@@ -138,9 +139,14 @@ class Action:
         for slot in tap.seen:
             source, scale = self.source_in(slot), self.scale[slot.rows]
             element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
-            if slot.offset in self.structure.dense_places:
+            if slot.offset in self.structure.dense_places or self._is_rotated(slot):
+                if tap.squared and self._is_rotated(slot):
+                    raise ValueError(
+                        f"{tap.name} holds squares of units that the element rotates, on which no matrix acts; "
+                        "expected another tap, or an element without rotations: sample(mixing=False)"
+                    )
                 mixed = self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0)
-                element = GroupElement._of_dense(element.apply(mixed, dim=0))
+                element = GroupElement._of_dense(element.apply(self._rotated(mixed, slot, 0), dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
             if tap.shift is not None and slot.axes == (1,):  # the axis of batch norms
                 added = self.element.shift[tap.shift][torch.from_numpy(source)]
@@ -156,6 +162,7 @@ class Action:
             tensors: Parameters and buffers, by name.
             shifted: As for :meth:`moved`.
         """
+        self.learn_gains(tensors)
         added = self._added(tensors)
         for name, tensor in tensors.items():
             if name in self.structure.slots_of:
@@ -180,6 +187,8 @@ class Action:
         for slot in slots:
             if slot.offset in self.structure.dense_places:
                 result = self._mixed(result, slot, slot.axes[0])
+            if self._is_rotated(slot):
+                result = self._rotated(result, slot, slot.axes[0])
         joint = next((slot for slot in slots if len(slot.axes) == 2), None)
         if joint is not None:
             scale = _powered(self.scale[joint.rows], power)
@@ -247,11 +256,84 @@ class Action:
             tensor = moved.movedim(0, axis)
         return tensor
 
+    # Rotations.
+
+    @cached_property
+    def _turns(self) -> list[tuple[Ints, Tensor]]:
+        """For each rotation: which of its units it moves at all, and the matrix among these."""
+        turns = []
+        for matrix in self.element.rotation or ():
+            change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
+            moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
+            turns.append((moved.numpy(), matrix[moved][:, moved]))
+        return turns
+
+    def _is_rotated(self, slot: Slot) -> bool:
+        """Whether a rotation of this element changes what stands in a slot."""
+        if not any(len(moved) for moved, _ in self._turns):
+            return False
+        return any(len(self._turns[index][0]) for index, *_ in self.structure.rotated_places.get(slot.offset, ()))
+
+    def learn_gains(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the gains between which rotations act, before any of them changes.
+
+        Args:
+            tensors: Parameters, by name; those that are missing are missed where one of them is needed.
+
+        Raises:
+            ValueError: If a gain holds a zero, which no rotation passes.
+        """
+        for rotation, (moved, _) in zip(self.structure.rotations, self._turns, strict=False):
+            for name, at in rotation.gains if len(moved) else ():
+                if name not in tensors or name in self._gains:
+                    continue
+                gain = tensors[name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
+                if not bool(gain[torch.from_numpy(at[moved])].all()):
+                    raise ValueError(
+                        f"the gain {name} holds a zero, through which no rotation passes; expected gains other than "
+                        "zero, or an element without rotations: sample(mixing=False)"
+                    )
+                self._gains[name] = gain
+
+    def _between(self, index: int, powers: tuple[int, ...]) -> Tensor | None:
+        """Return between which diagonal and its inverse a rotation acts; None if there is nothing around it."""
+        rotation, moved = self.structure.rotations[index], self._turns[index][0]
+        around: Tensor | None = None
+        for (name, at), power in zip(rotation.gains, powers, strict=True):
+            if not power:
+                continue
+            if name not in self._gains:
+                raise ValueError(
+                    f"the element rotates what stands behind the gain {name}, which is not there; expected the network "
+                    "itself beside what is changed, or an element without rotations: sample(mixing=False)"
+                )
+            factor = self._gains[name][torch.from_numpy(at[moved])] ** power
+            around = factor if around is None else around * factor
+        return around
+
+    def _rotated(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let rotations act on one axis."""
+        for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
+            moved, matrix = self._turns[index]
+            if not len(moved):
+                continue
+            around = self._between(index, powers)
+            if around is not None:
+                matrix = around[:, None] * matrix / around
+            whole = np.array_equal(at[moved], np.arange(tensor.shape[axis]))
+            where = torch.from_numpy(at[moved]).to(tensor.device)
+            old = (tensor if whole else tensor.index_select(axis, where)).movedim(axis, -1)
+            new = (old @ matrix.to(tensor).mT).movedim(-1, axis)
+            tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
+        return tensor
+
     def carry(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
         """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights."""
         structure = self.structure
         names = {tensor: name for name, tensor in tensors.items()}
         mixes = any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
+        mixed = set(structure.dense_places) if mixes else set()
+        mixed |= {slot.offset for slot in structure.slots if self._is_rotated(slot)}
         moved: list[tuple[Tensor, Tensor]] = []
         for group in optimizer.param_groups:
             powers = dict(_POWERS)
@@ -262,7 +344,7 @@ class Action:
                 state = optimizer.state.get(parameter, {})
                 if name not in structure.slots_of or not state:
                     continue
-                if mixes and any(slot.offset in structure.dense_places for slot in structure.slots_of[name]):
+                if any(slot.offset in mixed for slot in structure.slots_of[name]):
                     raise ValueError(
                         f"{name} is mixed by a dense matrix, under which second moments have no image; expected an "
                         "element with mixing=False"

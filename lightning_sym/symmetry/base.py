@@ -25,6 +25,7 @@ from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
+from lightning_sym.symmetry.turning import NO_TURN, random_turn, turns_after, turns_back
 
 
 class Symmetry:
@@ -100,11 +101,13 @@ class Symmetry:
     def dimension(self) -> int:
         """The dimension of the group's continuous part, and of the orbit of a generic network."""
         inside = sum(len(cell) for cell in self.structure.dense)
-        return self.scales - inside + sum(len(cell) ** 2 for cell in self.structure.dense) + self.shifts
+        mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
+        mixing += sum(rotation.dimension for rotation in self.structure.rotations)
+        return self.scales - inside + mixing + self.shifts
 
     @cached_property
     def log10_permutations(self) -> float:
-        """Decimal logarithm of the number of permutations (inside dense cells they are matrices, and not counted)."""
+        """Decimal logarithm of the number of permutations (those that are among the matrices are not counted)."""
         total: float = sum(row["log10_permutations"] for row in self.table())
         return total + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks) / math.log(10)
 
@@ -112,6 +115,7 @@ class Symmetry:
     def log_order(self) -> float:
         """Natural logarithm of the order of the group's discrete part: permutations and signs."""
         inside = sum(len(cell) for cell in self.structure.dense)
+        inside += sum(rotation.size for rotation in self.structure.rotations if rotation.plain_sign.any())
         return self.log10_permutations * math.log(10) + (self.signs - inside) * math.log(2)
 
     def table(self) -> list[dict[str, Any]]:
@@ -119,8 +123,10 @@ class Symmetry:
         rows = []
         for index, group in enumerate(self.groups):
             cells = np.bincount(self.structure.cells[index])
-            count = 0.0 if group.dense or not group.movable else sum(math.lgamma(n + 1) for n in cells) / math.log(10)
+            matrices = group.dense or bool(group.rotations) or not group.movable
+            count = 0.0 if matrices else sum(math.lgamma(n + 1) for n in cells) / math.log(10)
             shared = np.unique(self.structure.scale_table[index])
+            turning = sum(rotation.dimension for rotation in group.rotations)
             rows.append(
                 {
                     "group": group.name,
@@ -128,7 +134,7 @@ class Symmetry:
                     "cells": len(cells) if group.movable else group.size,
                     "type": group.kind,
                     "parameters": [f"{o.tensor}[{o.axis}]" for o in group.occurrences],
-                    "dimension": int((cells**2).sum()) if group.dense else len(shared),
+                    "dimension": int((cells**2).sum()) if group.dense else len(shared) + turning,
                     "log10_permutations": count,
                 }
             )
@@ -175,6 +181,7 @@ class Symmetry:
             torch.ones(self.signs, dtype=torch.float64),
             tuple(torch.eye(len(cell), dtype=torch.float64) for cell in self.structure.dense),
             tuple(torch.zeros(size, dtype=torch.float64) for _, size in self.structure.shifts),
+            (NO_TURN,) * len(self.structure.rotations),
         )
 
     def sample(
@@ -195,7 +202,7 @@ class Symmetry:
                 logarithms of a dense matrix's singular values. 0 leaves all magnitudes alone.
             permutations: Whether units change places; uniform over all permutations of each cell and of the blocks.
             signs: Whether signs are drawn.
-            mixing: Whether dense cells get random matrices.
+            mixing: Whether dense cells and streams get random matrices (orthogonal ones are uniform).
             shifts: Whether biases before batch norms are shifted.
 
         Raises:
@@ -206,8 +213,22 @@ class Symmetry:
             raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}")
-        structure = self.structure
         permutation = self._random_permutation(generator) if permutations else np.arange(self.units)
+        return self._drawn(generator, permutation, scale=scale, signs=signs, mixing=mixing, shifts=shifts)
+
+    def _drawn(
+        self,
+        generator: torch.Generator | None,
+        permutation: Ints,
+        *,
+        scale: float,
+        signs: bool = True,
+        mixing: bool = True,
+        shifts: bool = True,
+        most: int | None = None,
+    ) -> Element:
+        """Draw an element with a given permutation, whose orthogonal matrices each change so many units at most."""
+        structure = self.structure
         log_scale = torch.randn(self.scales, dtype=torch.float64, generator=generator) * scale
         sign = torch.ones(self.signs, dtype=torch.float64)
         if signs:
@@ -229,7 +250,8 @@ class Symmetry:
             torch.randn(size, dtype=torch.float64, generator=generator) * (scale if shifts else 0.0)
             for _, size in structure.shifts
         )
-        return Element(self.fingerprint, torch.from_numpy(permutation), log_scale, sign, tuple(dense), shift)
+        turns = tuple(random_turn(r, generator, most=most) if mixing else NO_TURN for r in structure.rotations)
+        return Element(self.fingerprint, torch.from_numpy(permutation), log_scale, sign, tuple(dense), shift, turns)
 
     def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Ints:
         """Draw a permutation of all units, uniform; or one that moves all units that can move: a cycle of each cell."""
@@ -296,6 +318,7 @@ class Symmetry:
             first.sign * self._pulled(second.sign, "signs", permutation),
             dense,
             tuple(shift),
+            turns_after(self.structure, second, first),
         )
 
     def _cell_after(self, cell: Ints, permutation: Ints) -> int:
@@ -323,6 +346,7 @@ class Symmetry:
             self._pulled(element.sign, "signs", back),
             tuple(dense),
             tuple(shift),
+            turns_back(self.structure, element),
         )
 
     # Action.
@@ -389,7 +413,7 @@ class Symmetry:
         """
         return {**tensors, **dict(Action(self.structure, element).on_weights(tensors, shifted=shifts))}
 
-    def on_activations(self, element: Element, tap: Tap | str) -> ActivationAction:
+    def on_activations(self, element: Element, tap: Tap | str, network: nn.Module | None = None) -> ActivationAction:
         r"""Return what an element does to a value inside the network, in evaluation mode.
 
         If the weights of a network are changed by the element, its values at the tap are those of the network before
@@ -399,9 +423,12 @@ class Symmetry:
         Args:
             element: From this symmetry.
             tap: One of :attr:`taps`, or its name.
+            network: The network before. Needed where a stream is rotated behind a norm's gain only: there D Q D^-1 acts
+                for the gain's diagonal D.
 
         Raises:
-            ValueError: If the element belongs to another network's symmetry, or there is no such tap.
+            ValueError: If the element belongs to another network's symmetry, there is no such tap, or the network is
+                needed.
 
         Example:
             >>> from lightning_sym.symmetry.trace import trace_symmetry
@@ -416,7 +443,10 @@ class Symmetry:
         """
         self._own(element)
         tap = self._tapped(tap)
-        return Action(self._values, element).on_activations(tap)
+        action = Action(self._values, element)
+        if network is not None:
+            action.learn_gains(state_tensors(network))
+        return action.on_activations(tap)
 
     def generators_at(self, tap: Tap | str) -> tuple[dict[int, float], dict[int, float]]:
         """Return which free magnitudes and which free signs show at a tap, each with its exponent where it first does.

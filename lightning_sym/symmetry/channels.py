@@ -13,6 +13,7 @@ from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Inside = Literal["fixed", "permuted", "orthogonal", "invertible"]
 
 
@@ -93,7 +94,8 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
     """Return the group on the channels of a value.
 
     Blocks that can only change places together with others of another kind (a head's queries and keys in one tensor)
-    are given kinds of their own: the group returned is then larger than the network's, never smaller.
+    are given kinds of their own, and where rotations act between gains any invertible matrix does: the group returned
+    is then larger than the network's, never smaller.
 
     Args:
         values: The group on values inside the network.
@@ -106,6 +108,7 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
     blocks: list[Ints] = []
     kinds: list[int] = []
     inside: list[Inside] = []
+    own = np.zeros(len(units), bool)
 
     def add(found: list[Ints], kind: Inside, *, movable: bool) -> None:
         if not found:
@@ -123,9 +126,13 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         cells = values.cells[index][np.isin(orbit, seen)] if index < len(values.cells) else np.zeros(len(seen), int)
         grouped = [np.array(seen)[cells == cell] for cell in dict.fromkeys(cells.tolist())]
         movable = values.movable[index]
-        if values.cell_of[seen[0]] >= 0:
+        turned = values.rotation_of[seen[0]] >= 0
+        if turned or values.cell_of[seen[0]] >= 0:
             mixed = [np.concatenate([places[unit] for unit in cell])[:, None] for cell in grouped]
-            add(mixed, "invertible", movable=movable)
+            if turned:  # permutations and the units' own scales and signs are among the matrices
+                own[np.concatenate(mixed).ravel()] = True
+            between_gains = any(any(powers) for *_, powers in values.rotated_places.get(slot.offset, ()))
+            add(mixed, "orthogonal" if turned and not between_gains else "invertible", movable=movable)
         elif movable and len(grouped) > 1:
             add([np.stack([places[unit] for unit in cell]) for cell in grouped], "permuted", movable=True)
         else:
@@ -136,16 +143,23 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         blocks=tuple(torch.from_numpy(block) for block in blocks),
         kinds=torch.tensor(kinds),
         inside=tuple(inside),
-        scales=_classes(values.magnitudes[slot.rows]),
-        signs=_classes(values.signs[slot.rows]),
+        scales=_classes(values.magnitudes[slot.rows], own),
+        signs=_classes(values.signs[slot.rows], own),
         axes=slot.axes,
         shifted=shifted,
         name=name,
     )
 
 
-def _classes(exponents: sparse.csr_matrix) -> Tensor:
-    """Return for each row its number among the different rows that are not zero; -1 for those that are."""
+def _classes(exponents: sparse.csr_matrix, free: Bools) -> Tensor:
+    """Return for each row its number among the different rows that are not zero; -1 for those that are.
+
+    Args:
+        exponents: Of all generators, in rows.
+        free: Rows that count as zero.
+    """
+    exponents = sparse.diags((~free).astype(float)) @ exponents
+    exponents.eliminate_zeros()
     rows = [
         tuple(zip(row.indices.tolist(), row.data.tolist(), strict=True))
         for row in (exponents[i] for i in range(exponents.shape[0]))

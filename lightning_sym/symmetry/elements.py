@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.tracing.capture import Mark
+from lightning_sym.symmetry.tracing.rotations import Rotation
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 
@@ -29,6 +30,7 @@ class Tap:
         call: Which of the module's calls it is, from 0.
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
         shift: The number of the element's shift that is added to its channels.
+        squared: Whether it holds squares, on which rotations of the units do not act.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Tap:
     call: int = 0
     offset: float = 0.0
     shift: int | None = None
+    squared: bool = False
 
     @property
     def axis(self) -> int | None:
@@ -95,6 +98,7 @@ class AxisGroup:
         dense: Whether any invertible matrix may mix the units of a cell.
         scales: How many magnitudes are free per unit.
         signs: How many signs are free per unit.
+        rotations: The cells on which any orthogonal matrix acts, behind permutations, scales and signs.
         occurrences: Where the units stand.
         taps: Where all of them can be watched on one axis, in the order of the forward pass: outputs of modules without
             children.
@@ -109,6 +113,7 @@ class AxisGroup:
     signs: int
     occurrences: tuple[Occurrence, ...]
     taps: tuple[Tap, ...]
+    rotations: tuple[Rotation, ...] = ()
 
     @property
     def size(self) -> int:
@@ -121,8 +126,13 @@ class AxisGroup:
         if self.dense:
             return "invertible matrices"
         parts = ["permutation"] if self.movable and self.size > int(self.cells.max()) + 1 else []
+        signs = self.signs
+        if self.rotations:
+            fixes_ones = self.rotations[0].fixes_ones
+            parts = ["rotation that fixes ones" if fixes_ones else "rotation"]  # permutations are among them
+            signs -= bool(self.rotations[0].plain_sign.any())
         parts += ["scale" if self.scales == 1 else f"{self.scales} scales"] * (self.scales > 0)
-        parts += ["sign" if self.signs == 1 else f"{self.signs} signs"] * (self.signs > 0)
+        parts += ["sign" if signs == 1 else f"{signs} signs"] * (signs > 0)
         return " + ".join(parts) or "moves with its block"
 
 
@@ -137,6 +147,8 @@ class Element:
         sign: +1 or -1. Shape (signs,), float64.
         dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
         shift: For each free shift, the vector that is added to its biases. Each of shape (channels,), float64.
+        rotation: Orthogonal matrices, one per rotation of the structure, each of shape (size, size), or (0, 0) for the
+            identity; or none at all. They act before scales and permutations. Float64.
     """
 
     group: str
@@ -145,6 +157,7 @@ class Element:
     sign: Tensor
     dense: tuple[Tensor, ...] = ()
     shift: tuple[Tensor, ...] = ()
+    rotation: tuple[Tensor, ...] = ()
 
 
 def tap_of(mark: Mark, value: Value, structure: Structure, values: Structure) -> Tap:
@@ -166,7 +179,7 @@ def tap_of(mark: Mark, value: Value, structure: Structure, values: Structure) ->
         dense=bool((values.cell_of[units] >= 0).any()),
     )
     shift = next(iter(structure.shifts_of.get(value.producer or "", ())), None)
-    return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shift)
+    return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shift, value.squared)
 
 
 def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:
@@ -218,6 +231,7 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
             signs=structure.sign_table[index].shape[1],
             occurrences=tuple(occurrences),
             taps=tuple(tap for tap in tapped[int(units[0])] if tap.positions(numbers) is not None),
+            rotations=tuple(rotation for rotation in structure.rotations if rotation.orbit == index),
         )
 
 

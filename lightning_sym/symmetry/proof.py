@@ -19,6 +19,8 @@ from lightning_sym.symmetry.tracing.structure import Structure
 
 # The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
 _EXACT = 1e-10
+# So many units of a stream are rotated at once: more cost as much as running the network, and show no more.
+_ROTATED = 64
 
 
 class Group(Protocol):
@@ -26,8 +28,7 @@ class Group(Protocol):
 
     structure: Structure
 
-    def sample(self, generator: torch.Generator | None = None, *, scale: float = 0.5) -> Element:
-        """Return a random element."""
+    def _drawn(self, generator: torch.Generator | None, permutation: Any, *, scale: float, most: int) -> Element: ...
 
     def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
 
@@ -198,9 +199,9 @@ def moving_element(symmetry: Group, generator: torch.Generator, scale: float, fl
         scale: Standard deviation of the logarithms of the magnitudes.
         flip: Signs that it shall not have, so that each sign is changed by this element or the one before it.
     """
-    element = symmetry.sample(generator, scale=scale)
-    permutation = torch.from_numpy(symmetry._random_permutation(generator, cycles=True))
-    return replace(element, permutation=permutation, sign=element.sign if flip is None else -flip)
+    permutation = symmetry._random_permutation(generator, cycles=True)
+    element = symmetry._drawn(generator, permutation, scale=scale, most=_ROTATED)
+    return element if flip is None else replace(element, sign=-flip)
 
 
 def _informative(outputs: Iterable[Tensor]) -> bool:

@@ -1,5 +1,6 @@
 """The directions in which a network's parameters can move along its orbit."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from scipy import sparse
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.arrays import Floats, on_axes
+from lightning_sym.symmetry.arrays import Floats, Ints, on_axes
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.tracing.structure import Slot
 
@@ -62,7 +63,8 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     r"""Return the tangents of a network's orbit at the network.
 
     A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a shift of biases has
-    ones there. What moves running statistics too is left out: with these fixed it changes the network's function.
+    ones there; a rotation's generator S moves weights by :math:`D S D^{-1} W`. What moves running statistics too is
+    left out: with these fixed it changes the network's function.
 
     Args:
         symmetry: Symmetry of the network's architecture.
@@ -95,7 +97,8 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     ]
     scales = sparse.vstack(blocks).tocsr() @ free
     shifts = _shifts(symmetry, {name: w.size for name, w in parameters.items()})
-    vectors = sparse.hstack([scales, shifts]).tocsc()
+    turns = _turns(symmetry, parameters)
+    vectors = sparse.hstack([scales, shifts, turns]).tocsc()
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)
     vectors = (vectors[:, alive] @ sparse.diags(1 / lengths[alive])).tocsr()
@@ -107,7 +110,7 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         vectors=vectors,
         rank=int(used.sum()),
         generators=symmetry.dimension,
-        statistics=symmetry.dimension - free.shape[1] - shifts.shape[1],
+        statistics=symmetry.dimension - free.shape[1] - shifts.shape[1] - turns.shape[1],
         _inverse=inverse,
     )
 
@@ -154,3 +157,37 @@ def _shifts(symmetry: Symmetry, sizes: dict[str, int]) -> sparse.csr_matrix:
             units = np.tile(np.arange(size), len(tensors))
             columns.append(sparse.csr_matrix((np.ones(len(rows)), (rows, units)), shape=(sum(sizes.values()), size)))
     return sparse.hstack([sparse.csr_matrix((sum(sizes.values()), 0)), *columns]).tocsr()
+
+
+def _turns(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
+    """Return the rotations of streams that move parameters alone. Shape (parameters, generators of rotations)."""
+    structure, found = symmetry.structure, []
+    moved: dict[int, list[tuple[Slot, Ints, tuple[int, ...]]]] = {}
+    for slot in structure.slots:
+        for index, at, powers in structure.rotated_places.get(slot.offset, ()):
+            moved.setdefault(index, []).append((slot, at, powers))
+    for index, places in moved.items():
+        rotation = structure.rotations[index]
+        if not all(slot.tensor in parameters for slot, *_ in places):
+            continue
+        basis = _antisymmetric(rotation.size, fixes_ones=rotation.fixes_ones)
+        change = {name: np.zeros((len(basis), *w.shape)) for name, w in parameters.items()}
+        gains = [parameters[name].ravel()[at] for name, at in rotation.gains]
+        for slot, at, powers in places:
+            around = math.prod(
+                (gain ** float(k) for gain, k in zip(gains, powers, strict=True)), start=np.ones(len(at))
+            )
+            rows = np.moveaxis(parameters[slot.tensor], slot.axes[0], 0)[at]
+            turned = np.tensordot(around[:, None] * basis / around, rows, 1)
+            np.moveaxis(change[slot.tensor], slot.axes[0] + 1, 1)[:, at] += turned
+        found.append(sparse.csr_matrix(np.concatenate([c.reshape(len(basis), -1) for c in change.values()], 1).T))
+    size = sum(w.size for w in parameters.values())
+    return sparse.hstack([sparse.csr_matrix((size, 0)), *found]).tocsr()
+
+
+def _antisymmetric(size: int, *, fixes_ones: bool) -> Floats:
+    """Return a basis of antisymmetric matrices (that send the vector of ones to 0). Shape (matrices, size, size)."""
+    frame = np.linalg.qr(np.c_[np.ones(size), np.eye(size)[:, 1:]])[0][:, 1:] if fixes_ones else np.eye(size)
+    first, second = np.triu_indices(frame.shape[1], 1)
+    outer = np.einsum("ik,jk->kij", frame[:, first], frame[:, second])
+    return np.asarray(outer - outer.transpose(0, 2, 1))

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_sym.symmetry.proof import batches_of, double, double_copy, larges
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments
 from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.rules import leaf_types
+from lightning_sym.symmetry.tracing.streams import find_rotations
 from lightning_sym.symmetry.tracing.structure import build_structure
 from lightning_sym.symmetry.tracing.walk import Walk
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
@@ -108,10 +110,17 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
-    structure, seen = build_structure(
-        trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, trace.shifts.free()
+    structure, seen, met = build_structure(
+        trace.constraints,
+        trace.axis_labels,
+        trace.grouped,
+        trace.kinds,
+        trace.absorbed,
+        trace.shifts.free(),
     )
-    notes = list(trace.constraints.notes)
+    rotations, why_not = find_rotations(structure, met, trace.gains)
+    structure, seen = (replace(each, rotations=tuple(rotations)) for each in (structure, seen))
+    notes = [*trace.constraints.notes, *why_not]
     if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
         kept = "logits" if output is None else output
         note = f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)"

@@ -17,6 +17,7 @@ from lightning_sym.symmetry import INTERTWINER_GROUPS, Symmetry, trace_symmetry
 torch.set_num_threads(1)
 EXACT = 1e-10
 ONE = 1e-7  # squared distances are rounded to some 1e-14, relative to the squared norms
+NEARLY = 1e-4  # behind a layer norm one direction hardly varies, which is divided out where matrices mix
 OTHER = 0.03  # by how much networks that have nothing to do with each other are below 1, at least
 SAMPLES = 64
 
@@ -114,7 +115,8 @@ def test_two_networks_on_one_orbit_have_similarity_1_at_every_tap(case):
             for live in (False, True):
                 metric = GroupProcrustes.at(symmetry, name, live=live)
                 value = float(measured(metric, before[name], after[name], [9]))
-                assert abs(value - 1) < ONE, (name, live)
+                mixed = "invertible" in symmetry.channels(name).inside and bool(symmetry.structure.rotations)
+                assert abs(value - 1) < (NEARLY if mixed else ONE), (name, live)
         moved = [name for name in taps if not torch.allclose(before[name], after[name], rtol=0.1)]
         assert moved, "the elements do something"
 
@@ -131,7 +133,8 @@ def test_elements_on_activations_change_no_similarity_to_another_network(case):
     one, two = (symmetry.sample(source) for source in sources)
     for name in taps:
         x, y = before[name], after[name]
-        moved = [symmetry.on_activations(g, name).apply(each) for g, each in ((one, x), (two, y))]
+        sides = ((one, network, x), (two, other, y))
+        moved = [symmetry.on_activations(g, name, whole).apply(each) for g, whole, each in sides]
         for live in (False, True):
             metric = GroupProcrustes.at(symmetry, name, live=live)
             values.append(float(measured(metric, x, y)))

@@ -59,9 +59,26 @@ def program(function, **parts):
     return lambda: Program(function, parts)
 
 
+def stream(s, x):
+    """A residual stream that is rotated between the gains of its norms, one of which may leave ones alone."""
+    x = s.write(x)
+    x = x + s.scale * s.down(torch.sigmoid(s.up(s.norm(x))))
+    return s.head(s.last_norm(x))
+
+
 L, C = nn.Linear, nn.Conv2d
 RECURRENT = program(recurrent, inner=of(L, 5, 6), again=of(L, 6, 6), head=of(L, 6, 2))
 NETWORKS = {
+    "rotated stream": (
+        program(stream, write=of(L, 5, 6), norm=of(nn.RMSNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
+                scale=parameter(6), last_norm=of(nn.RMSNorm, 6)),
+        (2, 5),
+    ),
+    "centred stream": (
+        program(stream, write=of(L, 5, 6), norm=of(nn.LayerNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
+                scale=parameter(6), last_norm=of(nn.RMSNorm, 6)),
+        (2, 5),
+    ),
     "products": (
         program(products, a=of(L, 5, 6), b=of(L, 5, 6), c=of(L, 5, 6), gain=parameter(6), other_gain=parameter(6),
                 norm=of(nn.RMSNorm, 6), head=of(L, 6, 3)),
@@ -115,6 +132,8 @@ def traced(name):
     torch.manual_seed(0)
     network = make().double()
     for module in network.modules():
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            nn.init.normal_(module.weight)
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             nn.init.uniform_(module.running_var, 0.5, 2)
             nn.init.normal_(module.running_mean)
@@ -128,13 +147,14 @@ def draw(symmetry, seed, count, **options):
 
 
 def parts(element):
-    return [element.permutation, element.log_scale, element.sign, *element.dense, *element.shift]
+    return [element.permutation, element.log_scale, element.sign, *element.dense, *element.shift, *element.rotation]
 
 
 def same_element(one, two, tolerance=1e-11):
     assert torch.equal(one.permutation, two.permutation)
     assert torch.equal(one.sign, two.sign)
     for a, b in zip(parts(one), parts(two), strict=True):
+        a, b = (torch.eye(max(len(a), len(b)), dtype=c.dtype) if c.shape == (0, 0) else c for c in (a, b))
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 

@@ -170,7 +170,8 @@ def canonicalize(
         Units whose incoming or outgoing weights are all zero are dead: their scale stays, everything else is found as
         if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
         the orbit's member.
-        Cells on which any invertible matrix acts (`AxisGroup.dense`) stay as they are, with a note. Sorting is not
+        Cells on which any invertible matrix acts (`AxisGroup.dense`) stay as they are, and streams are not rotated
+        (`AxisGroup.rotations`), each with a note. Sorting is not
         continuous: near networks may have far canonical forms (docs/theory/intertwiners.md, 5.4).
 
     Example:
@@ -232,6 +233,11 @@ def _pass(
         notes.append(
             f"{len(symmetry.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
             "canonical up to these matrices only"
+        )
+    if symmetry.structure.rotations:
+        notes.append(
+            f"{len(symmetry.structure.rotations)} streams are not rotated: the form is canonical up to these rotations "
+            "only"
         )
     units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
     element = Element(symmetry.fingerprint, units, scale, flips, identity.dense, shift)

@@ -91,10 +91,10 @@ def lower_bound(descent: Descent) -> float:
     """Return a distance below which no permutation and no signs bring A's parameters and B's.
 
     Parameters on which one axis group stands, on one axis, are matched exactly for that group alone; of all others the
-    entries are compared in their order. 0 if any invertible matrix acts on some units.
+    entries are compared in their order. 0 if any invertible or orthogonal matrix acts on some units.
     """
     structure = descent.symmetry.structure
-    if structure.dense:
+    if structure.dense or structure.rotations:
         return 0.0
     owners: dict[str, list[MatchingGroup]] = {}
     for group in descent.groups:

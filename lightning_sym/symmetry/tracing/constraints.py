@@ -92,6 +92,9 @@ class Constraints:
     fixed_magnitudes: list[Ints] = field(default_factory=list)
     fixed_signs: list[Ints] = field(default_factory=list)
     restricted: list[Ints] = field(default_factory=list)
+    normed: list[Ints] = field(default_factory=list)
+    centred: list[Ints] = field(default_factory=list)
+    gained: list[Ints] = field(default_factory=list)
     blocks: list[tuple[Ints, Ints]] = field(default_factory=list)
     copies: list[tuple[Ints, Ints, Ints]] = field(default_factory=list)
     occurrences: list[Sighting] = field(default_factory=list)
@@ -218,6 +221,29 @@ class Constraints:
     def restrict(self, label: Label) -> None:
         """Say that an operation met these units which no mixture of units passes."""
         self.restricted.append(label.atom.ravel())
+
+    def keep_norm(self, label: Label) -> None:
+        """Say that an operation sees the norm of these units: of all mixtures only orthogonal ones may pass."""
+        self.normed.append(label.atom.ravel())
+
+    def keep_ones(self, label: Label) -> None:
+        """Say that an operation sees what these units have in common: mixtures must leave the vector of ones alone."""
+        self.centred.append(label.atom.ravel())
+
+    def number_of(self, label: Label, power: float = 1.0, *, even: bool = False) -> Label:
+        """Return the label of one number that is made of all units of a label, such as their mean or norm.
+
+        Args:
+            label: The units, which must have one scale in common.
+            power: To which power the number has it.
+            even: Whether the number does not see signs.
+        """
+        number = self.fresh((), ())
+        whole = np.full(label.scale.shape, int(number.scale))
+        self.equate([(whole, 1.0), (label.scale, -power)], signs=not even)
+        if even:
+            self.fix_scales(number.scale, magnitudes=False)
+        return number
 
     def fix(self, label: Label) -> None:
         """Demand that nothing acts on a label."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.memory import choose
@@ -48,7 +49,8 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
 @register_rule("aten::alias", "aten::detach", "aten::positive", "aten::neg")
 @register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::float", "aten::double")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    return trace.carry(value, Value(value.shape, value.labels, value.concrete, by_size=value.by_size))
+    passed = Value(value.shape, value.labels, value.concrete, by_size=value.by_size, squared=value.squared)
+    return trace.carry(value, passed)
 
 
 @register_rule("aten::to", "aten::_to_copy", "aten::type_as")
@@ -70,6 +72,8 @@ def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
         return pointwise(out_of_place(trace.node.target), trace, value, exponent)
     if exponent == 0:
         return trace.fix(value)
+    if exponent == 2:
+        return _squared(trace, value)
     whole = float(exponent).is_integer()
     return trace.elementwise(value, positive_scales=True, signs=whole, even=exponent % 2 == 0, exponent=float(exponent))
 
@@ -81,7 +85,10 @@ def _binary(product: bool, divide: bool = False) -> Rule:
         if isinstance(one, Value) and isinstance(two, Value):
             if product and not divide and (one.is_zero or two.is_zero):
                 return filled(0.0, trace.output_shape())
-            return trace.join(one, two, product=product, divide=divide)
+            if product and not divide and one is two:
+                return _squared(trace, one)
+            gain = trace.gain_in(two) or (None if divide else trace.gain_in(one)) if product else None
+            return trace.join(one, two, product=product, divide=divide, gain=gain)
         value = one if isinstance(one, Value) else two
         if not isinstance(one, Value) and divide:
             return trace.elementwise(value, positive_scales=True, signs=True, exponent=-1.0)
@@ -90,6 +97,116 @@ def _binary(product: bool, divide: bool = False) -> Rule:
         return trace.permutations_only(value)
 
     return rule
+
+
+# Norms of units: sums of squares, and deviations.
+
+_CASTS = ("to", "_to_copy", "type_as", "float", "double")
+_SUMS = ("mean", "sum")
+
+
+def _is_square(node: torch.fx.Node) -> bool:
+    """Whether a node holds squares, cast to another type perhaps."""
+    name = operation_name(node.target)
+    if name in _CASTS:
+        return _is_square(node.all_input_nodes[0])
+    if name == "pow":
+        return bool(node.args[1] == 2)
+    return name == "square" or (name in ("mul", "multiply") and node.args[0] is node.args[1])
+
+
+def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
+    """Return the axes over which all that reads a node sums, and reads it in no other way."""
+    common = set(range(rank))
+    for user in node.users:
+        name = operation_name(user.target)
+        if name in _CASTS and user.args[0] is node:
+            common &= _summed_axes(user, rank)
+        elif name in _SUMS:
+            axes = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+            common &= _gone(axes, rank)
+        else:
+            return set()
+    return common
+
+
+@register_rule("aten::square")
+def _squared(trace: Trace, value: Value) -> Value:
+    """Squares of units: as for any even function, unless nothing but their sums over all units is read."""
+    summed = _summed_axes(trace.node, value.ndim)
+    labels = []
+    for label in value.labels:
+        label = trace.constraints.resolve(label)
+        if label.axes and set(label.axes) <= summed:
+            trace.constraints.keep_norm(label)
+        else:
+            trace.constraints.restrict(label)
+        labels.append(label.scaled_by(trace.constraints.product((label.scale, 2.0))))
+    return Value(value.shape, tuple(labels), squared=bool(summed))
+
+
+@register_rule("aten::var", "aten::std", "aten::var_mean", "aten::std_mean")
+def _deviation(trace: Trace, value: Value, axes: Any = None, *args: Any, **kwargs: Any) -> Any:
+    axes = None if isinstance(axes, bool) else axes
+    power = 1.0 if trace.operation.startswith("std") else 2.0
+    if isinstance(trace.node.meta["val"], Tensor):
+        return _norm_along(trace, value, axes, power, centred=True)
+    deviation = _norm_along(trace, value, axes, power, centred=True, index=0)
+    return [deviation, _reduce(trace, value, axes, trace.output_shape(1))]
+
+
+@register_rule("aten::linalg_vector_norm", "aten::norm")
+def _norm(trace: Trace, value: Value, order: Any = 2, axes: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if order in (2, None):
+        return _norm_along(trace, value, axes, 1.0, centred=False)
+    # The absolute values are added up: signs pass one by one, and a magnitude that all have in common goes through.
+    return _reduce(trace, trace.elementwise(value, positive_scales=order != 0, signs=True, even=True), axes)
+
+
+def _norm_along(
+    trace: Trace, value: Value, axes: Any, power: float, *, centred: bool, index: int | None = None
+) -> Value:
+    """Return norms over some axes (of what is centred before): no rotation of the units that they are made of matters.
+
+    Args:
+        trace: The trace.
+        value: The value.
+        axes: Over which axes.
+        power: 2 for the square.
+        centred: Whether the mean is taken off.
+        index: Which of the operation's results it is.
+    """
+    shape, gone = trace.output_shape(index), _gone(axes, value.ndim)
+    keep = len(shape) == value.ndim
+    labels = []
+    for label in value.labels:
+        label = trace.constraints.resolve(label)
+        if label.axes and set(label.axes) <= gone and len(value.labels) == 1:
+            trace.constraints.keep_norm(label)
+            if centred:
+                trace.constraints.keep_ones(label)
+                first = np.full(label.scale.shape, label.scale.flat[0])
+                trace.constraints.equate([(label.scale, 1.0), (first, -1.0)], magnitudes=False)
+            labels.append(trace.constraints.number_of(label, power, even=True))
+            continue
+        if centred and gone & set(label.axes):
+            label = _of_parts(trace, label, gone)
+        one = value.with_labels(label)
+        (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
+        own = _of_parts(trace, own, gone) if gone & set(own.axes) else own
+        labels.append(own.on(tuple(a if keep else a - sum(g < a for g in gone) for a in own.axes)))
+    return Value(shape, tuple(labels))
+
+
+def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
+    """Return the label of what is made of units along some of their axes, which must have one scale in common."""
+    if set(label.axes) <= gone:
+        whole = trace.constraints.number_of(label)
+        trace.constraints.restrict(label)
+        return whole
+    whole = trace.parts(label, [axis for axis in label.axes if axis not in gone])
+    trace.constraints.equate([(label.scale, 1.0), (trace.onto(whole, label).scale, -1.0)])
+    return whole
 
 
 for _name in ("aten::add", "aten::sub", "aten::rsub"):
@@ -421,38 +538,21 @@ def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, *
     return _reduce(trace, value, axes)
 
 
-@register_rule("aten::linalg_vector_norm")
-def _vector_norm(
-    trace: Trace, value: Value, order: float = 2, axes: Any = None, keepdim: bool = False, **kwargs: Any
-) -> Value:
-    # The absolute values are added up: signs pass one by one, and a magnitude that all have in common goes through.
-    return _reduce(trace, trace.elementwise(value, positive_scales=order != 0, signs=True, even=True), axes)
-
-
-@register_rule("aten::var", "aten::std", "aten::var_mean", "aten::std_mean")
-def _deviation(trace: Trace, value: Value, axes: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Units that are averaged over keep their scale; others may change sign, and their magnitude goes through."""
-    axes = axes if isinstance(axes, (int, list, tuple)) and not isinstance(axes, bool) else None
-    both = not isinstance(trace.node.meta["val"], Tensor)
-    shape = trace.output_shape(0 if both else None)
-    mean = _reduce(trace, value, axes, shape)
-    power = 2.0 if "var" in trace.operation else 1.0
-    deviation = trace.elementwise(mean, positive_scales=True, signs=True, even=True, exponent=power)
-    return [deviation, mean] if both else deviation
-
-
 @register_rule("aten::amax", "aten::amin")
 def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
     return _reduce(trace, trace.elementwise(value, positive_scales=True), axes or None)
 
 
+def _gone(axes: Any, rank: int) -> set[int]:
+    """Return the axes over which an operation sums: the given ones, or all."""
+    axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes
+    return {axis % rank for axis in axes} or set(range(rank))
+
+
 def _reduce(trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None) -> Value:
     shape = trace.output_shape() if shape is None else shape
     keep = len(shape) == value.ndim
-    axes = range(value.ndim) if axes is None else [axes] if isinstance(axes, int) else axes
-    gone = {axis % value.ndim for axis in axes}
-    if not gone:
-        gone = set(range(value.ndim))
+    gone = _gone(axes, value.ndim)
     labels = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
@@ -460,12 +560,14 @@ def _reduce(trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None
             place = {axis: axis if keep else axis - sum(g < axis for g in gone) for axis in label.axes}
             labels.append(label.on(tuple(place[axis] for axis in label.axes)))
         elif set(label.axes) <= gone:
-            # A sum over all units does not mind their order.
-            trace.constraints.restrict(label)
-            trace.constraints.fix_scales(label.scale)
+            # A sum over all units does not mind their order, and one of squares no rotation.
+            if not _is_square(trace.node.all_input_nodes[0]):
+                trace.constraints.keep_ones(label)
+            if len(value.labels) == 1:
+                labels.append(trace.constraints.number_of(label))
+            else:
+                trace.constraints.fix_scales(label.scale)
         else:
-            rest = [axis for axis in label.axes if axis not in gone]
-            whole = trace.parts(label, rest)
-            trace.constraints.equate([(label.scale, 1.0), (trace.onto(whole, label).scale, -1.0)])
-            labels.append(whole.on(tuple(axis if keep else axis - sum(g < axis for g in gone) for axis in rest)))
+            whole = _of_parts(trace, label, gone)
+            labels.append(whole.on(tuple(axis if keep else axis - sum(g < axis for g in gone) for axis in whole.axes)))
     return Value(shape, tuple(labels))

@@ -180,7 +180,8 @@ def _affine(trace: Trace, value: Value, weight: Value | None, bias: Value | None
     """Multiply by a weight and add a bias that live on some axes."""
     for part, product in ((weight, True), (bias, False)):
         if part is not None:
-            value = trace.join(value, part.on(axes, value.ndim), product=product)
+            gain = trace.gain_in(part) if product else None
+            value = trace.join(value, part.on(axes, value.ndim), product=product, gain=gain)
     return value
 
 
@@ -196,7 +197,11 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None) 
     """
     constraints = trace.constraints
     label = constraints.resolve(label)
-    constraints.restrict(label)
+    if groups is None:
+        constraints.restrict(label)
+    else:
+        constraints.keep_norm(label)
+        constraints.keep_ones(label)
     divided = label.scale
     if groups is not None:
         divided = constraints.fresh_scales((int(groups.max()) + 1,))[groups]
@@ -322,8 +327,18 @@ def _rms_norm(
     for label in value.labels:
         label = trace.constraints.resolve(label)
         # The root mean square is even in every unit: signs pass one by one.
-        trace.constraints.restrict(label)
-        trace.constraints.fix_scales(label.scale, signs=False)
+        if label.axes and set(label.axes) <= set(axes):
+            trace.constraints.keep_norm(label)
+        else:
+            trace.constraints.restrict(label)
+        if epsilon == 0 and set(label.axes) <= set(axes):
+            number = trace.constraints.number_of(label, even=True)
+            scale = trace.constraints.scales_like(label.scale)
+            whole = np.full(scale.shape, int(number.scale))
+            trace.constraints.equate([(scale, 1.0), (label.scale, -1.0), (whole, 1.0)])
+            label = label.scaled_by(scale)
+        else:
+            trace.constraints.fix_scales(label.scale, signs=False)
         kept = [axis for axis in label.axes if axis not in axes]
         if kept and len(kept) < len(label.axes):  # what is normalised together stays together (heads)
             trace.parts(label, kept)

@@ -4,7 +4,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from scipy import sparse
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.copies import Copies, Folded, Sheets, arriving, fold, sheets
 from lightning_sym.symmetry.tracing.equations import solve
+from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -78,6 +79,7 @@ class Structure:
             places: with the slots to which they belong. Slots are units that stand nowhere and move in blocks.
         parents: For each system of blocks (blocks, parents): further units, which change places as the blocks do
             (heads, where attention weights are seen). In values inside the network only.
+        rotations: Cells on which any orthogonal matrix acts, behind their permutations, scales and signs.
     """
 
     slots: tuple[Slot, ...]
@@ -96,6 +98,7 @@ class Structure:
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
     copies: tuple[Copies | None, ...] = ()
     parents: tuple[Ints, ...] = ()
+    rotations: tuple[Rotation, ...] = ()
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""
@@ -159,6 +162,27 @@ class Structure:
             cell_of[cell] = index
         return cell_of
 
+    def slots_at(self, positions: Ints) -> Ints:
+        """Return in which slots positions are."""
+        starts = np.array([slot.offset for slot in self.slots], np.int64)
+        return np.searchsorted(starts, positions, side="right") - 1
+
+    @cached_property
+    def rotation_of(self) -> Ints:
+        """For each unit, the number of the rotation that acts on it, or -1."""
+        rotation_of = np.full(self.units, -1)
+        for index, rotation in enumerate(self.rotations):
+            rotation_of[rotation.units] = index
+        return rotation_of
+
+    @cached_property
+    def place_in_cell(self) -> Ints:
+        """For each unit on which a rotation acts, its place among those on which it does."""
+        place = np.zeros(self.units, np.int64)
+        for rotation in self.rotations:
+            place[rotation.units] = np.arange(rotation.size)
+        return place
+
     @cached_property
     def moves(self) -> NDArray[np.bool_]:
         """For each unit, whether it may change places."""
@@ -196,6 +220,41 @@ class Structure:
             cells = [cell for cell, _ in members]
             places.setdefault(offset, []).append((cells, list(np.moveaxis(positions, 2, 0)), read))
         return places
+
+    @cached_property
+    def rotated_places(self) -> dict[int, list[tuple[int, Ints, tuple[int, ...]]]]:
+        """By slot: which rotations act there, where, and with which powers of their gains around them."""
+        places: dict[int, list[tuple[int, Ints, tuple[int, ...]]]] = {}
+        for index, rotation in enumerate(self.rotations):
+            columns = self.columns[rotation.orbit][self.place_in_orbit[rotation.units]]
+            acting = exponents(
+                self.magnitudes, columns, self.scale_table[rotation.orbit][self.place_in_orbit[rotation.units]]
+            )
+            if not columns.shape[1]:
+                continue
+            assert acting is not None  # find_rotations looked
+            gains = {name for name, _ in rotation.gains}
+            for at, slot_index, powers in zip(
+                columns.T, self.slots_at(columns[0]), acting @ rotation.powers, strict=True
+            ):
+                slot = self.slots[slot_index]
+                if slot.tensor not in gains:
+                    places.setdefault(slot.offset, []).append((index, at - slot.offset, tuple(powers.tolist())))
+        return places
+
+
+class Met(NamedTuple):
+    """What operations met the units, each of shape (units,), bool.
+
+    Attributes:
+        normed: Whether they see a unit's norm together with others', at least.
+        centred: Whether they see a unit's mean with others.
+        restricted: Whether one of them passes no mixture of units but permutations, scales and signs.
+    """
+
+    normed: NDArray[np.bool_]
+    centred: NDArray[np.bool_]
+    restricted: NDArray[np.bool_]
 
 
 def _mix(values: Ints | Hashes) -> Hashes:
@@ -300,7 +359,7 @@ def build_structure(
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
     shifts: list[tuple[str, ...]],
-) -> tuple[Structure, Structure]:
+) -> tuple[Structure, Structure, Met]:
     """Solve all constraints.
 
     Args:
@@ -313,7 +372,8 @@ def build_structure(
             running means (docs/theory/intertwiners.md, 2.3: c).
 
     Returns:
-        The group on parameters and buffers; and the same group on the values inside the network that have a name.
+        The group on parameters and buffers; the same group on the values inside the network that have a name; and what
+        operations met the units.
     """
     number = constraints.atoms
     root = _components(number, constraints.merges)
@@ -436,13 +496,15 @@ def build_structure(
         absorbed=tuple(absorbed),
         copies=copies,
     )
+    restricted = [*constraints.restricted, *(label.atom for label in grouped.values())]
+    met = (_marked(number, root[_flat(a)])[roots] for a in (constraints.normed, constraints.centred, restricted))
     firsts = np.cumsum([0, *size[named]]).tolist()
     if folded is not None:  # what slots are made of is seen inside the network only
         inside = folded.all_atoms[number_of[folded.all_atoms] >= len(roots)]
         orbits += [number_of[inside[group]] for group in _sorted_groups(total[inside])]
     orbits += [part for numbers in parents for part in numbers.T]
     value_columns = _columns(orbits, number_of[atom[at]], where[at], tag[at], copy_at[at])
-    return structure, replace(
+    values = replace(
         structure,
         slots=tuple(slot(index, number_of, first) for index, first in zip(named, firsts, strict=False)),
         units=structure.units + sum(numbers.size for numbers in parents),
@@ -460,6 +522,7 @@ def build_structure(
         ),
         parents=parents,
     )
+    return structure, values, Met(*met)
 
 
 def _that_act(
@@ -670,7 +733,8 @@ def _dense(
     constraints: Constraints, root: Ints, roots: Ints, grouped: dict[str, Label],
 ) -> tuple[Ints, ...]:  # fmt: skip
     """Find cells of units that only linear operations touch: any invertible matrix mixes them."""
-    met = [*constraints.restricted, *(label.atom for label in grouped.values())]
+    seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
+    met = [*itertools.chain(*seen), *(label.atom for label in grouped.values())]
     restricted = _marked(constraints.atoms, root[_flat(met)])
     count = np.diff(forms.indptr)
     result = []

@@ -1,6 +1,7 @@
 """The vocabulary in which rules speak: tensors seen from outside, and what an operation may demand of them."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ class Value:
         by_size: Whether a constant may be another one for an input of another size: it was made from positions (a
             range, a triangle), or is a part of something that is not one number everywhere.
         sources: The values whose elements were only moved to get here, and how they were moved, step by step.
+        squared: Whether these are squares of units that orthogonal matrices may mix, so that these do not act on them.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +52,7 @@ class Value:
     offset: float = 0.0
     by_size: bool = False
     sources: "tuple[tuple[Value, Path], ...]" = ()
+    squared: bool = False
 
     @property
     def ndim(self) -> int:
@@ -141,6 +144,8 @@ class Trace:
         self.made_of_states: dict[int, Any] = {}
         self.lengths: set[int] = set()
         self.reads: dict[str | int, tuple[Value, list[Path]]] = {}
+        self.uses: Counter[str] = Counter()
+        self.gains: Counter[str] = Counter()
         self.taps: dict[Mark, Value] = {}
 
     # What something is called, for notes and errors.
@@ -383,6 +388,7 @@ class Trace:
             if not filled_by_zero:
                 self.constraints.fix_scales(new.scale)
         if filled and not filled_by_zero:
+            self.constraints.restrict(label)
             self.constraints.fix_scales(label.scale)
         return self._plainest(moved)
 
@@ -429,7 +435,24 @@ class Trace:
             label = Label(label.axes, label.atom, np.where(label.tag > 0, 0, label.tag), label.scale)
         return label
 
-    def join(self, one: Value, two: Value, *, product: bool, divide: bool = False, linear: bool = False) -> Value:
+    def gain_in(self, value: Value) -> str | None:
+        """Return the vector among the parameters whose elements, at most moved, are this value; else None."""
+        names = {root.state for root, _ in value.sources or ((value, ()),)}
+        name = names.pop() if len(names) == 1 else None
+        if name is None or max(self.tensors[name].shape, default=0) != self.tensors[name].numel():
+            return None
+        return name
+
+    def join(
+        self,
+        one: Value,
+        two: Value,
+        *,
+        product: bool,
+        divide: bool = False,
+        linear: bool = False,
+        gain: str | None = None,
+    ) -> Value:
         """Combine two values element by element, with broadcasting: a sum, or a product (or quotient).
 
         In a sum both must carry the same units and the same scales; in a product the same units, and scales multiply.
@@ -441,9 +464,13 @@ class Trace:
             divide: Whether it is a quotient.
             linear: Whether the factor on the coarser axes multiplies whole blocks of the other one's units, so that
                 mixtures inside a block pass.
+            gain: The parameter that is one of the factors (or divides), if it is a vector of gains.
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
         first, second = self._broadcast(one, shape), self._broadcast(two, shape)
+        added = bool(not product and first and second and self._is_number(first) != self._is_number(second))
+        if added:
+            first, second = self._beside_number(first, second), self._beside_number(second, first)
         result: list[Label] = []
         left = list(second)
         for label in first:
@@ -451,7 +478,7 @@ class Trace:
                 (other for other in left if set(other.axes) & set(label.axes) or not (other.axes or label.axes)), None
             )
             if partner is None:
-                alone = self._alone(label, two, shape, product)
+                alone = self._alone(label, two, shape, product, number=added)
                 if alone is not None:
                     result.append(alone)
                 continue
@@ -470,14 +497,17 @@ class Trace:
                 continue
             scale = label.scale
             if product:
-                if not nested or not linear:
+                if gain is not None and not nested and self.tensors[gain].numel() == joined.size:
+                    self.gains[gain] += 1
+                    self.constraints.gained.append(joined.atom.ravel())
+                elif not nested or not linear:
                     self.constraints.restrict(joined)
                 scale = self.constraints.product((label.scale, 1.0), (partner.scale, -1.0 if divide else 1.0))
             else:
                 self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
             result.append(joined.scaled_by(scale))
         for label in left:
-            alone = self._alone(label, one, shape, product)
+            alone = self._alone(label, one, shape, product, number=added)
             if alone is not None:
                 inverted = product and divide
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
@@ -506,6 +536,20 @@ class Trace:
             label = Label(label.axes, label.atom, tag, label.scale)
         self.see(label)
         return label
+
+    def _beside_number(self, labels: list[Label], others: list[Label]) -> list[Label]:
+        """Let a number made of units (their mean), which is added to units, have the scale that they have in common."""
+        if not self._is_number(labels):
+            return labels
+        for label in others:
+            self.constraints.keep_ones(label)
+            self.constraints.equate([(np.full(label.scale.shape, int(labels[0].scale)), 1.0), (label.scale, -1.0)])
+        return []
+
+    @staticmethod
+    def _is_number(labels: list[Label]) -> bool:
+        """Whether labels are those of a value that one unit fills."""
+        return len(labels) == 1 and not labels[0].axes
 
     def _lent(self, labels: list[Label]) -> list[Label]:
         """Let units that fill a whole factor (a learned gate) scale the units of the product."""
@@ -564,23 +608,45 @@ class Trace:
             result.append(label.moved(kept, lambda part, sizes=sizes: part.reshape(sizes)))  # type: ignore[misc]
         return result
 
-    def _alone(self, label: Label, other: Value, shape: tuple[int, ...], product: bool) -> Label | None:
-        """A label meets a value on which nothing acts there; None is left if nothing can act on it any more."""
+    def _alone(
+        self, label: Label, other: Value, shape: tuple[int, ...], product: bool, *, number: bool = False
+    ) -> Label | None:
+        """A label meets a value on which nothing acts there; None is left if nothing can act on it any more.
+
+        Args:
+            label: The label.
+            other: The value.
+            shape: The result's shape.
+            product: Whether they are multiplied.
+            number: Whether the value was made of units, whose scale the label has, see `_beside_number`.
+        """
         label = self.constraints.resolve(label)
         if other.is_zero and not product:
             return label
         if other.concrete is not None:
             constant = replace(other, shape=shape, concrete=other.concrete.expand(shape))
             return self.beside_constant(label, constant, added=not product)
-        offset = len(shape) - other.ndim
-        varies = any(axis >= offset and other.shape[axis - offset] > 1 for axis in label.axes)
+        varies = any(self._varies(other, axis - len(shape) + other.ndim) for axis in label.axes)
         if varies:
             self.constraints.fix_units(label.atom.ravel())
             self.constraints.restrict(label)
-        if not product:
-            self.constraints.restrict(label)
+        if not product and (varies or not number):
+            self.constraints.keep_ones(label)
             self.constraints.fix_scales(label.scale)
         return None if varies and not product else label
+
+    @staticmethod
+    def _varies(value: Value, axis: int) -> bool:
+        """Whether a value may change along an axis, which it does not have if that is negative."""
+        if axis < 0 or value.shape[axis] == 1:
+            return False
+        for root, path in value.sources:
+            moved = coordinates(root.shape, range(root.ndim))
+            for step in path:
+                moved = step(moved)
+            if bool((moved != moved.narrow(axis, 0, 1)).any()):
+                return True
+        return not value.sources
 
     def beside_constant(self, label: Label, value: Value, *, added: bool = False) -> Label:
         """A label meets a constant: units that meet the same numbers may change places.
@@ -610,7 +676,7 @@ class Trace:
             tag = self.constraints.derive_tags(label.tag, kind)
             self.see(Label(label.axes, label.atom, tag, label.scale))
         if added:
-            self.constraints.restrict(label)
+            self.constraints.keep_ones(label)
             self.constraints.fix_scales(label.scale[nonzero])
         return label
 
@@ -765,6 +831,7 @@ class Trace:
     def read(self, value: Value) -> None:
         """Note that all elements of a value are read."""
         for root, path in value.sources or ((value, ()),):
+            self.uses[root.state or ""] += 1
             if root.labels:
                 # One entry for all walks, where it is a parameter.
                 key = root.state if root.state is not None else id(root)

@@ -134,6 +134,10 @@ class Walk(Trace):
                 root = Value(tuple(self.tensors[name].shape), labels, state=name)
                 self.reads[name] = (root, [])
         self._fix_unread(states=True)
+        for name in [name for name, times in self.gains.items() if times != self.uses[name]]:  # and something else
+            del self.gains[name]
+            for label in self.axis_labels[name]:
+                self.constraints.restrict(label)
         for name in self.mixed_uses:  # what its second axis means depends on the group, and elsewhere it does not
             if name in self.grouped:
                 self.constraints.fix(self.grouped.pop(name))

@@ -1,0 +1,77 @@
+"""Cells of units that orthogonal matrices may mix, since nothing but their norm is seen (residual streams).
+
+See docs/theory/intertwiners.md, 2.6.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    r"""A cell of units on which an orthogonal matrix Q may act.
+
+    At a place where units are seen behind gains :math:`\gamma_l`, :math:`D Q D^{-1}` acts, with
+    :math:`D = \prod_l \operatorname{diag}(\gamma_l)^{k_l}`; the gains themselves stay as they are.
+
+    Attributes:
+        units: The units, in order. Shape (size,).
+        orbit: The number of their orbit.
+        fixes_ones: Whether Q has to leave the vector of ones alone, as the mean of the units is seen as well.
+        gains: The gains: name of the parameter, and at which of its elements each unit stands. Each of shape (size,).
+        powers: Powers k of the gains, for each of a unit's generators of scales. Shape (generators, gains).
+        plain_sign: Which of a unit's generators of signs flip it in front of all gains. Shape (generators,), bool.
+    """
+
+    units: Ints
+    orbit: int
+    fixes_ones: bool
+    gains: tuple[tuple[str, Ints], ...]
+    powers: Ints
+    plain_sign: Bools
+
+    @property
+    def size(self) -> int:
+        """The number of units."""
+        return len(self.units)
+
+    @property
+    def dimension(self) -> int:
+        """The dimension of the group of these matrices."""
+        free = self.size - self.fixes_ones
+        return free * (free - 1) // 2
+
+
+def exponents(forms: sparse.csr_matrix, columns: Ints, table: Ints) -> Ints | None:
+    """Return with which exponents the generators of a unit act at each of its places, if these are those of all units.
+
+    Args:
+        forms: Generators by position.
+        columns: At which positions the units stand. Shape (units, columns).
+        table: The units' generators. Shape (units, generators).
+
+    Returns:
+        Shape (columns, generators); None if units differ, or an exponent is not a whole number.
+    """
+    units, width = columns.shape
+    number_of = np.full(forms.shape[1], -1)
+    number_of[table] = np.arange(table.shape[1])
+    rows = forms[columns.ravel()]
+    unit, column = np.divmod(np.repeat(np.arange(units * width), np.diff(rows.indptr)), width)
+    generator = number_of[rows.indices]
+    if (generator < 0).any() or (table[unit, generator] != rows.indices).any():
+        return None
+    found = np.zeros((width, table.shape[1]))
+    found[column[unit == 0], generator[unit == 0]] = rows.data[unit == 0]
+    counts = np.count_nonzero(found, axis=1)
+    alike = (found[column, generator] == rows.data).all() and (
+        np.diff(rows.indptr).reshape(units, width) == counts
+    ).all()
+    whole = np.rint(found).astype(np.int64)
+    return whole if alike and np.array_equal(whole, found) else None

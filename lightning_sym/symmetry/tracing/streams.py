@@ -1,0 +1,86 @@
+"""Finds the streams: cells of units that orthogonal matrices may mix, behind gains perhaps.
+
+See docs/theory/intertwiners.md, 2.6.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from lightning_sym.symmetry.tracing.rotations import Bools, Ints, Rotation, exponents
+from lightning_sym.symmetry.tracing.structure import Met, Structure
+
+
+def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:
+    """Find the cells on which orthogonal matrices act.
+
+    Args:
+        structure: The group without them.
+        met: What operations met the units.
+        gains: Parameters that are only used to multiply units.
+
+    Returns:
+        The rotations, and notes on those that gains forbid.
+    """
+    found: list[Rotation] = []
+    notes: list[str] = []
+    for orbit, (units, cells) in enumerate(zip(structure.orbits, structure.cells, strict=True)):
+        free = structure.movable[orbit] and structure.cell_of[units[0]] < 0 and not met.restricted[units].any()
+        fixes_ones = bool(met.centred[units].any())
+        if not (free and met.normed[units].all() and np.bincount(cells).min() > 1 + fixes_ones):
+            continue
+        slots = structure.slots_at(structure.columns[orbit][0])
+        behind = np.array([structure.slots[slot].tensor in gains for slot in slots], bool)
+        conjugation = _conjugation(structure, orbit, behind)
+        first = structure.slots[slots[0]].tensor
+        if conjugation is None:
+            # A gain that no scale reaches is one of those that hold the others.
+            none = np.diff(structure.magnitudes.indptr)[structure.columns[orbit][0]] == 0
+            stuck = slots[behind & none] if (behind & none).any() else slots[behind]
+            names = list(dict.fromkeys(structure.slots[slot].tensor for slot in stuck))
+            shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+            notes.append(
+                f"the stream of {first} is not rotated, as its gains ({shown}) cannot be taken into what reads them: "
+                "embeddings are tied, or values before and behind a gain are added up"
+            )
+            continue
+        powers, plain_sign = conjugation
+        for number in range(int(cells.max()) + 1):
+            place = np.flatnonzero(cells == number)
+            columns = structure.columns[orbit][place][:, behind]
+            at = [(structure.slots[slot], column) for slot, column in zip(slots[behind], columns.T, strict=True)]
+            held = tuple((slot.tensor, column - slot.offset) for slot, column in at)
+            found.append(Rotation(units[place], orbit, fixes_ones, held, powers, plain_sign))
+    return found, notes
+
+
+def _conjugation(structure: Structure, orbit: int, behind: Bools) -> tuple[Ints, Bools] | None:
+    """Return powers of the gains by generators, and which signs act in front of all gains; None if gains are not free.
+
+    They are if the orbit's scales can bring them all to 1, whatever they are. An orthogonal matrix can then act on the
+    units with gains of 1, and the scales are undone.
+    """
+    columns = structure.columns[orbit]
+    kinds = ((structure.magnitudes, structure.scale_table[orbit]), (structure.signs, structure.sign_table[orbit]))
+    scales, signs = (exponents(forms, columns, table) for forms, table in kinds)
+    if scales is None or signs is None:
+        return None
+    one_by_one, own_signs = (_not_common(structure.cells[orbit], table) for _, table in kinds)
+    at_gains = scales[behind][:, one_by_one]
+    if at_gains.shape[0] != at_gains.shape[1] or (at_gains.size and abs(round(np.linalg.det(at_gains))) != 1):
+        return None
+    powers = np.zeros((scales.shape[1], int(behind.sum())), np.int64)
+    powers[one_by_one] = np.rint(np.linalg.inv(at_gains)).astype(np.int64)
+    # Signs behind gains are those in front of them times the gains' own.
+    plain = (signs - scales @ powers @ signs[behind])[~behind][:, own_signs] % 2
+    if (plain != plain[:1]).any():
+        return None
+    plain_sign = np.zeros(signs.shape[1], bool)
+    plain_sign[own_signs] = plain[0] == 1
+    return powers, plain_sign
+
+
+def _not_common(cells: Ints, table: Ints) -> Bools:
+    """Return which generators of a table are not the same for all units of a cell."""
+    _, first = np.unique(cells, return_index=True)
+    return np.asarray((table != table[first[cells]]).any(0))

@@ -1,0 +1,263 @@
+"""Residual streams whose norm alone is seen are rotated: which norms allow it, behind which gains, and what forbids it.
+
+See docs/theory/intertwiners.md, 2.6.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+from helpers import Program, assert_refused, of, parameter
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.dimension import local_dimension
+from lightning_sym.symmetry.tangents import orbit_tangents
+
+torch.set_num_threads(1)
+N, D, M, V = 6, 5, 4, 9  # width of the input, the stream, the branches and the output
+EXACT = 1e-10
+
+
+def mean_square(x, gain, eps):
+    return gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def squares(x, gain, eps):
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps) * gain
+
+
+def centred(x, gain, eps):
+    x = x - x.mean(-1, keepdim=True)
+    return gain * x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+
+
+def deviation(x, gain, eps):
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps) * gain
+
+
+def variance(x, gain, eps):
+    return (x - x.mean(-1, keepdim=True)) * (x.var(-1, keepdim=True, unbiased=False) + eps).rsqrt() * gain
+
+
+# By name: the norm, and whether it takes the mean off.
+NORMS = {
+    "rms_norm": (lambda x, gain, eps: F.rms_norm(x, (D,), gain, eps), False),
+    "mean of squares": (mean_square, False),
+    "sum of squares": (squares, False),
+    "normalize": (lambda x, gain, eps: F.normalize(x, dim=-1, eps=max(eps, 1e-12)) * gain, False),
+    "vector_norm": (lambda x, gain, eps: gain * x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + eps), False),
+    "layer_norm": (lambda x, gain, eps: F.layer_norm(x, (D,), gain, None, eps), True),
+    "group_norm": (lambda x, gain, eps: F.group_norm(x.mT, 1, gain, None, eps).mT, True),
+    "centred squares": (centred, True),
+    "deviation": (deviation, True),
+    "variance": (variance, True),
+}
+
+
+def stream(norm, eps, s, x):
+    """A stream of two branches, the second behind a gain of its own (LayerScale)."""
+    x = s.write(x)
+    x = x + s.down(torch.sigmoid(s.up(norm(x, s.gain, eps))))
+    x = x + s.scale * s.other_down(torch.sigmoid(s.other_up(norm(x, s.other_gain, eps))))
+    return s.head(norm(x, s.last_gain, eps))
+
+
+@functools.cache
+def traced(name, eps=1e-6):
+    torch.manual_seed(0)
+    linear = functools.partial(of, nn.Linear, bias=False)
+    gains = {f"{kind}gain": parameter(D) for kind in ("", "other_", "last_")}
+    parts = {"up": linear(D, M), "down": linear(M, D), "other_up": linear(D, M), "other_down": linear(M, D)}
+    parts |= {"write": linear(N, D), "head": linear(D, V), "scale": parameter(D), **gains}
+    network = Program(functools.partial(stream, NORMS[name][0], eps), parts).double()
+    x = torch.randn(3, 6, N, dtype=torch.float64)
+    if name == "group_norm":  # over the positions, too
+        x = x[:, :1]
+    return network, x, trace_symmetry(network, x)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_stream_behind_a_norm_is_rotated_between_its_gains(name):
+    _, _, symmetry = traced(name)
+    fixes_ones = NORMS[name][1]
+    free = D - fixes_ones
+    (rotation,) = symmetry.structure.rotations
+    assert (rotation.size, rotation.fixes_ones, len(rotation.gains)) == (D, fixes_ones, 4)
+    assert symmetry.dimension == 4 * D + free * (free - 1) // 2
+    assert symmetry.worst_error <= EXACT
+    (kind,) = [group.kind for group in symmetry.groups if group.rotations]
+    assert kind == ("rotation that fixes ones + 4 scales + 5 signs" if fixes_ones else "rotation + 4 scales + 4 signs")
+    assert not symmetry.notes
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_dimension_of_a_stream_is_the_nullity_of_the_jacobian(name):
+    network, _, symmetry = traced(name)
+    found = local_dimension(symmetry, network, torch.randn(80, N, dtype=torch.float64), tolerance=1e-8)
+    assert found.gap > 1e3
+    # A layer norm does not see multiples of ones that are written, nor rows of 1 / gain that read it.
+    shifts = N + M + M + (M + M + V) if name == "layer_norm" else 0
+    assert found.nullity == symmetry.dimension + shifts
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_tangents_of_a_rotated_stream_are_as_many_as_its_dimension_and_change_no_output(name):
+    network, x, symmetry = traced(name)
+    found = orbit_tangents(symmetry, network)
+    assert (found.rank, found.vectors.shape[1], found.statistics) == (symmetry.dimension, symmetry.dimension, 0)
+    weights = {key: value.detach() for key, value in network.named_parameters()}
+    for column in found.vectors.T.toarray():
+        parts = torch.from_numpy(column).split([weights[key].numel() for key in found.names])
+        tangent = {key: part.view_as(weights[key]) for key, part in zip(found.names, parts, strict=True)}
+        _, change = torch.func.jvp(lambda w: torch.func.functional_call(network, w, (x,)), (weights,), (tangent,))
+        assert float(change.abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("name", ["mean of squares", "rms_norm", "layer_norm", "centred squares", "variance"])
+def test_without_eps_a_stream_has_one_scale_more(name):
+    assert traced(name, 0.0)[2].dimension == traced(name)[2].dimension + 1
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_rotations_are_orthogonal_and_leave_ones_alone_where_these_are_seen(name):
+    _, _, symmetry = traced(name)
+    (matrix,) = symmetry.sample(torch.Generator().manual_seed(0)).rotation
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(D, dtype=torch.float64))
+    ones = torch.ones(D, dtype=torch.float64)
+    assert torch.allclose(matrix @ ones, ones) == NORMS[name][1]
+    assert float((matrix - torch.eye(D)).abs().min()) > 1e-4
+
+
+# What forbids rotations: each program sees more of the stream than its norm.
+WRITE, HEAD, GAIN = of(nn.Linear, 3, D, bias=False), of(nn.Linear, D, V), parameter(D)
+FORBIDDEN = {
+    "tied embeddings": (lambda s, x: mean_square(s.write(x), s.gain, 1e-6) @ s.write.weight, {"gain": GAIN}),
+    "a norm in the stream": (
+        lambda s, x: (lambda h: s.head(mean_square(h + mean_square(h, s.gain, 1e-6), s.other_gain, 1e-6)))(s.write(x)),
+        {"gain": GAIN, "other_gain": GAIN, "head": HEAD},
+    ),
+    "an activation": (lambda s, x: s.head(torch.sigmoid(mean_square(s.write(x), 1, 1e-6))), {"head": HEAD}),
+    "a gain that is a bias as well": (
+        lambda s, x: s.head(mean_square(s.write(x), s.gain, 1e-6) + s.gain), {"gain": GAIN, "head": HEAD}
+    ),
+    "a gain and ones": (lambda s, x: s.head(mean_square(s.write(x), 1 + s.gain, 1e-6)), {"gain": GAIN, "head": HEAD}),
+    "squares that are read one by one": (
+        lambda s, x: s.head(s.write(x) * (-(s.write(x) ** 2)).exp()), {"head": HEAD}
+    ),
+    "a norm of a part": (
+        lambda s, x: (lambda h: s.head(h * h[..., :2].norm(dim=-1, keepdim=True)))(s.write(x)), {"head": HEAD}
+    ),
+    "a constant of each unit": (lambda s, x: s.head(mean_square(s.write(x) + torch.arange(D), 1, 0.1)), {"head": HEAD}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_stream_of_which_more_is_seen_is_not_rotated(name):
+    torch.manual_seed(0)
+    function, parts = FORBIDDEN[name]
+    network = Program(function, {"write": WRITE, **parts}).double()
+    symmetry = trace_symmetry(network, torch.randn(4, 3, dtype=torch.float64))
+    assert D not in [rotation.size for rotation in symmetry.structure.rotations]
+    assert symmetry.worst_error <= EXACT
+    told = any("gains (gain) cannot be taken into what reads them" in note for note in symmetry.notes)
+    assert told == (name in ("tied embeddings", "a norm in the stream"))
+
+
+def test_a_gain_that_holds_a_zero_is_refused_and_changes_nothing():
+    network, _, symmetry = traced("rms_norm")
+    broken = Program(network.function, dict(network.named_children()) | dict(network.named_parameters(recurse=False)))
+    broken.load_state_dict(network.state_dict())
+    with torch.no_grad():
+        broken.other_gain = nn.Parameter(network.other_gain.clone().index_fill(0, torch.tensor([1]), 0.0))
+    before = {name: value.clone() for name, value in broken.state_dict().items()}
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    assert_refused(lambda: symmetry.act(element, broken, inplace=True), says=["other_gain", "zero", "mixing=False"])
+    assert all(torch.equal(value, before[name]) for name, value in broken.state_dict().items())
+    symmetry.act(symmetry.sample(mixing=False), broken)
+
+
+def test_acting_in_place_and_on_single_tensors_is_acting_on_a_copy():
+    network, _, symmetry = traced("layer_norm")
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    state = symmetry.act(element, network).state_dict()
+    own = dict(network.named_parameters())
+    few = symmetry.act_on(element, {name: own[name] for name in ("up.weight", "gain")})
+    for name in ("up.weight", "gain"):
+        torch.testing.assert_close(few[name], state[name])
+    assert_refused(lambda: symmetry.act_on(element, {"up.weight": own["up.weight"]}), says="the gain gain")
+    again = Program(network.function, {})
+    for name, module in network.named_children():
+        again.add_module(name, nn.Linear(module.in_features, module.out_features, bias=False).double())
+    for name, tensor in network.named_parameters(recurse=False):
+        again.register_parameter(name, nn.Parameter(tensor.detach().clone()))
+    again.load_state_dict(network.state_dict())
+    for name, value in symmetry.act(element, again, inplace=True).state_dict().items():
+        torch.testing.assert_close(value, state[name])
+
+
+class Stream(nn.Module):
+    """A stream whose values can be tapped."""
+
+    def __init__(self):
+        super().__init__()
+        self.write, self.norm = nn.Linear(3, D), nn.RMSNorm(D, eps=1e-6)
+        self.square, self.head = nn.Identity(), nn.Linear(D, V)
+
+    def forward(self, x):
+        x = self.write(x)
+        return self.head(self.norm(x)) * (1 + self.square(x**2).mean(-1, keepdim=True))
+
+
+def test_activations_behind_a_gain_need_the_network_and_squares_have_no_image():
+    torch.manual_seed(0)
+    network, x = Stream().double(), torch.randn(7, 3, dtype=torch.float64)
+    with torch.no_grad():
+        network.norm.weight.normal_()
+    symmetry = trace_symmetry(network, x)
+    element = symmetry.sample(torch.Generator().manual_seed(1))
+    moved = symmetry.act(element, network)
+    action = symmetry.on_activations(element, "write")
+    torch.testing.assert_close(action.apply(network.write(x)), moved.write(x))
+    action = symmetry.on_activations(element, "norm", network)
+    torch.testing.assert_close(action.apply(network.norm(network.write(x))), moved.norm(moved.write(x)))
+    assert_refused(lambda: symmetry.on_activations(element, "norm"), says=["norm.weight", "mixing=False"])
+    assert_refused(lambda: symmetry.on_activations(element, "square", network), says=["square holds squares"])
+
+
+# Models of transformers.
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens).logits
+
+
+def small(kind, **settings):
+    transformers = pytest.importorskip("transformers")
+    tokens = {"vocab_size": 14, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    if kind == "GPT2":
+        sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_inner": 6, "n_positions": 5}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens, **settings))
+    else:
+        sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **tokens, **settings))
+    return Logits(model).eval()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_stream_of_a_language_model_is_rotated_unless_embeddings_are_tied(kind):
+    torch.manual_seed(0)
+    tokens = torch.arange(10).reshape(2, 5)
+    for tie in (False, True):
+        symmetry = trace_symmetry(small(kind, tie_word_embeddings=tie), tokens)
+        sizes = [(rotation.size, rotation.fixes_ones) for rotation in symmetry.structure.rotations]
+        assert sizes == ([] if tie else [(8, kind == "GPT2")])
+        assert any("embeddings are tied" in note for note in symmetry.notes) == tie
+        assert not math.isnan(symmetry.worst_error)
