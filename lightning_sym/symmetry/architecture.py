@@ -15,7 +15,7 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from lightning_sym.symmetry.tracing.capture import constant_names, state_tensors
+from lightning_sym.symmetry.tracing.capture import constant_names, first_names, state_tensors
 
 # What a module's description says that evaluation does not see.
 _TRAINING_ONLY = re.compile(r"(^|, )(inplace(=\w+)?|momentum=[^,]+|drop\w*=[^,]+)")
@@ -40,6 +40,7 @@ class Architecture:
         self.descriptions = _descriptions(network)
         self.settings = _settings(network)
         self.unsaved = constant_names(network)
+        self.names = first_names(network)
         self.constants = {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in constants.items() if not tensor.is_meta
         }

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, described_blocks, tap_of
+from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
@@ -392,6 +394,46 @@ class Symmetry:
             for name, tensor in action.on_weights(tensors):
                 tensors[name].copy_(tensor)
         return network
+
+    def act_on_files(
+        self, element: Element, checkpoint: str | Path, out: str | Path, *, leave: Sequence[str] = ()
+    ) -> Path:
+        """Change the weights of a checkpoint on disk by an element; the function of the network they are for stays.
+
+        For networks that do not fit into memory: the group comes from the network without weights, and one tensor at a
+        time is read, changed and written. Names, types, shards and metadata stay as they were. Numbers of 16 bits are
+        moved in single precision and rounded once.
+
+        Args:
+            element: From this symmetry.
+            checkpoint: A file of safetensors, or the index of several (``model.safetensors.index.json``). Its names
+                may have a prefix more or less than the network's (``model.``). Not changed.
+            out: A folder, which is made if it is not there; for one file also the path of the new one, ending in
+                ``.safetensors``. Files that are there are not replaced.
+            leave: Patterns (``"*.attn.bias"``) of names in the checkpoint that the network does not have; these stay.
+
+        Returns:
+            The new index or file.
+
+        Raises:
+            ValueError: If the element belongs to another network's symmetry, or the checkpoint is damaged, incomplete
+                or of another configuration, or a number in it is not finite. Nothing is left behind then.
+            OSError: If the folder cannot be written to. Nothing is left behind.
+        """
+        self._own(element)
+        shards, architecture = Shards(checkpoint), self.architecture
+        shapes = {name: shape for name, (shape, _) in self.layout.items()}
+        named = named_for(shards, shapes, architecture.names, list(self.structure.slots_of), leave)
+        for key, name in named.items():
+            constant = architecture.constants.get(name)
+            if constant is not None and not torch.equal(shards.read(shards.tensors[key]).to(constant.dtype), constant):
+                raise ValueError(
+                    f"{checkpoint} holds other values of the constant {key} than the traced network: the element is of "
+                    "another configuration."
+                )
+        with torch.no_grad():
+            action = Action(self.structure, element)
+            return write_moved(shards, named, action.on_weights, self.structure.slots_of, out)
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module:
         """Return a changed copy of a network, whatever its function."""

@@ -99,6 +99,12 @@ def _places(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def first_names(network: nn.Module) -> dict[str, str]:
+    """Return for every place that holds a parameter or buffer the first name of what it holds."""
+    first = {id(tensor): name for name, tensor in state_tensors(network).items()}
+    return {place: first[id(tensor)] for place, tensor in _places(network).items()}
+
+
 def constant_names(network: nn.Module) -> set[str]:
     """Return the buffers, by their first names, that a state dict does not hold: they come with the architecture."""
     return {
@@ -322,8 +328,7 @@ def capture(
         )
         stack.enter_context(mode)
 
-        first = {id(tensor): name for name, tensor in states.items()}
-        names = {place: first[id(tensor)] for place, tensor in _places(network).items()}
+        names = first_names(network)
         running = network if cuts is None else cuts.whole
         left_out: list[str] = []
 

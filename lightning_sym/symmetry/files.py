@@ -1,0 +1,302 @@
+"""Elements that act on checkpoints on disk, shard by shard, with the memory of one tensor."""
+
+import contextlib
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lightning_sym._text import nearest
+
+_CHUNK = 1 << 24
+# Every dtype of a format in which numbers can be moved; in the shorter ones they are moved in single precision.
+_MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        file: The file.
+        key: Its name there.
+        shape: Its shape.
+        begin: Where its bytes begin in the file.
+        end: Where they end.
+    """
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Shards:
+    """A checkpoint in safetensors, in one file or several.
+
+    Args:
+        path: The file, or the index of several (``model.safetensors.index.json``).
+
+    Attributes:
+        files: The files, in order.
+        index: The index; None for one file.
+        tensors: Every tensor, by its name: file by file, in the order of its bytes.
+
+    Raises:
+        ValueError: If a file is missing or damaged, or is none of these.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self.index = path if path.name.endswith(".json") else None
+        if not path.is_file():
+            raise ValueError(f"There is no file {path}; expected a checkpoint in safetensors, or the index of several.")
+        placed = {} if self.index is None else _read_index(path)
+        self.files = [path] if self.index is None else sorted({path.parent / file for file in placed.values()})
+        self.tensors: dict[str, Stored] = {}
+        for file in self.files:
+            for stored in sorted(_read_header(file), key=lambda one: (one.begin, one.end)):
+                if stored.key in self.tensors:
+                    raise ValueError(f"{file} holds {stored.key}, as {self.tensors[stored.key].file} does.")
+                self.tensors[stored.key] = stored
+        for key, name in placed.items():
+            if key not in self.tensors or self.tensors[key].file != path.parent / name:
+                raise ValueError(f"{path.parent / name} holds no tensor {key}, which {path} says it does.")
+
+    def read(self, stored: Stored) -> Tensor:
+        """Return one tensor."""
+        with safe_open(stored.file, "pt") as file:  # type: ignore[no-untyped-call]
+            tensor: Tensor = file.get_tensor(stored.key)
+        return tensor
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return in which file each tensor is."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # neither text nor JSON
+        content = None
+    placed = content.get("weight_map") if isinstance(content, dict) else None
+    if not (isinstance(placed, dict) and placed and all(isinstance(file, str) for file in placed.values())):
+        raise ValueError(
+            f"{path} is no index of a checkpoint; expected JSON whose weight_map says in which file each tensor is."
+        )
+    if outside := next((file for file in placed.values() if Path(file).name != file), None):
+        raise ValueError(f"{path} names the file {outside!r}; expected files that lie beside it.")
+    missing = sorted({file for file in placed.values() if not (path.parent / file).is_file()})
+    if missing:
+        raise ValueError(f"{missing[0]} is missing beside {path}, which names {len(set(placed.values()))} files.")
+    return dict(placed)
+
+
+def _read_header(file: Path) -> list[Stored]:
+    """Return what a file holds, after a check that it is whole."""
+    try:
+        with safe_open(file, "pt"):  # type: ignore[no-untyped-call]
+            pass  # it checks names, shapes, offsets and the length
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file} is damaged or no safetensors ({error}); fetch or write it again.") from None
+    begin = 8 + length
+    return [
+        Stored(file, key, tuple(entry["shape"]), begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])
+        for key, entry in header.items()
+        if key != "__metadata__"
+    ]
+
+
+class _Weights(Mapping[str, Tensor]):
+    """Tensors of a checkpoint by the network's names, each read when it is asked for."""
+
+    def __init__(self, shards: Shards, places: Mapping[str, Stored]) -> None:
+        self.shards, self.places = shards, places
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self.places[name]
+        tensor = self.shards.read(stored)
+        if tensor.is_floating_point():
+            if tensor.dtype not in _MOVABLE:
+                raise ValueError(
+                    f"{stored.file} holds {stored.key} as {tensor.dtype}; expected numbers of 16 bits or more."
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{stored.file} holds {stored.key} with values that are not finite.")
+            tensor = tensor.float() if tensor.element_size() < 4 else tensor
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def named_for(
+    shards: Shards,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],
+    needed: Sequence[str],
+    leave: Sequence[str],
+) -> dict[str, str]:
+    """Return the network's name of each tensor of a checkpoint that is one of its tensors.
+
+    Args:
+        shards: The checkpoint. Its names may have a prefix more than the network's, or one less.
+        shapes: Of the network's tensors, each by its first name.
+        names: The first name of each place in the network; tied weights have several places.
+        needed: First names that must be there.
+        leave: Patterns of names in the checkpoint, for tensors that the network does not have.
+
+    Raises:
+        ValueError: If a tensor is missing, or one too many, or of another shape.
+    """
+
+    def named(longer: str, shorter: str) -> dict[str, str]:
+        return {
+            key: names[own]
+            for key in shards.tensors
+            for own in [longer + key if longer else key.removeprefix(shorter)]
+            if own in names and key.startswith(shorter)
+        }
+
+    starts = [("", "")]
+    if needed:
+        places = [place for place, first in names.items() if first == needed[0]]
+        for key, place in ((key, place) for key in shards.tensors for place in places):
+            if place.endswith(f".{key}"):
+                starts.append((place.removesuffix(key), ""))
+            elif key.endswith(f".{place}"):
+                starts.append(("", key.removesuffix(place)))
+    found = max((named(*start) for start in dict.fromkeys(starts)), key=lambda one: len(set(one.values()) & {*needed}))
+    held = set(found.values())
+    source = shards.index or shards.files[0]
+    if missing := next((name for name in needed if name not in held), None):
+        raise ValueError(
+            f"{source} holds no {missing}, which the traced network has; expected a checkpoint of its architecture."
+            f"{nearest(missing, shards.tensors)}"
+        )
+    for key, name in found.items():
+        if shards.tensors[key].shape != shapes[name]:
+            raise ValueError(
+                f"{source} holds {key} of shape {list(shards.tensors[key].shape)}; expected {list(shapes[name])}, as "
+                "in the traced network: the element is of another configuration."
+            )
+    surplus = [key for key in shards.tensors if key not in found and not any(fnmatch(key, own) for own in leave)]
+    if surplus:
+        raise ValueError(
+            f"{source} holds {surplus[0]}, which the traced network does not have; expected a checkpoint of its "
+            f"architecture, or leave=[{surplus[0]!r}] (patterns) for what may stay as it is."
+        )
+    return found
+
+
+def write_moved(
+    shards: Shards,
+    named: Mapping[str, str],
+    moved: Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]],
+    moving: Container[str],
+    out: str | Path,
+) -> Path:
+    """Write a checkpoint anew, with other numbers: names, order, types, shards and metadata stay.
+
+    Args:
+        shards: The checkpoint.
+        named: The network's name of each tensor that moves or tells others how to.
+        moved: Yields what becomes of those tensors that move, in the order in which it is given them.
+        moving: Their names.
+        out: A folder, or, for one file, the file to be written.
+
+    Returns:
+        What was written: the index, or the one file.
+
+    Raises:
+        ValueError: If something is there already, or a number is not finite. Nothing is left behind.
+        OSError: If the folder cannot be written to. Nothing is left behind.
+    """
+    out = Path(out)
+    to_file = out.suffix == ".safetensors"
+    if to_file and shards.index is not None:
+        raise ValueError(f"out is the file {out}, and the checkpoint has several; expected a folder.")
+    folder = out.parent if to_file else out
+    targets = {file: out if to_file else folder / file.name for file in shards.files}
+    index = None if shards.index is None else folder / shards.index.name
+    if there := next((path for path in (*targets.values(), index) if path is not None and path.exists()), None):
+        raise ValueError(f"{there} is there already; expected a folder without it.")
+    places = {name: shards.tensors[key] for key, name in reversed(list(named.items()))}
+    order = dict.fromkeys(named[key] for key in shards.tensors if key in named)
+    weights = _Weights(shards, {name: places[name] for name in order})
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f".{secrets.token_hex(8)}.tmp"
+    try:
+        scratch.mkdir()
+        results = moved(weights)
+        written: dict[str, tuple[Path, int]] = {}
+        for file in shards.files:
+            with file.open("rb") as old, (scratch / file.name).open("xb") as new:
+                _copy(old, new, 8 + int.from_bytes(old.read(8), "little"), begin=0)
+                for stored in (one for one in shards.tensors.values() if one.file == file):
+                    name = named.get(stored.key, "")
+                    begin = new.tell()
+                    if name not in moving:
+                        _copy(old, new, stored.end - stored.begin, begin=stored.begin)
+                    elif name in written:  # tied weights that are there twice
+                        new.flush()
+                        twin, start = written[name]
+                        with twin.open("rb") as opened:
+                            _copy(opened, new, stored.end - stored.begin, begin=start)
+                    else:
+                        _write(new, _next(results, name, stored, shards))
+                        written[name] = (scratch / file.name, begin)
+        for file, target in targets.items():
+            (scratch / file.name).rename(target)
+        if index is not None and shards.index is not None:  # last, as readers begin with it
+            shutil.copyfile(shards.index, scratch / index.name)
+            (scratch / index.name).rename(index)
+    except BaseException:
+        for target in targets.values():
+            target.unlink(missing_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+        for path in made:
+            with contextlib.suppress(OSError):  # of others, who came in the meantime
+                path.rmdir()
+        raise
+    scratch.rmdir()
+    return index if index is not None else targets[shards.files[0]]
+
+
+def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shards: Shards) -> Tensor:
+    """Return the next tensor, in the type in which it was stored."""
+    found, tensor = next(results)
+    assert found == name, f"{found} came in place of {name}"
+    dtype = shards.read(stored).dtype
+    tensor = tensor.to(dtype)
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{stored.key} would hold numbers that {dtype} does not; expected an element of smaller scales."
+        )
+    return tensor
+
+
+def _write(file: BinaryIO, tensor: Tensor) -> None:
+    flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    file.write(memoryview(flat))
+
+
+def _copy(old: BinaryIO, new: BinaryIO, size: int, *, begin: int) -> None:
+    old.seek(begin)
+    while size > 0:
+        part = old.read(min(size, _CHUNK))
+        new.write(part)
+        size -= len(part) or size
