@@ -19,6 +19,8 @@ SETTINGS = (
     *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config"),
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
+# Sizes that follow from the data, and are linked from a datamodule into a task's network.
+LINKED = ("in_channels", "image_size", "num_classes")
 # Classes that are not named, because nothing else may stand there.
 _FIXED = {"trainer": "pytorch_lightning.Trainer", "checkpoint": "lightning_sym.cli.checkpoints.RunCheckpoint"}
 
@@ -72,10 +74,38 @@ def merge(trees: Sequence[Tree]) -> Tree:
     return merged
 
 
+class StrictLoader(yaml.SafeLoader):
+    """Reads YAML in which no key is there twice: of two values one would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping.
+
+        Raises:
+            ConstructorError: If a key is there twice.
+        """
+        found: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in found:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+                found.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def class_of(node: Any) -> str:
     """Return the class that a node of a tree names; empty if it names none."""
     name = node.get(_CLASS) if isinstance(node, Mapping) else node
     return name if isinstance(name, str) else ""
+
+
+def classes(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, Tree]]:
+    """Yield every class that is named: its dotted path, its name, and its options; options that are text may be none.
+
+    Args:
+        tree: As :func:`merge` returns it.
+    """
+    for section, node in tree.items():
+        yield from _classes(section, node, _FIXED.get(section, ""))
 
 
 def owned(tree: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any]]:
@@ -146,11 +176,19 @@ def path_of(tree: Mapping[str, Any], name: str, value: str) -> str:
 
     Args:
         tree: As :func:`merge` returns it.
-        name: Name of the option, or the end of its path.
-        value: What was given, as text.
+        name: Name of the option, or the end of its path; empty for any.
+        value: What was given, as text; of a class its name as it was given.
     """
-    paths = [f"{path}.{key}" for path, _, key, found in owned(tree) if str(found) == value]
-    return next((path for path in paths if f".{path}".endswith(f".{name}")), name)
+    places = [(section, node) for section, node in tree.items() if section in SECTIONS]
+    places += [(f"{path}.{key}", found) for path, _, key, found in owned(tree)]
+    paths = [path for path, found in places if value in _texts(found)]
+    return next((path for path in paths if f".{path}".endswith(f".{name}" if name else "")), name)
+
+
+def _texts(found: Any) -> list[str]:
+    """Return what an option was given as text, and the classes of its entries."""
+    entries = found if isinstance(found, list) else []
+    return [str(found), class_of(found), *map(class_of, entries)]
 
 
 def _help(tree: Mapping[str, Any], path: str, kind: str) -> str:
@@ -160,6 +198,19 @@ def _help(tree: Mapping[str, Any], path: str, kind: str) -> str:
         return "lightning-sym fit --help"
     owner = class_of(tree[section]).rpartition(".")[2] if nested else ""
     return f"lightning-sym fit {f'--{section} {owner} ' if owner else ''}--{path}.help {kind}"
+
+
+def _classes(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, Tree]]:
+    if isinstance(node, list):
+        for entry in node:
+            yield from _classes(path, entry)
+        return
+    kind = kind or class_of(node)
+    options = {name: value for name, value in node.items() if name != _CLASS} if isinstance(node, Mapping) else {}
+    if kind:
+        yield path, kind, options
+    for name, value in options.items():
+        yield from _classes(f"{path}.{name}", value)
 
 
 def _owned(path: str, node: Any, kind: str = "") -> Iterator[tuple[str, str, str, Any]]:
@@ -218,7 +269,8 @@ def _merge(node: Tree, other: Tree) -> None:
         elif isinstance(value, dict):
             node[name] = _joined(old, value)
         elif isinstance(old, dict) and isinstance(value, str) and class_of(old) and _same(class_of(old), value):
-            continue  # the class that is there already: its options stay
+            # The class that is there already: its options stay. Only one of the two names may be the full path.
+            node[name] = {**old, _CLASS: value if "." in value else class_of(old)}
         else:
             node[name] = value
 

@@ -31,14 +31,11 @@ from lightning_sym._files import write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
-from lightning_sym.cli.given import merge, read_given
-from lightning_sym.cli.messages import class_at, explain, show_traceback
+from lightning_sym.cli.given import LINKED, merge, read_given
+from lightning_sym.cli.messages import class_at, explain, first_missing, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
 from lightning_sym.cli.tensorboard import RunTensorBoard
-
-# What follows from the data, and is linked from a datamodule into a task's network.
-_SIZES = ("in_channels", "image_size", "num_classes")
 
 
 class RecipeParser(LightningArgumentParser):
@@ -168,6 +165,8 @@ class RecipeCLI(LightningCLI):
         self._given = read_given(options[1:])
         RecipeParser.given = merge(self._given)  # of the class: errors come from nested parsers, too
         self.config = parser.parse_args(options)
+        if missing := first_missing(RecipeParser.given):
+            parser.error(missing)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the checkpoint, and link the data's sizes into the network."""
@@ -213,7 +212,7 @@ class RecipeCLI(LightningCLI):
                 "checkpoint.auto_insert_metric_name": False,
             }
         )
-        for size in _SIZES:
+        for size in LINKED:
             parser.link_arguments(f"data.{size}", f"model.init_args.network.init_args.{size}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
@@ -230,10 +229,15 @@ class RecipeCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Prepare the run folder and find the checkpoint, before anything is built."""
         config = self.config[self.subcommand]
+        last = self._run_dir / "checkpoints" / "last.ckpt"
         if self.subcommand != "fit" and config.get("ckpt_path") is None:
+            if not last.is_file():
+                raise FileNotFoundError(
+                    f"Nothing to {self.subcommand}: {last.absolute()} does not exist; run lightning-sym fit with these "
+                    "options first, or give another --run_dir or a file as --ckpt_path."
+                )
             config.ckpt_path = "last"  # untrained weights are never what is meant
         if config.get("ckpt_path") == "last":
-            last = self._run_dir / "checkpoints" / "last.ckpt"
             if not last.is_file():
                 raise FileNotFoundError(
                     f"Nothing to go on from: {last.absolute()} does not exist (the first checkpoint is written after "
@@ -312,7 +316,7 @@ class RecipeCLI(LightningCLI):
         network = (self._get(self.config, "model").get("init_args") or {}).get("network")
         if not isinstance(network, Namespace) or (kind := class_at(network.get("class_path", ""))) is None:
             return
-        for name in _SIZES:
+        for name in LINKED:
             given, follows = network.init_args.get(name), getattr(self.datamodule, name, None)
             parameter = inspect.signature(kind).parameters.get(name)
             if parameter is None or follows is None or given in (None, parameter.default):

@@ -128,6 +128,8 @@ def _config_file(name: str) -> str:
         return str(recipe_path(name))
     if name.startswith("{") or re.search(r":\s", name) or name.endswith(":"):
         return _checked_config(name, "What --config is given")  # YAML text in place of a file, as jsonargparse allows
+    if os.path.isdir(name):
+        raise ValueError(f"{name} is a folder; --config takes a file, or the name of a recipe.")
     if name.startswith((".", os.sep)) or name.count("/") > 1:  # no recipe could be meant
         raise ValueError(f"There is no file {os.path.abspath(name)}.")
     hint = nearest(name, recipe_names()) or " lightning-sym recipes lists the recipes."
@@ -138,8 +140,10 @@ def _checked_config(name: str, what: str = "") -> str:
     """Check that a file, or text that ``what`` names, is YAML with sections; the parser's own errors name neither."""
     import yaml
 
+    from lightning_sym.cli.given import StrictLoader
+
     try:
-        content = yaml.safe_load(name if what else Path(name).read_text(encoding="utf-8"))
+        content = yaml.load(name if what else Path(name).read_text(encoding="utf-8"), StrictLoader)
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not a text file; --config takes YAML, or the name of a recipe.") from None
     except yaml.YAMLError as error:
@@ -200,13 +204,16 @@ def _guarded(start: Callable[[], None]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
+        from lightning_sym.cli.lightning import RecipeParser
         from lightning_sym.cli.messages import explain, is_expected, root_cause, show_traceback
+        from lightning_sym.cli.refusals import name_option
 
         if show_traceback():
             raise
         cause = root_cause(error)
-        kind = "" if is_expected(cause) else f"{type(cause).__name__}: "
-        print(f"lightning-sym: error: {kind}{explain(_sentence(cause))}", file=sys.stderr)
+        said = explain(_sentence(cause))
+        said = name_option(said, cause, RecipeParser.given) if is_expected(cause) else f"{type(cause).__name__}: {said}"
+        print(f"lightning-sym: error: {said}", file=sys.stderr)
         print(f"({TRACEBACK}=1 shows the traceback)", file=sys.stderr)
         return 1
     return 0

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 
 from lightning_sym._text import TRACEBACK, nearest
-from lightning_sym.cli.given import SECTIONS, SETTINGS, full_path, path_of, unknown_option
+from lightning_sym.cli.given import LINKED, SECTIONS, SETTINGS, classes, full_path, path_of, unknown_option
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network
 
@@ -44,7 +45,11 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
         path = full_path(given or {}, f"{key[1]}.{match[1]}")
         return f"There is no option {path!r}: {path.removesuffix('.' + match[1])!r} names no class that could have it."
     if match := re.search(r"arguments are required: (.+)|Key \"([^\"]+)\" is required", line):
-        missing = ", ".join(f"--{name.split('.', 1)[-1]}" for name in (match[1] or match[2]).split(", "))
+        names = [name.split(".", 1)[-1] for name in (match[1] or match[2]).split(", ")]
+        for path, kind, options in classes(given or {}):  # whose option it is, which the parser does not say
+            if names[0] not in options and names[0] in (_options_of(kind) or ()):
+                return missing_option(path, kind, names[0])
+        missing = ", ".join(f"--{name}" for name in names)
         return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
     if match := re.search(r"Expected a <class '(\w+)'>\. Got value: (\(\d+, \d+\))", line):  # linked from the data
         return (
@@ -55,7 +60,7 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
         r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
     ):
         line = match[1]  # older versions of jsonargparse hand a constructor's error on as text only
-    return _wrong_class(line) or _wrong_value(line, given or {}) or line
+    return _wrong_class(line, given or {}) or _wrong_value(line, given or {}) or line
 
 
 def _unknown_option(name: str, given: Mapping[str, Any], early: bool) -> str:
@@ -66,32 +71,98 @@ def _unknown_option(name: str, given: Mapping[str, Any], early: bool) -> str:
     return f"Unknown option {name!r}.{nearest(name, (*SECTIONS, *SETTINGS))}"
 
 
+def missing_option(path: str, kind: str, name: str) -> str:
+    """Return the sentence for an option that a class requires and that was not given.
+
+    Args:
+        path: Dotted path of what is of the class.
+        kind: Name of the class.
+        name: Name of the option.
+    """
+    return f"Missing: --{path}.{name}, which {kind.rpartition('.')[2]} requires."
+
+
+def first_missing(given: Mapping[str, Any]) -> str:
+    """Return the sentence for an option that a class requires; empty if none is missing.
+
+    The parser misses those with a type itself; others it takes to be null.
+
+    Args:
+        given: The options that were given, by :func:`~lightning_sym.cli.given.merge`.
+    """
+    for path, kind, options in classes(given):
+        found = _class_named(kind)
+        parameters = [] if found is None else get_signature_parameters(found)
+        for place, parameter in enumerate(parameters):
+            # The task hands its optimizer the parameters, and its scheduler the optimizer; sizes are linked.
+            called = place == 0 and re.search(r"(optimizer|scheduler)$", path)
+            absent = parameter.default is inspect.Parameter.empty and parameter.annotation is inspect.Parameter.empty
+            if absent and not called and parameter.name not in (*LINKED, *options):
+                return missing_option(path, kind, parameter.name)
+    return ""
+
+
 def _options_of(kind: str) -> frozenset[str] | None:
     """Return the options of a class of any package, which has been imported by now."""
-    found = class_at(kind) or next((known for known in _classes() if known.__name__ == kind), None)
+    found = _class_named(kind)
     return None if found is None else frozenset(parameter.name for parameter in get_signature_parameters(found))
 
 
-def _wrong_class(line: str) -> str | None:
+def _class_named(kind: str) -> type | None:
+    return class_at(kind) or next((known for known in _classes() if known.__name__ == kind), None)
+
+
+def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
     """Return the sentence for a class that was not found or is of the wrong kind; None if that is not the trouble."""
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line):
-        return f"There is no class {match[1]}.{match[2]}.{nearest(match[2], _class_names())}"
+        path = f"{match[1]}.{match[2]}"
+        names = _class_names() if match[2][0].isupper() else dir(sys.modules.get(match[1]))
+        return f"{_where(given, path)}There is no {_kind(match[2])} {path}.{nearest(match[2], names)}"
     if match := re.search(r"No module named '([\w.]+)'", line):
-        return (
-            f"There is no module {match[1]!r}.{nearest(match[1], ('lightning_sym', 'pytorch_lightning', 'torch'))} "
-            "The folder of a module of your own has to be on PYTHONPATH."
-        )
+        return _no_module(match[1], given)
     # A class without its path; a plain word may be a wrong value where a class is one of several things accepted.
     basic = re.search(r"Expected an? <class '(?!NoneType)", line)
     if (match := re.search(r"Expected a dot import path string: (\w+)", line)) and (
         basic is None or match[1][0].isupper()
     ):
         hint = nearest(match[1], _class_names())
-        return f"Unknown class {match[1]!r}; give its full path, or the name of one of ours.{hint}"
+        ours = ", or the name of one of ours" if match[1][0].isupper() else ", as torch.nn.functional.mse_loss"
+        return f"{_where(given, match[1])}Unknown {_kind(match[1])} {match[1]!r}; give its full path{ours}.{hint}"
     if match := re.search(r"does not correspond to a subclass of (\w+)", line):
         key = re.search(r'Parser key "([^"]+)"', line)
         return f"{key[1] + ': ' if key else ''}{' or '.join(_misfits(line))} is not a subclass of {match[1]}."
     return None
+
+
+def _kind(name: str) -> str:
+    return "class" if name[0].isupper() else "function"
+
+
+def _where(given: Mapping[str, Any], value: str) -> str:
+    """Return the path of the option with this value, to begin a sentence with; empty if that is not known."""
+    path = path_of(given, "", value)
+    return f"{path}: " if path else ""
+
+
+def _no_module(missing: str, given: Mapping[str, Any]) -> str:
+    """Return the sentence for a module that was not found: one that was named, or one that such a module imports."""
+    for path, kind, _ in classes(given):
+        module = kind.rpartition(".")[0]
+        if f"{module}.".startswith(f"{missing}."):
+            return (
+                f"{path}: There is no module {missing!r}."
+                f"{nearest(missing, ('lightning_sym', 'pytorch_lightning', 'torch'))} "
+                "The folder of a module of your own has to be on PYTHONPATH."
+            )
+        try:
+            importlib.import_module(module or "lightning_sym")
+        except ImportError as error:
+            if error.name == missing:
+                return (
+                    f"{path}: {module}, which holds {kind.rpartition('.')[2]}, imports {missing!r}, and there is no "
+                    "such module; install it, or put its folder on PYTHONPATH."
+                )
+    return f"There is no module {missing!r}. The folder of a module of your own has to be on PYTHONPATH."
 
 
 def _wrong_value(line: str, given: Mapping[str, Any]) -> str | None:

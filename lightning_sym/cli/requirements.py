@@ -78,9 +78,12 @@ def find_requirements(
         own = _own_folder(option, given)
         if own is not None and Path(own) != Path(folder):
             first = f"run lightning-sym fit --config {owner} first, or " if owner else ""
+            wrong = (
+                "empty; {}give a folder that is not" if Path(folder).is_dir() else "not there; {}give a folder that is"
+            )
             raise ValueError(
-                f"{folder}, which --{option} names, is not there; {first}give a folder that is, or leave the option "
-                f"out: {own} is then made, by {recipe}."
+                f"{folder}, which --{option} names, is {wrong.format(first)}, or leave the option out: {own} is then "
+                f"made, by {recipe}."
             )
         if owner not in (None, recipe):
             raise ValueError(

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -42,6 +42,17 @@ class SquaredDistance:
     def stacked(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return all members' losses ``[M]``; both of shape ``[M, B, ...]``."""
         return (outputs - targets).square().flatten(1).sum(1) / targets.shape[1]
+
+
+def is_cross_entropy(loss: object) -> bool:
+    """Return whether a loss is the cross-entropy, ours or torch's.
+
+    Args:
+        loss: A function, also with some arguments given (``functools.partial``), a module, or an object that is called.
+    """
+    if isinstance(loss, functools.partial):
+        return is_cross_entropy(loss.func)
+    return loss is F.cross_entropy or isinstance(loss, CrossEntropy | nn.CrossEntropyLoss)
 
 
 def name_of_loss(loss: Callable[..., Any]) -> str:

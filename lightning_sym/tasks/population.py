@@ -24,7 +24,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, scheduled
-from lightning_sym.tasks.losses import CrossEntropy, name_of_loss
+from lightning_sym.tasks.losses import CrossEntropy, is_cross_entropy, name_of_loss
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
 
@@ -320,7 +320,9 @@ class PopulationTask(LightningModule):
             )
         data = getattr(self.trainer, "datamodule", None)
         as_they_are = type(self).evaluation_batch is PopulationTask.evaluation_batch
-        if self.classifies and as_they_are and getattr(data, "regression", False):
+        # Of a single output, a value each, every cross-entropy is 0; of several they may be probabilities.
+        single = getattr(data, "num_classes", None) == 1 and is_cross_entropy(self.loss_function)
+        if (self.classifies or single) and as_they_are and getattr(data, "regression", False):
             takes_loss = "loss" in inspect.signature(type(self)).parameters
             todo = (
                 "name the loss that networks are trained with (--model.loss lightning_sym.tasks.SquaredDistance)"

@@ -55,6 +55,10 @@ $ fit --config words.yaml
 words.yaml holds no configuration; expected sections such as model, data and trainer.
 $ fit --config broken.yaml
 broken.yaml is not valid YAML: ... line 1...
+$ fit --config twice.yaml
+twice.yaml is not valid YAML: members is there twice ... line 3...
+$ fit --config ./folder
+./folder is a folder; --config takes a file, or the name of a recipe.
 $ fit --config bytes.yaml
 bytes.yaml is not a text file; --config takes YAML, or the name of a recipe.
 $ fit --config section.yaml
@@ -81,24 +85,35 @@ MultiLayerPerceptron lists those it has.
 $ fit SMALL --model.optimizer=SGD --model.optimizer.momentun=0.9
 SGD has no option 'model.optimizer.momentun'. Did you mean 'model.optimizer.momentum'?
 $ fit SMALL --model=ZooTsk
-Unknown class 'ZooTsk'; give its full path, or the name of one of ours. Did you mean 'ZooTask'?
+model: Unknown class 'ZooTsk'; give its full path, or the name of one of ours. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sym.tasks.ZooTsk
-There is no class lightning_sym.tasks.ZooTsk. Did you mean 'ZooTask'?
+model: There is no class lightning_sym.tasks.ZooTsk. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sim.ZooTask
-There is no module 'lightning_sim'. Did you mean 'lightning_sym'? The folder of a module of your own has to be on
+model: There is no module 'lightning_sim'. Did you mean 'lightning_sym'? The folder of a module of your own has to be on
 PYTHONPATH.
 $ fit SMALL --trainer.callbacks+=nowhere.Callback
-There is no module 'nowhere'. The folder of a module of your own has to be on PYTHONPATH.
+trainer.callbacks: There is no module 'nowhere'. The folder of a module of your own has to be on PYTHONPATH.
 $ fit SMALL --model.network=torch.nn.Linear
 ...network: torch.nn.Linear is not a subclass of Network.
 $ fit SMALL --model.optimizer=torch.optim.Adm
-There is no class torch.optim.Adm. Did you mean 'Adam'?
+model.optimizer: There is no class torch.optim.Adm. Did you mean 'Adam'?
 $ fit SMALL --trainer.callbacks+=ZooExprt
-Unknown class 'ZooExprt'; give its full path, or the name of one of ours. Did you mean 'ZooExport'?
+trainer.callbacks: Unknown class 'ZooExprt'; give its full path, or the name of one of ours. Did you mean 'ZooExport'?
+$ fit SMALL --model.loss=mse_loss
+model.loss: Unknown function 'mse_loss'; give its full path, as torch.nn.functional.mse_loss.
+$ fit SMALL --model.loss=torch.nn.functional.cross_entropyy
+model.loss: There is no function torch.nn.functional.cross_entropyy. Did you mean 'cross_entropy'?
+$ fit SMALL --model=raises.Task
+model: raises, which holds Task, imports 'does_not_exist_anywhere', and there is no such module; install it, or put its
+folder on PYTHONPATH.
 $ fit SMALL --model.members=many
 model.members: expected int, got 'many'.
 $ fit SMALL --trainer.max_epochs=many
 trainer.max_epochs: expected int or null, got 'many'.
+$ fit SMALL --trainer.callbacks+=needs.Needs
+Missing: --trainer.callbacks.threshold, which Needs requires.
+$ fit SMALL --model.lr_scheduler=CosineAnnealingLR
+Missing: --model.lr_scheduler.T_max, which CosineAnnealingLR requires.
 $ fit SMALL --model.execution=fast
 model.execution: expected one of 'loop', 'vmap', got 'fast'.
 $ fit SMALL --model.network.widths=wide
@@ -111,15 +126,42 @@ seed_everything: expected bool or int, got 'x'.
 
 FAILED = """
 $ fit SMALL --model.members=0
-members must be an integer >= 1, got 0.
+model.members must be an integer >= 1, got 0.
 $ fit SMALL --data.val_fraction=1
-val_fraction must be a number in [0, 1), got 1.0.
+data.val_fraction must be a number in [0, 1), got 1.0.
 $ fit SMALL --data.batch_size=1000
-batch_size 1000 is more than the 64 training inputs, and incomplete batches are dropped; use a batch_size of at most 64.
+data.batch_size 1000 is more than the 64 training inputs, and incomplete batches are dropped; use a batch_size of at
+most 64.
 $ fit SMALL --model.network.activation=reluu
-Unknown activation 'reluu'; expected one of: relu, ... Did you mean 'relu'?
+model.network.activation: Unknown activation 'reluu'; expected one of: relu, ... Did you mean 'relu'?
 $ fit SMALL --model.network=MyrtleCNN --data.transforms+=Resized --data.transforms.size=4
-MyrtleCNN takes images of at least 8x8 pixels, got image_size=(4, 4).
+model.network: MyrtleCNN takes images of at least 8x8 pixels, got image_size=(4, 4).
+$ fit SMALL --model.network=LeNet5
+model.network: LeNet5 takes images of 28x28 or 32x32 pixels, got image_size=(8, 8).
+$ fit SMALL --model.network.widths=[8,-3]
+model.network.widths[1] must be an integer >= 1, got -3.
+$ fit SMALL --model.optimizer=Adam --model.optimizer.lr=-0.1
+model.optimizer.lr: Invalid learning rate: -0.1
+$ fit SMALL --model.label_smoothing=1.5
+model.label_smoothing must be in [0, 1), got 1.5.
+$ fit SMALL --model.prior_precision=1 --model.optimizer=Adam --model.optimizer.weight_decay=0.1
+model.optimizer.weight_decay: Adam decays weights, which the Gaussian prior does by itself; set weight_decay to 0.
+$ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --trainer.callbacks.burn_in=0
+trainer.callbacks.burn_in must be an integer >= 1, got 0.
+$ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --trainer.callbacks.engine=foo
+trainer.callbacks.engine: Unknown engine 'foo'; expected one of: autograd, backpack.
+$ fit SMALL --trainer.max_epochs=-5
+trainer.max_epochs must be a non-negative integer or -1. You passed in -5.
+$ fit SMALL --trainer.limit_train_batches=2.5
+trainer.limit_train_batches: You have passed invalid value 2.5 for limit_train_batches, it has to be in [0.0, 1.0] or
+an int.
+$ fit SMALL --trainer.devices=0
+trainer.devices: `Trainer(devices='0')` value is not a valid input using cpu accelerator.
+$ fit SMALL --data=TensorDataModule
+data.train: TensorDataModule needs train: a pair (inputs, targets), or the path of a file.
+$ fit SMALL --model.initial=nowhere
+model.initial: No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config
+zoo/mnist5k.
 $ fit SMALL --model.network.num_classes=7
 model.network.num_classes is set to 7, but follows from the data: 10 with DigitsDataModule; leave it out, or choose data
 that fit.
@@ -127,7 +169,11 @@ $ fit SMALL --ckpt_path=last
 Nothing to go on from: .../run/checkpoints/last.ckpt does not exist (the first checkpoint is written after the first
 epoch); start with lightning-sym fit without --ckpt_path, or give another --run_dir or a file as --ckpt_path.
 $ test SMALL
-Nothing to go on from: .../run/checkpoints/last.ckpt does not exist ...
+Nothing to test: .../run/checkpoints/last.ckpt does not exist; run lightning-sym fit with these options first, or give
+another --run_dir or a file as --ckpt_path.
+$ fit SMALL --data=TensorDataModule --data.train=values.pt --model.loss=torch.nn.functional.cross_entropy
+ZooTask has the cross-entropy as its loss, which is of class numbers, and the targets of TensorDataModule are values;
+...
 $ fit SMALL --ckpt_path=absent.ckpt
 No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml
@@ -137,11 +183,16 @@ The run folder .../words.yaml/run cannot be written to (Not a directory); choose
 $ fit SMALL --trainer.accelerator=gpuu
 ...invalid accelerator name...
 $ fit --config stitching/mnist5k --requires={} --model.zoo=nowhere
-No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config zoo/mnist5k.
+model.zoo: No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config
+zoo/mnist5k.
+$ fit --config stitching/mnist5k --model.zoo=folder
+folder, which --model.zoo names, is empty; give a folder that is not, or leave the option out: runs/zoo-mnist5k/zoo is
+then made, by zoo/mnist5k.
 $ fit --config matching/mnist5k_mlp --requires '{"model.zo": "zoo/mnist5k"}'
 requires names the option 'model.zo', which this run does not have.
 $ fit --config matching/mnist5k_mlp --requires=null --model.zoo=nowhere
-No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config zoo/mnist5k.
+model.zoo: No zoo at .../nowhere: the folder does not exist. Train one first, for example lightning-sym fit --config
+zoo/mnist5k.
 $ fit --config matching/mnist5k_mlp --model.zoo=runs/zoo-mnist5k/zoo
 runs/zoo-mnist5k/zoo, which --model.zoo names, is not there; run lightning-sym fit --config zoo/mnist5k first, or give a
 folder that is, or leave the option out: runs/zoo-mnist5k-mlp/zoo is then made, by zoo/mnist5k_mlp.
@@ -211,6 +262,16 @@ ValueError: points of a grid must be an integer >= 2, got 1.
 """
 
 
+NEEDS = """
+from pytorch_lightning import Callback
+
+
+class Needs(Callback):
+    def __init__(self, threshold):
+        self.threshold = threshold
+"""
+
+
 def entries(text, *before):
     """Return what is typed and what is said, for each entry of a transcript."""
     parts = [entry.partition("\n") for entry in text.strip().removeprefix("$ ").split("\n$ ")]
@@ -222,11 +283,17 @@ def assert_says(found, sentence):
 
 
 @pytest.mark.parametrize(("status", "command", "sentence"), [*entries(NOT_UNDERSTOOD, 2), *entries(FAILED, 1)])
-def test_the_command_line_says_in_one_line_what_is_wrong(status, command, sentence):
+def test_the_command_line_says_in_one_line_what_is_wrong(status, command, sentence, monkeypatch):
     Path("words.yaml").write_text("just words")
     Path("broken.yaml").write_text("model: [")
     Path("bytes.yaml").write_bytes(b"\xff\xfe\x00")
     Path("section.yaml").write_text("modle: {class_path: ZooTask}")
+    Path("twice.yaml").write_text("model:\n  members: 2\n  members: 3\n")
+    Path("folder").mkdir()
+    Path("needs.py").write_text(NEEDS)
+    Path("raises.py").write_text("import does_not_exist_anywhere")
+    monkeypatch.syspath_prepend(Path.cwd())
+    torch.save({"x": torch.randn(64, 1, 8, 8), "y": torch.randn(64, 1)}, "values.pt")
     files = set(Path().iterdir())
     name, *options = shlex.split(command)
     if options[:1] == ["SMALL"]:

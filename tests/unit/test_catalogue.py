@@ -45,7 +45,7 @@ def test_all_that_a_command_takes_is_known(command, monkeypatch):
     ("args", "expected"),
     [
         (["--model=A", "--model.x=1", "--model.init_args.y", "2"], {"model": {"class_path": "A", "x": 1, "y": 2}}),
-        (["--model=A", "--model.x=1", "--model=m.A"], {"model": {"class_path": "A", "x": 1}}),
+        (["--model=A", "--model.x=1", "--model=m.A"], {"model": {"class_path": "m.A", "x": 1}}),
         (["--config={model: {class_path: A, init_args: {x: 1}}}", "--model=B"], {"model": "B"}),
         (["--config={model: {class_path: A, x: 1}}", "-c={model: {class_path: B}}"], {"model": {"class_path": "B"}}),
         (["--a.b+=C", "--a.b+=D", "--a.b.x=1"], {"a": {"b": ["C", {"class_path": "D", "x": 1}]}}),

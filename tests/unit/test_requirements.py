@@ -170,7 +170,9 @@ def test_only_the_folder_that_the_recipe_names_is_made(tmp_path):
     assert_refused(find, settings("runs/aa/zoo"), [recipe, option], says=says)
     assert find(settings("runs/aa/zoo"), [recipe, option, {"requires": requires}])  # both are given: meant
     Path("runs/aa/zoo").mkdir(parents=True)
-    assert_refused(find, settings("runs/aa/zoo"), [recipe, option], says=says)  # it holds nothing
+    assert_refused(
+        find, settings("runs/aa/zoo"), [recipe, option], says=("is empty; give a folder that is not", says[1])
+    )
     Path("runs/aa/zoo/member-0000.safetensors").touch()
     assert find(settings("runs/aa/zoo"), [recipe, option])[0].met
     assert find_requirements(None, settings()) == []
