@@ -6,6 +6,7 @@ of copies are positions of the unit, and only slots tell them apart. See docs/th
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -99,12 +100,12 @@ class Folded:
     atoms: list[Ints] = field(default_factory=list)
     systems: list[Ints] = field(default_factory=list)
 
-    @property
+    @cached_property
     def all_atoms(self) -> Ints:
         """The atoms of all slots, slot by slot."""
         return np.concatenate([np.zeros(0, np.int64), *self.atoms])
 
-    @property
+    @cached_property
     def heads(self) -> Ints:
         """For each slot the atom that stands for it."""
         return np.array([atoms[0] for atoms in self.atoms], np.int64)
@@ -220,7 +221,7 @@ def _find_slots(
         folded.systems += [np.array(system) for system in systems.values() if len(system) > 1]
 
 
-def sheets(kind: Ints, copy: Ints, copies: int) -> Sheets:
+def sheets(kind: Ints | Hashes, copy: Ints, copies: int) -> Sheets:
     """Return which columns belong to copies, given what each says (equal for all copies), and of which copy."""
     partner = np.full((len(kind), copies), -1)
     for column in range(len(kind)):

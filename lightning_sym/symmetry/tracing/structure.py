@@ -2,9 +2,10 @@
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -448,6 +449,8 @@ def build_structure(
         np.unique(cell_key[roots[group]], return_inverse=True)[1] if moves else np.arange(len(group))
         for group, moves in zip(orbits, movable, strict=True)
     ]
+    forms = (position_magnitudes, position_signs)
+    orbits, cells, movable, columns = _together(orbits, cells, movable, columns, where, copy_at, forms)
     blocks, parents, number_of = _blocks(parent, member, total, fixed, unit_of, folded)
     slots_of = [_slots_of(roots[group], number_of, folded) for group in orbits]
     units = len(roots) if folded is None else max(len(roots), number_of[folded.all_atoms].max(initial=-1) + 1)
@@ -470,9 +473,12 @@ def build_structure(
             f"{scales_out} scales and {signs_out} signs that only act together with others are left out"
         ] = None
 
-    kind = np.unique(np.stack([where, tag]), axis=1, return_inverse=True)[1].ravel()
+    def sheets_at(positions: Ints, copies: int) -> Sheets:
+        """Return which columns belong to copies, given where they are for one unit."""
+        return sheets(_key(where[positions], tag[positions]), copy_at[positions], copies)
+
     generators = [(position_magnitudes, scale_table, scales_at), (position_signs, sign_table, signs_at)]
-    copies = _copies(slots_of, columns, kind, copy_at, generators)
+    copies = _copies(slots_of, columns, sheets_at, generators)
     irregular = [c.slots for c in copies if c is not None and not (c.scales.complete and c.signs.complete)]
     if irregular:  # nothing says how their scales go with them
         held = [np.isin(table[:, 0], _flat(irregular)).any() for table in blocks]
@@ -515,9 +521,7 @@ def build_structure(
         signs=position_signs[end:],
         shifts=(),
         copies=tuple(
-            None
-            if own is None
-            else replace(own, columns=sheets(kind[at][matrix[0]], copy_at[at][matrix[0]], own.count))
+            None if own is None else replace(own, columns=sheets_at(at[matrix[0]], own.count))
             for own, matrix in zip(copies, value_columns, strict=False)
         ),
         parents=parents,
@@ -556,19 +560,54 @@ def _columns(orbits: list[Ints], unit: Ints, where: Ints, tag: Ints, copy: Ints)
     ordered, columns = unit[order], []
     for units in orbits:
         starts, ends = (np.searchsorted(ordered, units, side=side) for side in ("left", "right"))
-        columns.append(order[starts[:, None] + np.arange((ends - starts).min())])
+        matrix = order[starts[:, None] + np.arange((ends - starts).min())]
+        columns.append(matrix[:, np.argsort(matrix[0])])  # tags are in no order
     return columns
+
+
+def _together(
+    orbits: list[Ints], cells: list[Ints], movable: list[bool], columns: list[Ints], where: Ints, copy: Ints,
+    forms: Sequence[sparse.csr_matrix],
+) -> tuple[list[Ints], list[Ints], list[bool], list[Ints]]:  # fmt: skip
+    """Join orbits of which nothing changes places inside a cell, if they stand at the same places with the same scales.
+
+    The coordinates of a head, which a rotation by the position tells apart, are one axis group and not many.
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for index, (own, moves, matrix) in enumerate(zip(cells, movable, columns, strict=True)):
+        first = matrix[0]
+        key: tuple[Any, ...] = (index,)
+        if len(np.unique(own)) == len(own):
+            patterns = (_pattern(own[first]) for own in forms)
+            key = (moves, where[first].tobytes(), copy[first].tobytes(), *patterns)
+        kinds.setdefault(key, []).append(index)
+    joined: list[tuple[Ints, Ints, bool, Ints]] = []
+    for members in kinds.values():
+        units = np.concatenate([orbits[index] for index in members])
+        order = np.argsort(units, kind="stable")
+        own = cells[members[0]] if len(members) == 1 else np.arange(len(units))
+        rows = np.concatenate([columns[index] for index in members])
+        joined.append((units[order], own, movable[members[0]], rows[order]))
+    units_of, cells, movable, columns = (list(part) for part in zip(*joined, strict=True)) if joined else [[]] * 4
+    return units_of, cells, movable, columns
+
+
+def _pattern(forms: sparse.csr_matrix) -> tuple[bytes, ...]:
+    """Identify rows of exponents up to the names of the generators."""
+    names = {generator: number for number, generator in enumerate(dict.fromkeys(forms.indices.tolist()))}
+    renamed = np.array([names[generator] for generator in forms.indices.tolist()], np.int64)
+    return forms.indptr.tobytes(), renamed.tobytes(), forms.data.tobytes()
 
 
 def _slots_of(roots: Ints, number_of: Ints, folded: Folded | None) -> Ints | None:
     """Return for each unit the slots of its copies, or nothing if it has none."""
     if folded is None or int(roots[0]) not in folded.slots_of:
         return None
-    return np.stack([number_of[folded.heads[folded.slots_of[int(root)]]] for root in roots])
+    return number_of[folded.heads[np.stack([folded.slots_of[int(root)] for root in roots])]]
 
 
 def _copies(
-    slots_of: list[Ints | None], columns: list[Ints], kind: Ints, copy: Ints,
+    slots_of: list[Ints | None], columns: list[Ints], sheets_at: Callable[[Ints, int], Sheets],
     generators: list[tuple[sparse.csr_matrix, tuple[Ints, ...], tuple[Ints, ...]]],
 ) -> tuple[Copies | None, ...]:  # fmt: skip
     """Return the copies of each orbit's units; nothing if there are none at all.
@@ -576,8 +615,7 @@ def _copies(
     Args:
         slots_of: For each orbit, the slots of its units' copies.
         columns: Its columns.
-        kind: For each position a number, the same for copies of one unit at one place.
-        copy: For each position the number of the copy, or -1.
+        sheets_at: Which columns belong to copies, given where they are for one unit, and how many copies there are.
         generators: Forms of scales and of signs; each orbit's table, and at which of its columns each was found.
     """
     if not any(slots is not None for slots in slots_of):
@@ -587,13 +625,13 @@ def _copies(
         if slots is None:
             result.append(None)
             continue
-        positions = sheets(kind[matrix[0]], copy[matrix[0]], slots.shape[1])
-        own = [_sheets_of(forms, matrix, tables[index], at[index], positions, kind) for forms, tables, at in generators]
+        positions = sheets_at(matrix[0], slots.shape[1])
+        own = [_sheets_of(forms, matrix, tables[index], at[index], positions) for forms, tables, at in generators]
         result.append(Copies(slots, positions, *own))
     return tuple(result)
 
 
-def _sheets_of(forms: sparse.csr_matrix, columns: Ints, table: Ints, at: Ints, positions: Sheets, kind: Ints) -> Sheets:
+def _sheets_of(forms: sparse.csr_matrix, columns: Ints, table: Ints, at: Ints, positions: Sheets) -> Sheets:
     """Return which generators of a table belong to copies, given at which of the columns each was found."""
     copy = positions.copy[at].copy()
     for index in np.flatnonzero(copy >= 0):  # what acts on all copies alike belongs to the unit
@@ -601,7 +639,7 @@ def _sheets_of(forms: sparse.csr_matrix, columns: Ints, table: Ints, at: Ints, p
         places = columns[0, partners[partners >= 0]]
         if all(int(table[0, index]) in forms[place].indices for place in places):
             copy[index] = -1
-    return sheets(kind[columns[0, at]], copy, positions.partner.shape[1])
+    return sheets(positions.partner[at].max(1), copy, positions.partner.shape[1])
 
 
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
