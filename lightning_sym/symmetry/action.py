@@ -1,6 +1,6 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.translations import additions
 
 # By which power of a weight's scale an optimiser's state moves.
 _POWERS = {
@@ -29,16 +30,18 @@ def _powered(scale: Floats, power: float) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class ActivationAction:
-    r"""What an element does to a value inside the network: :math:`v' = A v + c`, made by `Symmetry.on_activations`.
+    r"""What an element does to a value in the network, made by `Symmetry.on_activations`: :math:`v' = A (v + t) + c`.
 
     Attributes:
         parts: By the value's axes on which units live: the element that acts there, and what is added after it.
             Usually one axis, the channels, and nothing to add; none where nothing acts. Over several axes
             together the element acts on the positions in row-major order; () is one unit that fills the value. What
-            is added has shape ``(positions,)``: a bias in front of a batch norm may be shifted.
+            is added has shape ``(positions,)``.
+        shift: What shifts of biases add before, of a shape that broadcasts to the value's; None if nothing.
     """
 
     parts: Mapping[tuple[int, ...], tuple[GroupElement, Tensor | None]]
+    shift: Tensor | None = None
 
     @property
     def element(self) -> GroupElement:
@@ -53,10 +56,10 @@ class ActivationAction:
                 "use apply."
             )
         ((element, added),) = self.parts.values()
-        if added is not None and bool(added.any()):
+        if self.shift is not None or (added is not None and bool(added.any())):
             raise ValueError(
-                "a bias in front of a batch norm is shifted here, which no matrix does; use apply, or an element "
-                "without shifts: sample(shifts=False)."
+                "something is added here, which no matrix does; use apply, or an element without shifts: "
+                "sample(shifts=False)."
             )
         return element
 
@@ -69,6 +72,8 @@ class ActivationAction:
         Returns:
             A new tensor of the same shape, dtype and device.
         """
+        if self.shift is not None:
+            values = values + self.shift.to(values)
         for axes, (element, added) in self.parts.items():
             last = tuple(range(values.ndim - len(axes), values.ndim))
             moved = values.movedim(axes, last)
@@ -142,10 +147,41 @@ class Action:
                 mixed = self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0)
                 element = GroupElement._of_dense(element.apply(mixed, dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
-            if tap.shift is not None and slot.axes == (1,):  # the axis of batch norms
-                added = self.element.shift[tap.shift][torch.from_numpy(source)]
             parts[slot.axes] = (element, added)
-        return ActivationAction(parts)
+        if any(bool(self.element.shift[index].any()) for index in tap.shown.unknown):
+            raise ValueError(
+                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
+                "does not see that); expected an element without shifts: sample(shifts=False)"
+            )
+        summands = [torch.from_numpy(matrix @ self.element.shift[index].numpy()) for index, matrix in tap.shown.added]
+        if not any(bool(part.any()) for part in summands):
+            return ActivationAction(parts)
+        shape = [size if axis in tap.shown.axes else 1 for axis, size in enumerate(tap.shape)]
+        return ActivationAction(parts, torch.stack(summands).sum(0).reshape(shape))
+
+    def along(self, name: str, axes: tuple[int, ...], values: Tensor) -> Tensor:
+        """Return what the linear part makes of what is added to a tensor.
+
+        Args:
+            name: The tensor.
+            axes: Some of its axes.
+            values: What is added, on these axes; along all others it is the same everywhere, and stays so.
+        """
+        values = values.double()
+        for slot in self.structure.slots_of.get(name, ()):
+            if len(slot.axes) > 1:
+                continue
+            source = self.source_in(slot)
+            scale = torch.from_numpy(self.scale[self.source[slot.rows]])
+            if not slot.axes or slot.axes[0] not in axes:
+                values = values * float(scale[0])
+                continue
+            at = axes.index(slot.axes[0])
+            if slot.offset in self.structure.dense_places:
+                values = self._mixed(values, slot, at)
+            shape = [-1 if axis == at else 1 for axis in range(values.ndim)]
+            values = values.index_select(at, torch.from_numpy(source)) * scale.reshape(shape)
+        return values
 
     # On parameters and buffers.
 
@@ -156,13 +192,15 @@ class Action:
             tensors: Parameters and buffers, by name.
             shifted: As for :meth:`moved`.
         """
-        added = self._added(tensors)
+        added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
+        for name, summand in self._added(tensors).items():
+            added.setdefault(name, []).append(summand)
         for name, tensor in tensors.items():
             if name in self.structure.slots_of:
-                yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name))
+                yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name, ()))
 
     def moved(
-        self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Tensor | None = None
+        self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Sequence[Tensor] = ()
     ) -> Tensor:
         """Return what becomes of one tensor.
 
@@ -170,13 +208,13 @@ class Action:
             tensor: A parameter or buffer, or as many numbers.
             name: Its name.
             power: Power of the weights' scales; -1 for gradients, -2 for their squares.
-            shifted: Whether to shift biases in front of batch norms, and running means.
+            shifted: Whether to move running variances as evaluation asks for: v' = s^2 (v + eps) - eps.
             added: What is added before.
         """
         slots = self.structure.slots_of[name]
         result = tensor.detach()
-        if added is not None:
-            result = result + added
+        for index, summand in enumerate(added):
+            result = result.add_(summand) if index else result + summand
         for slot in slots:
             if slot.offset in self.structure.dense_places:
                 result = self._mixed(result, slot, slot.axes[0])
@@ -203,9 +241,6 @@ class Action:
                 result.add_(slot.epsilon).mul_(square).sub_(slot.epsilon)
             elif not np.all(scale == 1):
                 result.mul_(_on_axis(_powered(scale, power), slot, result))
-        for index in self.structure.shifts_of.get(name, ()) if shifted else ():
-            (slot,) = slots
-            result.add_(self.element.shift[index][torch.from_numpy(self.source_in(slot))].to(result))
         return result
 
     def _added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
