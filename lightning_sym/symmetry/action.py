@@ -1,6 +1,6 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
+from lightning_sym.symmetry.tracing.shifts import Fold
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.translations import additions
 
 # By which power of a weight's scale an optimiser's state moves.
 _POWERS = {
@@ -19,6 +21,8 @@ _POWERS = {
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), -2.0),
     "acc_delta": 2.0,
 }
+
+NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)
 
 
 def _powered(scale: Floats, power: float) -> Floats:
@@ -29,16 +33,18 @@ def _powered(scale: Floats, power: float) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class ActivationAction:
-    r"""What an element does to a value inside the network: :math:`v' = A v + c`, made by `Symmetry.on_activations`.
+    r"""What an element does to a value in the network, made by `Symmetry.on_activations`: :math:`v' = A (v + t) + c`.
 
     Attributes:
         parts: By the value's axes on which units live: the element that acts there, and what is added after it.
             Usually one axis, the channels, and nothing to add; none where nothing acts. Over several axes
             together the element acts on the positions in row-major order; () is one unit that fills the value. What
-            is added has shape ``(positions,)``: a bias in front of a batch norm may be shifted.
+            is added has shape ``(positions,)``.
+        shift: What shifts of biases add before, of a shape that broadcasts to the value's; None if nothing.
     """
 
     parts: Mapping[tuple[int, ...], tuple[GroupElement, Tensor | None]]
+    shift: Tensor | None = None
 
     @property
     def element(self) -> GroupElement:
@@ -53,10 +59,10 @@ class ActivationAction:
                 "use apply."
             )
         ((element, added),) = self.parts.values()
-        if added is not None and bool(added.any()):
+        if self.shift is not None or (added is not None and bool(added.any())):
             raise ValueError(
-                "a bias in front of a batch norm is shifted here, which no matrix does; use apply, or an element "
-                "without shifts: sample(shifts=False)."
+                "something is added here, which no matrix does; use apply, or an element without shifts: "
+                "sample(shifts=False)."
             )
         return element
 
@@ -69,6 +75,8 @@ class ActivationAction:
         Returns:
             A new tensor of the same shape, dtype and device.
         """
+        if self.shift is not None:
+            values = values + self.shift.to(values)
         for axes, (element, added) in self.parts.items():
             last = tuple(range(values.ndim - len(axes), values.ndim))
             moved = values.movedim(axes, last)
@@ -148,10 +156,67 @@ class Action:
                 mixed = self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0)
                 element = GroupElement._of_dense(element.apply(self._rotated(mixed, slot, 0), dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
-            if tap.shift is not None and slot.axes == (1,):  # the axis of batch norms
-                added = self.element.shift[tap.shift][torch.from_numpy(source)]
             parts[slot.axes] = (element, added)
-        return ActivationAction(parts)
+        if any(bool(self.element.shift[index].any()) for index in tap.shown.unknown):
+            raise ValueError(
+                f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
+                "does not see that); expected an element without shifts: sample(shifts=False)"
+            )
+        summands = [torch.from_numpy(matrix @ self.element.shift[index].numpy()) for index, matrix in tap.shown.added]
+        if not any(bool(part.any()) for part in summands):
+            return ActivationAction(parts)
+        shape = [size if axis in tap.shown.axes else 1 for axis, size in enumerate(tap.shape)]
+        return ActivationAction(parts, self._unfolded(torch.stack(summands).sum(0).reshape(shape), tap))
+
+    def _unfolded(self, summand: Tensor, tap: Tap) -> Tensor:
+        """Return what shifts add to a value, which are counted in multiples of the gains that are in front of it."""
+        for slot in tap.seen:
+            for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
+                known = zip(self.structure.rotations[index].gains, powers, strict=True)
+                gains = tuple((name, place, power) for (name, place), power in known if power)
+                if not gains or slot.axes[0] not in tap.shown.axes:
+                    continue
+                if missing := next((name for name, *_ in gains if name not in self._gains), None):
+                    raise ValueError(
+                        f"what shifts add to {tap.name} depends on the gain {missing}; expected the network, too, "
+                        "or an element without shifts: sample(shifts=False)"
+                    )
+                multiples = Fold(slot.axes[0], at, gains).multiples(tap.shape[slot.axes[0]], self._gains)
+                summand = summand * multiples.reshape([-1 if a == slot.axes[0] else 1 for a in range(summand.ndim)])
+        return summand
+
+    def along(self, name: str, axes: tuple[int, ...], values: Tensor, folds: Sequence[Fold] = ()) -> Tensor:
+        """Return what the linear part makes of what is added to a tensor.
+
+        Args:
+            name: The tensor.
+            axes: Some of its axes.
+            values: What is added, on these axes; along all others it is the same everywhere, and stays so.
+            folds: Of which gains the values are multiples, before and after.
+        """
+        values = values.double()
+        for slot in self.structure.slots_of.get(name, ()):
+            if len(slot.axes) > 1:
+                continue
+            source = self.source_in(slot)
+            own = self.scale[slot.rows].copy()
+            for fold in folds:
+                if slot.axes == (fold.axis,):
+                    for gain, place, power in fold.gains:
+                        (gains,) = self.structure.slots_of[gain]
+                        own[fold.at] /= self.scale[gains.rows][place] ** power
+            scale = torch.from_numpy(own[source])
+            if not slot.axes or slot.axes[0] not in axes:
+                values = values * float(scale[0])
+                continue
+            at = axes.index(slot.axes[0])
+            if slot.offset in self.structure.dense_places:
+                values = self._mixed(values, slot, at)
+            if self._is_rotated(slot):
+                values = self._rotated(values, slot, at, folded=True)
+            shape = [-1 if axis == at else 1 for axis in range(values.ndim)]
+            values = values.index_select(at, torch.from_numpy(source)) * scale.reshape(shape)
+        return values
 
     # On parameters and buffers.
 
@@ -163,13 +228,15 @@ class Action:
             shifted: As for :meth:`moved`.
         """
         self.learn_gains(tensors)
-        added = self._added(tensors)
+        added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
+        for name, summand in self._added(tensors).items():
+            added.setdefault(name, []).append(summand)
         for name, tensor in tensors.items():
             if name in self.structure.slots_of:
-                yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name))
+                yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name, ()))
 
     def moved(
-        self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Tensor | None = None
+        self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Sequence[Tensor] = ()
     ) -> Tensor:
         """Return what becomes of one tensor.
 
@@ -177,13 +244,13 @@ class Action:
             tensor: A parameter or buffer, or as many numbers.
             name: Its name.
             power: Power of the weights' scales; -1 for gradients, -2 for their squares.
-            shifted: Whether to shift biases in front of batch norms, and running means.
+            shifted: Whether to move running variances as evaluation asks for: v' = s^2 (v + eps) - eps.
             added: What is added before.
         """
         slots = self.structure.slots_of[name]
         result = tensor.detach()
-        if added is not None:
-            result = result + added
+        for index, summand in enumerate(added):
+            result = result.add_(summand) if index else result + summand
         for slot in slots:
             if slot.offset in self.structure.dense_places:
                 result = self._mixed(result, slot, slot.axes[0])
@@ -212,9 +279,6 @@ class Action:
                 result.add_(slot.epsilon).mul_(square).sub_(slot.epsilon)
             elif not np.all(scale == 1):
                 result.mul_(_on_axis(_powered(scale, power), slot, result))
-        for index in self.structure.shifts_of.get(name, ()) if shifted else ():
-            (slot,) = slots
-            result.add_(self.element.shift[index][torch.from_numpy(self.source_in(slot))].to(result))
         return result
 
     def _added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -283,8 +347,10 @@ class Action:
         Raises:
             ValueError: If a gain holds a zero, which no rotation passes.
         """
-        for rotation, (moved, _) in zip(self.structure.rotations, self._turns, strict=False):
-            for name, at in rotation.gains if len(moved) else ():
+        turns = self._turns or [(np.zeros(0, np.int64), NO_MATRIX)] * len(self.structure.rotations)
+        shifted = any(bool(vector.any()) for vector in self.element.shift)
+        for rotation, (moved, _) in zip(self.structure.rotations, turns, strict=True):
+            for name, at in rotation.gains if len(moved) or shifted else ():
                 if name not in tensors or name in self._gains:
                     continue
                 gain = tensors[name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
@@ -311,13 +377,13 @@ class Action:
             around = factor if around is None else around * factor
         return around
 
-    def _rotated(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
-        """Let rotations act on one axis."""
+    def _rotated(self, tensor: Tensor, slot: Slot, axis: int, *, folded: bool = False) -> Tensor:
+        """Let rotations act on one axis, between gains, unless the tensor holds multiples of these (`folded`)."""
         for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
             moved, matrix = self._turns[index]
             if not len(moved):
                 continue
-            around = self._between(index, powers)
+            around = None if folded else self._between(index, powers)
             if around is not None:
                 matrix = around[:, None] * matrix / around
             whole = np.array_equal(at[moved], np.arange(tensor.shape[axis]))

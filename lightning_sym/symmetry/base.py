@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +25,12 @@ from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
+from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 from lightning_sym.symmetry.tracing.weightless import is_weightless
+from lightning_sym.symmetry.translations import carried, product, size_of
+from lightning_sym.symmetry.translations import inverse as undo
 from lightning_sym.symmetry.turning import NO_TURN, random_turn, turns_after, turns_back
 
 
@@ -46,6 +50,8 @@ class Symmetry:
         precision: The lowest precision to which the network rounds when it is run in float64.
         elements_tried: How many random elements the self-test tried.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
+        common_shift: How many more dimensions there are if a softmax reads the outputs: what adds one number to all
+            logits.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class Symmetry:
         *,
         constants: Mapping[str, Tensor] | None = None,
         examples: Sequence[Call] = (),
+        shown: Mapping[str, Shown] | None = None,
+        common_shift: int = 0,
     ) -> None:
         self.structure = structure
         self.notes: tuple[str, ...] = tuple(notes)
@@ -66,13 +74,15 @@ class Symmetry:
         self.tolerance = tolerance_of(torch.float64)
         self.elements_tried = 0
         self.examples = tuple(examples)
+        self.common_shift = common_shift
         self.architecture = Architecture(network, constants or {})
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
         self.fingerprint = digest(self.architecture.text, structure)
         self._proven: dict[str, float] = {}
         self._values = values
-        self.taps = {mark.name: tap_of(mark, value, structure, values) for mark, value in marked.items()}
+        shown = shown or {}
+        self.taps = {mark.name: tap_of(mark, v, values, shown.get(mark.name, Shown())) for mark, v in marked.items()}
         leaves = {name for name, module in network.named_modules() if not any(module.children())}
         watched = [tap for tap in self.taps.values() if tap.module in leaves]
         self.groups = tuple(axis_groups(structure, self.parameter_names, watched))
@@ -96,8 +106,16 @@ class Symmetry:
 
     @cached_property
     def shifts(self) -> int:
-        """The number of free shifts: biases before batch norms (docs/theory/intertwiners.md, 2.3: c)."""
-        return sum(size for _, size in self.structure.shifts)
+        """The dimension of the shifts: of what may be added to weights (docs/theory/intertwiners.md, 3.6)."""
+        return size_of(self.structure.shifts)
+
+    @property
+    def shift_kinds(self) -> dict[str, int]:
+        """How many entries the shifts of each kind have; what two kinds have in common counts in both."""
+        kinds: dict[str, int] = {}
+        for shift in self.structure.shifts:
+            kinds[shift.kind] = kinds.get(shift.kind, 0) + shift.size
+        return kinds
 
     @cached_property
     def dimension(self) -> int:
@@ -160,6 +178,7 @@ class Symmetry:
             f"{len(self.groups)} axis groups, {count} units: 10^{self.log10_permutations:.1f} permutations, "
             f"{self.signs} signs, dimension {self.dimension}"
         )
+        shifts = [self._describe_shifts(kind, count) for kind, count in self.shift_kinds.items()]
         blocks = described_blocks(self.structure, self.groups)
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
@@ -167,7 +186,12 @@ class Symmetry:
             f"{self.tolerance:.1e}{lower})"
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
-        return "\n".join([*lines, summary, *blocks, *checks, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, summary, *shifts, *blocks, *checks, *(f"note: {note}" for note in self.notes)])
+
+    def _describe_shifts(self, kind: str, count: int) -> str:
+        names = list(dict.fromkeys(shift.names[0] for shift in self.structure.shifts if shift.kind == kind))
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"shifts, {count} {kind}: {shown}"
 
     def __repr__(self) -> str:
         return f"<Symmetry: {len(self.groups)} axis groups, {self.units} units, dimension {self.dimension}>"
@@ -182,7 +206,7 @@ class Symmetry:
             torch.zeros(self.scales, dtype=torch.float64),
             torch.ones(self.signs, dtype=torch.float64),
             tuple(torch.eye(len(cell), dtype=torch.float64) for cell in self.structure.dense),
-            tuple(torch.zeros(size, dtype=torch.float64) for _, size in self.structure.shifts),
+            tuple(torch.zeros(shift.size, dtype=torch.float64) for shift in self.structure.shifts),
             (NO_TURN,) * len(self.structure.rotations),
         )
 
@@ -205,7 +229,7 @@ class Symmetry:
             permutations: Whether units change places; uniform over all permutations of each cell and of the blocks.
             signs: Whether signs are drawn.
             mixing: Whether dense cells and streams get random matrices (orthogonal ones are uniform).
-            shifts: Whether biases before batch norms are shifted.
+            shifts: Whether shifts are drawn.
 
         Raises:
             TypeError: If `generator` is something else.
@@ -249,8 +273,8 @@ class Symmetry:
                 if structure.cell_of[units[0]] >= 0:
                     numbers[torch.from_numpy(own.ravel())] = neutral
         shift = tuple(
-            torch.randn(size, dtype=torch.float64, generator=generator) * (scale if shifts else 0.0)
-            for _, size in structure.shifts
+            torch.randn(own.size, dtype=torch.float64, generator=generator) * (scale if shifts else 0.0)
+            for own in structure.shifts
         )
         turns = tuple(random_turn(r, generator, most=most) if mixing else NO_TURN for r in structure.rotations)
         return Element(self.fingerprint, torch.from_numpy(permutation), log_scale, sign, tuple(dense), shift, turns)
@@ -305,21 +329,16 @@ class Symmetry:
         permutation = first.permutation.numpy()
         after = (second.dense[self._cell_after(cell, permutation)] for cell in self.structure.dense)
         dense = tuple(later @ earlier for later, earlier in zip(after, first.dense, strict=True))
-        shift = []
-        before, behind = Action(self.structure, first), Action(self.structure, second)
-        for index, (places, size) in enumerate(self.structure.shifts):
-            slot = self.structure.slots[places[-1]]
-            old = torch.from_numpy(before.source_in(slot))
-            later = torch.zeros(size, dtype=torch.float64)
-            later[old] = torch.from_numpy(behind.scale[slot.rows]) * first.shift[index][old] + second.shift[index]
-            shift.append(later)
+        # g2 n2 g1 n1 = g2 g1 (g1^-1 n2 g1) n1
+        back = Action(self.structure, self._inverse_without_shifts(first))
+        pulled = carried(self.structure.shifts, second.shift, back.along)
         return Element(
             self.fingerprint,
             first.permutation[second.permutation],
             first.log_scale + self._pulled(second.log_scale, "scales", permutation),
             first.sign * self._pulled(second.sign, "signs", permutation),
             dense,
-            tuple(shift),
+            product(self.structure.shifts, first.shift, pulled),
             turns_after(self.structure, second, first),
         )
 
@@ -330,24 +349,24 @@ class Symmetry:
     def inverse(self, element: Element) -> Element:
         """Return the element that undoes another one."""
         self._own(element)
+        # (g n)^-1 = g^-1 (g n^-1 g^-1)
+        undone = undo(self.structure.shifts, element.shift)
+        shift = carried(self.structure.shifts, undone, Action(self.structure, element).along)
+        return replace(self._inverse_without_shifts(element), shift=shift)
+
+    def _inverse_without_shifts(self, element: Element) -> Element:
         inverse = torch.argsort(element.permutation)
         back = inverse.numpy()
         dense: list[Tensor] = [torch.empty(0)] * len(element.dense)
         for index, cell in enumerate(self.structure.dense):
             dense[self._cell_after(cell, element.permutation.numpy())] = torch.linalg.inv(element.dense[index])
-        action = Action(self.structure, element)
-        shift = []
-        for index, (places, _) in enumerate(self.structure.shifts):
-            slot = self.structure.slots[places[-1]]
-            old = torch.from_numpy(action.source_in(slot))
-            shift.append((-element.shift[index] / torch.from_numpy(action.scale[slot.rows]))[old])
         return Element(
             self.fingerprint,
             inverse,
             -self._pulled(element.log_scale, "scales", back),
             self._pulled(element.sign, "signs", back),
             tuple(dense),
-            tuple(shift),
+            tuple(torch.zeros_like(vector) for vector in element.shift),
             turns_back(self.structure, element),
         )
 
@@ -450,8 +469,9 @@ class Symmetry:
 
         Args:
             element: From this symmetry.
-            tensors: Parameters or buffers, by name. What a bias takes up of signs is added if its weight is among them.
-            shifts: Whether to shift biases in front of batch norms, and running means.
+            tensors: Parameters or buffers, by name. What a bias takes up of signs and shifts is added if its weight is
+                among them.
+            shifts: Whether to add shifts, and to move running variances as evaluation asks for.
         """
         return {**tensors, **dict(Action(self.structure, element).on_weights(tensors, shifted=shifts))}
 
@@ -518,7 +538,7 @@ class Symmetry:
                 f"units live on the axes {[slot.axes for slot in tap.seen]} of {tap.name}; expected channels on one "
                 "axis, or on several together."
             )
-        shifted = bool(tap.offset) or tap.shift is not None
+        shifted = bool(tap.offset) or bool(tap.shown.added or tap.shown.unknown)
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:

@@ -49,7 +49,8 @@ class LocalDimension:
         rank: Rank of the Jacobian.
         nullity: ``p - rank``: at most so many dimensions has the set of parameters with the same outputs on X, at least
             the orbit's.
-        orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`.
+        orbit_dimension: Dimension of the symmetry group, `Symmetry.dimension`; with ``log_softmax`` also what adds one
+            number to all logits, `Symmetry.common_shift`.
         excess: ``nullity - orbit_dimension``.
         singular_values: Singular values of the Jacobian, falling. Shape (min(p, equations),), float64.
         above: The smallest singular value counted into the rank, relative to the largest.
@@ -190,13 +191,14 @@ def local_dimension(
             f"no clear gap: singular values {above:.1e} and {below:.1e} of the largest on either side of the tolerance"
         )
     groups = _count_units(symmetry, exact, call, notes)
+    orbit = symmetry.dimension + (symmetry.common_shift if log_softmax else 0)
     return LocalDimension(
         parameters=count,
         equations=equations,
         rank=rank,
         nullity=count - rank,
-        orbit_dimension=symmetry.dimension,
-        excess=count - rank - symmetry.dimension,
+        orbit_dimension=orbit,
+        excess=count - rank - orbit,
         singular_values=values,
         above=above,
         below=below,

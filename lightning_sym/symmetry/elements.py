@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_sym.symmetry.groups import IntertwinerGroup
 from lightning_sym.symmetry.tracing.capture import Mark
 from lightning_sym.symmetry.tracing.rotations import Rotation
+from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
 
@@ -29,7 +30,7 @@ class Tap:
         module: The module whose output it is; empty at a cut.
         call: Which of the module's calls it is, from 0.
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
-        shift: The number of the element's shift that is added to its channels.
+        shown: What shifts add to it.
         squared: Whether it holds squares, on which rotations of the units do not act.
     """
 
@@ -40,7 +41,7 @@ class Tap:
     module: str = ""
     call: int = 0
     offset: float = 0.0
-    shift: int | None = None
+    shown: Shown = field(default_factory=Shown)
     squared: bool = False
 
     @property
@@ -138,7 +139,7 @@ class AxisGroup:
 
 @dataclass(frozen=True)
 class Element:
-    """One element of a network's symmetry group. Scales come first, permutations second.
+    """One element of a network's symmetry group. Shifts come first, then scales, then permutations.
 
     Attributes:
         group: The fingerprint of the symmetry that it belongs to.
@@ -146,7 +147,7 @@ class Element:
         log_scale: Logarithms of the magnitudes. Shape (scales,), float64.
         sign: +1 or -1. Shape (signs,), float64.
         dense: Invertible matrices, one per dense cell. Each of shape (size, size), float64.
-        shift: For each free shift, the vector that is added to its biases. Each of shape (channels,), float64.
+        shift: How much of each shift is added, before all else. Each of shape (size,), float64.
         rotation: Orthogonal matrices, one per rotation of the structure, each of shape (size, size), or (0, 0) for the
             identity; or none at all. They act before scales and permutations. Float64.
     """
@@ -160,14 +161,14 @@ class Element:
     rotation: tuple[Tensor, ...] = ()
 
 
-def tap_of(mark: Mark, value: Value, structure: Structure, values: Structure) -> Tap:
+def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
     """Return the tap of a named value.
 
     Args:
         mark: Its name.
         value: What was traced of it.
-        structure: The group on parameters and buffers.
         values: The group on named values.
+        shown: What shifts add to it.
     """
     seen = tuple(values.slots_of.get(mark.name, ()))
     units = _units_in(seen)
@@ -178,8 +179,7 @@ def tap_of(mark: Mark, value: Value, structure: Structure, values: Structure) ->
         signs=any(values.signs[slot.rows].nnz for slot in seen),
         dense=bool((values.cell_of[units] >= 0).any()),
     )
-    shift = next(iter(structure.shifts_of.get(value.producer or "", ())), None)
-    return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shift, value.squared)
+    return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shown, value.squared)
 
 
 def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.arrays import Floats, Ints, on_axes
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.translations import rates, repeated
 
 # Directions that are this close to a combination of the others, relative to their length, add nothing to them.
 _DEPENDENT = 1e-10
@@ -62,8 +63,8 @@ class OrbitTangents:
 def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     r"""Return the tangents of a network's orbit at the network.
 
-    A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a shift of biases has
-    ones there; a rotation's generator S moves weights by :math:`D S D^{-1} W`. What moves running statistics too is
+    A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a shift has
+    what it adds; a rotation's generator S moves weights by :math:`D S D^{-1} W`. What moves running statistics too is
     left out: with these fixed it changes the network's function.
 
     Args:
@@ -96,7 +97,7 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         _tangent_rows(structure.slots_of.get(name, ()), w, structure.magnitudes) for name, w in parameters.items()
     ]
     scales = sparse.vstack(blocks).tocsr() @ free
-    shifts = _shifts(symmetry, {name: w.size for name, w in parameters.items()})
+    shifts, twice = _shifts(symmetry, parameters), repeated(symmetry.structure.shifts)
     turns = _turns(symmetry, parameters)
     vectors = sparse.hstack([scales, shifts, turns]).tocsc()
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
@@ -110,7 +111,7 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         vectors=vectors,
         rank=int(used.sum()),
         generators=symmetry.dimension,
-        statistics=symmetry.dimension - free.shape[1] - shifts.shape[1] - turns.shape[1],
+        statistics=symmetry.dimension - free.shape[1] - shifts.shape[1] - turns.shape[1] + twice,
         _inverse=inverse,
     )
 
@@ -146,17 +147,19 @@ def _tangent_rows(slots: tuple[Slot, ...] | list[Slot], weights: Floats, forms: 
     return sparse.diags(weights.ravel()) @ total
 
 
-def _shifts(symmetry: Symmetry, sizes: dict[str, int]) -> sparse.csr_matrix:
-    """Return the shifts that move parameters alone, one column per unit. Shape (parameters, units)."""
-    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1], strict=True))
-    structure, columns = symmetry.structure, []
-    for places, size in structure.shifts:
-        tensors = [structure.slots[place].tensor for place in places]
-        if all(tensor in sizes for tensor in tensors):
-            rows = np.concatenate([starts[tensor] + np.arange(size) for tensor in tensors])
-            units = np.tile(np.arange(size), len(tensors))
-            columns.append(sparse.csr_matrix((np.ones(len(rows)), (rows, units)), shape=(sum(sizes.values()), size)))
-    return sparse.hstack([sparse.csr_matrix((sum(sizes.values()), 0)), *columns]).tocsr()
+def _shifts(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
+    """Return the shifts that move parameters alone, one column per entry. Shape (weights, entries)."""
+    tensors = {name: torch.from_numpy(w) for name, w in parameters.items()}
+    blocks: list[sparse.csr_matrix] = []
+    for shift in symmetry.structure.shifts:
+        if not all(name in parameters for name in shift.names):
+            continue
+        rows = {name: sparse.csr_matrix((w.size, shift.size)) for name, w in parameters.items()}
+        for name, matrix in rates(shift, tensors):
+            rows[name] = rows[name] + matrix
+        blocks.append(sparse.vstack(list(rows.values())))
+    total = sum(w.size for w in parameters.values())
+    return sparse.hstack([sparse.csr_matrix((total, 0)), *blocks]).tocsr()
 
 
 def _turns(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:

@@ -19,10 +19,12 @@ from lightning_sym.symmetry.proof import batches_of, double, double_copy, larges
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments
 from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.rules import leaf_types
+from lightning_sym.symmetry.tracing.shifts import find_shifts
 from lightning_sym.symmetry.tracing.streams import find_rotations
-from lightning_sym.symmetry.tracing.structure import build_structure
+from lightning_sym.symmetry.tracing.structure import build_structure, folded
 from lightning_sym.symmetry.tracing.walk import Walk
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
+from lightning_sym.symmetry.translations import size_of
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
@@ -34,6 +36,7 @@ def trace_symmetry(
     *,
     more_examples: Sequence[Any] = (),
     affine: bool = False,
+    shifts: bool = True,
     check: bool = True,
     tolerance: float | None = None,
     cuts: Cuts | None = None,
@@ -57,6 +60,9 @@ def trace_symmetry(
             keyword arguments, a dictionary among these replaces them.
         affine: Whether to count changes of sign that add a constant, where the next bias can take it up: the units of
             sigmoid networks then have signs, as those of tanh networks do (docs/theory/intertwiners.md, 1.4).
+        shifts: Whether to count what may be added to weights (docs/theory/intertwiners.md, 3.6): biases that the next
+            layers take off, means that norms take off, and the like. Without, the group is linear: permutations, signs,
+            scales and matrices.
         check: Whether to run the self-test (recommended): two random elements on float64 copies of the network, one
             with weights near its own and one with random weights, on samples of every example and on noise around
             them, each through a round trip of the state dict. A network without weights cannot be tested; a note says
@@ -110,24 +116,24 @@ def trace_symmetry(
     trace.finish()
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
+    # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
+    flipped = [weight for _, weight, _, _ in trace.absorbed]
+    found, shown = find_shifts(captures, states, unsaved, keep=flipped) if shifts else ([], {})
     structure, seen, met = build_structure(
-        trace.constraints,
-        trace.axis_labels,
-        trace.grouped,
-        trace.kinds,
-        trace.absorbed,
-        trace.shifts.free(),
+        trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, found
     )
     rotations, why_not = find_rotations(structure, met, trace.gains)
     structure, seen = (replace(each, rotations=tuple(rotations)) for each in (structure, seen))
+    if rotations:
+        structure = replace(structure, shifts=folded(structure))
     notes = [*trace.constraints.notes, *why_not]
     if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
         kept = "logits" if output is None else output
         note = f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)"
         notes.insert(0, note)
     if unused:
-        shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {shown}"
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
         notes.insert(0, note)
         warnings.warn(note, stacklevel=2)
     symmetry = Symmetry(
@@ -138,6 +144,10 @@ def trace_symmetry(
         notes,
         constants={name: states[name] for name in read if name in unsaved or not states[name].is_floating_point()},
         examples=examples,
+        shown=shown,
+        common_shift=size_of(find_shifts(captures, states, unsaved, keep=flipped, outputs=True)[0]) - size_of(found)
+        if shifts
+        else 0,
     )
     if check and weightless:
         note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"

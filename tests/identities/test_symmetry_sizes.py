@@ -55,8 +55,10 @@ def test_sizes_of_the_theory(name: str) -> None:
     assert len(symmetry.groups) == sum(expected.values())
     assert round(symmetry.log10_permutations, 1) == log10
     assert symmetry.log10_permutations == pytest.approx(log10_factorials(expected), rel=1e-9)
-    assert (symmetry.scales, symmetry.signs, symmetry.shifts) == (scales, signs, 0)
-    assert symmetry.dimension == scales
+    # Where two batch norms meet in a sum, one of their biases is taken off the other.
+    shifts = {"resnet20_b": 32 + 64, "cifar_resnet18": 128 + 256 + 512}.get(name, 0)
+    assert (symmetry.scales, symmetry.signs, symmetry.shifts) == (scales, signs, shifts)
+    assert symmetry.dimension == scales + shifts
     assert symmetry.log_order == pytest.approx(log10_factorials(expected) * math.log(10) + signs * math.log(2))
     assert not symmetry.notes
 
@@ -77,7 +79,7 @@ class Model:
         log10: Decimal logarithm of the number of permutations; None: the factorials of the sizes.
         scales: Free magnitudes.
         signs: Free signs.
-        shifts: Free shifts in front of batch norms.
+        shifts: Dimension of the shifts.
         dense: Dimension of the dense cells, less their magnitudes.
         rotations: Dimensions of the spaces in which streams are rotated.
         notes: How many notes say what limits the group.
@@ -101,10 +103,10 @@ class Model:
 # In the sums: in front of batch norms (both), then behind them or at ReLUs (magnitudes), then in streams.
 # A stream without activation has signs, too.
 MODELS: dict[str, Model] = {
-    "resnet18": Model({64: 3, 128: 3, 256: 3, 512: 3}, 12, None, 4800 + 1920 + 960, 4800),
+    "resnet18": Model({64: 3, 128: 3, 256: 3, 512: 3}, 12, None, 4800 + 1920 + 960, 4800, shifts=896),
     # Two inner groups for each of 16 blocks, the first convolution, four streams.
     "resnet50": Model({64: 7, 128: 8, 256: 13, 512: 7, 1024: 1, 2048: 1}, 37, None,
-        26560 + 2 * (3 * 64 + 4 * 128 + 6 * 256 + 3 * 512) + 64 + 3840, 26560),
+        26560 + 2 * (3 * 64 + 4 * 128 + 6 * 256 + 3 * 512) + 64 + 3840, 26560, shifts=3840),
     "vgg11_bn": Model({64: 1, 128: 1, 256: 2, 512: 4, 4096: 2}, 10, None, 2 * 2752 + 2 * 4096, 2752, shifts=2752),
     # Each norm in front of a convolution: 120 groups, of which 58 are the layers' new channels.
     "densenet121": Model({32: 58, 64: 1, 128: 59, 256: 1, 512: 1}, 120, None, 52064, 10240),
@@ -121,22 +123,25 @@ MODELS: dict[str, Model] = {
     "efficientnet_b0": Model(None, 40, None, 21008 + 784, 21008 + 784),
     # Per block: gamma of the norm, layer scale, and one sign in front of the norm. Streams meet norms: one sign each.
     "convnext_tiny": Model({96: 1, 192: 1, 384: 4, 768: 4, 1536: 9, 3072: 3}, 22, None, 2 * 6624 + 672 + 768,
-        2 * 6624 + 672 + 768 + 18 + 4 + 1, image=64),
+        2 * 6624 + 672 + 768 + 18 + 4 + 1, shifts=37318, image=64),
     # Squeezed channels 8 + 12 + 3 x 26 + 6 x 52 + 5 x 110. Two groups of w channels per block, in w / 8 groups of 8.
     "regnet_y_400mf": Model(None, 53, log10_factorials({32: 1, 48: 1, 104: 1, 208: 1, 440: 1, 12: 1, 52: 6, 110: 5,
         26: 3 + 6, 55: 6, 6: 1, 13: 3, 8: 1 + 2 * (6 + 3 * 13 + 6 * 26 + 6 * 55)}), 13576 + 32 + 2 * 4248 + 800 + 960,
-        13576),
+        13576, shifts=48 + 104 + 208 + 440),
     # Per channel of the 13 plain branches six magnitudes and four signs; the three wide blocks' first branches 2 + 2.
     "shufflenet_v2_x0_5": Model(None, 80, 4884.77, 696 * 6 + 168 * 10 + 48 + 2048, 696 * 4 + 168 * 7 + 24 + 1024),
-    # 25 norms; 12 layers with 12 heads of 64; one sign of the stream, and rotations.
+    # 25 norms; 12 layers with 12 heads of 64; one sign of the stream; rotations. Shifts: docs/theory/intertwiners.md,
+    # 3.6; patches, class token and 5 positions against one another and to their means; the last norm and the head.
     "vit_b_16": Model(None, 37, log10_factorials({3072: 12, 12: 12}), 25 * 768 + 12 * 1536,
-        25 * 768 + 12 * 1536 + 1, dense=12 * 2 * 12 * 64 * 63, rotations=(767,), options=(("image_size", 32),)),
+        25 * 768 + 12 * 1536 + 1,
+        shifts=12 * (8 * 768 + 2 * 3072 + 2) + 2 * 768 + (768 + 1 + 1 + 5) - 2 + 768 + 1000,
+        dense=12 * 2 * 12 * 64 * 63, rotations=(767,), options=(("image_size", 32),)),
     # Norms of 12 blocks, of three mergings (of four channels each) and the last; heads of 32; stem and four streams, of
     # which all but the first, into which a norm writes, are rotated.
     "swin_t": Model(None, 40,
         log10_factorials({96: 1, 384: 2, 768: 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2}),
-        8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, dense=4416 * 2 * 31, rotations=(191, 383, 767),
-        notes=1),
+        8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, shifts=40949, dense=4416 * 2 * 31,
+        rotations=(191, 383, 767), notes=1),
 }  # fmt: skip
 SLOW = {"vgg11_bn"}  # 130 million weights, twice in float64
 

@@ -17,6 +17,7 @@ from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.translations import nearest
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,16 @@ def canonicalize(
     norm) has no member of smallest norm; the weights that it multiplies get squared norm 1 (or their number, if it acts
     on the rows of several modules, as does the scale of a residual stream on all its last batch norms). Weights that
     are normalised that way are constant, so that a scale that otherwise only divides such weights is one-sided, too:
-    hence :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. Biases before a batch norm are
-    0. The scales that are left, which multiply some weights and divide others, take
+    hence :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. The scales that are left, which
+    multiply some weights and divide others, take
 
     - ``"balanced"``: the values of smallest L2 norm: incoming and outgoing norms are equal. The squared norm is a
       convex function of the logarithms; cyclic sweeps with the factor :math:`(q_- / q_+)^{1/4}`, then Newton's method.
     - ``"unit"``: incoming weights and bias of norm 1, layer by layer; for a residual stream those of the first module
       that writes into it.
+
+    **Shifts** (docs/theory/intertwiners.md, 3.6). Biases that later layers, batch norms or a softmax take off are 0,
+    means that norms take off are 0, and what is taken off one another has the least sum of squares.
 
     **Signs.** The gain of a norm layer is positive. Otherwise the entry of largest magnitude among the incoming weights
     and bias is positive; if the largest ones tie and disagree, the sum of the cubes is, then the plain sum.
@@ -154,7 +158,7 @@ def canonicalize(
     Args:
         symmetry: Symmetry of the network's architecture.
         network: Not changed unless ``inplace``.
-        scales: The gauge of the scales. None leaves scales and biases before batch norms as they are.
+        scales: The gauge of the scales. None leaves scales and shifts as they are.
         signs: Whether to fix signs.
         order: Whether to sort units and blocks.
         inplace: Whether to change the network itself.
@@ -186,6 +190,22 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
+    if scales is None or not symmetry.structure.shifts:
+        return _of_shifted(symmetry, network, scales, signs, order, inplace)
+    shift = replace(symmetry.identity(), shift=nearest(symmetry.structure.shifts, state_tensors(network)))
+    found = _of_shifted(symmetry, symmetry.act(shift, network, inplace=inplace), scales, signs, order, True)
+    return replace(found, element=symmetry.compose(found.element, shift))
+
+
+def _of_shifted(
+    symmetry: Symmetry,
+    network: nn.Module,
+    scales: Literal["balanced", "unit"] | None,
+    signs: bool,
+    order: bool,
+    inplace: bool,
+) -> CanonicalForm:
+    """Bring a network to its canonical form, up to shifts."""
     once = partial(_pass, symmetry, scales=scales, signs=signs, order=order)
     if not (signs and symmetry.structure.absorbed):
         return once(network, inplace=inplace)
@@ -224,7 +244,6 @@ def _pass(
     dead = _dead_units(symmetry, plan, slices, gauge.dead)
     identity = symmetry.identity()
     sign = find_signs(symmetry, plan, gauged) if signs else identity.sign.numpy()
-    shift = identity.shift if scales is None else _centre(symmetry, gauged)
     permutation = identity.permutation.numpy()
     if order:
         last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
@@ -240,7 +259,7 @@ def _pass(
             "only"
         )
     units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
-    element = Element(symmetry.fingerprint, units, scale, flips, identity.dense, shift)
+    element = Element(symmetry.fingerprint, units, scale, flips, identity.dense, identity.shift)
     result = symmetry.act(element, network, inplace=inplace)
     return CanonicalForm(
         result, element, dead, gauge.sweeps, gauge.residual, gauge.converged, tuple(dict.fromkeys(notes))
@@ -256,21 +275,6 @@ def _check_finite(tensors: dict[str, Tensor], squares: Squares) -> None:
             raise ValueError(
                 f"{name} holds values that are not finite; expected a network whose weights are all finite."
             )
-
-
-def _centre(symmetry: Symmetry, gauged: Gauged) -> tuple[Tensor, ...]:
-    """Return the shifts that make biases before batch norms 0, and let these biases and the running means move."""
-    shifts = []
-    for places, _ in symmetry.structure.shifts:
-        bias, *means = (symmetry.structure.slots[place] for place in places)
-        shift = torch.from_numpy(-gauged.weight(bias.tensor, whole=True).ravel())
-        moved = {bias.tensor: torch.zeros_like(shift)}
-        for slot in means:  # under the gauge's scale and sign, what it was and the shift
-            factor = torch.from_numpy(gauged.scale[slot.rows] * gauged.sign[slot.rows])
-            moved[slot.tensor] = gauged.tensors[slot.tensor].detach().to("cpu", torch.float64) + shift / factor
-        gauged.tensors = {**gauged.tensors, **moved}
-        shifts.append(shift)
-    return tuple(shifts)
 
 
 def _dead_units(symmetry: Symmetry, plan: Plan, slices: Floats, dead_scales: Bools) -> dict[str, Tensor]:

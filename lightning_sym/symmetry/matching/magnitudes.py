@@ -13,6 +13,8 @@ from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.balanced import along, squared_distance, working
+from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.translations import nearest
 
 
 def refined(
@@ -170,20 +172,14 @@ def _scale_plans(symmetry: Symmetry, tensors: Mapping[str, Tensor]) -> list[_Pla
 
 
 def _shifted(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element) -> Element:
-    """Shift the biases in front of batch norms to those of the reference: they are free.
-
-    Where several biases share a shift, their mean difference is the nearest.
-    """
+    """Add the shifts that bring biases and means to those of the reference, if that is nearer: they are free."""
     if not symmetry.structure.shifts:
         return element
-    slots = symmetry.structure.slots
-    theirs, ours = dict(a.named_parameters()), dict(symmetry.act(element, b).named_parameters())
-    shift = []
-    for places, _ in symmetry.structure.shifts:
-        names = [name for name in (slots[place].tensor for place in places) if name in ours]
-        pairs = [(tensors[name].detach().double().cpu() for tensors in (theirs, ours)) for name in names]
-        shift.append(torch.stack([one - two for one, two in pairs]).mean(0))
-    return symmetry.compose(replace(symmetry.identity(), shift=tuple(shift)), element)
+    target, begin = dict(a.named_parameters()), symmetry.act(element, b)
+    shift = nearest(symmetry.structure.shifts, state_tensors(begin), target)
+    moved = symmetry.compose(replace(symmetry.identity(), shift=shift), element)
+    one, two = (squared_distance(dict(n.named_parameters()), target) for n in (begin, symmetry.act(moved, b)))
+    return moved if two < one else element
 
 
 def best_factors(p: Floats, q: Floats, r: Floats, s: Floats) -> Floats:

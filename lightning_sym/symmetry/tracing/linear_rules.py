@@ -26,10 +26,7 @@ def _linear(trace: Trace, value: Value, weight: Value, bias: Value | None = None
 def _biased(trace: Trace, result: Value, bias: Value | None, axis: int) -> Value:
     if bias is None:
         return result
-    result = trace.join(result, bias.on([axis], result.ndim), product=False)
-    if bias.state is not None:
-        trace.shifts.add(bias.state, trace.node)
-    return Value(result.shape, result.labels, producer=bias.state)
+    return trace.join(result, bias.on([axis], result.ndim), product=False)
 
 
 @register_rule("aten::matmul", "aten::bmm", "aten::mm", "aten::mv")
@@ -45,8 +42,7 @@ def _matmul(trace: Trace, one: Value, two: Value) -> Any:
 @register_rule("aten::addmm", "aten::baddbmm")
 def _addmm(trace: Trace, added: Value, one: Value, two: Value, **kwargs: Any) -> Any:
     result = _matmul(trace, one, two)
-    # A factor before the bias is none of a plain layer's: shifts of that bias would be multiplied.
-    if added.ndim == 1 and kwargs.get("beta", 1) == 1:
+    if added.ndim == 1:
         return _biased(trace, result, added, result.ndim - 1)
     return trace.join(added, result, product=False)
 
@@ -244,7 +240,6 @@ def _batch_norm(
     *args: Any,
 ) -> Value:
     others = [axis for axis in range(value.ndim) if axis != 1]
-    producer = value.producer
     if training or mean is None or variance is None:
         return _affine(trace, _normalised_over(trace, value, others, epsilon), weight, bias, [1])
     value = trace.free_of(value, others, "acts along an axis on which units live")
@@ -272,8 +267,6 @@ def _batch_norm(
         if known != ("variance", epsilon):
             trace.fix(variance, "one running variance is used with different eps")
     if label is not None:
-        if mean.state is not None:
-            trace.shifts.take(producer, mean.state, trace.node)
         # What is divided out by the running variance is the magnitude: the running mean and variance follow it.
         value = value.with_labels(_normalised(trace, label, 0.0))
     return _affine(trace, value, weight, bias, [1])

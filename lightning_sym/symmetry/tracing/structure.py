@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sight
 from lightning_sym.symmetry.tracing.copies import Copies, Folded, Sheets, arriving, fold, sheets
 from lightning_sym.symmetry.tracing.equations import solve
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
+from lightning_sym.symmetry.tracing.shifts import Fold, Shift
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -74,7 +75,7 @@ class Structure:
         scale_table: For each orbit (units, m), its units' generators of scales, in one order for all units.
         sign_table: The same for signs.
         dense: Cells (arrays of units, in order) on which any invertible matrix acts.
-        shifts: For each free shift: the slots to which it is added (biases first, then running means), and its size.
+        shifts: What may be added to tensors (docs/theory/intertwiners.md, 3.6).
         absorbed: Biases that take up what changes of sign add: bias, weight, the weight's axis, and how much.
         copies: For each orbit, the copies of its units (keys that are repeated for queries), if copies may change
             places: with the slots to which they belong. Slots are units that stand nowhere and move in blocks.
@@ -95,7 +96,7 @@ class Structure:
     scale_table: tuple[Ints, ...]
     sign_table: tuple[Ints, ...]
     dense: tuple[Ints, ...]
-    shifts: tuple[tuple[tuple[int, ...], int], ...]
+    shifts: tuple[Shift, ...] = ()
     absorbed: tuple[tuple[str, str, int, float], ...] = ()
     copies: tuple[Copies | None, ...] = ()
     parents: tuple[Ints, ...] = ()
@@ -144,15 +145,6 @@ class Structure:
         found: dict[str, list[Slot]] = {}
         for slot in self.slots:
             found.setdefault(slot.tensor, []).append(slot)
-        return found
-
-    @cached_property
-    def shifts_of(self) -> dict[str, list[int]]:
-        """By tensor, the numbers of the shifts that are added to it."""
-        found: dict[str, list[int]] = {}
-        for index, (places, _) in enumerate(self.shifts):
-            for slot in places:
-                found.setdefault(self.slots[slot].tensor, []).append(index)
         return found
 
     @cached_property
@@ -242,6 +234,30 @@ class Structure:
                 if slot.tensor not in gains:
                     places.setdefault(slot.offset, []).append((index, at - slot.offset, tuple(powers.tolist())))
         return places
+
+
+def folded(structure: Structure) -> tuple[Shift, ...]:
+    """Return a structure's shifts, counted in multiples of the gains between which rotations act."""
+
+    def folds(tensor: str, axes: Collection[int], sign: int = 1) -> tuple[Fold, ...]:
+        found = []
+        for slot in structure.slots_of.get(tensor, ()):
+            for index, at, powers in structure.rotated_places.get(slot.offset, ()):
+                known = zip(structure.rotations[index].gains, powers, strict=True)
+                gains = tuple((name, place, sign * power) for (name, place), power in known if power)
+                if gains and slot.axes[0] in axes:
+                    found.append(Fold(slot.axes[0], at, gains))
+        return tuple(found)
+
+    return tuple(
+        replace(
+            shift,
+            added=tuple(replace(part, folds=folds(part.tensor, part.axes)) for part in shift.added),
+            # What goes into a weight moves by the inverse of what its columns do.
+            taken_off=tuple(replace(off, folds=folds(off.weight, (off.axis,), -1)) for off in shift.taken_off),
+        )
+        for shift in structure.shifts
+    )
 
 
 class Met(NamedTuple):
@@ -359,7 +375,7 @@ def build_structure(
     grouped: dict[str, Label],
     kinds: dict[str, tuple[str, float]],
     absorbed: list[tuple[str, str, int, float]],
-    shifts: list[tuple[str, ...]],
+    shifts: list[Shift],
 ) -> tuple[Structure, Structure, Met]:
     """Solve all constraints.
 
@@ -369,8 +385,7 @@ def build_structure(
         grouped: By weight of a grouped convolution, the label over its two first axes.
         kinds: By buffer, see :class:`Slot`.
         absorbed: See :class:`Structure`.
-        shifts: For each vector that may be added to biases and taken off again by running means: the biases, then the
-            running means (docs/theory/intertwiners.md, 2.3: c).
+        shifts: What may be added to tensors.
 
     Returns:
         The group on parameters and buffers; the same group on the values inside the network that have a name; and what
@@ -483,8 +498,6 @@ def build_structure(
     if irregular:  # nothing says how their scales go with them
         held = [np.isin(table[:, 0], _flat(irregular)).any() for table in blocks]
         blocks, parents = (tuple(itertools.compress(part, np.logical_not(held))) for part in (blocks, parents))
-    slot_of = {(slot.tensor, slot.axes): i for i, slot in enumerate(slots)}
-    shifted = [tuple(slot_of[state, (0,)] for state in states) for states in shifts]
     structure = Structure(
         slots=tuple(slots),
         units=units,
@@ -498,7 +511,7 @@ def build_structure(
         scale_table=scale_table,
         sign_table=sign_table,
         dense=dense,
-        shifts=tuple((places, slots[places[0]].size) for places in shifted),
+        shifts=tuple(shifts),
         absorbed=tuple(absorbed),
         copies=copies,
     )

@@ -20,7 +20,6 @@ from lightning_sym.symmetry.tracing.coordinates import (
     rows_of,
     varying_axes,
 )
-from lightning_sym.symmetry.tracing.shifts import Shifts
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
 
@@ -35,7 +34,6 @@ class Value:
             axis. The labels of one value live on different axes.
         concrete: Its value, where it is made of constants only (indices, masks).
         state: The parameter or buffer that this is, untouched so far.
-        producer: The bias that was added last, if this value comes right out of a linear operation with one.
         offset: What a unit's change of sign adds to it: sigmoid(-x) = 1 - sigmoid(x). Only a linear operation with a
             bias can take it up (docs/theory/intertwiners.md, 1.4).
         by_size: Whether a constant may be another one for an input of another size: it was made from positions (a
@@ -48,7 +46,6 @@ class Value:
     labels: tuple[Label, ...] = ()
     concrete: Tensor | None = None
     state: str | None = None
-    producer: str | None = None
     offset: float = 0.0
     by_size: bool = False
     sources: "tuple[tuple[Value, Path], ...]" = ()
@@ -135,7 +132,6 @@ class Trace:
         self.grouped: dict[str, Label] = {}
         self.grouped_by: dict[str, set[fx.Node]] = {}
         self.mixed_uses: set[str] = set()
-        self.shifts = Shifts()
         self.leaf: dict[str, Value] = {}
         self.affine = affine
         self.absorbed: list[tuple[str, str, int, float]] = []

@@ -105,7 +105,6 @@ class Walk(Trace):
                     for label in value.labels:
                         self.see(label, mark.name)
         self._fix_unread()
-        self.shifts.check(capture)
         for node, state in capture.states.items():
             if not set(node.users) <= self.grouped_by.pop(state, set(node.users)):
                 self.mixed_uses.add(state)
@@ -128,7 +127,7 @@ class Walk(Trace):
         return result
 
     def finish(self) -> None:
-        """Put down what only all walks together tell: what of the weights none of them reached, and the free shifts."""
+        """Put down what only all walks together tell: what of the weights none of them reached."""
         for name, labels in self.axis_labels.items():  # a part of it was taken, and nothing done with that
             if name not in self.reads:
                 root = Value(tuple(self.tensors[name].shape), labels, state=name)

@@ -556,9 +556,13 @@ def test_print_and_table() -> None:
     text = str(symmetry)
     for piece in ("axis group", "invertible matrices", "0.weight[0]", "and 4 more", "checked with 2 random elements"):
         assert piece in text
-    summary = "3 axis groups, 18 units: 10^6.0 permutations, 18 signs, dimension 60"
+    summary = "3 axis groups, 18 units: 10^6.0 permutations, 18 signs, dimension 66"
     assert summary in text
-    assert repr(symmetry) == "<Symmetry: 3 axis groups, 18 units, dimension 60>"
+    assert "shifts, 8 biases that batch norms take off: 0.bias" in text
+    assert "shifts, 6 biases that linear layers take off: 3.bias" in text
+    assert repr(symmetry) == "<Symmetry: 3 axis groups, 18 units, dimension 66>"
+    linear = trace_symmetry(network, X, shifts=False)
+    assert (linear.shifts, linear.dimension) == (0, 52)
     assert "checked" not in str(trace_symmetry(network, X, check=False))
 
 
@@ -662,8 +666,8 @@ def test_batch_norm_parts_by_hand() -> None:
     old, new = network.state_dict(), made.state_dict()
     expected = {
         "0.weight": (d[:, None, None, None] * conv.weight)[p],
-        "0.bias": (d * conv.bias + c)[p],
-        "1.running_mean": (d * norm.running_mean + c)[p],
+        "0.bias": (d * (conv.bias + c))[p],
+        "1.running_mean": (d * (norm.running_mean + c))[p],
         "1.running_var": (d**2 * (norm.running_var + norm.eps) - norm.eps)[p],
         "1.weight": (d.sign() * lam * norm.weight)[p],
         "1.bias": (lam * norm.bias)[p],

@@ -1,0 +1,205 @@
+"""What may be added to weights (intertwiners.md, 3.6): laws of the group, its dimension, the function that stays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Program, assert_refused, of, sequential
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym.symmetry import Element, Symmetry, local_dimension, trace_symmetry
+
+torch.set_num_threads(1)
+EXACT = 1e-12
+L, N = nn.Linear, nn.LayerNorm
+WIDTH, HEADS, INNER, VOCABULARY, LENGTH = 8, 2, 6, 14, 5
+
+
+def heads(packed: Tensor) -> tuple[Tensor, ...]:
+    return tuple(packed.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4))
+
+
+class Block(nn.Module):
+    """A transformer's block: norms before the layers or behind them, the gain of a branch, fused attention or not."""
+
+    def __init__(self, *, first: bool = True, gain: bool = False, fused: bool = True) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = N(WIDTH), N(WIDTH)
+        self.qkv, self.out = L(WIDTH, 3 * WIDTH), L(WIDTH, WIDTH)
+        self.up, self.down = L(WIDTH, INNER), L(INNER, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH)) if gain else 1.0
+        self.first, self.fused = first, fused
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = heads(self.qkv(x))
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mask = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
+            mixed = F.dropout((q @ k.mT / 2 + mask).softmax(-1), 0.1, self.training) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = x + self.gain * self.attend(self.norm1(x))
+            return x + self.gain * self.down(F.gelu(self.up(self.norm2(x))))
+        x = self.norm1(x + self.attend(x))
+        return self.norm2(x + self.down(F.gelu(self.up(x))))
+
+
+class Language(nn.Module):
+    """A small language model with learned positions."""
+
+    def __init__(self, *, tied: bool = True, **block: Any) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(Block(**block), Block(**block))
+        self.norm, self.head = N(WIDTH), L(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def vision(s: Any, x: Tensor) -> Tensor:
+    patches = s.patches(x).flatten(2).mT
+    x = torch.cat([patches, s.token.expand(len(x), -1, -1)], 1) + s.positions
+    return s.head(s.norm(s.block(x))[:, -1])
+
+
+def parameter(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+TOKENS, VECTOR, IMAGE = "tokens", (5,), (3, 4, 4)
+VISION = {
+    "patches": of(nn.Conv2d, 3, WIDTH, 2, 2), "token": parameter(1, 1, WIDTH), "positions": parameter(1, 5, WIDTH),
+    "block": of(Block, gain=True), "norm": of(N, WIDTH), "head": of(L, WIDTH, 10),
+}  # fmt: skip
+# One layer: biases of K and V, of two norms, rows of four readers, means of two writers and of their biases.
+LAYER = 4 * WIDTH + (3 * WIDTH + INNER) + (WIDTH + 1) + (INNER + 1)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
+    "tied": (Language, TOKENS, 2 * LAYER + LENGTH),
+    "untied": (of(Language, tied=False), TOKENS, 2 * LAYER + LENGTH + WIDTH + VOCABULARY - 1),
+    "attention by hand": (of(Language, fused=False), TOKENS, 2 * LAYER + LENGTH),
+    # The stream is read as it is, too: positions and biases of norms against the next bias that is added. The first
+    # layer reads no norm, and the last norm's bias is read by a norm.
+    "norms behind": (of(Language, first=False), TOKENS, 2 * LAYER - 3 * WIDTH + 1),
+    # Patches and token against positions, to their means; the last norm and the head.
+    "vision": (lambda: Program(vision, VISION), IMAGE, LAYER + 2 * WIDTH + (12 + 1 + 1 + 5) - 2 + WIDTH + 10),
+    "linear": (sequential(of(L, 5, 4), of(L, 4, 6), nn.Tanh, of(L, 6, 2)), VECTOR, 4),
+    "instance norm": (sequential(of(nn.Conv2d, 3, 4, 1), of(nn.InstanceNorm2d, 4), nn.ReLU, of(nn.Conv2d, 4, 2, 1)),
+        IMAGE, 4),
+    "one group": (sequential(of(nn.Conv2d, 3, 4, 1), of(nn.GroupNorm, 1, 4), nn.ReLU, of(nn.Conv2d, 4, 2, 1)),
+        IMAGE, 1),
+    "two norms in a sum": (
+        lambda: Program(
+            lambda s, x: s.out(torch.relu(s.norm1(s.a(x)) + s.norm2(s.b(x)))),
+            {"a": of(L, 5, 4), "b": of(L, 5, 4), "norm1": of(nn.BatchNorm1d, 4), "norm2": of(nn.BatchNorm1d, 4),
+             "out": of(L, 4, 2)},
+        ), VECTOR, 3 * 4),
+}  # fmt: skip
+
+
+def inputs(kind: Any, samples: int) -> Tensor:
+    if kind == TOKENS:
+        return torch.randint(0, VOCABULARY, (samples, LENGTH))
+    return torch.randn(samples, *kind, dtype=torch.float64)
+
+
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, Symmetry]:
+    torch.manual_seed(0)
+    make, kind, _ = NETWORKS[name]
+    network = make().double().eval()
+    for key, tensor in network.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.add_(0.3 * (torch.rand_like(tensor) if "var" in key else torch.randn_like(tensor)))
+    return network, trace_symmetry(network, inputs(kind, 2))
+
+
+def drawn(symmetry: Symmetry, seed: int) -> Element:
+    return symmetry.sample(torch.Generator().manual_seed(seed))
+
+
+def apart(one: nn.Module, two: nn.Module) -> float:
+    """The largest difference of two networks' tensors, relative to the largest entry of each."""
+    pairs = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
+    return max(float((a - b).abs().max()) / max(float(a.abs().max()), 1.0) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_dimension(name: str) -> None:
+    _, symmetry = traced(name)
+    assert symmetry.shifts == NETWORKS[name][2]
+    assert symmetry.worst_error < 1e-10
+    assert sum(symmetry.shift_kinds.values()) >= symmetry.shifts
+    assert all(f"shifts, {count} {kind}" in str(symmetry) for kind, count in symmetry.shift_kinds.items())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_group_laws_and_action(name: str) -> None:
+    network, symmetry = traced(name)
+    a, b, c = (drawn(symmetry, seed) for seed in range(3))
+    assert any(bool(vector.any()) for vector in a.shift)
+    moved = symmetry.act(a, network)
+    assert apart(symmetry.act(b, moved), symmetry.act(symmetry.compose(b, a), network)) < EXACT
+    assert apart(symmetry.act(symmetry.inverse(a), moved), network) < EXACT
+    left = symmetry.compose(symmetry.compose(c, b), a).shift
+    right = symmetry.compose(c, symmetry.compose(b, a)).shift
+    nothing = symmetry.compose(symmetry.inverse(a), a).shift
+    for one, two, none in zip(left, right, nothing, strict=True):
+        torch.testing.assert_close(one, two, rtol=EXACT, atol=EXACT)
+        assert float(none.abs().max()) < EXACT
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    ("name", "samples", "common"),
+    [("tied", 40, WIDTH), ("attention by hand", 40, WIDTH), ("linear", 100, 7), ("instance norm", 20, 5)],
+)
+@pytest.mark.parametrize("log_softmax", [False, True])
+def test_all_of_it_is_there(name: str, samples: int, common: int, log_softmax: bool) -> None:
+    """The nullity of the Jacobian, with the common shift of logits and without."""
+    network, symmetry = traced(name)
+    torch.manual_seed(1)
+    found = local_dimension(symmetry, network, inputs(NETWORKS[name][1], samples), log_softmax=log_softmax)
+    assert found.nullity == found.orbit_dimension
+    assert found.orbit_dimension - symmetry.dimension == symmetry.common_shift * log_softmax
+    assert found.gap > 1e6
+    assert name == "instance norm" or symmetry.common_shift == common
+
+
+def test_shifts_do_not_commute() -> None:
+    """First the same for all rows of a weight, then what enters it: its bias takes off the product."""
+    _, symmetry = traced("tied")
+    a, b = (dataclasses.replace(symmetry.identity(), shift=drawn(symmetry, seed).shift) for seed in (0, 1))
+    one, two = (symmetry.compose(x, y) for x, y in ((a, b), (b, a)))
+    differing = [
+        shift.names[0]
+        for shift, v, w in zip(symmetry.structure.shifts, one.shift, two.shift, strict=True)
+        if not torch.allclose(v, w, rtol=0, atol=1e-12)
+    ]
+    assert differing == ["blocks.0.out.bias", "blocks.1.out.bias"]
+
+
+def test_a_gain_of_zero_is_named() -> None:
+    network, symmetry = traced("tied")
+    made = symmetry.act(symmetry.identity(), network)
+    with torch.no_grad():
+        made.blocks[1].norm1.weight[3] = 0
+    assert_refused(symmetry.act, drawn(symmetry, 0), made, says="blocks.1.norm1.weight holds a zero")
+    symmetry.act(symmetry.sample(shifts=False), made)
+
+
+def test_left_out_on_request() -> None:
+    network, symmetry = traced("tied")
+    linear = trace_symmetry(network, inputs(TOKENS, 2), shifts=False)
+    assert (linear.shifts, linear.dimension, linear.common_shift) == (0, symmetry.dimension - symmetry.shifts, 0)
+    assert linear.shift_kinds == {}
