@@ -686,7 +686,7 @@ class Trace:
             place = axes.index(axis)
             lengths = (*label.atom.shape[:place], size, *label.atom.shape[place:])
             number = np.broadcast_to(np.arange(size).reshape(-1, *[1] * (len(axes) - place - 1)), lengths)
-            copied = self.constraints.copied(self._onto(label, Label(axes, number, number, number)), number)
+            copied = self.constraints.copied(self.onto(label, Label(axes, number, number, number)), number)
             shape = tuple(size if own == axis else length for own, length in enumerate(value.shape))
             value = Value(shape, (copied,), sources=value.sources)
         return value
