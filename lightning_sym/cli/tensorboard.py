@@ -1,5 +1,6 @@
 """TensorBoard of a run folder: what one looks for, and little else."""
 
+import struct
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +52,10 @@ class RunTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the hyperparameters and the name of what they led to, and close the files."""
+        """Write the hyperparameters and the name of what they led to, and close the files.
+
+        What failed before it logged anything, in a check of ``setup``, leaves no event file.
+        """
         if self.headline is not None and self._hyperparameters:
             # Only the name is written: TensorBoard looks the value up among the scalars.
             writer = self.experiment._get_file_writer()
@@ -59,7 +63,17 @@ class RunTensorBoard(TensorBoardLogger):
             for summary in found:
                 writer.add_summary(summary)
             self._hyperparameters = {}
+        opened = None if self._experiment is None else self._experiment._get_file_writer()  # type: ignore[no-untyped-call]
         super().finalize(status)
+        if status == "failed" and opened is not None:
+            _remove_if_empty(Path(opened.event_writer._file_name))
+
+
+def _remove_if_empty(events: Path) -> None:
+    """Remove an event file that holds nothing but the record with its format, the first one of every file."""
+    content = events.read_bytes() if events.is_file() else b""
+    if len(content) >= 8 and len(content) == struct.unpack("<Q", content[:8])[0] + 16:  # a length and two checksums
+        events.unlink()
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

@@ -2,13 +2,13 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sym.networks import Network
+from lightning_sym.networks import Network, build
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
 
@@ -56,6 +56,27 @@ class ZooUserTask(PopulationTask):
         """Make the population, of the networks that ``setup`` has built."""
         self._prepare()
         super().configure_model()
+
+
+def given_network(network: object, allow: Sequence[str] | None) -> Network:
+    """Return the network that a task was given, or that its checkpoint describes.
+
+    Args:
+        network: A network, or a network's architecture.
+        allow: Packages whose modules an architecture may name, see :func:`lightning_sym.networks.build`.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If the architecture names something else.
+    """
+    if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
+        network = build(network, allow or ())
+    if not isinstance(network, Network):
+        raise TypeError(
+            f"network must be a lightning_sym Network, got {type(network).__name__}; wrap any other module: "
+            "Network.wrap(lambda: YourModule(...))."
+        )
+    return network
 
 
 def check_pairs(pairs: object, *, same: bool = False) -> list[Pair]:
