@@ -117,7 +117,7 @@ class RunConfig(SaveConfigCallback):
             if isinstance(logger, RunTensorBoard):
                 logger.headline = logger.headline or getattr(pl_module, "shown", None)
         if trainer.is_global_zero:
-            text = self.parser.dump(self.config, skip_none=False)
+            text = self.parser.dump(self.config, skip_none=False, skip_default=True)  # it repeats the run, too
             publish_text(trainer, text, "config")
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,22 @@ def require_two(zoo: ModelZoo, what: str) -> None:
             f"{what} needs two members or more, and the zoo at {zoo.path} has only member {zoo.numbers[0]}; "
             f"train further ones into it (--model.seed {zoo.numbers[0] + 1} and --zoo_dir {zoo.path})."
         )
+
+
+def require_members(zoo: ModelZoo, numbers: Iterable[int]) -> None:
+    """Check that a zoo has the members that pairs name.
+
+    Raises:
+        ValueError: If there is none of a number.
+    """
+    for number in numbers:
+        try:
+            zoo.member(number)
+        except ValueError as error:
+            raise ValueError(
+                f"{str(error).removesuffix('.')}; pairs, of the command line or of the recipe, names it: say "
+                "--model.pairs all, or pairs of these."
+            ) from None
 
 
 def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Tensor:
