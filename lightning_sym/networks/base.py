@@ -470,7 +470,7 @@ class WrappedNetwork(_ModuleHolder):
         factory = self._require_factory("fresh weights")
         return self._narrowed_like_this(_drawn(seed, lambda: type(self)(factory)))
 
-    def _image_shape(self) -> None:
+    def image_shape(self) -> None:
         """Return nothing: what the module was built for is its own."""
 
     def _require_factory(self, purpose: str) -> Callable[[], nn.Module]:
