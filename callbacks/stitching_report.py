@@ -109,6 +109,7 @@ class StitchingReport(RunReport):
             title=f"{', '.join(names)}, {counted(len(task.pairs), 'pair')}",
             about=about,
             two_zoos=task.target_zoo is not None,
+            epochs=trainer.max_epochs,
         )
 
 

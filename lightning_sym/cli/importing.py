@@ -3,6 +3,9 @@
 import functools
 import importlib
 import inspect
+import json
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,17 @@ USAGE = (
     "usage: lightning-sym import --network CLASS [--network.ARGUMENT VALUE ...] --out FOLDER [--prefix PREFIX] "
     "[--data DATAMODULE [--data.ARGUMENT VALUE ...]] FILE ..."
 )
+HELP = """\
+Makes a zoo of checkpoints that were trained elsewhere, or adds them to one.
+
+  FILE ...             state dicts of torch.save, Lightning checkpoints or .safetensors; nothing in them is run
+  --network CLASS      the class that they are weights of, by its full path (one of ours: by its name); the folder of a
+                       module of your own has to be on PYTHONPATH
+  --network.ARGUMENT   an argument of that class
+  --out FOLDER         the folder of the zoo
+  --prefix PREFIX      what the names of the weights begin with, where several prefixes fit
+  --data DATAMODULE    the data that they were trained on; accuracies are measured and recorded
+  --data.ARGUMENT      an argument of that class"""
 _OPTIONS = ("network", "out", "prefix", "data")
 
 
@@ -38,7 +52,7 @@ def import_members(args: Sequence[str]) -> None:
             written then.
     """
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
+        print(USAGE, HELP, sep="\n\n")
         return
     options, files = _split(args)
     given = merge(read_given(options))
@@ -50,7 +64,7 @@ def import_members(args: Sequence[str]) -> None:
         raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}. {USAGE}")
     network = as_network(construct(given["network"], lightning_sym.networks, "network"))
     prefix = None if given.get("prefix") is None else str(given["prefix"])
-    identity, metrics = None, None
+    data, identity, metrics = None, None, None
     if given.get("data") is not None:
         data = construct(given["data"], lightning_sym.datamodules, "data")()
         identity = data.identity()
@@ -59,7 +73,18 @@ def import_members(args: Sequence[str]) -> None:
             for file in files
         ]
     zoo = ModelZoo.add(given["out"], files, network=network, prefix=prefix, data=identity, metrics=metrics)
-    _report(zoo, files)
+    known = _as_options("data", given.get("data"))
+    _report(zoo, files, known, regression=getattr(data, "regression", False))
+
+
+def _as_options(name: str, node: Any) -> str:
+    """Return the options that name a class with its arguments, as a shell takes them; without a class nothing."""
+    if not class_of(node):
+        return ""
+    arguments = {key: value for key, value in node.items() if key != "class_path"} if isinstance(node, Mapping) else {}
+    written = {f"--{name}": class_of(node)}
+    written |= {f"--{name}.{key}": arg if isinstance(arg, str) else json.dumps(arg) for key, arg in arguments.items()}
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in written.items())
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -151,7 +176,15 @@ def _metrics(network: Network, state: Mapping[str, torch.Tensor], data: Any) -> 
     return results
 
 
-def _report(zoo: ModelZoo, files: Sequence[str]) -> None:
+def _report(zoo: ModelZoo, files: Sequence[str], data: str, *, regression: bool) -> None:
+    """Print what the members are, and commands that use them.
+
+    Args:
+        zoo: The zoo.
+        files: What its last members were made of.
+        data: The options that name the data; empty if they are not known.
+        regression: Whether the data have values in place of classes.
+    """
     new = zoo.numbers[-len(files) :]
     for number, file in zip(new, files, strict=True):
         metrics = zoo.member(number).metrics.get("test", {})
@@ -159,6 +192,15 @@ def _report(zoo: ModelZoo, files: Sequence[str]) -> None:
         said += [f"loss {metrics['loss']:.3f}"] if metrics else []
         print(f"  member {number}: {Path(file).name}{', test ' if said else ''}{', '.join(said)}")
     package = zoo.architecture["class_path"].split(".")[0]
-    allow = "" if package in ("lightning_sym", "torchvision") else f" --model.allow '[{package}]'"
+    own = package not in ("lightning_sym", "torchvision")
+    allow = f" --model.allow '[{package}]'" if own else ""
+    path = f"PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if own and os.environ.get("PYTHONPATH") else ""
     print(f"  zoo     {zoo.path}, {counted(len(zoo), 'member')} of {zoo.architecture['class_path']}")
-    print(f"  use it  lightning-sym fit --config matching/mnist5k_mlp --model.zoo {zoo.path}{allow} --data DATAMODULE")
+    tasks = {"matching": "matching/mnist5k_mlp", "stitching": "stitching/mnist5k"}
+    if regression:
+        tasks = {"matching": f"{tasks['matching']} --model.loss lightning_sym.tasks.SquaredDistance"}
+    for task, recipe in tasks.items() if len(zoo) > 1 else ():
+        print(
+            f"  use it  {path}lightning-sym fit --config {recipe} --model.zoo {zoo.path} --model.pairs all{allow}"
+            f"{data or ' --data DATAMODULE'} --run_dir {zoo.path.parent / task}"
+        )

@@ -10,7 +10,8 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,11 +32,12 @@ from lightning_sym._files import write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
-from lightning_sym.cli.given import LINKED, merge, read_given
+from lightning_sym.cli.given import LINKED, class_of, merge, read_given
 from lightning_sym.cli.messages import class_at, explain, first_missing, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
 from lightning_sym.cli.tensorboard import RunTensorBoard
+from lightning_sym.networks import Network, build
 
 
 class RecipeParser(LightningArgumentParser):
@@ -115,7 +117,7 @@ class RunConfig(SaveConfigCallback):
             if isinstance(logger, RunTensorBoard):
                 logger.headline = logger.headline or getattr(pl_module, "shown", None)
         if trainer.is_global_zero:
-            text = self.parser.dump(self.config, skip_none=False)
+            text = self.parser.dump(self.config, skip_none=False, skip_default=True)  # it repeats the run, too
             publish_text(trainer, text, "config")
 
 
@@ -142,6 +144,22 @@ class RecipeCLI(LightningCLI):
         # Going on with a run, or testing its checkpoint from another folder, is nothing to warn of.
         warnings.filterwarnings("ignore", message="(Checkpoint directory .* is not empty|The dirpath has changed from)")
         self._command = args[0]
+        self._made: list[Path] = []
+        with self._leaving_no_empty_folder():
+            self._start(args)
+
+    @contextmanager
+    def _leaving_no_empty_folder(self) -> Iterator[None]:
+        """Remove the folders that were made for a run which failed before it had anything to leave there."""
+        try:
+            yield
+        except BaseException:
+            for folder in self._made:
+                with suppress(OSError):  # something is there
+                    folder.rmdir()
+            raise
+
+    def _start(self, args: Sequence[str]) -> None:
         super().__init__(
             model_class=LightningModule,
             datamodule_class=LightningDataModule,
@@ -161,7 +179,7 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; settings that a checkpoint holds come first, so that a recipe and the command line win."""
-        options = _with_resets(_with_checkpoint_settings(args))
+        options = _with_resets(_without_replaced_network(_with_checkpoint_settings(args)))
         self._given = read_given(options[1:])
         RecipeParser.given = merge(self._given)  # of the class: errors come from nested parsers, too
         self.config = parser.parse_args(options)
@@ -215,6 +233,20 @@ class RecipeCLI(LightningCLI):
         for size in LINKED:
             parser.link_arguments(f"data.{size}", f"model.init_args.network.init_args.{size}", apply_on="instantiate")
 
+    def _add_instantiators(self) -> None:
+        super()._add_instantiators()
+        self.parser.add_instantiator(self._make_module, torch.nn.Module, subclasses=True)
+
+    def _make_module(
+        self, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
+    ) -> object:
+        """Make a module; what stands in the place of a network and is none is wrapped, if its package is allowed."""
+        settings = self._get(self.config, "model").get("init_args") or {}
+        path = (settings.get("network") or {}).get("class_path", "")
+        if issubclass(kind, Network) or class_at(path) is not kind:
+            return kind(*args, **named)
+        return build({"class_path": path, "init_args": named}, settings.get("allow") or ())
+
     def _parse_ckpt_path(self) -> None:
         """Leave the settings as given: those of a checkpoint came first, so that the command line wins."""
 
@@ -267,7 +299,7 @@ class RecipeCLI(LightningCLI):
     def _earlier_run(self) -> list[Path]:
         """Return what earlier commands left in the run folder; the zoo is no part of it.
 
-        Event files alone are none: a fit that failed before it started leaves one.
+        Event files alone are none.
         """
         commands = ("", "_validate", "_test", "_predict")
         names = [f"config{command}.yaml" for command in commands]
@@ -293,6 +325,7 @@ class RecipeCLI(LightningCLI):
                 "another folder (--run_dir FOLDER), or delete what is there."
             )
         try:
+            self._made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
             run_dir.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=run_dir):
                 pass
@@ -423,6 +456,46 @@ def _with_checkpoint_settings(args: list[str]) -> list[str]:
     ]
 
 
+def _without_replaced_network(args: list[str]) -> list[str]:
+    """Leave out the network of a recipe, with its arguments, where a later option names another class.
+
+    Otherwise jsonargparse hands arguments of the same name on, for example the width that a recipe chose for its own
+    class.
+
+    Args:
+        args: Command and options.
+    """
+    chosen = class_of(_section(merge(read_given(args[1:])), "model").get("network")).rpartition(".")[2]
+    result = []
+    for before, arg in pairwise(["", *args]):
+        if before in ("--config", "-c"):
+            arg = _config_without_network(arg, chosen)
+        elif arg.startswith("--config="):
+            arg = "--config=" + _config_without_network(arg.removeprefix("--config="), chosen)
+        result.append(arg)
+    return result
+
+
+def _config_without_network(config: str, chosen: str) -> str:
+    """Return a file's name or YAML text, or text that does not say which network, if that is of another class.
+
+    Args:
+        config: What stands after ``--config``.
+        chosen: The name of the class that is used in the end; empty if there is none.
+    """
+    content = _yaml(_text(config))
+    settings = _section(_section(content, "model"), "init_args")
+    replaced = class_of(settings.get("network")).rpartition(".")[2]
+    if not chosen or replaced in ("", chosen):
+        return config
+    del settings["network"]
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def _text(config: str) -> str:
+    return Path(config).read_text(encoding="utf-8") if os.path.isfile(config) else config
+
+
 def _with_resets(args: list[str]) -> list[str]:
     """Put ``--model.optimizer=null`` before an optimizer that replaces one of another class; schedulers likewise.
 
@@ -439,8 +512,7 @@ def _with_resets(args: list[str]) -> list[str]:
         value = value if given else following
         named: dict[str, str] = {}
         if option in ("--config", "-c"):
-            text = Path(value).read_text(encoding="utf-8") if os.path.isfile(value) else value
-            named = _callables(_section(_yaml(text), "model"))
+            named = _callables(_section(_yaml(_text(value)), "model"))
         elif match := re.fullmatch(rf"--model\.(?:init_args\.)?({_CALLABLE})", option):
             named = _callables({"init_args": {match[1]: _yaml(value)}})
         for name, kind in named.items():

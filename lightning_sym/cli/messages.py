@@ -18,7 +18,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException  # 
 from lightning_sym._text import TRACEBACK, nearest
 from lightning_sym.cli.given import LINKED, SECTIONS, SETTINGS, classes, full_path, path_of, unknown_option
 from lightning_sym.datamodules import ImageTransform
-from lightning_sym.networks import Network
+from lightning_sym.networks import Network, NetworkOrModule
 
 
 def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
@@ -130,7 +130,8 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
         return f"{_where(given, match[1])}Unknown {_kind(match[1])} {match[1]!r}; give its full path{ours}.{hint}"
     if match := re.search(r"does not correspond to a subclass of (\w+)", line):
         key = re.search(r'Parser key "([^"]+)"', line)
-        return f"{key[1] + ': ' if key else ''}{' or '.join(_misfits(line))} is not a subclass of {match[1]}."
+        wanted = "torch.nn.Module" if match[1] == NetworkOrModule.__name__ else match[1]
+        return f"{key[1] + ': ' if key else ''}{' or '.join(_misfits(line))} is not a subclass of {wanted}."
     return None
 
 

@@ -1,5 +1,6 @@
 """TensorBoard of a run folder: what one looks for, and little else."""
 
+import struct
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,9 @@ from lightning_sym._tags import is_detail
 
 # What the classes of a zoo may be: nothing that a result depends on.
 _LEFT_OUT = ("allow",)
+# What tells experiments apart comes first, what only says how they are computed last, in the table of TensorBoard.
+_FIRST = ("members", "pairs", "methods", "maps", "lr", "optimizer", "network", "zoo", "batch_size")
+_LAST = ("batch_norm", "channels_last", "eval_batch_size", "data_seed", "data_dir", "download", "execution")
 
 
 class RunTensorBoard(TensorBoardLogger):
@@ -51,15 +55,37 @@ class RunTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the hyperparameters and the name of what they led to, and close the files."""
+        """Write the hyperparameters and the name of what they led to, and close the files.
+
+        What failed before it logged anything, in a check of ``setup``, leaves no event file.
+        """
         if self.headline is not None and self._hyperparameters:
             # Only the name is written: TensorBoard looks the value up among the scalars.
             writer = self.experiment._get_file_writer()
-            found = hparams(_flat(self._hyperparameters), {self.headline: 0.0})  # type: ignore[no-untyped-call]
+            found = hparams(_flat(_ordered(self._hyperparameters)), {self.headline: 0.0})  # type: ignore[no-untyped-call]
             for summary in found:
                 writer.add_summary(summary)
             self._hyperparameters = {}
+        opened = None if self._experiment is None else self._experiment._get_file_writer()  # type: ignore[no-untyped-call]
         super().finalize(status)
+        if status == "failed" and opened is not None:
+            _remove_if_empty(Path(opened.event_writer._file_name))
+
+
+def _remove_if_empty(events: Path) -> None:
+    """Remove an event file that holds nothing but the record with its format, the first one of every file."""
+    content = events.read_bytes() if events.is_file() else b""
+    if len(content) >= 8 and len(content) == struct.unpack("<Q", content[:8])[0] + 16:  # a length and two checksums
+        events.unlink()
+
+
+def _ordered(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters in the order in which they are shown."""
+
+    def place(name: str) -> int:
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST) + (name in _LAST)
+
+    return {name: params[name] for name in sorted(params, key=place)}
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

@@ -37,6 +37,12 @@ class Merged:
     rounds: int
     distances: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        first, last = self.distances[0], self.distances[-1]
+        return (
+            f"<Merged: {len(self.elements)} networks, {self.rounds} rounds, distances from {first:.6g} to {last:.6g}>"
+        )
+
 
 def merge(
     symmetry: Symmetry,

@@ -7,7 +7,7 @@ from lightning_sym.networks.activations import (
     is_activation,
     make_activation,
 )
-from lightning_sym.networks.base import Cuts, Network, WrappedNetwork, architecture_name
+from lightning_sym.networks.base import Cuts, Network, NetworkOrModule, WrappedNetwork, architecture_name
 from lightning_sym.networks.batch_norm import (
     batch_norms,
     float_average,
@@ -33,6 +33,7 @@ __all__ = [
     "MultiLayerPerceptron",
     "MyrtleCNN",
     "Network",
+    "NetworkOrModule",
     "Polynomial",
     "RelaxedNetwork",
     "ResidualCNN",

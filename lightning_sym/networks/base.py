@@ -78,7 +78,23 @@ class Cuts:
         return [f"{site}/{index}" for site in self.sites for index in range(len(self.crossing[site]))]
 
 
-class Network(nn.Module, ABC):
+class NetworkOrModule(ABC):
+    """What a task's argument ``network`` may name on the command line: a :class:`Network`, or any module's class.
+
+    For annotations. Modules that are no networks are wrapped there, as by ``build``; in Python pass
+    ``Network.wrap(lambda: YourModule(...))``.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return issubclass(kind, nn.Module) if cls is NetworkOrModule else NotImplemented
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output."""
+
+
+class Network(nn.Module, NetworkOrModule):
     """A module that remembers how it was made, knows its sites, and can be cut in two at each of them.
 
     To add an architecture, write a subclass with ``__init__`` and ``forward`` as for any module; nothing
@@ -454,7 +470,7 @@ class WrappedNetwork(_ModuleHolder):
         factory = self._require_factory("fresh weights")
         return self._narrowed_like_this(_drawn(seed, lambda: type(self)(factory)))
 
-    def _image_shape(self) -> None:
+    def image_shape(self) -> None:
         """Return nothing: what the module was built for is its own."""
 
     def _require_factory(self, purpose: str) -> Callable[[], nn.Module]:

@@ -118,7 +118,8 @@ def matching_results(
         for name in ("loss", "accuracy")
         if row["batch_norm"] == last and f"{name}_barrier" in row
     }
-    lowest = min((name for name in numbers if name.startswith("barrier/test_loss/")), key=lambda name: numbers[name])
+    least = "barrier/test_loss/least"  # one name for the main figure of all runs, whatever methods they compare
+    numbers[least] = min(value for name, value in numbers.items() if name.startswith("barrier/test_loss/"))
     facts = {
         **picked(symmetry, "dimension", "log10_permutations", "signs"),
         "worst_error": finite(symmetry.worst_error),
@@ -126,6 +127,7 @@ def matching_results(
         "rows": symmetry.table(),
     }
     intervals = any(row["note"] == "" for row in summary)
+    several = any(row["loss_barrier_std"] is not None for row in summary)
     means = [ResultTable("merged", "means of matched networks", merged_rows(merged), units, about)] if merged else []
     return RunResults(
         [
@@ -138,10 +140,10 @@ def matching_results(
         files={"symmetry.txt": f"{symmetry}\n", "symmetry.json": json.dumps(facts, indent=1) + "\n"},
         texts={"symmetry": str(symmetry)},
         numbers=numbers,
-        headline=lowest,
+        headline=least,
         shown=_shown(summary, title, loss),
         notes=[
-            "mean ± standard deviation over pairs"
+            ("mean ± standard deviation over pairs" if several else "mean over pairs")
             + ("; in brackets: 95 % interval for the mean, over models" if intervals else ""),
             *([] if loss is None else [f"losses are means of {loss}"]),
             *merged_notes(merged),

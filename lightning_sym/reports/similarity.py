@@ -103,7 +103,7 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
         numbers=numbers,
         headline=next(iter(numbers), None),
         shown=_shown(summary, title),
-        notes=["mean ± std over pairs; in brackets 95 % interval for the mean, over models", *notes],
+        notes=[_legend(summary), *notes],
         places={"picture": "depth.png", "maps": "heat_maps.png", "table": "summary.csv", "pairs": "pairs.csv"},
     )
 
@@ -284,6 +284,15 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
             lines.append([f"{row['zoo']}, {layer}" if "zoo" in row else layer, *cells])
         lines.append(None)
     return text_table(f"Similarity: {title}", columns, lines, whole=columns[1:], compact=True)
+
+
+def _legend(summary: Sequence[Row]) -> str:
+    spread = any(value is not None for row in summary for name, value in row.items() if name.endswith("_std"))
+    interval = any(
+        math.isfinite(numeric(value)) for row in summary for name, value in row.items() if name.endswith("_low")
+    )
+    text = "mean ± std over pairs" if spread else "mean over pairs"
+    return text + ("; in brackets 95 % interval for the mean, over models" if interval else "")
 
 
 def _number(row: Row, name: str, *, spread: bool = False, interval: bool = False) -> str:

@@ -1,6 +1,7 @@
 """The stitching penalty of every pair, site and family of maps."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ def stitching_results(
     title: str,
     about: Mapping[str, Any],
     two_zoos: bool = False,
+    epochs: int | None = None,
 ) -> RunResults:
     """Say what the stitched networks lose.
 
@@ -57,6 +59,7 @@ def stitching_results(
         title: For tables and figures.
         about: What is needed to make the tables again.
         two_zoos: Whether lower and upper members are of different zoos, so that equal numbers are different models.
+        epochs: For how many epochs maps were trained, for the advice to train them longer; None gives no number.
     """
     rows = stitching_rows(networks, evaluations, stopped)
     summary = stitching_summary(rows, two_zoos=two_zoos)
@@ -78,7 +81,7 @@ def stitching_results(
         },
         headline="test_penalty" if trained else None,
         shown=_shown(summary, title),
-        notes=[_legend(summary), *stopped_notes(networks, stopped, "penalties.csv")],
+        notes=[_legend(summary), *_undertrained(final, epochs), *stopped_notes(networks, stopped, "penalties.csv")],
         places={"picture": f"{picture}.png", "table": "summary.csv", "pairs": "penalties.csv"},
     )
 
@@ -200,6 +203,41 @@ def _map_name(summary: Sequence[Row], family: str) -> str:
     """Return the name of the heat map of a family, which is part of it if there are several."""
     word = "".join(letter if letter.isalnum() else "_" for letter in family).strip("_")
     return "penalties" if len(unique(summary, "family")) == 1 else f"penalties_{word}"
+
+
+# By how much a larger family may lose more, as a mean over sites, by the chance of which images are tested.
+_BY_CHANCE = 0.01
+
+
+def _undertrained(final: Sequence[Row], epochs: int | None) -> Iterator[str]:
+    """Yield a line for each family that loses more than one which it contains, as no end of its training could."""
+    penalties: dict[str, dict[str, float]] = {}
+    for row in final:
+        if row["trained"]:
+            penalties.setdefault(row["family"], {})[row["place"]] = row["penalty"]
+    for larger, own in penalties.items():
+        excess = {
+            smaller: float(np.mean([own[place] - others[place] for place in own if place in others]))
+            for smaller, others in penalties.items()
+            if _contains(larger, smaller) and own.keys() & others.keys()
+        }
+        worst = max(excess, key=excess.__getitem__, default="")
+        if worst and excess[worst] > _BY_CHANCE:
+            more = "" if epochs is None else f" {2 * epochs}"
+            yield (
+                f"{larger} loses {in_points(excess[worst])} more than {worst}, which it contains: not trained to the "
+                f"end; more epochs: --trainer.max_epochs{more}"
+            )
+
+
+def _contains(larger: str, smaller: str) -> bool:
+    """Return whether every map of one family is one of the other, by their names."""
+    ranks = [int(match[1]) if (match := re.fullmatch(r"rank\((\d+)\)", name)) else None for name in (larger, smaller)]
+    if larger == "full":
+        return smaller != "full" and (
+            ranks[1] is not None or re.match(r"(group|softsort|orthogonal)\b", smaller) is not None
+        )
+    return ranks[0] is not None and ranks[1] is not None and ranks[0] > ranks[1]
 
 
 def _legend(summary: Sequence[Row]) -> str:

@@ -160,6 +160,16 @@ class Element:
     shift: tuple[Tensor, ...] = ()
     rotation: tuple[Tensor, ...] = ()
 
+    def __repr__(self) -> str:
+        moved = int((self.permutation != torch.arange(len(self.permutation))).sum())
+        scales, signs = int((self.log_scale != 0).sum()), int((self.sign < 0).sum())
+        more = "".join(
+            f", {len(own)} {name}" for name, own in (("matrices", self.dense), ("shifts", self.shift)) if own
+        )
+        return (
+            f"<Element: {moved} of {len(self.permutation)} units move, {scales} scales and {signs} signs change{more}>"
+        )
+
 
 def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
     """Return the tap of a named value.

@@ -2,13 +2,13 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sym.networks import Network
+from lightning_sym.networks import Network, build
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
 
@@ -58,6 +58,27 @@ class ZooUserTask(PopulationTask):
         super().configure_model()
 
 
+def given_network(network: object, allow: Sequence[str] | None) -> Network:
+    """Return the network that a task was given, or that its checkpoint describes.
+
+    Args:
+        network: A network, or a network's architecture.
+        allow: Packages whose modules an architecture may name, see :func:`lightning_sym.networks.build`.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If the architecture names something else.
+    """
+    if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
+        network = build(network, allow or ())
+    if not isinstance(network, Network):
+        raise TypeError(
+            f"network must be a lightning_sym Network, got {type(network).__name__}; wrap any other module: "
+            "Network.wrap(lambda: YourModule(...))."
+        )
+    return network
+
+
 def check_pairs(pairs: object, *, same: bool = False) -> list[Pair]:
     """Return pairs of members' numbers as tuples.
 
@@ -101,6 +122,22 @@ def require_two(zoo: ModelZoo, what: str) -> None:
             f"{what} needs two members or more, and the zoo at {zoo.path} has only member {zoo.numbers[0]}; "
             f"train further ones into it (--model.seed {zoo.numbers[0] + 1} and --zoo_dir {zoo.path})."
         )
+
+
+def require_members(zoo: ModelZoo, numbers: Iterable[int]) -> None:
+    """Check that a zoo has the members that pairs name.
+
+    Raises:
+        ValueError: If there is none of a number.
+    """
+    for number in numbers:
+        try:
+            zoo.member(number)
+        except ValueError as error:
+            raise ValueError(
+                f"{str(error).removesuffix('.')}; pairs, of the command line or of the recipe, names it: say "
+                "--model.pairs all, or pairs of these."
+            ) from None
 
 
 def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Tensor:

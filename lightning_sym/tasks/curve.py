@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -25,7 +25,15 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
-from lightning_sym.tasks._members import Pair, ZooUserTask, check_pairs, example_input, pair_name, require_two
+from lightning_sym.tasks._members import (
+    Pair,
+    ZooUserTask,
+    check_pairs,
+    example_input,
+    pair_name,
+    require_members,
+    require_two,
+)
 from lightning_sym.tasks.metrics import PopulationLoss
 from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
@@ -197,6 +205,7 @@ class CurveTask(ZooUserTask):
         zoo = ModelZoo.open(self.zoo, allow=self.allow)
         require_two(zoo, "A curve")
         self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
+        require_members(zoo, chain.from_iterable(self.pairs))
         self._members = {number: zoo.load(number) for number in sorted({n for pair in self.pairs for n in pair})}
         self._opened = zoo
         for pair in self.pairs:

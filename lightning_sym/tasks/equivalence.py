@@ -23,8 +23,9 @@ from lightning_sym.landscape import (
     weight_tensors,
     weight_vector,
 )
-from lightning_sym.networks import Network, build
+from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.tasks._members import given_network
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
 from lightning_sym.tasks.losses import SquaredDistance
 from lightning_sym.tasks.population import PopulationTask, check_words
@@ -101,7 +102,8 @@ class EquivalenceTask(PopulationTask):
             loop for networks with convolutions, which are slower vectorised on a CPU, else vmap.
         optimizer: Makes the optimizer; default Adam with its defaults. With ``"vmap"`` it must act entry by entry.
         independence: Smallest part of a difference of weights that must be off the span of the others, in (0, 1).
-        allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
+        allow: Packages of your own whose networks the zoo may hold, and whose modules ``network`` may name on the
+            command line, see ``ModelZoo.open``.
 
     Attributes:
         teacher: The frozen network; after ``setup``.
@@ -129,7 +131,7 @@ class EquivalenceTask(PopulationTask):
 
     def __init__(
         self,
-        network: Network | None = None,
+        network: NetworkOrModule | None = None,
         members: int | None = None,
         points: int = 4,
         teacher: Teacher | None = None,
@@ -148,8 +150,7 @@ class EquivalenceTask(PopulationTask):
         independence: float = 1e-3,
         allow: Sequence[str] | None = None,
     ) -> None:
-        if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
-            network = build(network)
+        network = None if network is None else given_network(network, allow)
         given = {"members": members, "points": points, "round_steps": round_steps, "max_rounds": max_rounds}
         check_integers(**{name: number for name, number in given.items() if number is not None})
         check_integers(0, seed=seed)
@@ -180,6 +181,8 @@ class EquivalenceTask(PopulationTask):
         self.save_hyperparameters(ignore=["network", "optimizer"])
         architecture = None if network is None else network.architecture
         self.save_hyperparameters({"network": architecture, "_class_path": self.describe()["_class_path"]})
+        if isinstance(network, WrappedNetwork):
+            self.hparams.pop("_instantiator", None)  # Lightning's would make the module without its wrapper
 
         self.scales: dict[str, FunctionScale] = {}
         self.found: dict[int, dict[str, Any]] = {}

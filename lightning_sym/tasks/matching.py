@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -28,7 +28,15 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
-from lightning_sym.tasks._members import Pair, ZooUserTask, check_pairs, example_input, pair_name, require_two
+from lightning_sym.tasks._members import (
+    Pair,
+    ZooUserTask,
+    check_pairs,
+    example_input,
+    pair_name,
+    require_members,
+    require_two,
+)
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.zoo import ModelZoo
 
@@ -253,6 +261,7 @@ class MatchingTask(ZooUserTask):
         zoo = ModelZoo.open(self.zoo, allow=self.allow)
         require_two(zoo, "Matching")
         self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
+        require_members(zoo, chain.from_iterable(self.pairs))
         members = {number: zoo.load(number) for number in sorted({number for pair in self.pairs for number in pair})}
         for network in members.values():
             network.requires_grad_(False)

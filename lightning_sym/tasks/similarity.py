@@ -19,7 +19,7 @@ from lightning_sym.networks import Network
 from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity, features_of
 from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting, checked_sites, named_measures
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_two
+from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_members, require_two
 from lightning_sym.tasks.population import check_words, first_difference
 from lightning_sym.zoo import ModelZoo
 
@@ -208,6 +208,8 @@ class SimilarityTask(LightningModule):
             list(combinations(first.numbers, 2) if len(zoos) == 1 else product(first.numbers, zoos[1].numbers))
         )
         self._zoos = zoos
+        for side, zoo in enumerate(zoos):
+            require_members(zoo, self._numbers(side))
         networks: dict[str, Network] = {}
         known: list[list[Layer]] = []
         layers: list[list[str]] = []

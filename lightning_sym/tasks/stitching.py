@@ -28,7 +28,7 @@ from lightning_sym.stitching import (
     stitching_map,
 )
 from lightning_sym.tasks._branches import BranchTask
-from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_two
+from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_members, require_two
 from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
 
@@ -207,6 +207,8 @@ class StitchingTask(BranchTask):
         if upper is lower:
             require_two(lower, "Stitching")
         self.pairs = self.pairs or self._draw_pairs(lower, upper)
+        for zoo, side in (lower, 0), (upper, 1):
+            require_members(zoo, (pair[side] for pair in self.pairs))
         self._zoos = {"lower": (lower, self.pairs[0][0]), "upper": (upper, self.pairs[0][1])}
         self._check_inputs()
         data = getattr(self._trainer, "datamodule", None)

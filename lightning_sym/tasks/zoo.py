@@ -1,6 +1,6 @@
 """Training a zoo: many members of one architecture in one fit."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sym.curvature import GaussianPrior
-from lightning_sym.networks import Network, build
+from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import LoopPopulation, Population
-from lightning_sym.tasks._members import check_data
+from lightning_sym.tasks._members import check_data, given_network
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.population import PopulationTask
@@ -43,7 +43,8 @@ class ZooTask(PopulationTask):
     logged and in checkpoints) is said at :class:`lightning_sym.tasks.PopulationTask`.
 
     Args:
-        network: The architecture; its own weights are not used.
+        network: The architecture; its own weights are not used. On the command line any module's class may be named,
+            which is wrapped: of packages other than this one and torchvision those in ``allow``.
         members: Number of members, ``M``. >= 1.
         seed: The first member's number; the members are ``seed, ..., seed + members - 1``. >= 0.
         execution: ``"loop"`` runs one member after another (the faster one for convolutions on a CPU),
@@ -69,7 +70,8 @@ class ZooTask(PopulationTask):
             weight decay, and the plain cross-entropy or, for a regression, the loss
             :class:`lightning_sym.tasks.SquaredDistance`. Default: members have no prior.
         initial: Folder of a zoo whose members of these numbers are where training begins. Default: with random weights.
-        allow: Packages of your own whose networks that zoo may hold, see ``ModelZoo.open``.
+        allow: Packages of your own whose modules ``network`` may name, and whose networks the zoo ``initial`` may hold,
+            see ``ModelZoo.open``.
 
     Attributes:
         prior: :class:`lightning_sym.curvature.GaussianPrior` of the members, whose precisions
@@ -86,7 +88,7 @@ class ZooTask(PopulationTask):
 
     def __init__(
         self,
-        network: Network,
+        network: NetworkOrModule,
         members: int = 4,
         seed: int = 0,
         execution: Literal["loop", "vmap"] = "loop",
@@ -119,13 +121,7 @@ class ZooTask(PopulationTask):
             weight_decay_on=weight_decay_on,
             keep=keep,
         )
-        if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
-            network = build(network)
-        if not isinstance(network, Network):
-            raise TypeError(
-                f"network must be a lightning_sym Network, got {type(network).__name__}; wrap any other module: "
-                "Network.wrap(lambda: YourModule(...))."
-            )
+        network = given_network(network, allow)
         self._template = (network,)  # in a tuple: the template's weights are no part of the population
         self.members = members
         self.initial = initial
@@ -150,6 +146,8 @@ class ZooTask(PopulationTask):
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler", "loss"])
         self.save_hyperparameters({"network": network.architecture, **self.describe()})
+        if isinstance(network, WrappedNetwork):
+            self.hparams.pop("_instantiator", None)  # Lightning's would make the module without its wrapper
 
     @property
     def network(self) -> Network:

@@ -286,6 +286,9 @@ def test_a_network_is_its_own_match():
     case = made("resnet20_a")
     match = weight_matching(case.symmetry, case.network, case.network)
     assert match.distance_after == 0
+    merged = merge(case.symmetry, [case.network] * 2)
+    for result in (match, match.element, merged):  # in a notebook
+        assert len(repr(result)) < 300
 
 
 def test_the_mean_does_not_take_scales_of_nearly_dead_units():

@@ -249,12 +249,21 @@ def test_tensorboard_shows_means_and_extremes_the_main_figure_and_the_config(dig
     details = {name for name in read_csv(digits_run / "metrics.csv")[0] if is_detail(name)}
     assert len(details) == 3 * 4  # members; accuracy and loss of two splits
     (text,) = events.Tensors("config/text_summary")
-    assert "class_path: lightning_sym.tasks.ZooTask" in text.tensor_proto.string_val[0].decode()
+    shown = "\n".join(line[4:] for line in text.tensor_proto.string_val[0].decode().splitlines())
+    assert "profiler: null" not in shown
+    Path("shown.yaml").write_text(shown)  # says all that the run depends on
+    whole, short = (
+        call("fit", "--config", file, "--print_config").out for file in (digits_run / "config.yaml", "shown.yaml")
+    )
+    assert short == whole
     about = events.PluginTagToContent("hparams")
     experiment = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG])
     assert [info.name.tag for info in experiment.metric_infos] == ["test/accuracy"]
     settings = metadata.parse_session_start_info_plugin_data(about[metadata.SESSION_START_INFO_TAG]).hparams
     assert settings["members"].number_value == 3
+    infos = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG]).hparam_infos
+    assert [info.name for info in infos][:2] == ["members", "network"]
+    assert infos[-1].name in ("execution", "data_seed", "eval_batch_size", "channels_last", "batch_norm")
     assert not {"allow", "_instantiator", "_class_path"} & set(settings)
 
 

@@ -93,8 +93,8 @@ model: There is no module 'lightning_sim'. Did you mean 'lightning_sym'? The fol
 PYTHONPATH.
 $ fit SMALL --trainer.callbacks+=nowhere.Callback
 trainer.callbacks: There is no module 'nowhere'. The folder of a module of your own has to be on PYTHONPATH.
-$ fit SMALL --model.network=torch.nn.Linear
-...network: torch.nn.Linear is not a subclass of Network.
+$ fit SMALL --model.network=torch.optim.SGD
+...network: torch.optim.SGD is not a subclass of torch.nn.Module.
 $ fit SMALL --model.optimizer=torch.optim.Adm
 model.optimizer: There is no class torch.optim.Adm. Did you mean 'Adam'?
 $ fit SMALL --trainer.callbacks+=ZooExprt

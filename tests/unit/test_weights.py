@@ -2,13 +2,14 @@
 
 import functools
 import pickle
+import shlex
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from commands import call, succeed
+from commands import QUIET, call, succeed
 from helpers import assert_refused
 from safetensors.torch import save_file
 from torch import nn
@@ -196,7 +197,15 @@ def test_the_command_line_imports_and_says_how_good_the_members_are():
     assert zoo.member(1).data["input_shape"] == [1, 8, 8]
     accuracy = zoo.member(1).metric("test", "accuracy")
     assert f"member 1: b.safetensors, test accuracy {accuracy:.1%}" in result.out
-    assert "--model.zoo runs/mine/zoo --model.allow '[my_networks]'" in result.out
+    # What it says can be pasted.
+    hints = [shlex.split(line.partition("lightning-sym ")[2]) for line in result.out.splitlines() if "use it" in line]
+    assert [hint[hint.index("--run_dir") + 1] for hint in hints] == ["runs/mine/matching", "runs/mine/stitching"]
+    for hint in hints:
+        succeed(*hint, *QUIET, "--trainer.fast_dev_run=true", "--data.batch_size=20")
+    shown = call("import", "--help").out
+    assert all(
+        f"--{option} " in shown for option in ("network CLASS", "out FOLDER", "prefix PREFIX", "data DATAMODULE")
+    )
 
 
 def test_regressors_are_imported_with_their_squared_distance():

@@ -42,6 +42,12 @@ class Match(Descended):
     distance_after: float
     method: str
 
+    def __repr__(self) -> str:
+        return (
+            f"<Match by {self.method}: distance {self.distance_before:.6g} before, {self.distance_after:.6g} after, "
+            f"{self.sweeps} sweeps, {self.element!r}>"
+        )
+
 
 def parameter_distance(a: nn.Module, b: nn.Module) -> float:
     """Return the Euclidean distance of the parameters of two networks, each counted once, buffers left out.

@@ -43,6 +43,26 @@ def test_rows_are_those_of_networks_and_kinds_of_statistics():
     assert "name" not in rows[0]
 
 
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ({"full": 0.3, "rank(4)": 0.1, "group": 0.2}, ["full loses 20.0 more than rank(4), which it contains: not "]),
+        ({"full": 0.305, "rank(4)": 0.3}, []),  # by chance
+        ({"rank(4)": 0.5, "rank(2)": 0.1, "group": 0.01}, ["rank(4) loses 40.0 more than rank(2)"]),
+        ({"rank(1)": 0.5, "rank(2)": 0.1, "group": 0.01, "identity": 0.0}, []),  # none contains another one
+        ({"full": 0.3, "identity": 0.0}, []),  # what is not trained is no family
+    ],
+)
+def test_a_family_that_loses_more_than_one_it_contains_was_not_trained_to_the_end(losses, said):
+    networks = [network(0, 1, site, family) for site in "ab" for family in losses]
+    found = results(networks, {"as is": evaluation([*losses.values()] * 2)}, epochs=4)
+    notes = [note for note in found.notes if "which it contains" in note]
+    assert len(notes) == len(said)
+    for note, start in zip(notes, said, strict=True):
+        assert note.startswith(start)
+        assert note.endswith("more epochs: --trainer.max_epochs 8")
+
+
 def test_means_are_over_pairs_that_were_not_stopped():
     rows = stitching_rows(NETWORKS, EVALUATIONS, {})
     summary = {(row["place"], row["family"], row["batch_norm"]): row for row in stitching_summary(rows)}

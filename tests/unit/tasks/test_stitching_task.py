@@ -469,7 +469,7 @@ def test_skip_connections_have_maps_of_their_own(residual_zoo):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pairs": [[0, 7]]}, r"No member 7 in .*; it has members 0-2"),
+        ({"pairs": [[0, 7]]}, r"No member 7 in .*; it has members 0-2; pairs, .* names it: say --model.pairs all"),
         ({"sites": ["activation3"]}, r"Unknown site 'activation3'; .*activation1, activation2"),
         ({"sites": ["head"]}, r"Unknown site 'head'; .*activation1, activation2"),  # after the last
         ({"sites": []}, 'sites must be "all", "any", a list of names or a list of pairs'),
