@@ -506,6 +506,7 @@ SHIFTS = {
             "layer_norm_plain",
             "position_buffer",
             "position_parameter",
+            "rnn",
             "masked_attention",
             "cross_attention",
         ],
@@ -515,13 +516,13 @@ SHIFTS = {
     **dict.fromkeys(["dense_block"], 10),
     **dict.fromkeys(["cat"], 12),
     **dict.fromkeys(["mlp_linear"], 15),
-    **dict.fromkeys(["layer_norm_linear", "causal_attention", "attention_other_widths"], 16),
-    **dict.fromkeys(["self_attention", "attention_with_weights", "attention_with_weights_per_head"], 32),
+    **dict.fromkeys(["layer_norm_linear", "gru", "causal_attention", "attention_other_widths"], 16),
+    **dict.fromkeys(["lstm", "self_attention", "attention_with_weights", "attention_with_weights_per_head"], 32),
     **dict.fromkeys(["convnext"], 41),
-    **dict.fromkeys(["encoder_layer_norm_first", "decoder_layer_norm_first"], 48),
     **dict.fromkeys(["encoder_layer"], 66),
-    **dict.fromkeys(["vision_transformer"], 154),
-    **dict.fromkeys(["swin_transformer"], 253),
+    **dict.fromkeys(["encoder_layer_norm_first", "decoder_layer_norm_first"], 72),
+    **dict.fromkeys(["vision_transformer"], 178),
+    **dict.fromkeys(["swin_transformer"], 254),
 }
 
 

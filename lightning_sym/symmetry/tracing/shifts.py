@@ -550,6 +550,10 @@ class _Walk:
 
     def _raw(self, node: fx.Node) -> Tensor | None:
         name = self.capture.states.get(node)
+        if node in self.turned:
+            base: Any = node.args[0]
+            numbers = self._raw(base)
+            return None if numbers is None else _plain(moved(node, numbers.expand(shape_of(base) or ())))
         if name is None:
             found = self.numbers.get(node)
             return found if isinstance(found, Tensor) else None
@@ -777,7 +781,8 @@ class _Walk:
         sizes = [padding] if isinstance(padding, int) else list(padding) if not isinstance(padding, str) else [1]
         if any(sizes) or groups != 1:
             self._fix(entering)
-        if groups != 1 and isinstance(weight, fx.Node):
+        if groups != 1:
+            self._fix(weight)
             own = self.capture.states.get(bias) if isinstance(bias, fx.Node) else None
             if own in self.shifts.tensors:
                 self.shifts.others.add(own)
@@ -830,7 +835,7 @@ class _Walk:
         weight = node.args[0]
         own = self.capture.states.get(weight)  # type: ignore[arg-type]
         if own not in self.shifts.tensors:
-            return None
+            return self._see(node)
         numbers = self.shifts.source(own, axes={1})
         rank = len(shape_of(node) or ())
         assert numbers is not None
