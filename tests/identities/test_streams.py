@@ -86,7 +86,7 @@ def test_stream_behind_a_norm_is_rotated_between_its_gains(name):
     free = D - fixes_ones
     (rotation,) = symmetry.structure.rotations
     assert (rotation.size, rotation.fixes_ones, len(rotation.gains)) == (D, fixes_ones, 4)
-    assert symmetry.dimension == 4 * D + free * (free - 1) // 2
+    assert symmetry.dimension - symmetry.shifts == 4 * D + free * (free - 1) // 2
     assert symmetry.worst_error <= EXACT
     (kind,) = [group.kind for group in symmetry.groups if group.rotations]
     assert kind == ("rotation that fixes ones + 4 scales + 5 signs" if fixes_ones else "rotation + 4 scales + 4 signs")
@@ -99,8 +99,8 @@ def test_dimension_of_a_stream_is_the_nullity_of_the_jacobian(name):
     found = local_dimension(symmetry, network, torch.randn(80, N, dtype=torch.float64), tolerance=1e-8)
     assert found.gap > 1e3
     # A layer norm does not see multiples of ones that are written, nor rows of 1 / gain that read it.
-    shifts = N + M + M + (M + M + V) if name == "layer_norm" else 0
-    assert found.nullity == symmetry.dimension + shifts
+    assert symmetry.shifts == (N + M + M + (M + M + V) if name == "layer_norm" else 0)
+    assert found.nullity == symmetry.dimension
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
@@ -261,3 +261,14 @@ def test_stream_of_a_language_model_is_rotated_unless_embeddings_are_tied(kind):
         assert sizes == ([] if tie else [(8, kind == "GPT2")])
         assert any("embeddings are tied" in note for note in symmetry.notes) == tie
         assert not math.isnan(symmetry.worst_error)
+
+
+def test_element_with_rotations_acts_on_a_checkpoint_as_on_the_network(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    network, _, symmetry = traced("rms_norm")
+    safetensors.save_file(dict(network.state_dict()), tmp_path / "model.safetensors")
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    written = symmetry.act_on_files(element, tmp_path / "model.safetensors", tmp_path / "moved")
+    expected = symmetry.act(element, network).state_dict()
+    for name, tensor in safetensors.load_file(written).items():
+        torch.testing.assert_close(tensor, expected[name])
