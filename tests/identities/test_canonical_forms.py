@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, of
+from helpers import Program, assert_refused, of, parameter
 from orbit_cases import EXACT, LARGE, NETWORKS, difference, function_change, made, mlp
 from torch import nn
 from torch.nn import functional as F
@@ -266,3 +266,48 @@ def test_a_shift_that_layers_or_norms_share_is_one(function: Any, other: Any, di
     for left, right in pairs:
         assert difference(left, right) < 1e-12
     assert orbit_distance(symmetry, network, moved).upper < 1e-12
+
+
+def of_heads(s, x):
+    """Attention in a stream, and then queries that share keys, with gains behind each query."""
+    y = torch.relu(s.inner(x))
+    y = torch.relu(y + s.attention(y, y, y, need_weights=False)[0])
+    q, k, v = (layer(y).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))
+    mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+    return s.head(s.gain * mixed)
+
+
+HEADS = {"inner": of(nn.Linear, 4, 8), "attention": of(nn.MultiheadAttention, 8, 2, batch_first=True),
+         "q": of(nn.Linear, 8, 12), "k": of(nn.Linear, 8, 4), "v": of(nn.Linear, 8, 4), "gain": parameter(12),
+         "head": of(nn.Linear, 12, 3)}  # fmt: skip
+
+
+def test_heads_have_one_form_and_no_distance_on_an_orbit():
+    torch.manual_seed(0)
+    network, other = (Program(of_heads, HEADS).double().eval() for _ in range(2))
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    assert any(symmetry.structure.copies)
+    form = canonicalize(symmetry, network)
+    assert form.converged
+    assert not form.notes
+    assert torch.allclose(form.network(x), network(x), rtol=0, atol=EXACT)
+    for seed in range(3):
+        element = symmetry.sample(torch.Generator().manual_seed(seed))
+        again = canonicalize(symmetry, symmetry.act(element, network))
+        assert difference(again.network, form.network) < 1e-9
+        assert difference(symmetry.act(again.element, symmetry.act(element, network)), again.network) < EXACT
+    assert orbit_distance(symmetry, network, symmetry.act(element, network)).upper < 1e-9
+    one, two = (orbit_distance(symmetry, network, n) for n in (other, symmetry.act(element, other)))
+    assert 0.1 < max(one.lower, two.lower) <= min(one.upper, two.upper)
+    assert one.lower == pytest.approx(two.lower, abs=1e-9)
+    assert one.notes == ()
+
+
+def test_cells_without_a_balanced_member_are_named():
+    network = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 5, dtype=torch.float64))
+    assert any("linearly dependent" in note for note in canonicalize(symmetry, network).notes)
+    bounds = orbit_distance(symmetry, network, network)
+    assert bounds.lower == 0
+    assert any("no lower bound" in note for note in bounds.notes)

@@ -12,12 +12,16 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.cells import balancing, gram_matrices, principal_axes, reflections
 from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.translations import nearest
+
+# Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
+_SETTLED, _MOST_ROUNDS = 1e-13, 500
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,10 @@ def canonicalize(
         Units whose incoming or outgoing weights are all zero are dead: their scale stays, everything else is found as
         if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
         the orbit's member.
-        Cells on which any invertible matrix acts (`AxisGroup.dense`) stay as they are, and streams are not rotated
-        (`AxisGroup.rotations`), each with a note. Sorting is not
-        continuous: near networks may have far canonical forms (docs/theory/intertwiners.md, 5.4).
+        Where any invertible matrix acts (`AxisGroup.dense`: the values of an attention head), what is put out and what
+        reads it get equal, diagonal Gram matrices, largest entry first; without ``scales`` they stay, with a note.
+        Streams are not rotated (`AxisGroup.rotations`), with a note. Sorting is not continuous: near networks may have
+        far canonical forms (docs/theory/intertwiners.md, 5.4, 5.5).
 
     Example:
         >>> from lightning_sym.symmetry.trace import trace_symmetry
@@ -206,6 +211,78 @@ def _of_shifted(
     inplace: bool,
 ) -> CanonicalForm:
     """Bring a network to its canonical form, up to shifts."""
+    if scales is not None and symmetry.structure.dense:
+        cells, notes = _balanced_cells(symmetry, network, scales)
+        form = _without_cells(
+            symmetry, symmetry.act(cells, network), scales=scales, signs=signs, order=order, inplace=True
+        )
+        element = symmetry.compose(form.element, cells)
+        if signs:
+            dense = reflections(symmetry.structure, dict(form.network.named_parameters()))
+            element = symmetry.compose(replace(symmetry.identity(), dense=dense), element)
+        result = symmetry.act(element, network, inplace=inplace)
+        return replace(form, network=result, element=element, notes=tuple(dict.fromkeys((*form.notes, *notes))))
+    return _without_cells(symmetry, network, scales=scales, signs=signs, order=order, inplace=inplace)
+
+
+def _balanced_cells(
+    symmetry: Symmetry, network: nn.Module, scales: Literal["balanced", "unit"]
+) -> tuple[Element, list[str]]:
+    """Return the element after which what dense cells put out and what reads it have equal, diagonal Gram matrices.
+
+    Scales and cells in turn: the squared norm falls with each, and is convex along geodesics of both together
+    (docs/theory/intertwiners.md, 5.5).
+    """
+    structure, plan = symmetry.structure, plan_of(symmetry)
+    counted = {structure.slots[index].tensor for index in np.unique(plan.slot_of[plan.parameter]).tolist()}
+    total = symmetry.identity()
+    singular: set[int] = set()
+    tensors = {name: t.detach().double() for name, t in state_tensors(network).items() if t.is_floating_point()}
+    for _ in range(_MOST_ROUNDS):
+        gauge = ScaleGauge(symmetry, plan, Squares(plan, tensors), scales)
+        step = replace(symmetry.identity(), log_scale=torch.from_numpy(gauge.log_scale))
+        tensors, total = symmetry.act_on(step, tensors, shifts=False), symmetry.compose(step, total)
+        moved, dense = 0.0, list(symmetry.identity().dense)
+        for cell, (out, read) in enumerate(zip(*gram_matrices(structure, _only(tensors, counted)), strict=True)):
+            found = balancing(out, read)
+            if found is None:
+                singular.add(cell)
+                continue
+            moved = max(moved, float((found - dense[cell]).abs().max()))
+            dense[cell] = found
+        step = replace(symmetry.identity(), dense=tuple(dense))
+        tensors, total = symmetry.act_on(step, tensors, shifts=False), symmetry.compose(step, total)
+        if moved <= _SETTLED:
+            break
+    grams, _ = gram_matrices(structure, _only(tensors, counted))
+    axes = [
+        torch.eye(len(gram), dtype=torch.float64) if cell in singular else principal_axes(gram)
+        for cell, gram in enumerate(grams)
+    ]
+    total = symmetry.compose(replace(symmetry.identity(), dense=tuple(axes)), total)
+    notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
+    if singular:
+        notes.append(
+            f"{len(singular)} cells on which invertible matrices act stay as they are, as what they put out or what "
+            "reads it has linearly dependent units"
+        )
+    return total, notes
+
+
+def _only(tensors: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def _without_cells(
+    symmetry: Symmetry,
+    network: nn.Module,
+    *,
+    scales: Literal["balanced", "unit"] | None,
+    signs: bool,
+    order: bool,
+    inplace: bool,
+) -> CanonicalForm:
+    """Bring a network to its canonical form, up to shifts and invertible matrices."""
     once = partial(_pass, symmetry, scales=scales, signs=signs, order=order)
     if not (signs and symmetry.structure.absorbed):
         return once(network, inplace=inplace)
@@ -248,7 +325,7 @@ def _pass(
     if order:
         last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
         permutation = find_order(symmetry, plan, slices, gauged, last, notes)
-    if symmetry.structure.dense:
+    if symmetry.structure.dense and scales is None:
         notes.append(
             f"{len(symmetry.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
             "canonical up to these matrices only"
@@ -259,7 +336,7 @@ def _pass(
             "only"
         )
     units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
-    element = Element(symmetry.fingerprint, units, scale, flips, identity.dense, identity.shift)
+    element = replace(identity, permutation=units, log_scale=scale, sign=flips)
     result = symmetry.act(element, network, inplace=inplace)
     return CanonicalForm(
         result, element, dead, gauge.sweeps, gauge.residual, gauge.converged, tuple(dict.fromkeys(notes))

@@ -202,6 +202,10 @@ def find_order(
         if structure.movable[index] and len(units) > 1 and structure.cell_of[units[0]] < 0
     ]
     joint = joint_sums(symmetry, plan, slices)
+    for index, units in enumerate(structure.orbits):  # in blocks: mixed, they stand in an order that is their own
+        if structure.cell_of[units[0]] >= 0:
+            for column in (slices[structure.columns[index]] * plan.parameter[structure.columns[index]]).T:
+                ranks[index] = _refine(ranks[index], column)
     for index in sortable:
         columns, first = structure.columns[index], plan.first[index]
         own = slices[columns] * plan.parameter[columns]
@@ -220,7 +224,25 @@ def find_order(
     for index in left:
         if _tied(structure, ranks, index):
             notes.append(f"units of {symmetry.groups[index].name} that no key tells apart keep their order")
-    return _sorted(structure, ranks, sortable)
+    return _sorted(structure, ranks, sortable, _slot_ranks(structure, plan, slices))
+
+
+def _slot_ranks(structure: Structure, plan: Plan, slices: Floats) -> Ints:
+    """Return for each slot its rank by the norm of what stands in its copies; 0 for all other units."""
+    norms, rank = np.zeros(structure.units), np.zeros(structure.units, np.int64)
+    for index in range(len(structure.orbits)):
+        copies = structure.copies_of(index)
+        if copies is None:
+            continue
+        rank[copies.slots] = 1
+        for column in np.flatnonzero(copies.columns.copy >= 0):
+            positions = structure.columns[index][:, column]
+            own = slices[positions] * plan.parameter[positions]
+            np.add.at(norms, copies.slots[:, copies.columns.copy[column]], own)
+    slots = np.flatnonzero(rank)
+    if len(slots):
+        rank[slots] = _refine(np.zeros(len(slots), np.int64), norms[slots])
+    return rank
 
 
 def _tied(structure: Structure, ranks: Sequence[Ints], index: int) -> bool:
@@ -230,10 +252,9 @@ def _tied(structure: Structure, ranks: Sequence[Ints], index: int) -> bool:
     return len(np.unique(ranks[index] + cells)) < len(ranks[index])
 
 
-def _sorted(structure: Structure, ranks: Sequence[Ints], sortable: Sequence[int]) -> Ints:
+def _sorted(structure: Structure, ranks: Sequence[Ints], sortable: Sequence[int], rank_of: Ints) -> Ints:
     """Return the permutation that sorts units within cells, and then blocks, by rank."""
     permutation = np.arange(structure.units)
-    rank_of = np.zeros(structure.units, np.int64)
     for units, own in zip(structure.orbits, ranks, strict=True):
         rank_of[units] = own
     for index in sortable:

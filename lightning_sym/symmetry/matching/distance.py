@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
+from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
+from lightning_sym.symmetry.tracing.structure import Structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +27,12 @@ class OrbitDistance:
     Attributes:
         upper: Distance to a member of the orbit that was found.
         lower: No member of the orbit is nearer than this, up to rounding. 0 where no bound is known.
+        notes: What the bounds leave out, and why.
     """
 
     upper: float
     lower: float
+    notes: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -52,7 +57,9 @@ def orbit_distance(
     The upper bound is that of :func:`weight_matching`. The lower bound is a relaxation: parameters on which one axis
     group stands, on one axis, are matched exactly for that group alone; all others are compared as sorted lists of
     numbers, which no permutation of their entries can beat (of absolute values, where signs are free). With one axis
-    group both bounds agree.
+    group both bounds agree. Where matrices mix units (the values of an attention head), balancing leaves orthogonal
+    ones, which change no singular value: those of all cells of a kind are compared in their order. The upper bound is
+    then also looked for between the canonical forms, which agree on one orbit.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -66,35 +73,52 @@ def orbit_distance(
         device: As for :func:`weight_matching`.
 
     Returns:
-        Both bounds. The lower one is 0 if matrices act on some units, for which none is known.
+        Both bounds.
 
     Raises:
         ValueError: As for :func:`weight_matching`.
 
     Note:
-        The bounds are for permutations and signs of the balanced networks; with scales left free, in the space of the
-        weights as they are, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form; it
-        is left as it is.
+        The bounds are for permutations, signs and rotations of the balanced networks; with scales left free, in the
+        space of the weights as they are, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no
+        balanced form; it is left as it is.
     """
     check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
     where = torch.device(device) if device is not None else device_of(a)
     with torch.no_grad():
-        descent = Descent(symmetry, *comparable(symmetry, a, b, balance=balance)[:2], signs=signs, device=where)
-        descent.restart(descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps).element)
+        networks = comparable(symmetry, a, b, balance=balance)[:2]
+        descent = Descent(symmetry, *networks, signs=signs, device=where)
+        found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)
+        if symmetry.structure.dense:
+            forms = (canonicalize(symmetry, network).element for network in networks)
+            initial = symmetry.compose(symmetry.inverse(next(forms)), next(forms))
+            other = descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial)
+            found = max(found, other, key=lambda one: one.objective[-1])
+        descent.restart(found.element)
         # Subtracted, not computed from inner products: near 0 these cancel.
         upper = math.sqrt(squared_distance(descent.target, descent.current))
-        return OrbitDistance(upper, min(lower_bound(descent), upper))
+        tensors = (descent.target, descent.start) if balance else ()
+        free = {cell for own in tensors for cell in unbalanced(symmetry.structure, own)}
+        notes = []
+        if free:
+            notes.append(
+                f"{len(free)} cells on which invertible matrices act have no balanced member (their units are linearly "
+                "dependent): the upper bound turns them by rotations only, and no lower bound is known"
+            )
+        if symmetry.structure.rotations:
+            notes.append("streams are not rotated for the upper bound, and no lower bound is known")
+        return OrbitDistance(upper, 0.0 if free else min(lower_bound(descent), upper), tuple(notes))
 
 
 def lower_bound(descent: Descent) -> float:
     """Return a distance below which no permutation and no signs bring A's parameters and B's.
 
     Parameters on which one axis group stands, on one axis, are matched exactly for that group alone; of all others the
-    entries are compared in their order. 0 if any invertible or orthogonal matrix acts on some units.
+    entries are compared in their order, or singular values, where matrices mix units. 0 if streams are rotated.
     """
     structure = descent.symmetry.structure
-    if structure.dense or structure.rotations:
+    if structure.rotations:
         return 0.0
     owners: dict[str, list[MatchingGroup]] = {}
     for group in descent.groups:
@@ -109,7 +133,11 @@ def lower_bound(descent: Descent) -> float:
     start = {name: tensor.double().cpu() for name, tensor in descent.start.items()}
     total = 0.0
     alone: dict[int, list[str]] = {}
+    spectra = [_spectra(structure, tensors) for tensors in (target, start)]
     for name, tensor in target.items():
+        if name in spectra[0]:
+            total += sum(_in_order(one, two, False) for one, two in zip(*(own[name] for own in spectra), strict=True))
+            continue
         own = owners.get(name, [])
         moving = [group for group in own if group.movable or (descent.signs and group.free)]
         if name in anywhere:
@@ -124,6 +152,16 @@ def lower_bound(descent: Descent) -> float:
         mine, theirs = ({name: tensors[name] for name in names} for tensors in (target, start))
         total += _of_group(descent, descent.groups[index], mine, theirs)
     return math.sqrt(total)
+
+
+def _spectra(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Return for each tensor whose units matrices mix what these do not change: singular values, kind by kind."""
+    found = singular_values(structure, tensors)
+    for name in found:
+        mixed = [slot for slot in structure.slots_of[name] if slot.offset in structure.dense_places]
+        if len(mixed) > 1:  # on both sides: those of the whole, mixed or not
+            found[name] = [torch.linalg.svdvals(tensors[name].movedim(mixed[0].axes[0], 0).flatten(1))]
+    return found
 
 
 def _in_order(one: Tensor, two: Tensor, signed: bool) -> float:

@@ -1,0 +1,113 @@
+"""The gauge of cells that any invertible matrix mixes: what is put out and what is read have equal Gram matrices."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.structure import Structure
+
+# Gram matrices whose least eigenvalue is smaller than this, relative to the largest, have no balanced member.
+_SINGULAR = 1e-13
+# An entry is the largest if it is larger by more than this, relative.
+_TIE = 1e-9
+
+
+def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
+    """Yield what stands at the places of dense cells.
+
+    Args:
+        structure: The group.
+        tensors: Parameters, by name; others are left out.
+
+    Yields:
+        The tensor's name; the cells, all of one size; whether they are read there (or put out); and the slices, shape
+        (cells, size, entries), in the tensor's dtype.
+    """
+    for slot in structure.slots:
+        if slot.tensor not in tensors:
+            continue
+        for cells, positions, read in structure.dense_places.get(slot.offset, ()):
+            tensor = tensors[slot.tensor].movedim(slot.axes[0], 0)
+            parts = [tensor[torch.from_numpy(at).to(tensor.device)].reshape(*at.shape, -1) for at in positions]
+            yield slot.tensor, cells, read, torch.cat(parts, -1)
+
+
+def gram_matrices(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return for each dense cell the Gram matrices of what is put out and of what is read, in float64 on the CPU."""
+    grams = [[torch.zeros(len(c), len(c), dtype=torch.float64) for c in structure.dense] for _ in range(2)]
+    for _, cells, read, slices in cell_slices(structure, tensors):
+        products = (slices.double() @ slices.double().mT).cpu()
+        for cell, product in zip(cells, products, strict=True):
+            grams[read][cell] += product
+    return grams[0], grams[1]
+
+
+def unbalanced(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the dense cells whose two Gram matrices differ by more than a relative 1e-4."""
+    pairs = enumerate(zip(*gram_matrices(structure, tensors), strict=True))
+    return [cell for cell, (out, read) in pairs if float((out - read).norm()) > 1e-4 * float(out.norm())]
+
+
+def balancing(out: Tensor, read: Tensor) -> Tensor | None:
+    r"""Return the positive matrix that makes two Gram matrices equal; None if one of them is singular.
+
+    :math:`A S A^\top = A^{-\top} R A^{-1}` for :math:`A = P^{1/2}` with :math:`P S P = R`: the geometric mean
+    :math:`P = S^{-1/2} (S^{1/2} R S^{1/2})^{1/2} S^{-1/2}` (docs/theory/intertwiners.md, 5.5).
+
+    Args:
+        out: S, of what A multiplies. Shape ``[e, e]``, float64, symmetric.
+        read: R, of what A's inverse transposed multiplies. The same shape.
+    """
+    half = _power(out, 0.5)
+    if half is None or _power(read, 0.5) is None:
+        return None
+    middle, inverse = _power(half @ read @ half, 0.5), _power(out, -0.5)
+    if middle is None or inverse is None:
+        return None
+    return _power(inverse @ middle @ inverse, 0.5)
+
+
+def _power(matrix: Tensor, exponent: float) -> Tensor | None:
+    """Return a power of a positive matrix; None if it is singular."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    if not bool(values[0] > _SINGULAR * values[-1]):
+        return None
+    power: Tensor = (vectors * values**exponent) @ vectors.mT
+    return power
+
+
+def principal_axes(gram: Tensor) -> Tensor:
+    """Return the orthogonal matrix that makes a Gram matrix diagonal, its largest entry first."""
+    axes: Tensor = torch.linalg.eigh((gram + gram.mT) / 2).eigenvectors.flip(1).mT
+    return axes
+
+
+def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Return for each tensor at which dense cells stand the singular values of what stands there, cell by cell.
+
+    Orthogonal matrices in the cells, and permutations and signs on the other axes, do not change them.
+
+    Returns:
+        By name, for each kind of cells in it one tensor of shape (cells, values), in float64.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for name, _, _, slices in cell_slices(structure, tensors):
+        found.setdefault(name, []).append(torch.linalg.svdvals(slices.double()).cpu())
+    return found
+
+
+def reflections(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return for each dense cell the diagonal matrix of signs under which each unit's largest entry is positive.
+
+    Of the entries that are put out.
+    """
+    signs = [torch.ones(len(cell), dtype=torch.float64) for cell in structure.dense]
+    largest = [torch.zeros(len(cell), dtype=torch.float64) for cell in structure.dense]
+    for _, cells, read, slices in cell_slices(structure, tensors):
+        for cell, rows in zip(() if read else cells, slices.double().cpu(), strict=not read):
+            entries = rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0]
+            larger = entries.abs() > largest[cell] * (1 + _TIE)
+            signs[cell] = torch.where(larger, entries.sign(), signs[cell])
+            largest[cell] = torch.where(larger, entries.abs(), largest[cell])
+    return tuple(torch.diag(sign) for sign in signs)
