@@ -10,6 +10,7 @@ Prints tables and writes them to ``benchmarks/results/symmetry-<device>.json`` a
 
 Plain references:
     trace   ``torch.export.export(network, (x,), strict=False)``: what another tool would begin with
+    transformers  one forward of GPT-2; building the Llama on the meta device
     act     ``copy.deepcopy(network)``
     match   coordinate descent as it is usually written (all gains of a group from freshly permuted float64 weights,
             group after group until nothing changes), on the same axis groups
@@ -17,9 +18,13 @@ Plain references:
 """
 
 import copy
+import importlib.util
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +47,8 @@ def measure_tracing(rounds: int) -> Results:
     """Time the tracer."""
     torch.manual_seed(0)
     cases = [("ResNet-20", CIFARResNet(20).eval(), 32, 0.3)]
-    cases += [(name, torchvision_model(name), 224, limit) for name, limit in (("resnet50", 1), ("densenet121", 3))]
-    cases += [("vit_b_16", torchvision_model("vit_b_16"), 224, 3)]
+    cases += [(name, torchvision_model(name), 224, limit) for name, limit in (("resnet50", 1.2), ("densenet121", 3))]
+    cases += [("vit_b_16", torchvision_model("vit_b_16"), 224, 4)]
     found = []
     for name, network, size, limit in cases:
         x = torch.randn(2, 3, size, size)
@@ -56,10 +61,64 @@ def measure_tracing(rounds: int) -> Results:
     return found
 
 
+def gpt2() -> nn.Module:
+    """Return GPT-2 with 124 million random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    network: nn.Module = GPT2LMHeadModel(GPT2Config()).eval()
+    return network
+
+
+def measure_transformers(rounds: int) -> Results:
+    """Time the tracer on GPT-2, and on the shapes of a Llama of 8 billion parameters, in a process of its own."""
+    if not importlib.util.find_spec("transformers"):
+        return []
+    network, tokens = gpt2(), torch.randint(50257, (2, 16))
+    runs: Runs = {
+        "plain": lambda: network(tokens),
+        "ours, without the self-test": lambda: trace_symmetry(network, input_ids=tokens, check=False),
+        "ours": lambda: trace_symmetry(network, input_ids=tokens),
+    }
+    found = [result("Trace GPT-2, 124 million parameters, 2 x 16 tokens", timed(runs, rounds), target_seconds=12)]
+    code = (
+        "import resource, torch, transformers; from lightning_sym.symmetry import trace_symmetry\n"
+        "sizes = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,"
+        " num_attention_heads=32, num_key_value_heads=8)\n"
+        "with torch.device('meta'): network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()\n"
+    )
+    tracing = (
+        "print(trace_symmetry(network, input_ids=torch.arange(16)[None]).dimension,"
+        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
+    )
+
+    seen: list[str] = []
+
+    def llama(what: str) -> None:
+        command = [sys.executable, "-c", code + what]
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    shapes: Runs = {"plain": partial(llama, ""), "ours": partial(llama, tracing)}
+    times = timed(shapes, 1)
+    dimension, memory = max(seen, key=len).split()[-2:]
+    note = f"Dimension {int(dimension):,}, at most {float(memory):.1f} GiB of memory. Plain: the model is built."
+    found.append(result("Trace the shapes of a Llama of 8 billion parameters", times, target_seconds=60, note=note))
+    return found
+
+
 def measure_acting(rounds: int) -> Results:
-    """Time one action on resnet50."""
+    """Time one action on resnet50 and on GPT-2."""
     network = torchvision_model("resnet50")
     symmetry = trace_symmetry(network, torch.randn(2, 3, 64, 64), check=False)
+    found = [_acting("One action on resnet50", network, symmetry, 10 * rounds, 2)]
+    if importlib.util.find_spec("transformers"):
+        network = gpt2()
+        symmetry = trace_symmetry(network, input_ids=torch.randint(50257, (2, 16)), check=False)
+        found.append(_acting("One action on GPT-2", network, symmetry, rounds, 3))
+    return found
+
+
+def _acting(title: str, network: nn.Module, symmetry: Symmetry, rounds: int, ratio: float) -> dict[str, Any]:
     element = symmetry.sample(torch.Generator().manual_seed(0))
     permutation = symmetry.sample(torch.Generator().manual_seed(0), scale=0, signs=False)
     other = copy.deepcopy(network)
@@ -70,7 +129,7 @@ def measure_acting(rounds: int) -> Results:
         "act, permutations only": lambda: symmetry.act(permutation, network),
         "sample": lambda: symmetry.sample(torch.Generator().manual_seed(0)),
     }
-    return [result("One action on resnet50", timed(runs, 10 * rounds), target_ratio=3)]
+    return result(title, timed(runs, rounds), target_ratio=ratio)
 
 
 def plain_matching(symmetry: Symmetry, a: nn.Module, b: nn.Module, seed: int = 0) -> np.ndarray:
@@ -181,12 +240,13 @@ def measure_canonical_forms(rounds: int) -> Results:
 def main() -> None:
     """Run the benchmark and write the results."""
     options = parser(__doc__, 3)
-    options.add_argument("--only", nargs="+", choices=["trace", "act", "match", "canonicalize"])
+    options.add_argument("--only", nargs="+", choices=["trace", "transformers", "act", "match", "canonicalize"])
     arguments = options.parse_args()
     rounds, device = arguments.rounds, arguments.device
     warnings.simplefilter("ignore")
     parts = {
         "trace": partial(measure_tracing, rounds),
+        "transformers": partial(measure_transformers, rounds),
         "act": partial(measure_acting, rounds),
         "match": partial(measure_matching, rounds, device),
         "canonicalize": partial(measure_canonical_forms, rounds),

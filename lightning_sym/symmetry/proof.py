@@ -122,6 +122,26 @@ def noisy(inputs: Any, generator: torch.Generator) -> Any:
     return pytree.tree_map_only(Tensor, add, inputs)
 
 
+def cropped(inputs: Any, size: int = 64) -> Any:
+    """Return inputs with images of more pixels on a side than `size` cut down to these; anything else as it is."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        images = tensor.is_floating_point() and tensor.ndim == 4 and min(tensor.shape[2:]) > size
+        return tensor[..., :size, :size].contiguous() if images else tensor
+
+    return pytree.tree_map_only(Tensor, cut, inputs)
+
+
+def runs(network: nn.Module, calls: Iterable[Call]) -> bool:
+    """Return whether a network takes some inputs."""
+    try:
+        for call in calls:
+            outputs_of(network, call)
+    except Exception:
+        return False
+    return True
+
+
 def batches_of(network: nn.Module, inputs: Call, generator: torch.Generator, *, thrifty: bool = False) -> list[Call]:
     """Return inputs to test a network on: the example's first samples, and others with noise around the first.
 
@@ -131,7 +151,7 @@ def batches_of(network: nn.Module, inputs: Call, generator: torch.Generator, *, 
         network: Decides, by an error, whether a batch of another size than the example's can be had.
         inputs: The example, in float64.
         generator: Where the noise comes from.
-        thrifty: Whether to take as few samples as can be: one, and another one with noise around it.
+        thrifty: Whether to take as few samples as can be, untried: one, and another one with noise around it.
     """
     tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     if all(t.ndim for t in tensors) and len({len(t) for t in tensors}) == 1:
@@ -142,7 +162,9 @@ def batches_of(network: nn.Module, inputs: Call, generator: torch.Generator, *, 
             torch.cat([one, two]) if isinstance(one, Tensor) else one
             for one, two in zip(leaves, pytree.tree_leaves(around), strict=True)
         ]
-        batches = [few, around] if thrifty else [pytree.tree_unflatten(both, structure)]
+        if thrifty:
+            return [few, around]  # the first run shows whether it can be had
+        batches = [pytree.tree_unflatten(both, structure)]
         try:
             outputs_of(network, batches[0])
         except Exception:
@@ -282,7 +304,7 @@ def _perturbed_outputs(
     """
     if not amount:
         return _all_outputs(network, batches)
-    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    kept = _detached(network)
     usual: int | None = None  # how many finite numbers the network puts out with its own weights
     for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
         if less:
@@ -290,13 +312,23 @@ def _perturbed_outputs(
         outputs = _all_outputs(network, batches)
         if not less or _finite(outputs) == sum(t.numel() for found in outputs for t in found):
             break
-        noisy_weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        noisy_weights = _detached(network)
         network.load_state_dict(kept)
         usual = usual if usual is not None else _finite(_all_outputs(network, batches))
         if _finite(outputs) >= usual:
             network.load_state_dict(noisy_weights)
             break
     return outputs
+
+
+def _detached(network: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a network's weights and statistics."""
+    return {name: tensor.clone() for name, tensor in network.state_dict().items()}
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite; their sum tells, unless it is too large itself."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _finite(outputs: Iterable[Iterable[Tensor]]) -> int:
@@ -342,17 +374,26 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
     variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
     constants = constant_names(network)
     for name, tensor in state_tensors(network).items():
-        if name in constants or not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        if name in constants or not tensor.is_floating_point() or not all_finite(tensor):
             continue  # what comes with the architecture, integers, and masks of -inf
         # Drawing millions of numbers would take longer than everything else: large tensors get a few thousand.
         drawn = torch.randn(min(tensor.numel(), 65521), dtype=tensor.dtype, generator=generator)
-        noise = drawn.repeat(-(-tensor.numel() // max(len(drawn), 1)))[: tensor.numel()]
-        noise = noise.reshape(tensor.shape).to(tensor.device)
-        size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+        drawn = drawn.to(tensor.device)
+        size = float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(tensor.numel(), 1)) or 0.1
         with torch.no_grad():
-            if name in variances:
-                tensor.mul_((min(amount, 0.3) * noise).exp())
-            elif math.isinf(amount):
-                tensor.copy_(noise * (size or 0.1))
-            else:
-                tensor.add_(noise, alpha=amount * (size or 0.1))
+            for part, noise in _tiles(tensor, drawn):
+                if name in variances:
+                    part.mul_((min(amount, 0.3) * noise).exp())
+                elif math.isinf(amount):
+                    part.copy_(noise * size)
+                else:
+                    part.add_(noise, alpha=amount * size)
+
+
+def _tiles(tensor: Tensor, drawn: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the parts of a tensor that are changed in place, each with its numbers of a pattern that repeats."""
+    if not tensor.is_contiguous():
+        return [(tensor, drawn.repeat(-(-tensor.numel() // len(drawn)))[: tensor.numel()].reshape(tensor.shape))]
+    flat = tensor.view(-1)
+    whole = len(flat) // len(drawn) * len(drawn) if len(drawn) else 0
+    return [(flat[:whole].view(-1, max(len(drawn), 1)), drawn), (flat[whole:], drawn[: len(flat) - whole])]
