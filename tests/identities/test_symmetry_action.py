@@ -391,12 +391,12 @@ BLOCK_CASES = {
         25),
     "stochastic_depth": functional(lambda s, x: s.c(torch.relu((lambda h: h + s.p(s.b(h)))(torch.relu(s.a(x))))),
         VECTOR, [8], 8, 0, b=of(L, 8, 8), p=of(StochasticDepth, 0.5, "row"), c=of(L, 8, 2)),
-    "lstm": functional(lambda s, x: s.o(s.l(x)[0]), SEQUENCE, [], 0, 0, note="lstm in l: no rule",
-        l=of(nn.LSTM, 5, 8, batch_first=True), o=of(L, 8, 2)),
-    "rnn": functional(lambda s, x: s.o(torch.relu(s.i(s.l(x)[0]))), SEQUENCE, [6], 6, 0, note="rnn_tanh in l: no rule",
+    "lstm": functional(lambda s, x: s.o(s.l(x)[0]), SEQUENCE, [8], 0, 8, l=of(nn.LSTM, 5, 8, batch_first=True),
+        o=of(L, 8, 2)),
+    "rnn": functional(lambda s, x: s.o(torch.relu(s.i(s.l(x)[0]))), SEQUENCE, [6, 8], 6, 8,
         l=of(nn.RNN, 5, 8, batch_first=True), i=of(L, 8, 6), o=of(L, 6, 2)),
-    "gru": functional(lambda s, x: s.o(s.l(torch.relu(s.i(x)))[0]), SEQUENCE, [], 0, 0, note="gru in l: no rule",
-        i=of(L, 5, 6), l=of(nn.GRU, 6, 8, batch_first=True), o=of(L, 8, 2)),
+    "gru": functional(lambda s, x: s.o(s.l(torch.relu(s.i(x)))[0]), SEQUENCE, [6, 8], 6, 8, i=of(L, 5, 6),
+        l=of(nn.GRU, 6, 8, batch_first=True), o=of(L, 8, 2)),
 }  # fmt: skip
 
 # Per layer of two heads of size 4: 2 x 16 for queries and keys, 2 x 16 for values; the heads change places.

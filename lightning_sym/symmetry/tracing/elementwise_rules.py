@@ -16,7 +16,7 @@ from lightning_sym.symmetry.tracing.capture import operation_name
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.memory import choose
-from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown
+from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, results_of, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, filled, numbered, values_in
 
 # Elementwise operations.
@@ -462,9 +462,10 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     others = {label.axes for value in values for label in value.labels if axis not in label.axes}
     result: list[Label] = []
     for axes in others:
-        parts = [next((label for label in v.labels if label.axes == axes), None) for v in values]
+        met = [v for v in values if not v.is_zero]  # zeros accept anything
+        parts = [next((label for label in v.labels if label.axes == axes), None) for v in met]
         if any(part is None for part in parts):
-            for value, part in zip(values, parts, strict=True):
+            for value, part in zip(met, parts, strict=True):
                 if part is not None:
                     trace.fix(value.with_labels(part), "joined with a tensor on which nothing acts")
             continue
@@ -547,6 +548,14 @@ def _gone(axes: Any, rank: int) -> set[int]:
     """Return the axes over which an operation sums: the given ones, or all."""
     axes = range(rank) if axes is None else [axes] if isinstance(axes, int) else axes
     return {axis % rank for axis in axes} or set(range(rank))
+
+
+@register_rule("aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin")
+def _chosen_by_value(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
+    trace.fix(value, "units are chosen by their values")
+    for other in values_in((args, kwargs)):
+        trace.fix(other, "units are chosen by their values")
+    return results_of(trace)
 
 
 def _reduce(trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None) -> Value:

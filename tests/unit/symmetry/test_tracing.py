@@ -787,3 +787,17 @@ def test_optimisers_that_cannot_be_carried() -> None:
         symmetry.act(symmetry.sample(generator()), linear, inplace=True, optimizer=adam)
     # The error says what would be accepted.
     symmetry.act(symmetry.sample(generator(), mixing=False), linear, inplace=True, optimizer=adam)
+
+
+def test_what_a_module_caches_in_a_dictionary_is_as_it_was_before() -> None:
+    """LeViT keeps its biases by resolution: what the tracer runs on holds no numbers, and must not stay there."""
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        if "bias" not in s.cache:
+            s.cache["bias"] = s.table * 2
+        return s.b(torch.relu(s.a(x) + s.cache["bias"]))
+
+    network = Program(run, {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2), "table": nn.Parameter(torch.randn(4))})
+    network.cache = {}
+    assert trace_symmetry(network, torch.randn(2, 3), check=False).dimension == 4
+    assert network.cache == {}

@@ -1,0 +1,98 @@
+"""Networks of transformers, timm and torch, unmodified: traced without hints, and proved at other lengths and sizes.
+
+`STAYS_FIXED` lists every reason for which something stays fixed: a reason that is not listed fails.
+"""
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+from model_zoo_cases import TIMM, TORCH, TRANSFORMERS, Model
+from torch import nn
+
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+
+torch.set_num_threads(1)
+
+LIBRARIES = {"torch": TORCH, "transformers": TRANSFORMERS, "timm": TIMM}
+QUICK = {
+    "torch": set(TORCH),
+    "transformers": {"gpt2", "llama-grouped", "falcon-alibi", "bert-mask", "t5", "mamba", "clip-text"},
+    "timm": {"vit, norms of queries and keys", "vit, LayerScale", "swin", "convnextv2", "sequencer"},
+}
+CASES = [
+    pytest.param(library, name, marks=() if name in QUICK[library] else pytest.mark.slow, id=f"{library}-{name}")
+    for library, cases in LIBRARIES.items()
+    for name in cases
+]
+
+# Parameters that evaluation never uses, outputs that do not count and rows of tables that no example reaches: these say
+# nothing of a rule.
+HARMLESS = ("parameters that evaluation never uses", "of the outputs", "no example reaches")
+TIED = "embeddings are tied, or values before and behind a gain are added up"
+HEADS = "meets numbers that tell units apart"  # linear biases, masks of windows, factors of one head's widths
+PLACES = "units that stand at different places meet"  # rotary pairs, and tables of relative positions
+TOGETHER = "0 scales and 8 signs that only act together with others are left out"
+CHOSEN = "units are chosen by their values"  # experts
+OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
+RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
+STAYS_FIXED: dict[str, set[str]] = {
+    f"{library}: {name}": reasons
+    for library, names, reasons in (
+        ("transformers", ("gpt2", "gpt2-eager", "gpt2-mask", "gpt_neo", "gpt_bigcode", "opt", "falcon-new"), {TIED}),
+        ("transformers", ("llama-tied", "qwen2-tied", "olmo2", "starcoder2", "mamba", "bert-untied"), {TIED}),
+        ("transformers", ("bert-classifier", "albert", "electra", "t5", "t5-gated", "bart", "mbart"), {TIED}),
+        ("transformers", ("pegasus", "marian", "whisper", "segformer"), {TIED}),
+        ("transformers", ("bloom", "falcon", "falcon-alibi", "mpt", "swin"), {TIED, HEADS}),
+        ("transformers", ("gptj", "codegen", "deberta", "deberta_v2"), {PLACES}),
+        ("transformers", ("cohere",), {TIED, PLACES}),
+        ("transformers", ("qwen3",), {TOGETHER}),
+        ("transformers", ("mixtral", "olmoe"), {CHOSEN}),
+        ("transformers", ("qwen3-moe",), {CHOSEN, TOGETHER}),
+        ("timm", ("swin", "swinv2", "pvt_v2", "poolformer"), {TIED}),
+        ("timm", ("eva02", "eva02, any size", "vit, rotary"), {PLACES}),
+        ("timm", ("vit, learned rotary",), {PLACES, "two labelled axes became one"}),
+        ("timm", ("dinov3",), {HEADS}),
+        ("timm", ("xcit", "davit", "coat", "edgenext"), {OVERLAP}),
+        ("timm", ("sam", "botnet"), {RELATIVE}),
+        ("timm", ("lambda_resnet",), {RELATIVE, "acts along an axis on which units live"}),
+        ("timm", ("ecaresnet",), {"acts along an axis on which units live"}),
+        ("timm", ("tnt",), {TIED, "an axis of units was mixed with another axis"}),
+        ("timm", ("mobilevit",), {"an axis of units was mixed with another axis"}),
+    )
+    for name in names
+}
+# At another size than the example's these resize their positions, in single precision.
+RESIZED = ("transformers: dinov2", "timm: vit, any size", "timm: eva02, any size")
+
+
+def reason(note: str) -> str:
+    """Return a note without the operation, the module and how many units it fixes."""
+    return re.sub(r" \(fixes .*\)$", "", note.partition(": ")[2] or note)
+
+
+@functools.cache
+def traced(library: str, name: str) -> tuple[Model, nn.Module, Symmetry]:
+    pytest.importorskip(library)
+    torch.manual_seed(0)
+    case = LIBRARIES[library][name]
+    network, inputs = case.make(), case.inputs(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        symmetry = trace_symmetry(network, **inputs) if isinstance(inputs, dict) else trace_symmetry(network, inputs)
+    return case, network, symmetry
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "name"), CASES)
+def test_function_is_kept_and_what_stays_fixed_is_listed(library: str, name: str) -> None:
+    """Through a state dict into a fresh copy, at a length or size that the tracer did not see."""
+    case, network, symmetry = traced(library, name)
+    other = case.inputs(True)
+    change = symmetry.check(network, **other) if isinstance(other, dict) else symmetry.check(network, other)
+    assert change < (1e-6 if f"{library}: {name}" in RESIZED else symmetry.tolerance)
+    assert symmetry.dimension > 0
+    notes = [note for note in symmetry.notes if not any(part in note for part in HARMLESS)]
+    assert {reason(note) for note in notes} <= STAYS_FIXED.get(f"{library}: {name}", set())
