@@ -11,6 +11,7 @@ from lightning_sym._distributed import together
 from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
 
 Loss = Callable[[Any, Any], Tensor]
+_MOST_NAMED = 3  # of what a task lacks, in a message
 _LOSSES = ("loss", "loss_function", "criterion", "loss_fn")
 # A task with all of these trains several networks.
 OF_POPULATIONS = ("population", "numbers", "member_seeds", "member_parallel", "network", "evaluation_batch", "loss")
@@ -35,9 +36,11 @@ def check_needs(callback: Callback, task: LightningModule, needs: Sequence[str],
         TypeError: If something is missing.
     """
     if missing := lacking(task, needs):
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise TypeError(
             f"{type(callback).__name__} works with lightning_sym.tasks.{example} and its like, and "
-            f"{type(task).__name__} has no {' and no '.join(missing)}; remove the callback, or give the task that."
+            f"{type(task).__name__} has no {' and no '.join(missing[:_MOST_NAMED])}{more}; remove the callback, or "
+            "give the task that."
         )
 
 

@@ -1,5 +1,6 @@
 """The networks whose prior precisions are learned: that of a task with one, or the members of a population."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -115,9 +116,14 @@ def learned_networks(task: LightningModule) -> LearnedNetworks:
     """
     prior = getattr(task, "prior", None)
     if not isinstance(prior, GaussianPrior):
+        todo = (
+            "set prior_precision, for example to 1.0 (--model.prior_precision 1.0)"
+            if "prior_precision" in inspect.signature(type(task)).parameters
+            else "set self.prior to a lightning_sym.curvature.GaussianPrior in its constructor, or use ZooTask with "
+            "prior_precision"
+        )
         raise TypeError(
-            f"MarginalLikelihood learns the precisions of task.prior, and {type(task).__name__} has none; set "
-            "self.prior to a lightning_sym.curvature.GaussianPrior in its constructor (prior_precision of ZooTask)."
+            f"MarginalLikelihood learns the precisions of a task's prior, and {type(task).__name__} has none; {todo}."
         )
     kind = LearnedNetworks if None in prior.members else Members
     if missing := lacking(task, kind.needs):

@@ -399,6 +399,7 @@ class MarginalLikelihood(RunReport):
             network=architecture_name(prior.network),
             architecture=getattr(prior.network, "architecture", architecture_name(prior.network)),
             members=members,
+            keep=str(getattr(task, "keep", "last")),
             updated=any(optimizer.state_dict()["adam"]["state"] for optimizer in self._optimizers.values()),
             about={
                 "settings": {

@@ -226,6 +226,10 @@ def root_cause(error: BaseException) -> BaseException:
 
 def is_expected(error: BaseException) -> bool:
     """Return whether an error's message is meant for users, so that its type need not be named."""
+    if isinstance(error, TypeError):  # a sentence of ours; Python's own need their type, and have no full stop
+        frames = list(traceback.walk_tb(error.__traceback__))
+        name = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+        return name.startswith("lightning_sym.") and str(error).endswith(".")
     return isinstance(error, ValueError | OSError | MisconfigurationException)
 
 

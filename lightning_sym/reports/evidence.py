@@ -24,6 +24,8 @@ UNITS = {
     "member": "number in the zoo",
     "type": "of a layer: the path with the largest relative number",
     "evidence": "nats per training datum: log marginal likelihood = log likelihood - log determinant - scatter",
+    "log_marginal_likelihood": "nats per training datum",
+    "noise": "standard deviation of the noise of a regression, in units of the targets as they are trained on",
     "loss": "of the test split: cross-entropy in nats, or squared error summed over outputs",
     "accuracy": "of the test split: fraction, 0 to 1",
     "seconds": "of a curvature pass, its eigenvalues and the steps of the precisions",
@@ -41,6 +43,7 @@ def evidence_results(
     members: int | None,
     updated: bool,
     about: Mapping[str, Any],
+    keep: str = "last",
 ) -> RunResults:
     """Say what the evidence made of layers and paths.
 
@@ -55,6 +58,8 @@ def evidence_results(
         members: Number of networks; None for the only one of a task.
         updated: Whether precisions were ever updated; if not, the table on the terminal says so.
         about: What else is needed to make the tables again.
+        keep: Which weights the tested networks have: of their ``"best"`` epoch, or of the ``"last"``, which all else
+            is of.
     """
     names = next(iter(tested.values()), {})
     test = {name: _mean([values[name] for values in tested.values()]) for name in names}
@@ -82,8 +87,15 @@ def evidence_results(
         numbers={f"final/test_{name}": value for name, value in test.items()},
         headline=next((f"final/test_{name}" for name in ("accuracy", "loss") if name in test), None),
         shown=_shown(last, several=members is not None, updated=updated),
-        notes=_notes(records, list(last.values()), test, "" if members is None else "mean over members: "),
-        places={**({"picture": picture} if records else {}), "table": "layers.csv"},
+        notes=[
+            *_notes(records, list(last.values()), test, "" if members is None else "mean over members: "),
+            *(
+                ["layers and evidence are of the last epoch's weights, the test split of those kept (best)"]
+                * (keep == "best")
+            ),
+            *_descent(records),
+        ],
+        places={**({"picture": picture} if records else {}), "table": "layers.csv", "updates": "evidence.csv"},
     )
 
 
@@ -149,20 +161,37 @@ def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float
     """Say how good the networks are, what their evidence is, and what a pass costs."""
     notes = []
     if "accuracy" in test:
-        notes.append(f"{of}test accuracy {100 * test['accuracy']:.2f} %, loss {test['loss']:.4f}")
+        notes.append(f"{of}test accuracy {100 * test['accuracy']:.2f} %, loss {test['loss']:.4g}")
     elif test:
-        notes.append(f"{of}test loss {test['loss']:.4f}")
+        notes.append(f"{of}test loss {test['loss']:.4g}")
     if last:
         signs = dict(zip(TERMS, (-1, -1, 1, 1), strict=True))
-        means = (f"{sign * _mean([record[name] for record in last]):.4f}" for name, sign in signs.items())
+        means = (f"{sign * _mean([record[name] for record in last]):.4g}" for name, sign in signs.items())
         total, fit, determinant, scatter = means
+        noise = [record["noise"] for record in last if "noise" in record]
         seconds = _mean([record["seconds"] for record in records])
         notes += [
             f"{of}-log marginal likelihood / N: {total} = {fit} (fit) + {determinant} (log determinant) + {scatter} "
             "(scatter)",
+            *([f"{of}standard deviation of the noise: {_mean(noise):.4g}"] if noise else []),
             f"{len(records)} curvature passes of {seconds:.2f} s",
         ]
     return notes
+
+
+def _descent(records: Sequence[Row]) -> list[str]:
+    """Say that the evidence is worse at the end than after the first update, if it is."""
+    if not records:
+        return []
+    epochs = sorted(record["epoch"] for record in records)
+    first, last = ([record for record in records if record["epoch"] == end] for end in (epochs[0], epochs[-1]))
+    before, after = (_mean([record["log_marginal_likelihood"] for record in found]) for found in (first, last))
+    if after >= before - 1e-3 * abs(before):
+        return []
+    return [
+        f"-log marginal likelihood / N rose from {-before:.4g} after epoch {epochs[0]} to {-after:.4g}: training "
+        "between updates does not see the log determinant (docs/equivariance.md, The schedule)"
+    ]
 
 
 def _shown(last: Mapping[Number, Row], *, several: bool, updated: bool) -> Table:

@@ -1,5 +1,6 @@
 """Training a zoo: many members of one architecture in one fit."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -80,6 +81,9 @@ class ZooTask(PopulationTask):
     Raises:
         ValueError: If an argument is out of range.
 
+    Warns:
+        UserWarning: If there is a prior, and ``training_batch`` is overridden: the evidence is of the data as they are.
+
     References:
         Godfrey, Brown, Emerson, Kvinge (2022), "On the Symmetries of Deep Learning Models and their Internal
         Representations", arXiv:2205.14258, appendix D.1. We choose the epoch on a validation split where the paper
@@ -143,6 +147,13 @@ class ZooTask(PopulationTask):
                 members=self.numbers,
             )
             self._describe_optimizer()  # refuses weight decay now
+            if type(self).training_batch is not PopulationTask.training_batch:
+                warnings.warn(
+                    f"{type(self).__name__} changes training batches (training_batch), and the evidence of "
+                    "prior_precision is that of the data as they are: with changed targets, as in mixup, what is "
+                    "trained is no log likelihood of theirs.",
+                    stacklevel=2,
+                )
         self._split_metrics: dict[str, dict[str, Tensor]] | None = None
         self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler", "loss"])
         self.save_hyperparameters({"network": network.architecture, **self.describe()})

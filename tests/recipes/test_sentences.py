@@ -150,6 +150,12 @@ $ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --
 trainer.callbacks.burn_in must be an integer >= 1, got 0.
 $ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --trainer.callbacks.engine=foo
 trainer.callbacks.engine: Unknown engine 'foo'; expected one of: autograd, backpack.
+$ fit SMALL --trainer.callbacks+=MarginalLikelihood
+MarginalLikelihood learns the precisions of a task's prior, and ZooTask has none; set prior_precision, for example to
+1.0 (--model.prior_precision 1.0).
+$ fit SMALL --trainer.callbacks+=StitchingReport
+StitchingReport works with lightning_sym.tasks.StitchingTask and its like, and ZooTask has no ... and no ... and no ...
+and ... more; remove the callback, or give the task that.
 $ fit SMALL --trainer.max_epochs=-5
 trainer.max_epochs must be a non-negative integer or -1. You passed in -5.
 $ fit SMALL --trainer.limit_train_batches=2.5

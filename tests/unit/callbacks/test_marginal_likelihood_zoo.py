@@ -166,7 +166,22 @@ def test_what_a_zoo_with_a_prior_must_not_have(refusal):
 
 
 def test_a_zoo_without_a_prior_is_refused(tmp_path):
-    assert_refused(lambda: fit(tmp_path, zoo(prior_precision=None)), says="prior_precision of ZooTask", error=TypeError)
+    assert_refused(
+        lambda: fit(tmp_path, zoo(prior_precision=None)), says="--model.prior_precision 1.0", error=TypeError
+    )
+
+
+class Mixing(ZooTask):
+    def training_batch(self, batch, batch_idx):
+        inputs, targets = super().training_batch(batch, batch_idx)
+        return (inputs + inputs.flip(0)) / 2, targets
+
+
+def test_a_zoo_that_changes_its_training_batches_warns_of_its_evidence():
+    network = MultiLayerPerceptron([4], image_size=8)
+    with pytest.warns(UserWarning, match="Mixing changes training batches"):
+        Mixing(network, prior_precision=1.0)
+    Mixing(network)  # without a prior there is nothing to warn of
 
 
 @pytest.mark.drawn

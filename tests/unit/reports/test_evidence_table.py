@@ -39,3 +39,28 @@ def test_every_path_has_a_row_in_80_columns(paths, members):
         assert (first[1], first[-1]) == (paths[0], "1.000*")  # the first has the largest relative number
         assert [line[line.index("123") - 1] for line in lines[: len(paths)]] == paths
         assert sum(line[-1][-1] == "*" for line in lines[: len(paths)]) == 1
+
+
+@pytest.mark.parametrize(("ends", "falls"), [((-0.2, -0.3), True), ((-0.3, -0.2), False), ((-0.3, -0.3), False)])
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_notes_say_what_is_of_other_weights_and_that_the_evidence_became_worse(ends, falls, keep):
+    records = [
+        record([""]) | {"epoch": 5 * n, "log_marginal_likelihood": end, "noise": 0.5} for n, end in enumerate(ends)
+    ]
+    last = {None: records[-1]}
+    results = evidence_results(
+        records,
+        last,
+        {None: {"loss": 1.25e-5}},
+        network="Net",
+        architecture={},
+        members=None,
+        updated=True,
+        about={},
+        keep=keep,
+    )
+    notes = "\n".join(results.notes)
+    assert ("rose from 0.2 after epoch 0 to 0.3: training between" in notes) == falls
+    assert ("of those kept" in notes) == (keep == "best")
+    assert "test loss 1.25e-05" in notes
+    assert "noise: 0.5" in notes
