@@ -30,7 +30,7 @@ import matplotlib as mpl
 import pytest
 import torch
 from fits import Interrupt, fit
-from helpers import assert_same, write_zoo
+from helpers import assert_same, too_small, write_zoo
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import TensorBoardLogger
 
@@ -61,6 +61,7 @@ from lightning_sym.callbacks import (
     WalkReport,
     ZooExport,
     ZooReport,
+    publishing,
 )
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.cli.metrics_csv import MetricsCSV
@@ -573,6 +574,13 @@ def prepare():
     logging.disable(logging.INFO)
     mpl.use("agg")
     torch.set_num_threads(1)
+    publishing.publish_figure = functools.partial(publish_if_readable, publishing.publish_figure)
+
+
+def publish_if_readable(publish, trainer, figure, tag, file):
+    """Check that what is in a figure can be read in TensorBoard without a click."""
+    assert not too_small(figure), (tag, too_small(figure))
+    publish(trainer, figure, tag, file)
 
 
 def main(names):
