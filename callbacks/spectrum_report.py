@@ -13,6 +13,7 @@ from lightning_sym.curvature import canonical_operator, sharpness_modulo_symmetr
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
+from lightning_sym.reports.cells import counted
 from lightning_sym.reports.spectra import MemberSpectrum, spectrum_results
 from lightning_sym.symmetry import trace_symmetry
 
@@ -105,5 +106,5 @@ class SpectrumReport(RunReport):
             "settings": {name: getattr(self, name) for name in ("steps", "probes", "trace_probes", "tolerance")},
             **self.source(data),
         }
-        title = f"{architecture_name(task.network)}, {len(measured)} members"
+        title = f"{architecture_name(task.network)}, {counted(len(measured), 'member')}"
         return spectrum_results(measured, title=title, about=about)

@@ -103,6 +103,19 @@ def printed(show: Callable[[Console], Any]) -> str:
     return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
+def too_small(figure: Figure, width: int = 420, least: float = 9.0) -> list[str]:
+    """Return titles and names of axes whose letters have fewer pixels when the picture is so many wide.
+
+    That is how wide TensorBoard shows pictures before one clicks on them.
+    """
+    texts = [*filter(None, (figure.get_suptitle() and figure._suptitle, figure._supxlabel, figure._supylabel))]
+    for axes in figure.axes:
+        texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *([axes.zaxis.label] if axes.name == "3d" else [])]
+    per_point = width / (72 * figure.get_figwidth())
+    shown = [text for text in texts if text.get_text().strip() and text.get_visible()]
+    return [f"{t.get_text()!r}: {t.get_size() * per_point:.1f}" for t in shown if t.get_size() * per_point < least]
+
+
 def as_pixel(publish_figure: Callable[..., None]) -> Callable[..., None]:
     """Return ``publish_figure`` with a white pixel in place of what the file would show.
 

@@ -59,6 +59,7 @@ def contour_levels(losses: ArrayLike) -> Values:
     return np.asarray(low + np.exp(_FINEST + steps * (np.log(span) - _FINEST)))
 
 
+@shared.readable
 def curve_planes(planes: Sequence[CurvePlane], *, title: str = "") -> Figure:
     """Draw the planes of curves: the loss as contours, the curve, its control points, and the straight line.
 
@@ -80,7 +81,7 @@ def curve_planes(planes: Sequence[CurvePlane], *, title: str = "") -> Figure:
     filled = np.concatenate([[min(levels[0], *(values.min() for values in cut)) - 1e-9], levels])
     colors = colormaps["viridis_r"].resampled(256)
     norm = BoundaryNorm(filled, 256)
-    figure, row = shared.panels(1.4 + 4.6 * len(planes), 4.6, len(planes), title=title)
+    figure, row = shared.panels(6.4, 0.6 + 4.4 * len(planes), len(planes), 1, title=title)
     for axes, plane, values in zip(row, planes, cut, strict=True):
         x, y = np.asarray(plane.x, dtype=float), np.asarray(plane.y, dtype=float)
         axes.contourf(x, y, values.T, levels=filled, cmap=colors, norm=norm)
@@ -93,7 +94,8 @@ def curve_planes(planes: Sequence[CurvePlane], *, title: str = "") -> Figure:
         axes.set(xlim=x[[0, -1]], ylim=y[[0, -1]], xlabel="along the straight line", title=plane.title)
         if plane.residual > 1e-3 * (x[-1] - x[0]):
             axes.set_xlabel(f"along the straight line\nthe curve is up to {plane.residual:.3g} away from this plane")
-    row[0].set_ylabel("towards the bend")
+    for axes in row:
+        axes.set_ylabel("towards the bend")
     row[0].legend(loc="upper left", fontsize=8, framealpha=0.75, facecolor="#9a9a9a")
     bar = figure.colorbar(ScalarMappable(norm, colors), ax=row, ticks=levels, format="%.3g", spacing="uniform")
     bar.set_label(f"train loss, nats{', cut off at 5' if levels[-1] >= _CLIP else ''}")

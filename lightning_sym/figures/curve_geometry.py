@@ -58,6 +58,7 @@ class GeometryLines:
     density: Mapping[float, tuple[ArrayLike, ArrayLike]] = field(default_factory=dict)
 
 
+@shared.readable
 def curve_geometry_panels(lines: GeometryLines, *, title: str = "") -> Figure:
     """Draw what was found at the points of a curve, in eight panels.
 
@@ -68,7 +69,7 @@ def curve_geometry_panels(lines: GeometryLines, *, title: str = "") -> Figure:
     Returns:
         The figure.
     """
-    figure, axes = shared.panels(16.5, 7.4, 8, 4, title=title)
+    figure, axes = shared.panels(8, 13.5, 8, 2, title=title)
     t = np.asarray(lines.t, dtype=float)
     _lines(axes[0], t, {"loss": lines.loss, "norm of the gradient": lines.gradient_norm}, "loss and gradient")
     _lines(axes[1], t, lines.norms, r"$\|H d\|$ for $\|d\| = 1$", log=True)

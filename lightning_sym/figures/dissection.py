@@ -39,6 +39,7 @@ class Paths:
     values: Mapping[str, shared.Values]
 
 
+@shared.readable
 def dissection_curves(paths: Sequence[Paths], *, title: str = "") -> Figure:
     """Draw units, concepts and companions against the place on the path; shades are intervals for means over members.
 
@@ -53,7 +54,7 @@ def dissection_curves(paths: Sequence[Paths], *, title: str = "") -> Figure:
         ValueError: If there is nothing to draw.
     """
     shared.check_some(paths=paths)
-    figure, panels = shared.panels(10.5, 6.2, len(_PANELS), 3, title=title, sharex=True)
+    figure, panels = shared.panels(7, 8.6, len(_PANELS), 2, title=title, sharex=True)
     zoos = list(dict.fromkeys(path.zoo for path in paths))
     for axes, (quantity, heading) in zip(panels, _PANELS.items(), strict=True):
         for path in paths:
@@ -72,8 +73,8 @@ def dissection_curves(paths: Sequence[Paths], *, title: str = "") -> Figure:
         axes.grid(alpha=0.25)
         if quantity in ("interpretable", "distinct", "overlap", "participation", "class_variance"):
             axes.set_ylim(bottom=0)
-    for axes in panels[-3:]:
+    for axes in panels[-2:]:
         axes.set_xlabel(r"$\alpha$: own basis ($0$) to a random one ($1$)", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure

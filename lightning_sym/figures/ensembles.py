@@ -27,6 +27,7 @@ class EnsembleCurve:
     alone: shared.Values
 
 
+@shared.readable
 def ensemble_curves(quantities: Mapping[str, Sequence[EnsembleCurve]], *, title: str = "") -> Figure:
     """Draw quantities of ensembles against the number of their members, a panel for each quantity.
 
@@ -44,7 +45,7 @@ def ensemble_curves(quantities: Mapping[str, Sequence[EnsembleCurve]], *, title:
         ValueError: If there is nothing to draw.
     """
     shared.check_some(quantities=quantities)
-    figure, places = shared.panels(4.2 * len(quantities) + 2, 4.0, len(quantities), title=title)
+    figure, places = shared.panels(6.4, 1.4 + 2.7 * len(quantities), len(quantities), 1, title=title)
     for axes, (label, curves) in zip(places, quantities.items(), strict=True):
         shared.check_some(curves=curves)
         for curve, color in zip(curves, shared.line_colors(len(curves)), strict=True):
@@ -62,5 +63,6 @@ def ensemble_curves(quantities: Mapping[str, Sequence[EnsembleCurve]], *, title:
         style = "--" if len(curve.together) == 1 else "-"
         look: Any = {"color": color, "ls": style}
         handles.append(Line2D([], [], lw=2, label=curve.kind, **look))
-    shared.legend_beside(figure, [*handles, Line2D([], [], color=shared.INK, ls="", marker=".", label="one network")])
+    handles.append(Line2D([], [], color=shared.INK, ls="", marker=".", label="one network"))
+    shared.legend_beside(figure, handles, "lower center", columns=3)
     return figure

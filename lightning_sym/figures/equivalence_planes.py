@@ -21,7 +21,7 @@ from scipy.ndimage import minimum_filter
 from lightning_sym._checks import check_numbers
 from lightning_sym.figures import _equivalence as shared
 from lightning_sym.figures._equivalence import FoundPoint, Scale
-from lightning_sym.figures._panels import INK, Values, panels
+from lightning_sym.figures._panels import INK, Values, panels, readable
 
 _FIRST, _SECOND = "$c_1$", "$c_2$"
 _MAP = colormaps["viridis"].with_extremes(bad=shared.NOWHERE)
@@ -31,6 +31,7 @@ _ABSENT = " (not on this grid)"
 _EXACT = ("#ff7f0e", "#00d5ff", "#ffffff", "#ff5fd2")
 
 
+@readable
 def loss_surface(
     values: ArrayLike,
     axis: ArrayLike,
@@ -120,6 +121,7 @@ def _draw_surface(axes: Axes3D, cells: Values, heights: Values, colors: ScalarMa
     return True
 
 
+@readable
 def log_contour(
     values: ArrayLike,
     axis: ArrayLike,
@@ -158,7 +160,7 @@ def log_contour(
         Lengyel et al. (2020), GENNI, figure 1 (right).
     """
     grid, places = shared.checked_grid(values, axis, 2)
-    figure, (axes,) = panels(7.4, 6.4)
+    figure, (axes,) = panels(6.4, 5.6)
     lines = _draw_levels(figure, [axes], [(grid, places)], scale, epsilon)
     handles = shared.draw_points(axes, points, 2, _ends(places)) + lines
     axes.set(xlabel=_FIRST, ylabel=_SECOND)
@@ -166,6 +168,7 @@ def log_contour(
     return figure
 
 
+@readable
 def planes_beside(
     values: tuple[ArrayLike, ArrayLike],
     axes: tuple[ArrayLike, ArrayLike],
@@ -197,7 +200,7 @@ def planes_beside(
         ValueError: If shapes do not fit, an axis does not ascend, or epsilon is not positive.
     """
     grids = [shared.checked_grid(*pair, 2) for pair in zip(values, axes, strict=True)]
-    figure, both = panels(12.6, 6.4, 2)
+    figure, both = panels(6.6, 10.6, 2, 1)
     lines = _draw_levels(figure, both, grids, scale, epsilon)
     handles: list[Artist] = []
     for panel, (_, places), found, name in zip(both, grids, points, names, strict=True):
@@ -210,6 +213,7 @@ def planes_beside(
     return figure
 
 
+@readable
 def class_stack_figure(
     slices: ArrayLike,
     labels: Sequence[str],
@@ -239,8 +243,8 @@ def class_stack_figure(
     if not 0 < len(stack) == len(labels):
         raise ValueError(f"slices must have one slice per label, at least one, got {len(stack)} and {len(labels)}.")
     grids = [shared.checked_grid(values, axis, 2) for values in stack]
-    rows = -(-len(stack) // 4)
-    columns = -(-len(stack) // rows)
+    columns = min(2, len(stack))
+    rows = -(-len(stack) // columns)
     size = 2.6 + 2.7 * columns, 1.3 + 2.8 * rows
     figure, small = panels(*size, len(stack), columns, sharex=True, sharey=True)
     lines = _draw_levels(figure, small, grids, None, epsilon)

@@ -20,7 +20,7 @@ from skimage.measure import marching_cubes
 from lightning_sym._checks import check_numbers
 from lightning_sym.figures import _equivalence as shared
 from lightning_sym.figures._equivalence import FoundPoint, Scale
-from lightning_sym.figures._panels import BLUE, GREEN, INK, PINK, SKY, VERMILION, Values, check_some, panels
+from lightning_sym.figures._panels import BLUE, GREEN, INK, PINK, SKY, VERMILION, Values, check_some, panels, readable
 
 Faces = NDArray[np.int64]
 Mesh = tuple[ArrayLike, ArrayLike]  # vertices [v, 3] and the rows of its triangles [f, 3]
@@ -34,6 +34,7 @@ _LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
 _CURVES = (BLUE, VERMILION, GREEN, PINK)
 
 
+@readable
 def point_set(
     coefficients: ArrayLike,
     values: ArrayLike,
@@ -91,6 +92,7 @@ def point_set(
     return figure
 
 
+@readable
 def isosurface(
     values: ArrayLike,
     axis: ArrayLike,
@@ -173,6 +175,7 @@ def isosurface_mesh(values: ArrayLike, axis: ArrayLike, level: float) -> tuple[V
     return _marched(shared.roots(grid, level), places, 1.0)
 
 
+@readable
 def embedding(
     coordinates: ArrayLike,
     values: ArrayLike,
@@ -206,7 +209,7 @@ def embedding(
     where = shared.checked("coordinates", coordinates, [None, 2])
     level = shared.checked("values", values, [len(where)])
     check_numbers("> 0", epsilon=epsilon)
-    figure, (axes,) = panels(7.6, 6.2)
+    figure, (axes,) = panels(6.6, 5.6)
     shown = np.isfinite(level) & np.isfinite(where).all(axis=1)
     _scatter(figure, [axes], where[shown], level[shown], epsilon, scale, {"s": 9, "alpha": 0.8}, aspect=28)
     handles = shared.draw_points(axes, points, 2, colors=_EMBEDDED + shared.COLORS[4:])
@@ -219,6 +222,7 @@ def embedding(
     return figure
 
 
+@readable
 def betti_curve(
     epsilons: ArrayLike,
     numbers: Mapping[str, Sequence[int]],
@@ -247,7 +251,7 @@ def betti_curve(
         raise ValueError("epsilons must be positive, and at least one.")
     check_some(numbers=numbers)
     order = np.argsort(places)
-    figure, (axes,) = panels(7.4, 4.8)
+    figure, (axes,) = panels(6.4, 4.6)
     highest = 1.0
     for place, (name, counts) in enumerate(numbers.items()):
         count = shared.checked(f"numbers[{name!r}]", counts, [len(places)])[order]
@@ -272,6 +276,7 @@ def betti_curve(
     return figure
 
 
+@readable
 def search_curves(
     steps: ArrayLike,
     losses: ArrayLike,
@@ -315,7 +320,7 @@ def search_curves(
     positive = curves[np.isfinite(curves) & (curves > 0)]
     highest = max(float(positive.max(initial=0)), scale.zero, scale.constant) or 1.0
     lowest = max(min(float(positive.min(initial=highest)), threshold), 1e-4 * min(threshold, 1e-8 * highest))
-    figure, (left, right) = panels(12, 5, 2, width_ratios=(1.5, 1))
+    figure, (left, right) = panels(6.6, 8, 2, 1, height_ratios=(1.4, 1))
     kinds = [("not found", ~kept, VERMILION, (0, (4, 1.5))), ("found", kept, BLUE, "-")]
     handles: list[Artist] = []
     for name, which, color, dashes in kinds:

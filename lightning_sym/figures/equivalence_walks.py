@@ -6,9 +6,10 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from lightning_sym.figures import _equivalence as shared
-from lightning_sym.figures._panels import BLUE, GREEN, INK, SKY, VERMILION, panels
+from lightning_sym.figures._panels import BLUE, GREEN, INK, SKY, VERMILION, panels, readable
 
 
+@readable
 def walk_curves(
     losses: ArrayLike,
     predictor_losses: ArrayLike,
@@ -44,7 +45,7 @@ def walk_curves(
     plain = shared.checked("distances", distances, [len(after)])
     places = shared.checked("orbit_steps", orbit_steps, [None])
     orbit = shared.checked("orbit_distances", orbit_distances, [len(places)])
-    figure, (left, middle, right) = panels(13, 4.1, 3, title=title)
+    figure, (left, middle, right) = panels(6.4, 9.6, 3, 1, title=title)
     steps = np.arange(len(after))
     left.plot(steps, plain, color=INK, lw=1.6, label="to the beginning")
     label = "to its orbit under the symmetry group" + (", at most" if bound else "")

@@ -14,6 +14,7 @@ _COLORS = {"fc": "#c8553d", "conv": "#2f6690", "gconv": "#588b5a"}
 _OTHERS = ("#8d6a9f", "#d9a441", "#5c5c5c", "#3aa6a6")
 
 
+@shared.readable
 def relative_effective_parameters(
     epochs: Sequence[float], relative: Mapping[str, Mapping[str, Sequence[float]]], *, title: str = ""
 ) -> Figure:
@@ -37,7 +38,7 @@ def relative_effective_parameters(
                 raise ValueError(f"{layer} {path} has {len(values)} values for {len(epochs)} epochs.")
     names = list(dict.fromkeys(path for paths in relative.values() for path in paths))
     colors = _colors(names)
-    columns = 3 if len(relative) in (5, 6, 9) else min(4, len(relative))  # few places stay empty
+    columns = min(2, len(relative))
     rows = math.ceil(len(relative) / columns)
     size = 2.5 * columns + 1.2, 2.0 * rows + 1.0
     figure, places = shared.panels(*size, len(relative), columns, title=title, sharex=True, sharey=True)
@@ -65,6 +66,7 @@ def relative_effective_parameters(
     return figure
 
 
+@shared.readable
 def evidence_curves(epochs: Sequence[float], terms: Mapping[str, Sequence[float]], *, title: str = "") -> Figure:
     """Draw the negative log marginal likelihood per datum over training, and what it is made of.
 

@@ -33,6 +33,7 @@ class Coefficient:
     refused: str = ""
 
 
+@shared.readable
 def coefficient_rows(rows: Sequence[Coefficient], *, title: str = "") -> Figure:
     """Draw estimates with bars of two standard errors, beside exact values and learning coefficients.
 
@@ -47,7 +48,7 @@ def coefficient_rows(rows: Sequence[Coefficient], *, title: str = "") -> Figure:
         ValueError: If there are no rows.
     """
     shared.check_some(rows=rows)
-    figure, (axes,) = shared.panels(7.5, 1.4 + 0.32 * len(rows), title=title)
+    figure, (axes,) = shared.panels(6.6, 1.4 + 0.32 * len(rows), title=title)
     places = np.arange(len(rows))
     known = [value for row in rows for value in (row.estimate, row.exact, row.theory) if np.isfinite(value)]
     limit = 1.12 * max(known, default=1.0)
@@ -77,10 +78,11 @@ def coefficient_rows(rows: Sequence[Coefficient], *, title: str = "") -> Figure:
     axes.set_yticks(places, [row.name for row in rows], fontsize=8)
     axes.set(xlim=(0, limit), xlabel="learning coefficient", ylim=(len(rows) - 0.4, -0.6))
     axes.grid(axis="x", alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
+@shared.readable
 def coefficient_curves(epochs: Sequence[float], values: ArrayLike, refused: ArrayLike, *, title: str = "") -> Figure:
     """Draw learning coefficients over training.
 
@@ -133,9 +135,10 @@ class ChainTraces:
     expected: float = np.nan
     burn_in: float = 0.0
     refused: bool = False
-    columns: int = field(default=4, repr=False)
+    columns: int = field(default=2, repr=False)
 
 
+@shared.readable
 def chain_traces(panels: Sequence[ChainTraces], *, title: str = "") -> Figure:
     """Draw the chains behind estimates: some of them, the mean of all, and what is not averaged.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -39,6 +40,7 @@ class Lines:
     accuracy: Mapping[str, ArrayLike]
 
 
+@shared.readable
 def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str = "", loss: str = "nats") -> Figure:
     """Draw loss (above) and accuracy (below) on ways between two networks, one column per kind of evaluation.
 
@@ -63,25 +65,31 @@ def interpolation_curves(t: ArrayLike, columns: Sequence[Lines], *, title: str =
     places, count = np.asarray(t, dtype=float), len(columns)
     drawn = [("loss", 1, f"loss, {loss}")]
     drawn += [("accuracy", 100, "accuracy, %")] if any(column.accuracy for column in columns) else []
-    size = (1.2 + 3.3 * count, 1.2 + 2.3 * len(drawn))
-    figure, panels = shared.panels(*size, len(drawn) * count, count, title=title, sharex=True, sharey="row")
-    rows = [panels[row * count :][:count] for row in range(len(drawn))]
-    for row, (quantity, factor, label) in zip(rows, drawn, strict=True):
-        for axes, column in zip(row, columns, strict=True):
+    beside = min(2, count)  # of more the next two below
+    blocks = [columns[first : first + beside] for first in range(0, count, beside)]
+    size = (0.8 + 2.8 * beside, 1.2 + 2.3 * len(drawn) * len(blocks))
+    places_of_all = len(blocks) * len(drawn) * beside
+    figure, panels = shared.panels(*size, places_of_all, beside, title=title, sharex=True, sharey="row")
+    rows = [panels[first : first + beside] for first in range(0, places_of_all, beside)]
+    for row, (block, (quantity, factor, label)) in zip(rows, product(blocks, drawn), strict=True):
+        for axes, column in zip(row, block, strict=False):
             for method, values in getattr(column, quantity).items():
                 name, color, style = _look(method)
                 pairs = np.atleast_2d(np.asarray(values, dtype=float))
                 shared.band(axes, places, factor * pairs.T, color=color, ls=style, lw=2.2, label=name)
             axes.grid(alpha=0.25)
             axes.margins(x=0.01)
+            if quantity == "loss":
+                axes.set_title(column.title)
+        for axes in row[len(block) :]:
+            axes.set_axis_off()
         row[0].set_ylabel(label)
-    for axes, column in zip(rows[0], columns, strict=True):
-        axes.set_title(column.title)
+        if quantity == "loss":
+            row[0].set_ylim(bottom=0)
     for axes in rows[-1]:
-        axes.set_xlabel("place $t$ on the way from A ($0$) to B ($1$)", fontsize=9)
-    rows[0][0].set_ylim(bottom=0)
+        axes.set_xlabel("$t$, from A ($0$) to B ($1$)")
     handles, labels = rows[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -104,6 +112,7 @@ class Bars:
     intervals: Mapping[str, tuple[float, float]]
 
 
+@shared.readable
 def barrier_bars(panels: Sequence[Bars], *, title: str = "") -> Figure:
     """Draw the barriers of every method: bars for means, dots for pairs, lines for intervals.
 
@@ -118,7 +127,7 @@ def barrier_bars(panels: Sequence[Bars], *, title: str = "") -> Figure:
         ValueError: If there are no panels.
     """
     shared.check_some(panels=panels)
-    figure, row = shared.panels(1.6 + 2.9 * len(panels), 2.9, len(panels), title=title, sharey=True)
+    figure, row = shared.panels(6.4, 0.6 + 2 * len(panels), len(panels), 1, title=title)
     for axes, panel in zip(row, panels, strict=True):
         for place, (method, values) in enumerate(panel.values.items()):
             _, color, _ = _look(method)
@@ -139,5 +148,5 @@ def barrier_bars(panels: Sequence[Bars], *, title: str = "") -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_title(panel.title, fontsize=10)
         axes.grid(axis="x", alpha=0.25)
-    row[0].invert_yaxis()
+        axes.invert_yaxis()
     return figure

@@ -33,6 +33,7 @@ class PruningCurve:
     threshold: float | None = None
 
 
+@shared.readable
 def pruning_curves(curves: Sequence[PruningCurve], *, title: str = "") -> Figure:
     """Draw training loss and test error against the number of units that are left, from the whole network leftwards.
 
@@ -49,7 +50,7 @@ def pruning_curves(curves: Sequence[PruningCurve], *, title: str = "") -> Figure
         ValueError: If there are no curves.
     """
     shared.check_some(curves=curves)
-    figure, (left, right) = shared.panels(10.5, 4.4, 2, title=title)
+    figure, (left, right) = shared.panels(6.4, 7.4, 2, 1, title=title)
     labels = list(dict.fromkeys(curve.label for curve in curves))
     for curve in curves:
         color = _COLORS[labels.index(curve.label) % len(_COLORS)]
@@ -76,5 +77,5 @@ def pruning_curves(curves: Sequence[PruningCurve], *, title: str = "") -> Figure
     kinds += [("magnitude, as wide, trained as long", "--")] if any(curve.threshold is None for curve in curves) else []
     handles = [Line2D([], [], color=_COLORS[i % len(_COLORS)], lw=2, label=label) for i, label in enumerate(labels)]
     handles += [Line2D([], [], color=shared.INK, ls=style, lw=1.5, label=label) for label, style in kinds]
-    shared.legend_beside(figure, handles)
+    shared.legend_beside(figure, handles, "lower center", columns=2)
     return figure

@@ -14,7 +14,7 @@ from lightning_sym.figures import _panels as shared
 _LOOKS = {
     "trained": ("trained", shared.BLUE, "-"),
     "untrained": ("untrained", shared.VERMILION, "--"),
-    "shuffled": ("shuffled images", "#7f7f7f", ":"),
+    "shuffled": ("shuffled inputs", "#7f7f7f", ":"),
 }
 _MOST_NUMBERS = 10  # layers up to which cells have numbers in them
 
@@ -32,6 +32,7 @@ class HeatMap:
     values: Mapping[str, ArrayLike]
 
 
+@shared.readable
 def similarity_maps(
     columns: Sequence[HeatMap], labels: Mapping[str, tuple[Sequence[str], Sequence[str]]], *, title: str = ""
 ) -> Figure:
@@ -50,22 +51,23 @@ def similarity_maps(
     """
     shared.check_some(columns=columns)
     kinds = list(columns[0].values)
-    every = [np.asarray(column.values[kind], dtype=float) for kind in kinds for column in columns]
+    every = [np.asarray(column.values[kind], dtype=float) for column in columns for kind in kinds]
     layers = max(every[0].shape)
     side = 2.5 if layers <= _MOST_NUMBERS else min(0.3 * layers, 8.0)
-    size = 1.7 + (side + 0.15) * len(columns), 0.6 + (side + 1.0) * len(kinds)
-    figure, places = shared.panels(*size, len(every), len(columns), title=title)
+    # Measure by measure, the kinds beside one another: two panels of a row, or as many as there are kinds.
+    size = 1.7 + (side + 0.15) * len(kinds), 0.6 + (side + 1.0) * len(columns)
+    figure, places = shared.panels(*size, len(every), len(kinds), title=title)
     flat = np.concatenate([values.ravel() for values in every])
     lowest = min([0.0, *flat[np.isfinite(flat)]])
     for index, (axes, values) in enumerate(zip(places, every, strict=True)):
-        column, kind = columns[index % len(columns)], kinds[index // len(columns)]
+        column, kind = columns[index // len(kinds)], kinds[index % len(kinds)]
         texts = [[f"{v:.2f}" if np.isfinite(v) else "" for v in row] for row in values]
         texts = texts if layers <= _MOST_NUMBERS else []
         image = shared.numbered_cells(axes, values, texts, "viridis", (lowest, 1.0), 8)
         axes.set_title(f"{column.title}, {_LOOKS[kind][0]}", fontsize=9)
         beside, under = labels[kind]
         axes.set_xticks(range(len(under)), under, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(beside)), beside if index % len(columns) == 0 else [], fontsize=7)
+        axes.set_yticks(range(len(beside)), beside if index % len(kinds) == 0 else [], fontsize=7)
     figure.colorbar(image, ax=places, shrink=0.6, pad=0.01)
     return figure
 
@@ -83,6 +85,7 @@ class Depth:
     values: Mapping[str, ArrayLike]
 
 
+@shared.readable
 def similarity_depth(
     panels: Sequence[Depth], layers: Sequence[str], live: Mapping[str, Sequence[float]], *, title: str = ""
 ) -> Figure:
@@ -104,7 +107,7 @@ def similarity_depth(
     """
     shared.check_some(panels=panels)
     count = len(panels) + bool(live)
-    columns = -(-count // -(-count // 5))
+    columns = min(2, count)
     figure, places = shared.panels(
         1.0 + 2.7 * columns, 1.2 + 2.7 * -(-count // columns), count, columns, title=title, sharex=True, sharey=True
     )
@@ -131,6 +134,7 @@ def similarity_depth(
 _COMPARED_WITH = {"start": "the start", "reference": "the reference", "members": "other members"}
 
 
+@shared.readable
 def similarity_curves(
     epochs: Sequence[float], panels: Mapping[tuple[str, str], Mapping[str, ArrayLike]], *, title: str = ""
 ) -> Figure:
@@ -151,8 +155,9 @@ def similarity_curves(
         ValueError: If there are no panels.
     """
     shared.check_some(panels=panels)
-    columns = len({measure for _, measure in panels})
-    rows = len(panels) // columns
+    measures = len({measure for _, measure in panels})
+    columns = measures if measures <= 2 else 1 if measures % 2 else 2
+    rows = -(-len(panels) // columns)
     figure, places = shared.panels(
         1.0 + 3.6 * columns, 0.8 + 3.0 * rows, len(panels), columns, title=title, sharex=True, sharey=True
     )
@@ -181,6 +186,7 @@ class ZooPanel:
     values: Mapping[str, ArrayLike]
 
 
+@shared.readable
 def similarity_of_zoos(zoos: Sequence[str], panels: Sequence[ZooPanel], *, title: str = "") -> Figure:
     """Draw the similarity of the members of each zoo, with intervals: of trained networks, and of the nulls.
 
@@ -197,7 +203,7 @@ def similarity_of_zoos(zoos: Sequence[str], panels: Sequence[ZooPanel], *, title
         ValueError: If there are no zoos or panels.
     """
     shared.check_some(zoos=zoos, panels=panels)
-    columns = min(len(panels), 4) if len(panels) % 4 == 0 else -(-len(panels) // -(-len(panels) // 5))
+    columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure, places = shared.panels(
         1.0 + 2.9 * columns, 1.2 + 2.6 * rows, len(panels), columns, title=title, sharex=True, sharey=True

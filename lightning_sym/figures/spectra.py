@@ -15,6 +15,7 @@ _PLACES = {
 }
 
 
+@shared.readable
 def spectral_densities(
     x: ArrayLike, densities: Mapping[str, ArrayLike], *, width: float, size: int, title: str = ""
 ) -> Figure:
@@ -34,7 +35,7 @@ def spectral_densities(
         ValueError: If there is no density.
     """
     shared.check_some(densities=densities)
-    figure, (axes,) = shared.panels(7.0, 4.2, title=title)
+    figure, (axes,) = shared.panels(6.4, 4.2, title=title)
     places = np.asarray(x, dtype=float)
     single = 1 / (size * width * np.sqrt(2 * np.pi))  # the peak of one eigenvalue
     for name, density in densities.items():
@@ -47,6 +48,7 @@ def spectral_densities(
     return figure
 
 
+@shared.readable
 def sharpness_bars(
     members: Sequence[str], measures: Mapping[str, Mapping[str, ArrayLike]], *, title: str = ""
 ) -> Figure:
@@ -64,17 +66,18 @@ def sharpness_bars(
         ValueError: If there is no member or no measure.
     """
     shared.check_some(members=members, measures=measures)
-    figure, panels = shared.panels(3.4 * len(measures), 3.4, len(measures), title=title)
+    figure, panels = shared.panels(6, 1 + 2.4 * len(measures), len(measures), 1, title=title)
     at = np.arange(len(members))
     for axes, (measure, places) in zip(panels, measures.items(), strict=True):
         for index, (place, (label, color)) in enumerate(_PLACES.items()):
             axes.bar(at + 0.27 * (index - 1), np.asarray(places[place], dtype=float), 0.27, color=color, label=label)
         axes.set_xticks(at, members)
         axes.set(xlabel="member", title=measure.replace("_", " "))
-    shared.legend_beside(figure, panels[0].get_legend_handles_labels()[0], "lower center")
+    shared.legend_beside(figure, panels[0].get_legend_handles_labels()[0], "lower center", columns=3)
     return figure
 
 
+@shared.readable
 def sharpness_curves(
     epochs: Sequence[float],
     *,
@@ -106,7 +109,7 @@ def sharpness_curves(
         ValueError: If there is no point.
     """
     shared.check_some(epochs=epochs)
-    figure, (top, middle, right) = shared.panels(12.3, 3.8, 3, title=title)
+    figure, (top, middle, right) = shared.panels(6.4, 9, 3, 1, title=title)
     places = np.asarray(epochs, dtype=float)
     values, errors = (np.asarray(each, dtype=float) for each in (trace, trace_error))
     shared.band(top, places, np.asarray(top_eigenvalue, dtype=float), color=shared.BLUE, lw=1.8, label="largest")

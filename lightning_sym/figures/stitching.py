@@ -88,6 +88,7 @@ class SparsityFamily:
     baseline: bool = False
 
 
+@shared.readable
 def penalty_curves(panels: Sequence[PenaltyPanel], title: str = "") -> Figure:
     """Draw the stitching penalty of every family against the site, one panel per setting.
 
@@ -116,8 +117,8 @@ def penalty_curves(panels: Sequence[PenaltyPanel], title: str = "") -> Figure:
     looks = _looks([family for panel in panels for family in panel.families])
     most = max(len(panel.sites) for panel in panels)
     widths = [1.0 + _site_width(most) * len(panel.sites) for panel in panels]
-    size = 2.4 + sum(widths), 4.2 if most <= 8 else 5.4
-    figure, row = shared.panels(*size, len(panels), title=title, sharey=True, width_ratios=widths)
+    size = max(5.4, 2.4 + max(widths)), 0.4 + (3.8 if most <= 8 else 5.0) * len(panels)
+    figure, row = shared.panels(*size, len(panels), 1, title=title, sharey=True)
     ends = []
     for axes, panel in zip(row, panels, strict=True):
         trained = [family.name for family in panel.families if not family.baseline]
@@ -134,12 +135,15 @@ def penalty_curves(panels: Sequence[PenaltyPanel], title: str = "") -> Figure:
             axes.errorbar(x + shift, mean, lengths, zorder=3, **bars, **look)
         axes.set_title(panel.title, fontsize=10)
         _name_sites(axes, panel.sites)
-    row[0].set_ylabel(_penalty_axis(row, ends))
+    label = _penalty_axis(row, ends)
+    for axes in row:
+        axes.set_ylabel(label)
     handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
     shared.legend_beside(figure, handles, handlelength=2.6)
     return figure
 
 
+@shared.readable
 def penalty_heat_map(values: ArrayLike, sites_a: Sequence[str], sites_b: Sequence[str], title: str = "") -> Figure:
     """Draw the penalty of stitching any site of one network to any site of another.
 
@@ -188,6 +192,7 @@ def penalty_heat_map(values: ArrayLike, sites_a: Sequence[str], sites_b: Sequenc
     return figure
 
 
+@shared.readable
 def sparsity_against_penalty(families: Sequence[SparsityFamily], sites: Sequence[str], title: str = "") -> Figure:
     """Draw the penalty against the sparsity of the stitching map, one panel per site and one marker per family.
 
@@ -196,7 +201,7 @@ def sparsity_against_penalty(families: Sequence[SparsityFamily], sites: Sequence
     Args:
         families: For example a lasso at several strengths, and the symmetry group, whose elements have a sparsity of
             1 - 1/c on c channels; at least one.
-        sites: Names of the panels, at most four in a row.
+        sites: Names of the panels, two in a row.
         title: Above all.
 
     Returns:
@@ -207,7 +212,7 @@ def sparsity_against_penalty(families: Sequence[SparsityFamily], sites: Sequence
     """
     _check(sites, families, "the figure")
     looks = _looks(families)
-    columns = min(4, len(sites))
+    columns = min(2, len(sites))
     size = 2.6 + 2.3 * columns, 0.9 + 2.5 * -(-len(sites) // columns)
     figure, panels = shared.panels(*size, len(sites), columns, title=title, sharex=True, sharey=True)
     ranks = {name: rank for rank, name in enumerate(looks)}
@@ -236,6 +241,7 @@ def sparsity_against_penalty(families: Sequence[SparsityFamily], sites: Sequence
     return figure
 
 
+@shared.readable
 def rotation_penalty(sites: Sequence[str], kinds: Sequence[PenaltyFamily], title: str = "") -> Figure:
     """Draw what a rotation of the units at a site costs after the layers behind it were trained again.
 

@@ -15,6 +15,7 @@ _DISTANCES = {
 }
 
 
+@shared.readable
 def symmetry_curves(
     epochs: Sequence[float],
     *,
@@ -46,15 +47,15 @@ def symmetry_curves(
     colors = dict(zip(groups, shared.line_colors(len(groups)), strict=True))
     dead = dead if dead and any(np.nanmax(np.asarray(each, float), initial=0) > 0 for each in dead.values()) else {}
     all_panels: list[tuple[str, str, Mapping[str, ArrayLike]]] = [
-        ("Imbalance, 0 = balanced", "$|$in $-$ out$|$ / (in $+$ out), squared norms", imbalance),
-        ("Change of what gradient flow conserves", "change of (in $-$ out) / (in $+$ out) at the start", drift),
+        ("Imbalance, 0 = balanced", "$|$in $-$ out$|$ / (in $+$ out),\nsquared norms", imbalance),
+        ("Change of what gradient flow conserves", "change of (in $-$ out)\n/ (in $+$ out) at the start", drift),
         ("Distance to the start", "relative to the norm at the start", distance),
         ("Dead units", "number of units, mean over members", dead),
     ]
     shown = [panel for panel in all_panels if panel[-1]]
     if not shown:
         raise ValueError("Nothing to draw: imbalance, drift and distance are empty.")
-    figure, places = shared.panels(4.1 * len(shown), 4.1, len(shown), title=title)
+    figure, places = shared.panels(6.4, 0.5 + 3.2 * len(shown), len(shown), 1, title=title)
     for axes, (heading, label, curves) in zip(places, shown, strict=True):
         for name, values in curves.items():
             short = name if len(name) <= 28 else "..." + name[-25:]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lightning_sym.figures import _panels as shared
 
 
+@shared.readable
 def validation_curves(
     accuracy: Sequence[Sequence[float]],
     numbers: Sequence[int],
@@ -37,6 +38,7 @@ def validation_curves(
     return figure
 
 
+@shared.readable
 def confusion_matrix(
     confusion: NDArray[np.float64],
     *,
@@ -59,6 +61,7 @@ def confusion_matrix(
     return figure
 
 
+@shared.readable
 def zoo_overview(
     accuracy: Sequence[Sequence[float]],
     numbers: Sequence[int],
@@ -70,14 +73,14 @@ def zoo_overview(
     title: str,
     confusion_title: str = "Confusion, mean over members",
 ) -> Figure:
-    """Draw the validation curves beside the confusion matrix; arguments as for those two.
+    """Draw the validation curves above the confusion matrix; arguments as for those two.
 
     Returns:
         The figure.
     """
-    figure, (left, right) = shared.panels(11, 4.4, 2, title=title, width_ratios=[1.15, 1])
-    _draw_curves(left, accuracy, numbers, epochs, kept or {})
-    _draw_confusion(right, confusion, class_names, confusion_title)
+    figure, (above, below) = shared.panels(6, 8, 2, 1, title=title, height_ratios=[1, 1.25])
+    _draw_curves(above, accuracy, numbers, epochs, kept or {})
+    _draw_confusion(below, confusion, class_names, confusion_title)
     return figure
 
 

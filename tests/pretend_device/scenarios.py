@@ -30,9 +30,10 @@ import matplotlib as mpl
 import pytest
 import torch
 from fits import Interrupt, fit
-from helpers import assert_same, write_zoo
+from helpers import assert_same, too_small, write_zoo
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import TensorBoardLogger
+from torch.utils.data import TensorDataset
 
 import lightning_sym
 from lightning_sym._tags import MOST_CURVES, is_detail
@@ -61,11 +62,18 @@ from lightning_sym.callbacks import (
     WalkReport,
     ZooExport,
     ZooReport,
+    publishing,
 )
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.cli.metrics_csv import MetricsCSV
-from lightning_sym.datamodules import ConceptsDataModule, GaussianInputsDataModule, Quadrant
-from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, RelaxedNetwork
+from lightning_sym.datamodules import (
+    ConceptsDataModule,
+    DatasetDataModule,
+    GaussianInputsDataModule,
+    Quadrant,
+    TensorDataModule,
+)
+from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network, RelaxedNetwork
 from lightning_sym.stitching import STITCHING_MAPS
 from lightning_sym.tasks import (
     AnalyticLandscapesTask,
@@ -78,6 +86,7 @@ from lightning_sym.tasks import (
     RotationTask,
     SimilarityOfZoosTask,
     SimilarityTask,
+    SquaredDistance,
     StitchingTask,
     ZooTask,
 )
@@ -241,6 +250,43 @@ SCENARIOS |= {
     ),
     "zoo_evidence_vmap": functools.partial(zoo, execution="vmap", callbacks=[evidence], prior_precision=1.0),
 }
+
+
+@scenario
+def zoo_of_tensors(folder):
+    """Floats with classes and with values, and tokens, in place of images."""
+    source = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(48, 2, 7, generator=source), torch.arange(48) % 3
+    spectra = functools.partial(TensorDataModule, standardize=True, batch_size=8)
+    for name, targets, loss in (("classes", labels, None), ("values", inputs.mean((1, 2)), SquaredDistance())):
+        data = functools.partial(spectra, (inputs, targets))
+        network = MultiLayerPerceptron([4], in_channels=2, image_size=(7, 1), num_classes=data().num_classes)
+        run(
+            folder / name,
+            lambda: ZooTask(network, members=2, execution="vmap", loss=loss, prior_precision=1.0, optimizer=adam),  # noqa: B023
+            lambda path: [ZooExport(str(path / "zoo")), ZooReport(), evidence(path)],
+            data,
+        )
+    tokens = functools.partial(
+        DatasetDataModule, TensorDataset(torch.arange(192).view(48, 4) % 11, labels), batch_size=8
+    )
+    run(
+        folder / "tokens",
+        lambda: ZooTask(Network.wrap(Words), members=2, optimizer=adam),
+        lambda path: [ZooReport()],
+        tokens,
+    )
+
+
+class Words(torch.nn.Module):
+    """A mean of the words' vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.output = torch.nn.Embedding(11, 4), torch.nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.output(self.embedding(tokens).mean(1))
 
 
 @scenario
@@ -573,6 +619,13 @@ def prepare():
     logging.disable(logging.INFO)
     mpl.use("agg")
     torch.set_num_threads(1)
+    publishing.publish_figure = functools.partial(publish_if_readable, publishing.publish_figure)
+
+
+def publish_if_readable(publish, trainer, figure, tag, file):
+    """Check that what is in a figure can be read in TensorBoard without a click."""
+    assert not too_small(figure), (tag, too_small(figure))
+    publish(trainer, figure, tag, file)
 
 
 def main(names):

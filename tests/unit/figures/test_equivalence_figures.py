@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import too_small
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -56,6 +57,7 @@ def sphere(radius_axis=AXIS):
 
 def drawn(figure: Figure) -> Figure:
     figure.savefig(io.BytesIO())
+    assert not too_small(figure)
     return figure
 
 

@@ -17,19 +17,26 @@ def lines(title: str, pairs: int = 2) -> Lines:
     return Lines(title, values, {name: 1 - value for name, value in values.items()})
 
 
-@pytest.mark.parametrize("columns", [1, 2, 4])
-def test_one_column_for_each_kind_of_evaluation(columns):
+@pytest.mark.parametrize("columns", [1, 2, 3, 4])
+def test_two_panels_for_each_kind_of_evaluation(columns):
     figure = drawn(interpolation_curves(T, [lines(f"kind {k}") for k in range(columns)], title="all"))
-    panels = figure.axes
+    panels = [axes for axes in figure.axes if axes.axison]
     assert len(panels) == 2 * columns
-    assert [axes.get_title() for axes in panels[:columns]] == [f"kind {k}" for k in range(columns)]
+    assert [axes.get_title() for axes in panels if axes.get_title()] == [f"kind {k}" for k in range(columns)]
     (unmatched, weights, other) = panels[0].get_lines()
     assert unmatched.get_label() == "unmatched"
     assert weights.get_label() == "weight matching"
     assert other.get_label() == "other"
     np.testing.assert_allclose(weights.get_ydata(), 2 * T * (1 - T))
-    np.testing.assert_allclose(panels[columns].get_lines()[0].get_ydata(), 100 * (1 - T * (1 - T)))
+    np.testing.assert_allclose(panels[min(2, columns)].get_lines()[0].get_ydata(), 100 * (1 - T * (1 - T)))
     assert labels(figure) == ["unmatched", "weight matching", "other"]
+
+
+def test_without_accuracies_there_are_losses_only():
+    columns = [Lines(title, {"weights": np.ones((2, 5))}, {}) for title in ("train", "test")]
+    figure = drawn(interpolation_curves(T, columns, loss="SquaredDistance()"))
+    assert [axes.get_title() for axes in figure.axes] == ["train", "test"]
+    assert figure.axes[0].get_ylabel() == "loss, SquaredDistance()"
 
 
 def test_one_pair_has_no_shade():
