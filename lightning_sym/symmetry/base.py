@@ -1,6 +1,7 @@
 """The symmetry of a network: its group, its elements, and how they act on weights."""
 
 import contextlib
+import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -192,6 +193,9 @@ class Symmetry:
         names = list(dict.fromkeys(shift.names[0] for shift in self.structure.shifts if shift.kind == kind))
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"shifts, {count} {kind}: {shown}"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         return f"<Symmetry: {len(self.groups)} axis groups, {self.units} units, dimension {self.dimension}>"

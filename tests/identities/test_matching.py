@@ -289,6 +289,7 @@ def test_a_network_is_its_own_match():
     merged = merge(case.symmetry, [case.network] * 2)
     for result in (match, match.element, merged):  # in a notebook
         assert len(repr(result)) < 300
+    assert str(case.symmetry).splitlines()[0] in case.symmetry._repr_html_()
 
 
 def test_the_mean_does_not_take_scales_of_nearly_dead_units():

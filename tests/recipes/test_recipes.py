@@ -262,7 +262,7 @@ def test_tensorboard_shows_means_and_extremes_the_main_figure_and_the_config(dig
     settings = metadata.parse_session_start_info_plugin_data(about[metadata.SESSION_START_INFO_TAG]).hparams
     assert settings["members"].number_value == 3
     infos = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG]).hparam_infos
-    assert [info.name for info in infos][:2] == ["members", "network"]
+    assert [info.name for info in infos][:2] == ["members", "lr"]
     assert infos[-1].name in ("execution", "data_seed", "eval_batch_size", "channels_last", "batch_norm")
     assert not {"allow", "_instantiator", "_class_path"} & set(settings)
 
