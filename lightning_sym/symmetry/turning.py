@@ -1,6 +1,6 @@
 """Orthogonal matrices that act on streams: drawn, put one after the other, undone.
 
-See docs/theory/intertwiners.md, 2.6.
+See docs/theory/intertwiners.md, 2.11.
 """
 
 import torch

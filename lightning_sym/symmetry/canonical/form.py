@@ -212,13 +212,15 @@ def _of_shifted(
 ) -> CanonicalForm:
     """Bring a network to its canonical form, up to shifts."""
     if scales is not None and symmetry.structure.dense:
-        cells, notes = _balanced_cells(symmetry, network, scales)
+        cells, stay, notes = _balanced_cells(symmetry, network, scales)
         form = _without_cells(
             symmetry, symmetry.act(cells, network), scales=scales, signs=signs, order=order, inplace=True
         )
         element = symmetry.compose(form.element, cells)
         if signs:
-            dense = reflections(symmetry.structure, dict(form.network.named_parameters()))
+            flips = reflections(symmetry.structure, dict(form.network.named_parameters()))
+            same = symmetry.identity().dense
+            dense = tuple(same[cell] if cell in stay else flip for cell, flip in enumerate(flips))
             element = symmetry.compose(replace(symmetry.identity(), dense=dense), element)
         result = symmetry.act(element, network, inplace=inplace)
         return replace(form, network=result, element=element, notes=tuple(dict.fromkeys((*form.notes, *notes))))
@@ -227,8 +229,10 @@ def _of_shifted(
 
 def _balanced_cells(
     symmetry: Symmetry, network: nn.Module, scales: Literal["balanced", "unit"]
-) -> tuple[Element, list[str]]:
+) -> tuple[Element, set[int], list[str]]:
     """Return the element after which what dense cells put out and what reads it have equal, diagonal Gram matrices.
+
+    With the cells that have no balanced member and stay, and notes.
 
     Scales and cells in turn: the squared norm falls with each, and is convex along geodesics of both together
     (docs/theory/intertwiners.md, 5.5).
@@ -266,7 +270,7 @@ def _balanced_cells(
             f"{len(singular)} cells on which invertible matrices act stay as they are, as what they put out or what "
             "reads it has linearly dependent units"
         )
-    return total, notes
+    return total, singular, notes
 
 
 def _only(tensors: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Finds the streams: cells of units that orthogonal matrices may mix, behind gains perhaps.
 
-See docs/theory/intertwiners.md, 2.6.
+See docs/theory/intertwiners.md, 2.11.
 """
 
 from collections.abc import Collection
