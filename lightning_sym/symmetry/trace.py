@@ -169,7 +169,7 @@ def trace_symmetry(
 
 
 # The options of `trace_symmetry`, which are no arguments of the network.
-_OPTIONS = ("example_input", "more_examples", "affine", "check", "tolerance", "cuts", "output")
+_OPTIONS = ("example_input", "more_examples", "affine", "check", "tolerance", "cuts", "output", "shifts")
 
 
 def _check_example(network: nn.Module, example: Call) -> None:

@@ -69,7 +69,10 @@ def test_images_are_cut_where_the_network_takes_parts(
     assert seen == tested
     assert symmetry.worst_error <= 1e-10
     assert symmetry.check(network) <= 1e-10  # on the example as it is
-    assert (symmetry.dimension, symmetry.elements_tried) == (16 + 256, 2)
+    assert (symmetry.dimension, symmetry.elements_tried) == (
+        16 + 256 + 16,
+        2,
+    )  # scales, matrices, biases before the head
 
 
 def test_a_rule_that_allows_too_much_is_found_on_parts(monkeypatch: pytest.MonkeyPatch) -> None:

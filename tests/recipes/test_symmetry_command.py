@@ -82,7 +82,7 @@ def test_without_weights_nothing_is_checked() -> None:
         (("torchvision:lraspp_mobilenet_v3_large", "--meta"), "axis groups"),
         (("MultiLayerPerceptron", "--network.image_size=8", "--network.in_channels=1"), "dimension"),
         (("symmetry_nets.Tokens", "--output=scores"), "hidden may change"),
-        (("symmetry_nets.Tokens", "--output=scores", "--input=3", "--tokens=20"), "dimension 16"),
+        (("symmetry_nets.Tokens", "--output=scores", "--input=3", "--tokens=20"), "dimension 20"),
     ],
     ids=["torchvision", "several outputs", "own class", "example of its own", "tokens"],
 )
