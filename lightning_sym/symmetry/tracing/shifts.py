@@ -778,6 +778,8 @@ class _Walk:
         if any(sizes) or groups != 1:
             self._fix(entering)
         if groups != 1 and isinstance(weight, fx.Node):
+            if weight not in self.capture.states:  # a weight that was moved about is a value, and seen here
+                self._fix(weight)
             own = self.capture.states.get(bias) if isinstance(bias, fx.Node) else None
             if own in self.shifts.tensors:
                 self.shifts.others.add(own)
