@@ -782,7 +782,8 @@ class _Walk:
         if any(sizes) or groups != 1:
             self._fix(entering)
         if groups != 1:
-            self._fix(weight)
+            if isinstance(weight, fx.Node) and weight not in self.capture.states:  # one that was moved about is a value
+                self._fix(weight)
             own = self.capture.states.get(bias) if isinstance(bias, fx.Node) else None
             if own in self.shifts.tensors:
                 self.shifts.others.add(own)
