@@ -785,7 +785,9 @@ class _Walk:
             if isinstance(weight, fx.Node) and weight not in self.capture.states:  # one that was moved about is a value
                 self._fix(weight)
             own = self.capture.states.get(bias) if isinstance(bias, fx.Node) else None
-            if own in self.shifts.tensors:
+            if own not in self.shifts.tensors:
+                self._fix(bias)
+            else:
                 self.shifts.others.add(own)
                 source = self.shifts.source(own)
                 rank = len(shape_of(node) or ())
