@@ -68,8 +68,7 @@ def shared_memory(graph: fx.Graph) -> set[fx.Node]:
     by_memory: dict[int, list[fx.Node]] = {}
     written: set[int] = set()
     for node, place in nodes.items():
-        values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-        memories = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+        memories = memories_of(node)
         for target in _written(node):
             for memory in memories_of(target):
                 others = [other for other in by_memory.get(memory, ()) if other is not target]
@@ -84,7 +83,8 @@ def shared_memory(graph: fx.Graph) -> set[fx.Node]:
 def memories_of(node: fx.Node) -> set[int]:
     """Return which memory the tensors lie in that a node makes."""
     values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-    return {int(value.untyped_storage()._cdata) for value in values if isinstance(value, Tensor)}
+    dense = (value for value in values if isinstance(value, Tensor) and value.layout == torch.strided)
+    return {int(value.untyped_storage()._cdata) for value in dense}
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -121,7 +121,9 @@ def _grouped(
             trace.constraints.fix(trace.grouped.pop(name))
         trace.fix(weight)
         return Value(shape)
-    trace.grouped_by.setdefault(name, set()).update(_way_from_parameter(trace))
+    way = _way_from_parameter(trace)
+    trace.grouped_by.setdefault(name, set()).update(way)
+    trace.untold.update(way[1:])  # which channels these are only the convolution says
     label = constraints.resolve(label)
     ins, rows = value.shape[channel] // groups, shape[channel] // groups
     if transposed:

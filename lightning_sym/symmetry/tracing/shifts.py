@@ -33,6 +33,7 @@ from lightning_sym.symmetry.tracing.invisible import (
 )
 
 Ints = NDArray[np.int64]
+_FACTOR = 1e4  # by which shifts may grow or shrink at once
 _MOST = 2**20  # entries of a parameter of several axes that are told apart
 
 # What the kinds of shifts are called in tables.
@@ -714,7 +715,9 @@ class _Walk:
         if node.kwargs.get("rounding_mode") or isinstance(one, fx.Node) == isinstance(two, fx.Node):
             return self._see(node)
         value, factor = (one, two) if isinstance(one, fx.Node) else (two, one)
-        if not isinstance(factor, (int, float)) or (quotient and value is two) or factor == 0:
+        if not isinstance(factor, (int, float)) or (quotient and value is two):
+            return self._see(node)
+        if not 1 / _FACTOR <= abs(factor) <= _FACTOR:  # equations hold up to rounding, in which it would be lost
             return self._see(node)
         return self._scaled(self._at(value), 1 / factor if quotient else float(factor))
 

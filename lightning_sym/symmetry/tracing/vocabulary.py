@@ -131,6 +131,7 @@ class Trace:
         self.kinds: dict[str, tuple[str, float]] = {}
         self.grouped: dict[str, Label] = {}
         self.grouped_by: dict[str, set[fx.Node]] = {}
+        self.untold: set[fx.Node] = set()
         self.mixed_uses: set[str] = set()
         self.leaf: dict[str, Value] = {}
         self.affine = affine

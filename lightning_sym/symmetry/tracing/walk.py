@@ -104,6 +104,7 @@ class Walk(Trace):
                     self.taps[mark] = value
                     for label in value.labels:
                         self.see(label, mark.name)
+        self.taps = {mark: value for mark, value in self.taps.items() if mark.node not in self.untold}
         self._fix_unread()
         for node, state in capture.states.items():
             if not set(node.users) <= self.grouped_by.pop(state, set(node.users)):
