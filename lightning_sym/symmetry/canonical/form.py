@@ -21,6 +21,7 @@ from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.translations import nearest
 
 # Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
+_MOST_SHIFTS = 8  # how often shifts and all else are found in turn
 _SETTLED, _MOST_ROUNDS = 1e-13, 500
 
 
@@ -197,9 +198,18 @@ def canonicalize(
     symmetry.require(network)
     if scales is None or not symmetry.structure.shifts:
         return _of_shifted(symmetry, network, scales, signs, order, inplace)
-    shift = replace(symmetry.identity(), shift=nearest(symmetry.structure.shifts, state_tensors(network)))
-    found = _of_shifted(symmetry, symmetry.act(shift, network, inplace=inplace), scales, signs, order, True)
-    return replace(found, element=symmetry.compose(found.element, shift))
+    # Shifts and all else in turn: biases that take up signs, or gains in a stream, say anew what shifts there are.
+    element, current = symmetry.identity(), network
+    dead: dict[str, Tensor] | None = None
+    for _ in range(_MOST_SHIFTS):
+        step = nearest(symmetry.structure.shifts, state_tensors(current))
+        if dead is not None and all(bool((v.abs() <= 1e-12).all()) for v in step):
+            break
+        shift = replace(symmetry.identity(), shift=step)
+        found = _of_shifted(symmetry, symmetry.act(shift, current), scales, signs, order, True)
+        current, element = found.network, symmetry.compose(found.element, symmetry.compose(shift, element))
+        dead = found.dead if dead is None else dead
+    return replace(found, network=symmetry.act(element, network, inplace=inplace), element=element, dead=dead or {})
 
 
 def _of_shifted(
