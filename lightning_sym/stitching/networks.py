@@ -184,7 +184,7 @@ class PlantedStitches:
 
     Args:
         source: Network ``A``.
-        element: An element of ``source.symmetry``; default a random one.
+        element: An element of ``source.symmetry``; default a random one without shifts, which no matrix does.
         generator: Generator for the random element.
         scale: Standard deviation of the logarithm of its scales, >= 0.
 
@@ -206,7 +206,7 @@ class PlantedStitches:
     ) -> None:
         self._source = source
         symmetry = source.symmetry
-        self.element = symmetry.sample(generator, scale=scale) if element is None else element
+        self.element = symmetry.sample(generator, scale=scale, shifts=False) if element is None else element
         moved = symmetry.act(self.element, source.network)
         assert isinstance(moved, Network)
         self.network = moved

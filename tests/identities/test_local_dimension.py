@@ -90,7 +90,8 @@ CASES = {
     ),
     "constant tanh": (lambda: shallow(nn.Tanh), lambda net: net[0].weight[0].zero_(), {}, 3, 0, (0, 0, 1, 0)),
     "equal tanh": (lambda: shallow(nn.Tanh), copy_first, {}, 2, 0, (0, 0, 0, 1)),
-    "log-softmax": (shallow, None, {"log_softmax": True}, 9, 4, NOTHING),
+    # Scales, and what adds one number to all logits: in each column of the last layer, and in its bias.
+    "log-softmax": (shallow, None, {"log_softmax": True}, 9, 4 + 4 + 1, NOTHING),
     "batch norm": (norms, None, {"seed": 0}, 12, 12, NOTHING),
     "batch norm in training": (norms, None, {"seed": 0, "samples": 100, "training": True}, 12, 12, NOTHING),
 }  # fmt: skip

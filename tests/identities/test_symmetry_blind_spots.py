@@ -423,7 +423,9 @@ def test_subsequent_mask_is_no_data() -> None:
     make = program(causal, q=of(L, 5, 4), k=of(L, 5, 4), v=of(L, 5, 4), o=of(L, 4, 2))
     network = make().double().eval()
     symmetry = trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64))
-    assert symmetry.dimension == 32
+    # Matrices of queries and keys, and of values; the keys' bias, which the softmax does not see, and the values',
+    # which the last one takes up.
+    assert symmetry.dimension == 2 * 4**2 + 4 + 4
     assert_right(make, network, symmetry, [torch.randn(3, t, 5, dtype=torch.float64) for t in (1, 5, 8)], EXACT)
 
 
@@ -442,6 +444,12 @@ def test_causal_mask_of_a_transformer_of_torch_is_no_data(is_causal: bool | None
     torch.manual_seed(0)
     network = make().double().eval()
     symmetry = trace_symmetry(network, torch.randn(2, 5, 5, dtype=torch.float64))
-    assert symmetry.dimension == 88
+    # Matrices of queries and keys, and of values, in 2 heads of width 4; scales of hidden units and of the last gain.
+    linear = 2 * 2 * 4**2 + 16 + 8
+    # Biases: of the keys, which the softmax does not see, and those that later ones take up: of the values, of both
+    # layer norms, and of the first layer. Multiples of ones, which layer norms do not see: of columns and biases before
+    # the two, and of rows behind them.
+    shifts = (8 + 8 + 2 * 8 + 8) + (8 + 1) + (16 + 1) + (16 + 3)
+    assert symmetry.dimension == linear + shifts
     if is_causal is not False:
         assert_right(make, network, symmetry, [torch.randn(3, t, 5, dtype=torch.float64) for t in (1, 5, 8)], EXACT)

@@ -171,7 +171,7 @@ def test_absent_data_are_one_sentence(name, tmp_path):
     for _ in range(2):  # the failed attempt is no run that would have to be replaced
         result = call("fit", "--config", name, "--data.download=false", *zoo, *QUIET)
         assert result.status == 1
-        assert re.fullmatch(rf"{title} is not in .*/data/{folder} \(.*\); copy .*\.", result.error)
+        assert re.fullmatch(rf"data.root: {title} is not in .*/data/{folder} \(.*\); copy .*\.", result.error)
         assert str(Path.cwd()) in result.error
 
 

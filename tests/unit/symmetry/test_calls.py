@@ -191,8 +191,6 @@ def test_check_and_local_dimension_refuse_arguments_that_do_not_fit() -> None:
     for function in (symmetry.check, lambda *given, **named: local_dimension(symmetry, *given, **named)):
         assert_refused(function, network, mask=MASK, says=("missing a required argument: 'x'",), error=TypeError)
     assert_refused(symmetry.check, network, x=X, sampels=3, says="Did you mean 'samples'?", error=TypeError)
-    found = local_dimension(symmetry, network, x=torch.randn(80, 5))
-    assert (
-        found.nullity
-        == local_dimension(symmetry, network, symmetry.examples[0]._replace(positional=(torch.randn(80, 5),))).nullity
-    )
+    x = torch.randn(80, 5)
+    call = symmetry.examples[0]._replace(positional=(x,))
+    assert local_dimension(symmetry, network, x=x).nullity == local_dimension(symmetry, network, call).nullity

@@ -799,5 +799,6 @@ def test_what_a_module_caches_in_a_dictionary_is_as_it_was_before() -> None:
 
     network = Program(run, {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2), "table": nn.Parameter(torch.randn(4))})
     network.cache = {}
-    assert trace_symmetry(network, torch.randn(2, 3), check=False).dimension == 4
+    # A scale of each unit; and of two biases that are added, what one gains the other may lose.
+    assert trace_symmetry(network, torch.randn(2, 3), check=False).dimension == 4 + 4
     assert network.cache == {}

@@ -194,7 +194,7 @@ def test_networks_that_differ_in_statistics_only_are_one(tmp_path):
 
 def test_data_that_know_no_training_images_are_refused(normed):
     for changes in ({}, {"matched": "activations"}):
-        with pytest.raises(ValueError, match="the data have no curvature_dataloader; use a datamodule of"):
+        with pytest.raises(ValueError, match="and these have no curvature_dataloader; use a datamodule of"):
             fit(CurveTask(str(normed), **changes), Theirs())
 
 
