@@ -172,5 +172,6 @@ def _numbers(symmetry: Any) -> dict[str, Any]:
         "tolerance": symmetry.tolerance if tested else None,
         "fingerprint": symmetry.fingerprint,
         "groups": symmetry.table(),
+        "shifts": symmetry.shift_kinds,
         "notes": list(symmetry.notes),
     }

@@ -120,7 +120,11 @@ class Symmetry:
 
     @cached_property
     def dimension(self) -> int:
-        """The dimension of the group's continuous part, and of the orbit of a generic network."""
+        """The dimension of the group's continuous part.
+
+        It is that of the orbit of a generic network, unless linear layers in a row are wider than what they pass on:
+        there some elements change nothing.
+        """
         inside = sum(len(cell) for cell in self.structure.dense)
         mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
         mixing += sum(rotation.dimension for rotation in self.structure.rotations)

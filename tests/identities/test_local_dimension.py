@@ -75,7 +75,9 @@ CASES = {
     # One scale per channel of the stream.
     "residual": (lambda: residual(leaky), None, {"seed": 5}, 9, 9, NOTHING),
     # The product map, 2 x 3 weights and 2 biases, is all that the function shows.
-    "linear": (lambda: deep(nn.Identity), None, {}, 46 - 8, 32, NOTHING),
+    # 3-4-4-2: two GL(4) and two translations. Elements x -> x + (n x - c) v, v in the kernel of what follows, leave the
+    # network as it is (a space of dimension 2), so that the orbit has 38, the whole nullity.
+    "linear": (lambda: deep(nn.Identity), None, {}, 46 - 8, 2 * 16 + 2 * 4, NOTHING),
     "shallow": (shallow, None, {}, 4, 4, NOTHING),
     "dead unit": (shallow, lambda net: net[0].bias[0].fill_(-100), {}, 9, 4, (1, 0, 0, 0)),
     "unit always on": (shallow, lambda net: net[0].bias[:1].fill_(100), {}, 4 - 1 + 1 + 1, 4, (0, 1, 0, 0)),
