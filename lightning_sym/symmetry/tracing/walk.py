@@ -68,7 +68,7 @@ class Walk(Trace):
                 if node in capture.states:
                     environment[node] = self.state_value(capture.states[node]) if node.users else None
                 else:
-                    meta = node.meta["val"]
+                    meta = node.meta.get("val")  # torch 2.11 says nothing of arguments that are no tensors
                     environment[node] = Value(tuple(meta.shape)) if isinstance(meta, Tensor) else meta
                 memory.hold(node)
             elif node.op == "get_attr":
