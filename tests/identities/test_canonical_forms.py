@@ -311,3 +311,17 @@ def test_cells_without_a_balanced_member_are_named():
     bounds = orbit_distance(symmetry, network, network)
     assert bounds.lower == 0
     assert any("no lower bound" in note for note in bounds.notes)
+
+
+@torch.enable_grad()  # as in a notebook: weights that require gradients are no reason to fail
+def test_post_norm_transformers_on_one_orbit_have_one_form() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    network = nn.Sequential(nn.Linear(5, 8), layer, nn.Linear(8, 3)).double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    symmetry = trace_symmetry(network, torch.randn(2, 4, 5, dtype=torch.float64))
+    other = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), network)
+    one, two = (canonicalize(symmetry, member).network.state_dict() for member in (network, other))
+    assert all(torch.allclose(one[name], two[name], rtol=0, atol=1e-10) for name in one)

@@ -228,7 +228,7 @@ def _of_shifted(
         )
         element = symmetry.compose(form.element, cells)
         if signs:
-            flips = reflections(symmetry.structure, dict(form.network.named_parameters()))
+            flips = reflections(symmetry.structure, {n: p.detach() for n, p in form.network.named_parameters()})
             same = symmetry.identity().dense
             dense = tuple(same[cell] if cell in stay else flip for cell, flip in enumerate(flips))
             element = symmetry.compose(replace(symmetry.identity(), dense=dense), element)
