@@ -45,7 +45,7 @@ format: $(VENV)/.installed-lint
 types: $(VENV)/.installed-types
 	rm -rf .links && mkdir -p .links/lightning_sym
 	for part in lightning_sym/* callbacks datamodules recipes; do ln -s "$(CURDIR)/$$part" .links/lightning_sym/; done
-	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml
+	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache
 
 wheel-test: $(VENV)/.installed
 	.ci/wheel_test.sh $(BIN)/python

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import platform
 import statistics
 import time
@@ -88,12 +89,21 @@ def write(name: str, results: Results, device: str, rounds: int) -> None:
     """Write all results to ``results/<name>-<device>.json`` and ``.md``."""
     machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     machine = torch.cuda.get_device_name() if device == "cuda" else machine
-    about = {"machine": machine, "rounds": rounds, "python": platform.python_version(), "versions": versions()}
+    load = [round(minutes, 1) for minutes in os.getloadavg()]  # of the last 1, 5 and 15 minutes, this script included
+    about = {
+        "machine": machine,
+        "load": load,
+        "rounds": rounds,
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}-{device}"
     file.with_suffix(".json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     text = "\n".join(table(found) for found in results)
-    file.with_suffix(".md").write_text(f"{machine}; torch {torch.__version__}; {rounds} rounds.\n\n{text}")
+    file.with_suffix(".md").write_text(
+        f"{machine}; torch {torch.__version__}; {rounds} rounds; load {load[-1]}.\n\n{text}"
+    )
 
 
 def parser(description: str | None, rounds: int, about_rounds: str = "after a first one that is not counted") -> Parser:

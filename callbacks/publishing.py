@@ -9,22 +9,25 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sym._files import write_atomically
+from lightning_sym.figures import cards
 from lightning_sym.reports import RunResults
 
 
 def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
-    """Save a figure as PNG and send it to every logger that takes figures; to be called on rank 0.
+    """Save a figure as PNG and send its panels to every logger that takes figures; to be called on rank 0.
 
     Args:
         trainer: Its loggers are used; those without ``add_figure`` are passed over.
-        figure: The figure.
-        tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``.
-        file: The PNG to write.
+        figure: The figure; it is used up, see :func:`lightning_sym.figures.cards`.
+        tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``. Of several panels each has a number:
+            ``figures/StitchingReport/penalties/1``.
+        file: The PNG to write, with all panels.
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_atomically(file, buffer.getvalue())
-    _send(trainer, "add_figure", tag, figure)
+    for number, card in cards(figure):
+        _send(trainer, "add_figure", f"{tag}/{number}" if number else tag, card)
 
 
 def publish_text(trainer: Trainer, text: str, tag: str) -> None:

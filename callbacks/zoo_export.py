@@ -9,7 +9,7 @@ from typing import Any
 from pytorch_lightning import LightningModule, Trainer
 
 from lightning_sym._distributed import together
-from lightning_sym._text import ranges
+from lightning_sym._text import other_settings, ranges
 from lightning_sym.callbacks._checks import on_first_rank
 from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.datamodules import InMemoryDataModule
@@ -124,8 +124,8 @@ def _check_like(zoo: ModelZoo, architecture: dict[str, Any], numbers: list[int],
         for what in ("fingerprint", "mean", "std"):
             if member.data.get(what) != mine[what]:
                 raise ValueError(
-                    f"Member {member.number} of the zoo at {zoo.path} was trained on other data ({what} "
-                    f"{str(member.data.get(what))[:40]}, these have {str(mine[what])[:40]}); {_ELSEWHERE}."
+                    f"Member {member.number} of the zoo at {zoo.path} was trained on other data"
+                    f"{other_settings(member.data, mine) or f' (another {what})'}; {_ELSEWHERE}."
                 )
 
 

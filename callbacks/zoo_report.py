@@ -19,9 +19,9 @@ class ZooReport(RunReport):
     """Say what a fit of a :class:`lightning_sym.tasks.ZooTask` found.
 
     At the end of the fit, on rank 0: ``results/members.csv`` and ``.json`` (kept epoch, accuracy and loss on each
-    split, per member), ``results/zoo.png``, ``validation_curves.png`` and ``confusion.png`` (all in TensorBoard too,
-    under ``figures/ZooReport``, and the mean test accuracy, ``test/accuracy``, beside the hyperparameters), and a table
-    on the terminal with the places of all files. With another loss than the cross-entropy there are losses in place of
+    split, per member), ``results/validation_curves.png`` and ``confusion.png`` (both in TensorBoard too, under
+    ``figures/ZooReport``, and the mean test accuracy, ``test/accuracy``, beside the hyperparameters), and a table on
+    the terminal with the places of all files. With another loss than the cross-entropy there are losses in place of
     accuracies, and no confusion.
 
     Args:

@@ -1,5 +1,8 @@
 """Weights from elsewhere: state dicts, checkpoints of Lightning and safetensors, fitted to a network."""
 
+import pickle
+import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,17 +38,27 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged, or no safetensors file ({error}).") from None
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of a pickle that torch.save did not write; whether it is read is said below
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception:  # whatever the bytes of another file make of the unpickler
-        if file.read_bytes()[:2] in (b"PK", *(b"\x80" + bytes([version]) for version in range(2, 6))):
+    except Exception as error:  # whatever the bytes of another file make of the unpickler
+        if isinstance(error, pickle.UnpicklingError) and _is_whole(file):
             raise ValueError(
                 f"{file} holds more than tensors and plain values, such as a whole module, and is not opened, because "
                 "that could run code; save network.state_dict() where you trust it, and give that file."
             ) from None
-        raise ValueError(f"{file} is damaged, or no file that torch.save wrote.") from None
+        raise ValueError(f"{file} is damaged or cut off, or no file that torch.save wrote.") from None
     return flat_weights(content, str(file))
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a file is what ``torch.save`` writes: an archive, whose contents stand at its end, or a pickle."""
+    if zipfile.is_zipfile(file):
+        return True
+    content = file.read_bytes()
+    return content[:2] in [b"\x80" + bytes([version]) for version in range(2, 6)]
 
 
 def flat_weights(content: object, source: str = "The state dict") -> dict[str, Tensor]:
@@ -82,7 +95,7 @@ def fit_weights(
 
     Raises:
         ValueError: If the names fit under no prefix or under several, if there are more under it than the network has,
-            or if shapes differ.
+            if shapes differ, or tied weights.
     """
     module = network.module if isinstance(network, WrappedNetwork) else network
     own = "module." if module is not network else ""
@@ -112,6 +125,13 @@ def fit_weights(
         raise ValueError(
             f"{source} holds {surplus[0]!r}, which {kind} has not; give the arguments that the network was built with."
         )
+    for names in tied.values():
+        first, *others = (start + one for one in names if start + one in tensors)
+        if other := next((one for one in others if not torch.equal(tensors[one], tensors[first])), None):
+            raise ValueError(
+                f"{source} holds other values of {other!r} than of {first!r}, which are tied in {kind}; give the "
+                "arguments that the network was built with."
+            )
     held = {name: next(one for one in names if start + one in tensors) for name, names in tied.items()}
     tensors = {**tensors, **{start + name: tensors[start + one] for name, one in held.items()}}
     for name in needed:

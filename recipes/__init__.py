@@ -6,7 +6,7 @@ and hardware.
 
 from pathlib import Path
 
-from lightning_sym._text import unknown
+from lightning_sym._text import nearest
 
 _FOLDER = Path(__file__).parent
 
@@ -27,7 +27,8 @@ def recipe_path(name: str) -> Path:
     """
     name = name.removesuffix(".yaml")
     if name not in recipe_names():
-        raise ValueError(unknown("recipe", name, recipe_names()))
+        hint = nearest(name, recipe_names()) or " lightning-sym recipes lists them."
+        raise ValueError(f"Unknown recipe {name!r}.{hint}")
     return _FOLDER / f"{name}.yaml"
 
 

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from lightning_sym.networks import (
     CIFARResNet,
     CIFARResNet18,
+    CompactTransformer,
     LeNet5,
     MultiLayerPerceptron,
     MyrtleCNN,
     Network,
     ResidualCNN,
     TorchvisionNetwork,
+    VisionTransformer,
 )
 
 # Makers and image shapes; the widths and sizes are the smallest that reach every branch.
@@ -35,6 +37,15 @@ OURS = {
     "resnet56": (lambda: CIFARResNet(56, width=1, activation="gaussian"), (3, 8, 8)),
     "residual_cnn": (lambda: ResidualCNN((2, 3), (1, 1), residual_activation="identity"), (3, 8, 8)),
     "cifar_resnet18": (lambda: CIFARResNet18(width=2), (3, 8, 8)),
+    "cct": (lambda: CompactTransformer(1, 8, variant="2/3x2", width=4), (1, 8, 8)),
+    "cct_sinusoidal": (lambda: CompactTransformer(3, (8, 6), 5, "2/2x1", 4, 2, 1.5, "sinusoidal", "relu"), (3, 8, 6)),
+    "vit": (lambda: VisionTransformer(1, 4, 5, 2, 8, 2, 2, pool="class", dropout=0.1), (1, 4, 4)),
+    "vit_modern": (
+        lambda: VisionTransformer(
+            *(3, (4, 6), 5, 2, 16, 2, 4, 2, 1.5, "rms", "rotary", "swiglu", "sequence"), bias=False, layer_scale=0.1
+        ),
+        (3, 4, 6),
+    ),
 }
 TORCHVISION = {
     "tv_resnet18": (lambda: Network.wrap(functools.partial(torchvision.models.resnet18, num_classes=10)), (3, 32, 32)),

@@ -27,9 +27,10 @@ def _pixels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Draw the figures of a test's runs only where the test is marked ``drawn``."""
     publishing = sys.modules.get("lightning_sym.callbacks.publishing")
     if publishing is not None and request.node.get_closest_marker("drawn") is None:
-        from helpers import as_pixel
+        from helpers import as_pixel, checked_cards
 
         monkeypatch.setattr(publishing, "publish_figure", as_pixel(publishing.publish_figure))
+        monkeypatch.setattr(publishing, "cards", checked_cards)
 
 
 @pytest.fixture(scope="session")

@@ -5,20 +5,24 @@ import functools
 import importlib.util
 import io
 import json
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_sym.figures import cards
+from lightning_sym.figures.cards import CARD
 from lightning_sym.networks import Network
 from lightning_sym.zoo import rebuild_manifest, write_member
 
@@ -103,15 +107,15 @@ def printed(show: Callable[[Console], Any]) -> str:
     return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
-def too_small(figure: Figure, width: int = 420, least: float = 9.0) -> list[str]:
-    """Return titles and names of axes whose letters have fewer pixels when the picture is so many wide.
+def too_small(figure: Figure, width: float = 420, height: float = math.inf, least: float = 9.0) -> list[str]:
+    """Return titles and names of axes whose letters have fewer pixels where the picture is fitted into so many.
 
-    That is how wide TensorBoard shows pictures before one clicks on them.
+    TensorBoard's page of images shows pictures 420 wide before one clicks on them.
     """
     texts = [*filter(None, (figure.get_suptitle() and figure._suptitle, figure._supxlabel, figure._supylabel))]
-    for axes in figure.axes:
+    for axes in filter(Axes.get_visible, figure.axes):
         texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *([axes.zaxis.label] if axes.name == "3d" else [])]
-    per_point = width / (72 * figure.get_figwidth())
+    per_point = min(width / figure.get_figwidth(), height / figure.get_figheight()) / 72
     shown = [text for text in texts if text.get_text().strip() and text.get_visible()]
     return [f"{t.get_text()!r}: {t.get_size() * per_point:.1f}" for t in shown if t.get_size() * per_point < least]
 
@@ -130,6 +134,17 @@ def as_pixel(publish_figure: Callable[..., None]) -> Callable[..., None]:
         publish_figure(trainer, figure, tag, file)
 
     return publish
+
+
+def checked_cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
+    """Check that the words on each card can be read.
+
+    Yields:
+        Like ``cards``, but pixels in place of the pictures, which take long to draw.
+    """
+    for number, card in cards(figure):
+        assert not too_small(card, *CARD), (number, too_small(card, *CARD))
+        yield number, Figure(figsize=(0.01, 0.01), dpi=100)
 
 
 def assert_same(a: object, b: object, where: str = "") -> None:

@@ -1,5 +1,6 @@
 """What a command line and its files say, as trees of options: read without importing torch."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sym._text import nearest
+from lightning_sym._text import initials, nearest
 
 Tree = dict[str, Any]
 
@@ -45,6 +46,39 @@ def read_given(args: Sequence[str]) -> list[Tree]:
             _place(tree, option.removeprefix("--").split("."), _yaml(value))
             trees.append(tree)
     return trees
+
+
+def separated(args: Sequence[str], flags: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the options with their values, and what stands alone.
+
+    Args:
+        args: Arguments after the command.
+        flags: Names of options that take no value: what follows them stands alone. They become ``--name=true``.
+    """
+    options: list[str] = []
+    names: list[str] = []
+    waiting = False
+    for arg in args:
+        is_flag = arg.removeprefix("--") in flags and arg.startswith("--")
+        is_option = arg.startswith("--")
+        if is_option or waiting:
+            options.append(f"{arg}=true" if is_flag else arg)
+        else:
+            names.append(arg)
+        waiting = is_option and "=" not in arg and not is_flag
+    return options, names
+
+
+def shape_of(given: Any) -> tuple[int, ...]:
+    """Return a shape of one that was written as 3,224,224 (or as a list, or as one number).
+
+    Raises:
+        ValueError: If it is none.
+    """
+    sizes = given if isinstance(given, list) else re.split(r"\s*[,x]\s*", str(given).strip())
+    if not all(re.fullmatch(r"[1-9]\d*", str(size)) for size in sizes):
+        raise ValueError(f"--input takes a shape without the batch, such as 3,224,224, got {given}.")
+    return tuple(int(size) for size in sizes)
 
 
 def without_value(args: Sequence[str]) -> str:
@@ -134,7 +168,8 @@ def unknown_option(tree: Mapping[str, Any], options_of: Callable[[str], frozense
         options = options_of(kind)
         if options is not None and name not in options:
             short = kind.rpartition(".")[2]
-            known = nearest(name, options, before=f"{path}.") or f" {_help(tree, path, short)} lists those it has."
+            known = nearest(name, options, before=f"{path}.") or _inside(tree, path, name)
+            known = known or f" {_help(tree, path, short)} lists those it has."
             return f"{short} has no option '{path}.{name}'.{known}"
     return ""
 
@@ -150,6 +185,13 @@ def _of_a_class(
     found += [path for path, _, key, _ in given if key == name]
     names = dict.fromkeys(f"{path}.{name}{rest}" for path in found)
     return f" Did you mean {' or '.join(map(repr, list(names)[:2]))}?" if names else ""
+
+
+def _inside(tree: Mapping[str, Any], path: str, name: str) -> str:
+    """Return a question with an option of this name, or of these initials, of a class inside of one."""
+    found = [f"{inner}.{key}" for inner, _, key, _ in owned(tree) if inner.startswith(f"{path}.")]
+    near = [one for one in found if one.rpartition(".")[2] in (name, initials(name))]
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def full_path(tree: Mapping[str, Any], name: str) -> str:

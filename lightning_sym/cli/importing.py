@@ -15,7 +15,7 @@ import torch
 import lightning_sym.datamodules
 import lightning_sym.networks
 from lightning_sym._text import nearest
-from lightning_sym.cli.given import class_of, merge, read_given
+from lightning_sym.cli.given import class_of, merge, read_given, separated
 from lightning_sym.connectivity import curve_losses
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.cells import counted
@@ -54,7 +54,7 @@ def import_members(args: Sequence[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, HELP, sep="\n\n")
         return
-    options, files = _split(args)
+    options, files = separated(args)
     given = merge(read_given(options))
     for name in given:
         if name not in _OPTIONS:
@@ -85,18 +85,6 @@ def _as_options(name: str, node: Any) -> str:
     written = {f"--{name}": class_of(node)}
     written |= {f"--{name}.{key}": arg if isinstance(arg, str) else json.dumps(arg) for key, arg in arguments.items()}
     return "".join(f" {option} {shlex.quote(value)}" for option, value in written.items())
-
-
-def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options with their values, and the files."""
-    options: list[str] = []
-    files: list[str] = []
-    waiting = False
-    for arg in args:
-        is_option = arg.startswith("--")
-        (options if is_option or waiting else files).append(arg)
-        waiting = is_option and "=" not in arg
-    return options, files
 
 
 def construct(node: Any, known: Any, option: str) -> functools.partial[Any]:

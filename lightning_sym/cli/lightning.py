@@ -32,7 +32,7 @@ from lightning_sym._files import write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
-from lightning_sym.cli.given import LINKED, class_of, merge, read_given
+from lightning_sym.cli.given import LINKED, class_of, full_path, merge, read_given
 from lightning_sym.cli.messages import class_at, explain, first_missing, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
@@ -54,6 +54,14 @@ class RecipeParser(LightningArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)  # --trainer.max_epoch is a misspelling, not max_epochs
+
+    def format_help(self, *args: Any) -> str:
+        """Return the help; options of a class within a class are named by their whole path."""
+        text: str = super().format_help(*args)
+        if match := re.match(r"Help for --(\S+)\.help=", self.description or ""):
+            path = full_path(self.given, f"{match[1]}.help").removesuffix(".help")
+            text = re.sub(rf"--{re.escape(match[1])}(?=[.\s=])", f"--{path}", text)
+        return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what was wrong and exit with status 2."""

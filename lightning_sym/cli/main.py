@@ -19,6 +19,7 @@ _COMMANDS = {
     "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
     "predict": "predict the test split",
     "import": "make a zoo of checkpoints of yours: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
+    "merge": "the mean of checkpoints in one order: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
     "symmetry": "what leaves a network's function alone: lightning-sym symmetry torchvision:resnet50",
     "recipes": "list the shipped recipes; with a name, show one",
 }
@@ -57,6 +58,8 @@ def _command(args: list[str]) -> int:
         return _recipes(rest)
     if command == "import":
         return _import(rest)
+    if command == "merge":
+        return _merge(rest)
     if command == "symmetry":
         return _symmetry(rest)
     try:
@@ -165,6 +168,19 @@ def _import(args: list[str]) -> int:
         import_members(args)
 
     return _guarded(start)
+
+
+def _merge(args: list[str]) -> int:
+    from lightning_sym.cli import merging
+
+    if not args or args[0] in ("-h", "--help"):
+        print(merging.HELP)
+        return 0
+    try:
+        asked = merging.read_merge_options(args)
+    except ValueError as error:
+        return _misunderstood(str(error), merging.USAGE)
+    return _guarded(lambda: merging.merge_files(asked))
 
 
 def _symmetry(args: list[str]) -> int:

@@ -16,7 +16,7 @@ from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 
 from lightning_sym._text import TRACEBACK, nearest
-from lightning_sym.cli.given import LINKED, SECTIONS, SETTINGS, classes, full_path, path_of, unknown_option
+from lightning_sym.cli.given import LINKED, SECTIONS, SETTINGS, class_of, classes, full_path, path_of, unknown_option
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network, NetworkOrModule
 
@@ -51,6 +51,13 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
                 return missing_option(path, kind, names[0])
         missing = ", ".join(f"--{name}" for name in names)
         return f"Missing: {missing}; or name a recipe with --config (lightning-sym recipes lists them)."
+    if match := re.search(r"Early stopping conditioned on metric `([^`]+)` which is not available(.*)", line):
+        names = re.findall("`([^`]+/[^`]+)`", match[2])
+        hint = nearest(match[1], names) or f" It logs {', '.join(names)}."
+        return f"monitor must be a number that the run logs, got {match[1]!r}.{hint}"
+    if match := re.fullmatch(r"`(\w+)` can be (.+), got (\w+)", line):  # of Lightning's callbacks
+        allowed = [word.strip("' ") for word in match[2].split(",")]
+        return f"{match[1]} must be {' or '.join(allowed)}, got {match[3]!r}."
     if match := re.search(r"Expected a <class '(\w+)'>\. Got value: (\(\d+, \d+\))", line):  # linked from the data
         return (
             f"image_size of the network takes {match[1]}, and that of the data is the pair {match[2]}; declare it in "
@@ -66,7 +73,8 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
 def _unknown_option(name: str, given: Mapping[str, Any], early: bool) -> str:
     if wrong := unknown_option(given, _options_of):
         return wrong
-    if early and (path := full_path(given, name)) != name:  # of a class that the parser does not know yet
+    path = full_path(given, name)
+    if path != name and (early or not class_of(given.get(path.partition(".")[0]))):  # the parser knows no class yet
         return f"Option {path!r} comes before the class that has it; put --config, or the class, in front of it."
     return f"Unknown option {name!r}.{nearest(name, (*SECTIONS, *SETTINGS))}"
 
@@ -166,6 +174,14 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
     return f"There is no module {missing!r}. The folder of a module of your own has to be on PYTHONPATH."
 
 
+# What a type is called where a value is of none of those that an option takes.
+_KINDS = {
+    **dict.fromkeys(("Sequence", "list"), "a list"),
+    **dict.fromkeys(("Mapping", "dict"), "a mapping"),
+    **{"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"},
+}
+
+
 def _wrong_value(line: str, given: Mapping[str, Any]) -> str | None:
     """Return the sentence for a value of the wrong type; None if that is not the trouble."""
     value = re.search(r"(?:Got value|Given value): (.*)$", line)
@@ -176,9 +192,10 @@ def _wrong_value(line: str, given: Mapping[str, Any]) -> str | None:
     ]
     if value is None or not set(kinds) - {"null"}:
         return None
-    kinds = [
-        "a list" if kind in ("Sequence", "list") else kind for kind in dict.fromkeys(sorted(kinds, key="null".__eq__))
-    ]
+    kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(sorted(kinds, key="null".__eq__))]
+    if "a number" in kinds:  # integers are, too
+        finite = "a finite number" if value[1].strip("'\"").lower() in ("nan", "inf", "-inf") else "a number"
+        kinds = [finite, *(kind for kind in kinds if kind not in ("a number", "an integer"))]
     key = re.search(r'Parser key "([^"]+)"', line)
     where = f"{path_of(given, key[1], value[1])}: " if key else ""
     return f"{where}expected {' or '.join(kinds)}, got {value[1]!r}."
@@ -230,6 +247,8 @@ def is_expected(error: BaseException) -> bool:
         frames = list(traceback.walk_tb(error.__traceback__))
         name = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
         return name.startswith("lightning_sym.") and str(error).endswith(".")
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("Early stopping conditioned on metric")  # that of a mistyped option
     return isinstance(error, ValueError | OSError | MisconfigurationException)
 
 

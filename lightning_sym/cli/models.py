@@ -38,12 +38,14 @@ class Model:
         library: ``torchvision``, ``timm``, ``transformers``, or empty for a class.
         network: The network, in evaluation mode.
         shape: Of one input, as the library's own description of the model says; None if it says nothing.
+        notes: What was chosen so that it can be traced.
     """
 
     name: str
     library: str
     network: nn.Module
     shape: tuple[int, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def build_model(name: str, arguments: Mapping[str, Any] | None = None, *, meta: bool = False) -> Model:
@@ -65,7 +67,18 @@ def build_model(name: str, arguments: Mapping[str, Any] | None = None, *, meta: 
         )
     with without_weights() if meta else contextlib.nullcontext():
         network, shape = _BUILDERS[library](rest, dict(arguments or {}))
-    return Model(name, library, network.eval(), shape)
+    notes = _traceable_experts(network) if library == "transformers" else ()
+    return Model(name, library, network.eval(), shape, notes)
+
+
+def _traceable_experts(network: Any) -> tuple[str, ...]:
+    """Let the experts of a model of transformers be computed without looking at values, and say so."""
+    chosen = getattr(network.config, "_experts_implementation", None)
+    can = getattr(network, "_can_set_experts_implementation", None)
+    if chosen in (None, "batched_mm") or can is None or not can():
+        return ()
+    network.set_experts_implementation("batched_mm")
+    return (f"experts are computed by batched_mm, which can be traced, not by {chosen}; their weights are the same",)
 
 
 def example_of(model: Model, shape: tuple[int, ...] | None = None, tokens: int | None = None) -> Call:
@@ -155,7 +168,7 @@ def _of_timm(name: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int
 def _of_class(path: str, arguments: dict[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
     if path.endswith(".json") or os.sep in path:
         raise ValueError(f"{path} is no class; expected transformers:{path} for the configuration of a model.")
-    make = construct({"class_path": path, **arguments}, lightning_sym.networks, "model")
+    make = construct({"class_path": path, **arguments}, lightning_sym.networks, "network")
     with _refusing(path):
         network = make()
     if not isinstance(network, nn.Module):

@@ -4,7 +4,6 @@ What was asked is read here, without importing torch; :mod:`lightning_sym.cli.mo
 """
 
 import json
-import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest
-from lightning_sym.cli.given import merge, read_given
+from lightning_sym.cli.given import merge, read_given, separated, shape_of
 
 USAGE = (
     "usage: lightning-sym symmetry NETWORK [--input SHAPE] [--tokens NUMBER] [--output NAME] [--meta] [--out FILE.json]"
@@ -71,7 +70,7 @@ def read_symmetry_options(args: Sequence[str]) -> Asked:
     Raises:
         ValueError: If an option is not known or has a wrong value, or there is not one network.
     """
-    options, names = _split(args)
+    options, names = separated(args, ("meta",))
     given = merge(read_given(options))
     for name in given:
         if name not in _OPTIONS:
@@ -91,36 +90,12 @@ def read_symmetry_options(args: Sequence[str]) -> Asked:
     return Asked(
         names[0],
         arguments,
-        _shape(given["input"]) if "input" in given else None,
+        shape_of(given["input"]) if "input" in given else None,
         tokens,
         given.get("output"),
         "meta" in given and meta is not False,
         None if out is None else Path(out),
     )
-
-
-def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options with their values, and what stands alone."""
-    options: list[str] = []
-    names: list[str] = []
-    waiting = False
-    for arg in args:
-        is_option = arg.startswith("--")
-        if is_option or waiting:
-            # A flag takes no value: what follows stands alone.
-            options.append("--meta=true" if arg == "--meta" else arg)
-        else:
-            names.append(arg)
-        waiting = is_option and "=" not in arg and arg != "--meta"
-    return options, names
-
-
-def _shape(given: Any) -> tuple[int, ...]:
-    """Return a shape of one that was written as 3,224,224 (or as a list, or as one number)."""
-    sizes = given if isinstance(given, list) else re.split(r"\s*[,x]\s*", str(given).strip())
-    if not all(re.fullmatch(r"[1-9]\d*", str(size)) for size in sizes):
-        raise ValueError(f"--input takes a shape without the batch, such as 3,224,224, got {given}.")
-    return tuple(int(size) for size in sizes)
 
 
 def print_symmetry(asked: Asked) -> None:
@@ -146,6 +121,7 @@ def print_symmetry(asked: Asked) -> None:
         model = build_model(asked.network, asked.arguments, meta=asked.meta)
         example = example_of(model, asked.shape, asked.tokens)
         symmetry = trace_symmetry(model.network, example.positional, output=asked.output, **example.keywords)
+    symmetry.notes = (*model.notes, *symmetry.notes)
     print(symmetry)
     if asked.out is not None:
         inputs = [*example.positional, *example.keywords.values()]

@@ -2,21 +2,22 @@
 
 import struct
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 from torch.utils.tensorboard.summary import hparams
 
 from lightning_sym._tags import is_detail
 
 # What the classes of a zoo may be: nothing that a result depends on.
 _LEFT_OUT = ("allow",)
-# What tells experiments apart comes first, what only says how they are computed last, in the table of TensorBoard.
-_FIRST = ("members", "pairs", "methods", "maps", "lr", "optimizer", "network", "zoo", "batch_size")
-_LAST = ("batch_norm", "channels_last", "eval_batch_size", "data_seed", "data_dir", "download", "execution")
+# What tells experiments apart comes first in the table of TensorBoard: its first columns are those that are marked as
+# different between runs, by name, and then the others.
+_FIRST = ("lr", "maps", "members", "methods", "network", "optimizer_name", "pairs", "seed", "zoo")
 
 
 class RunTensorBoard(TensorBoardLogger):
@@ -60,10 +61,8 @@ class RunTensorBoard(TensorBoardLogger):
         What failed before it logged anything, in a check of ``setup``, leaves no event file.
         """
         if self.headline is not None and self._hyperparameters:
-            # Only the name is written: TensorBoard looks the value up among the scalars.
             writer = self.experiment._get_file_writer()
-            found = hparams(_flat(_ordered(self._hyperparameters)), {self.headline: 0.0})  # type: ignore[no-untyped-call]
-            for summary in found:
+            for summary in _summaries(_flat(self._hyperparameters), self.headline):
                 writer.add_summary(summary)
             self._hyperparameters = {}
         opened = None if self._experiment is None else self._experiment._get_file_writer()  # type: ignore[no-untyped-call]
@@ -79,13 +78,15 @@ def _remove_if_empty(events: Path) -> None:
         events.unlink()
 
 
-def _ordered(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters in the order in which they are shown."""
-
-    def place(name: str) -> int:
-        return _FIRST.index(name) if name in _FIRST else len(_FIRST) + (name in _LAST)
-
-    return {name: params[name] for name in sorted(params, key=place)}
+def _summaries(params: dict[str, bool | int | float | str], headline: str) -> Iterator[Any]:
+    """Yield what TensorBoard reads as hyperparameters; of the main figure the name, the value is among the scalars."""
+    for summary in hparams(params, {headline: 0.0}):  # type: ignore[no-untyped-call]
+        metadata = summary.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(metadata.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in _FIRST
+        metadata.content = content.SerializeToString()
+        yield summary
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

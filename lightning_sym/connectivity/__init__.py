@@ -1,5 +1,7 @@
-"""Between networks: lines and curves in weight space, loss barriers, means and merging."""
+"""Between networks: lines and curves in weight space, loss barriers, means and merging, of adapters too."""
 
+from lightning_sym.connectivity.adapters import Adapter, MergedAdapters, merge_adapters
+from lightning_sym.connectivity.checkpoints import MergedCheckpoints, merge_checkpoints
 from lightning_sym.connectivity.curve_network import CurveNetwork
 from lightning_sym.connectivity.curves import Curve, CurveSummary, curve_barriers, curve_coefficients, load_curve
 from lightning_sym.connectivity.geometry import CurveShape, Identity, PointGeometry, PointSpectrum, curve_geometry
@@ -7,6 +9,7 @@ from lightning_sym.connectivity.interpolation import Barrier, CurveLosses, avera
 from lightning_sym.connectivity.merging import Merged, merge
 
 __all__ = [
+    "Adapter",
     "Barrier",
     "Curve",
     "CurveLosses",
@@ -15,6 +18,8 @@ __all__ = [
     "CurveSummary",
     "Identity",
     "Merged",
+    "MergedAdapters",
+    "MergedCheckpoints",
     "PointGeometry",
     "PointSpectrum",
     "average",
@@ -26,4 +31,6 @@ __all__ = [
     "interpolate",
     "load_curve",
     "merge",
+    "merge_adapters",
+    "merge_checkpoints",
 ]

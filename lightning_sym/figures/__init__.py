@@ -1,6 +1,7 @@
 """Data in, matplotlib figure out."""
 
 from lightning_sym.figures._equivalence import FoundPoint, Scale
+from lightning_sym.figures.cards import cards
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
 from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
 from lightning_sym.figures.dissection import Paths, dissection_curves
@@ -45,7 +46,7 @@ from lightning_sym.figures.stitching import (
     sparsity_against_penalty,
 )
 from lightning_sym.figures.symmetry import symmetry_curves
-from lightning_sym.figures.zoo import confusion_matrix, validation_curves, zoo_overview
+from lightning_sym.figures.zoo import confusion_matrix, validation_curves
 
 __all__ = [
     "Bars",
@@ -67,6 +68,7 @@ __all__ = [
     "ZooPanel",
     "barrier_bars",
     "betti_curve",
+    "cards",
     "chain_traces",
     "class_stack_figure",
     "coefficient_curves",
@@ -103,5 +105,4 @@ __all__ = [
     "symmetry_curves",
     "validation_curves",
     "walk_curves",
-    "zoo_overview",
 ]

@@ -1,6 +1,7 @@
 """What all figures share: panels, curves with a band, tables of numbers, legends."""
 
 import functools
+import math
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ParamSpec
@@ -24,8 +25,9 @@ INK = "#1b1b1b"
 BLUE, VERMILION, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 SKY, ORANGE, BLACK = "#56b4e9", "#e69f00", "#000000"
 _FEW = (BLUE, VERMILION, SKY, ORANGE)
-# Points per inch of the picture's width that a letter needs for 9 pixels where TensorBoard shows it 420 pixels wide.
-_READABLE = 9 * 72 / 420
+_LEAST = 9  # pixels of a letter
+# How wide TensorBoard's page of images shows a picture, in pixels, however high it is.
+_SHOWN = (420.0, math.inf)
 _LETTER = 0.5  # the width of a letter, as a share of its height
 
 
@@ -63,25 +65,36 @@ def readable(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
         figure = draw(*args, **kwargs)
-        width, height = figure.get_size_inches()
-        for text, room in ((figure._suptitle, width), (figure._supxlabel, width), (figure._supylabel, height)):  # type: ignore[attr-defined]
-            if text is not None:
-                _enlarge(text, width, room)
-        for axes in figure.axes:
-            place = axes.get_position()
-            across, up = width * place.width, height * place.height
-            texts = [(axes.title, across), (axes.xaxis.label, across), (axes.yaxis.label, up)]
-            texts += [(axes.zaxis.label, up)] if hasattr(axes, "zaxis") else []
-            for text, room in texts:
-                _enlarge(text, width, room)
+        enlarge_words(figure, _SHOWN)
         return figure
 
     return drawn
 
 
-def _enlarge(text: Text, width: float, room: float) -> None:
-    """Give a text the size that it needs in a picture of a width, and lines that fit into so many inches."""
-    size = max(float(text.get_fontsize()), 1.01 * _READABLE * width)
+def enlarge_words(figure: Figure, pixels: tuple[float, float]) -> None:
+    """Make titles and names of axes at least 9 pixels high in a picture that fits into so many pixels.
+
+    Args:
+        figure: Its texts are changed, and go on in another line where they are too long.
+        pixels: Width and height.
+    """
+    width, height = figure.get_size_inches()
+    least = 1.01 * _LEAST * 72 / min(pixels[0] / width, pixels[1] / height)
+    for text, room in ((figure._suptitle, width), (figure._supxlabel, width), (figure._supylabel, height)):  # type: ignore[attr-defined]
+        if text is not None:
+            _enlarge(text, least, room)
+    for axes in filter(Axes.get_visible, figure.axes):
+        place = axes.get_position()
+        across, up = width * place.width, height * place.height
+        texts = [(axes.title, across), (axes.xaxis.label, across), (axes.yaxis.label, up)]
+        texts += [(axes.zaxis.label, up)] if hasattr(axes, "zaxis") else []
+        for text, room in texts:
+            _enlarge(text, least, room)
+
+
+def _enlarge(text: Text, least: float, room: float) -> None:
+    """Give a text a size of at least so many points, and lines that fit into so many inches."""
+    size = max(float(text.get_fontsize()), least)
     text.set_fontsize(size)
     letters = max(12, int(1.1 * room * 72 / (_LETTER * size)))
     lines = text.get_text().splitlines()

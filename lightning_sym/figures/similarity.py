@@ -67,7 +67,8 @@ def similarity_maps(
         axes.set_title(f"{column.title}, {_LOOKS[kind][0]}", fontsize=9)
         beside, under = labels[kind]
         axes.set_xticks(range(len(under)), under, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(beside)), beside if index % len(kinds) == 0 else [], fontsize=7)
+        axes.set_yticks(range(len(beside)), beside, fontsize=7)
+        axes.tick_params(labelleft=index % len(kinds) == 0)
     figure.colorbar(image, ax=places, shrink=0.6, pad=0.01)
     return figure
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -34,7 +33,22 @@ def validation_curves(
         The figure.
     """
     figure, (axes,) = shared.panels(5.2, 3.8)
-    _draw_curves(axes, accuracy, numbers, epochs, kept or {}, quantity)
+    values = np.asarray(accuracy, dtype=float).reshape(len(accuracy), len(numbers))
+    places = np.asarray(epochs, dtype=float)
+    colors = colormaps["viridis"](np.linspace(0.05, 0.9, len(numbers)))
+    few = len(numbers) <= 10
+    width, alpha, dot = (1.4, 0.9, 5) if few else (0.7, 0.5, 3)
+    for number, color, curve in zip(numbers, colors, values.T, strict=True):
+        label = f"member {number}" if few else None
+        axes.plot(places, curve, color=color, lw=width, alpha=alpha, label=label)
+        taken = places == (kept or {}).get(number)
+        axes.plot(places[taken], curve[taken], "o", color=color, ms=dot)
+    if np.isfinite(values).any(axis=1).all():
+        mean = np.nanmean(values, axis=1)
+        axes.plot(places, mean, "--", color=shared.INK, lw=1.8, label=f"mean of {len(numbers)}", zorder=3)
+    shared.over_epochs(axes, f"validation {quantity}")
+    axes.set_title(f"Validation {quantity}" + (" (dot: weights kept)" if kept else ""))
+    axes.legend(fontsize=8, loc="lower right" if quantity == "accuracy" else "upper right", framealpha=0.9)
     return figure
 
 
@@ -57,61 +71,6 @@ def confusion_matrix(
     """
     classes = len(confusion)
     figure, (axes,) = shared.panels(max(4.6, 0.32 * classes), max(4.0, 0.3 * classes))
-    _draw_confusion(axes, confusion, class_names, title)
-    return figure
-
-
-@shared.readable
-def zoo_overview(
-    accuracy: Sequence[Sequence[float]],
-    numbers: Sequence[int],
-    confusion: NDArray[np.float64],
-    *,
-    epochs: Sequence[float],
-    kept: Mapping[int, float] | None = None,
-    class_names: Sequence[str] | None = None,
-    title: str,
-    confusion_title: str = "Confusion, mean over members",
-) -> Figure:
-    """Draw the validation curves above the confusion matrix; arguments as for those two.
-
-    Returns:
-        The figure.
-    """
-    figure, (above, below) = shared.panels(6, 8, 2, 1, title=title, height_ratios=[1, 1.25])
-    _draw_curves(above, accuracy, numbers, epochs, kept or {})
-    _draw_confusion(below, confusion, class_names, confusion_title)
-    return figure
-
-
-def _draw_curves(
-    axes: Axes,
-    accuracy: Sequence[Sequence[float]],
-    numbers: Sequence[int],
-    epochs: Sequence[float],
-    kept: Mapping[int, float],
-    quantity: str = "accuracy",
-) -> None:
-    values = np.asarray(accuracy, dtype=float).reshape(len(accuracy), len(numbers))
-    places = np.asarray(epochs, dtype=float)
-    colors = colormaps["viridis"](np.linspace(0.05, 0.9, len(numbers)))
-    few = len(numbers) <= 10
-    width, alpha, dot = (1.4, 0.9, 5) if few else (0.7, 0.5, 3)
-    for number, color, curve in zip(numbers, colors, values.T, strict=True):
-        label = f"member {number}" if few else None
-        axes.plot(places, curve, color=color, lw=width, alpha=alpha, label=label)
-        taken = places == kept.get(number)
-        axes.plot(places[taken], curve[taken], "o", color=color, ms=dot)
-    if np.isfinite(values).any(axis=1).all():
-        mean = np.nanmean(values, axis=1)
-        axes.plot(places, mean, "--", color=shared.INK, lw=1.8, label=f"mean of {len(numbers)}", zorder=3)
-    shared.over_epochs(axes, f"validation {quantity}")
-    axes.set_title(f"Validation {quantity}" + (" (dot: weights kept)" if kept else ""))
-    axes.legend(fontsize=8, loc="lower right" if quantity == "accuracy" else "upper right", framealpha=0.9)
-
-
-def _draw_confusion(axes: Axes, confusion: NDArray[np.float64], class_names: Sequence[str] | None, title: str) -> None:
-    classes = len(confusion)
     percent = 100 * np.asarray(confusion, dtype=float)
     mistakes = np.where(np.eye(classes), np.nan, percent)
     texts = [[f"{value:.1f}" if value >= 0.05 else "" for value in row] for row in percent]
@@ -124,4 +83,5 @@ def _draw_confusion(axes: Axes, confusion: NDArray[np.float64], class_names: Seq
     axes.set_xticks(range(0, classes, step), names[::step], rotation=0 if classes <= 10 else 90, fontsize=8)
     axes.set_yticks(range(0, classes, step), names[::step], fontsize=8)
     axes.set(xlabel="predicted", ylabel="true", title=title)
-    axes.figure.colorbar(image, ax=axes, label="mistakes, % of the true class", fraction=0.046, pad=0.03)
+    figure.colorbar(image, ax=axes, label="mistakes, % of the true class", fraction=0.046, pad=0.03)
+    return figure

@@ -15,6 +15,7 @@ from lightning_sym.networks.batch_norm import (
     recalibrate_batch_norm,
 )
 from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18, ResidualCNN
+from lightning_sym.networks.compact_transformer import CompactTransformer
 from lightning_sym.networks.construction import build
 from lightning_sym.networks.lenet import LeNet5
 from lightning_sym.networks.multilayer_perceptron import MultiLayerPerceptron
@@ -22,10 +23,12 @@ from lightning_sym.networks.myrtle import MyrtleCNN
 from lightning_sym.networks.narrowing import narrowed
 from lightning_sym.networks.relaxed import RelaxedNetwork
 from lightning_sym.networks.torchvision_network import TorchvisionNetwork
+from lightning_sym.networks.vision_transformer import VisionTransformer
 
 __all__ = [
     "CIFARResNet",
     "CIFARResNet18",
+    "CompactTransformer",
     "Cuts",
     "Gaussian",
     "IdentityActivation",
@@ -38,6 +41,7 @@ __all__ = [
     "RelaxedNetwork",
     "ResidualCNN",
     "TorchvisionNetwork",
+    "VisionTransformer",
     "WrappedNetwork",
     "architecture_name",
     "batch_norms",

@@ -1,6 +1,7 @@
 """What rows and tables are made of: numbers that files and figures can hold, text for the terminal."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,9 +13,11 @@ from rich.table import Table
 from lightning_sym._tags import details
 
 Row = Mapping[str, Any]
-# What fits on a terminal that nobody has made wider; how long words may be there, the longest that fit.
+# What fits on a terminal that nobody has made wider; how long words and lines of headings may be there, the longest
+# that fit.
 _WIDTH = 80
-_LENGTHS = range(_WIDTH, 15, -4)
+_HEADING = 12
+_LENGTHS = [*((_WIDTH, heading) for heading in (_WIDTH, 24, 16, _HEADING)), *((n, _HEADING) for n in range(76, 15, -4))]
 
 
 def text_table(
@@ -28,7 +31,8 @@ def text_table(
 ) -> Table:
     """Return a table for the terminal, the first columns aligned left and the others right, 80 characters at most.
 
-    Of a table that is wider, long words are cut in the middle, and then the last columns stand below the others.
+    Of a table that is wider, headings go on in another line, then long words are cut in the middle, and then the last
+    columns stand below the others.
 
     Args:
         title: Above it.
@@ -40,11 +44,12 @@ def text_table(
     """
     lines = [None if cells is None else list(cells) for cells in rows]
 
-    def table(most: int, shown: Sequence[int]) -> Table:
+    def table(lengths: tuple[int, int], shown: Sequence[int]) -> Table:
+        most, heading = lengths
         made = Table(box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact, title_justify="left")
         for index in shown:
             justify: Literal["left", "right"] = "left" if index < names else "right"
-            made.add_column(_cut(columns[index], most), justify=justify, no_wrap=columns[index] in whole)
+            made.add_column(_heading(columns[index], heading), justify=justify, no_wrap=columns[index] in whole)
         for cells in lines:
             if cells is None:
                 made.add_section()
@@ -53,7 +58,7 @@ def text_table(
         return made
 
     everything = range(len(columns))
-    found = next((one for most in _LENGTHS if _width(one := table(most, everything)) <= _WIDTH), None)
+    found = next((one for lengths in _LENGTHS if _width(one := table(lengths, everything)) <= _WIDTH), None)
     if found is None:
         found = Table.grid()
         for shown in _blocks(everything, names, lambda shown: _width(table(_LENGTHS[-1], shown)) <= _WIDTH):
@@ -75,6 +80,23 @@ def _blocks(columns: Sequence[int], names: int, fits: Callable[[list[int]], bool
             blocks.append(list(columns[:names]))
         blocks[-1].append(column)
     return blocks
+
+
+def _heading(text: str, most: int) -> str:
+    r"""Return a heading whose lines have at most so many characters, if it can be broken: behind dots and hyphens.
+
+    Example:
+        >>> _heading("module.functional-relu-2", 12)
+        'module.\nfunctional-\nrelu-2'
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines.append("")
+        for part in re.findall(r"[^.\-_]*[.\-_]|[^.\-_]+", line):
+            if lines[-1] and len(lines[-1]) + len(part) > most:
+                lines.append("")
+            lines[-1] += part
+    return "\n".join(cut_middle(line, max(most, 16)) for line in lines)
 
 
 def _cut(cell: str, most: int) -> str:

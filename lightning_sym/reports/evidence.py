@@ -207,7 +207,8 @@ def _shown(last: Mapping[Number, Row], *, several: bool, updated: bool) -> Table
     shown = lines[:_MOST_ROWS] if several else lines
     title = "Layers by their effective parameters" + ("" if updated else "; precisions were not updated")
     table = text_table(title, [*first, *headings], shown, whole=first, names=len(first), compact=True)
-    captions = ["* the type of the layer"] if relaxed else []
+    captions = ["norm. is effective parameters by all of the path, rel. its share in the layer, * the layer's type"]
+    captions = captions if relaxed else ["normalised: effective parameters by all of the layer"]
     captions += [f"{len(lines) - len(shown)} more rows in layers.csv"] if len(shown) < len(lines) else []
     table.caption = "; ".join(captions) or None
     return table

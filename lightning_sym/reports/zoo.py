@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_sym.figures import confusion_matrix, validation_curves, zoo_overview
+from lightning_sym.figures import confusion_matrix, validation_curves
 from lightning_sym.reports.cells import Row, text_table
 from lightning_sym.reports.table import ResultTable, RunResults
 from lightning_sym.zoo import statistics
@@ -54,23 +54,16 @@ def zoo_results(
     tested = [row[f"test_{quantity}"] for row in rows if not row["stopped"]]
     mean = statistics(tested)["mean"] if tested else None
 
+    said = "all stopped" if mean is None else f"mean test accuracy {100 * mean:.2f} %"
+
     def figures() -> Iterator[tuple[str, Figure]]:
-        when: Any = {"epochs": epochs, "kept": kept}
         if len(curves):
-            yield "validation_curves", validation_curves(curves, numbers, quantity=quantity, **when)
-        if loss is not None:
-            return
-        confusion = splits["test"]["confusion"].numpy()
-        if len(curves):
-            said = "all stopped" if mean is None else f"mean test accuracy {100 * mean:.2f} %"
-            when["title"] = f"A zoo of {len(numbers)} {network}, {said}"
-            heading = "Test confusion, mean over members"
-            yield (
-                "zoo",
-                zoo_overview(curves, numbers, confusion, class_names=class_names, confusion_title=heading, **when),
-            )
-        title = f"{network}, {len(numbers)} members, test split"
-        yield "confusion", confusion_matrix(confusion, class_names=class_names, title=title)
+            shown = validation_curves(curves, numbers, epochs=epochs, kept=kept, quantity=quantity)
+            yield "validation_curves", shown
+        if loss is None:
+            title = f"{len(numbers)} {network}, {said}"
+            confusion = splits["test"]["confusion"].numpy()
+            yield "confusion", confusion_matrix(confusion, class_names=class_names, title=title)
 
     return RunResults(
         [ResultTable("members", "members of a zoo: the kept weights on each split", rows, units(loss), about)],
@@ -79,7 +72,7 @@ def zoo_results(
         headline=None if mean is None else f"test/{quantity}",
         shown=_shown(rows, most, network, loss),
         notes=[f"member {row['member']} was stopped: {row['stopped']}" for row in rows if row["stopped"]],
-        places={"picture": "zoo.png" if loss is None else "validation_curves.png", "table": "members.csv"},
+        places={"picture": "validation_curves.png" if len(curves) else "confusion.png", "table": "members.csv"},
     )
 
 

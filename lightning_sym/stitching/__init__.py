@@ -2,6 +2,7 @@
 
 from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
 from lightning_sym.stitching.maps.birkhoff import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
+from lightning_sym.stitching.maps.block_maps import BlockMap, HeadMap, OnesFixingMap
 from lightning_sym.stitching.maps.families import STITCHING_MAPS, stitching_map
 from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, SoftSortMap
 from lightning_sym.stitching.maps.linear_maps import (
@@ -29,6 +30,7 @@ __all__ = [
     "STITCHING_MAPS",
     "AssignmentMap",
     "BatchNormMode",
+    "BlockMap",
     "Crossing",
     "CutNetwork",
     "FeatureMoments",
@@ -36,10 +38,12 @@ __all__ = [
     "FixedMap",
     "FullMap",
     "GroupMap",
+    "HeadMap",
     "IdentityMap",
     "LassoMap",
     "LeastSquaresMap",
     "LowRankMap",
+    "OnesFixingMap",
     "OrthogonalMap",
     "PlantedStitches",
     "Port",

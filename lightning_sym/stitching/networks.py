@@ -22,7 +22,7 @@ from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.stitching.maps.base import Port, StitchingMap
 from lightning_sym.stitching.maps.families import stitching_map
 from lightning_sym.stitching.maps.moments import FeatureMoments
-from lightning_sym.symmetry import Element, IntertwinerGroup, Symmetry, trace_symmetry
+from lightning_sym.symmetry import ChannelGroup, Element, IntertwinerGroup, Symmetry, Tap, trace_symmetry
 
 Family = str | Callable[[Port], StitchingMap]
 Ports = Literal["all", "branch"]
@@ -42,6 +42,7 @@ class Crossing:
         mapped: Whether a stitch has a map here. The network's input, and what is no floating tensor with channels,
             pass as they are.
         group: What the network's symmetry does to its channels.
+        blocks: The same where it mixes blocks of them: heads of attention, streams that rotate; otherwise None.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Crossing:
     axis: int = 1
     mapped: bool = True
     group: IntertwinerGroup = NOTHING
+    blocks: ChannelGroup | None = None
 
     @property
     def channels(self) -> int:
@@ -156,9 +158,16 @@ class CutNetwork:
                 found.append(Crossing(name, shape, mapped=False))
                 continue
             tap = taps[f"{site}/{index}"]
-            group = tap.group if tap.axis and len(tap.seen) == 1 else NOTHING
-            found.append(Crossing(name, shape, tap.axis or known.get(shape, 2 if len(shape) == 2 else 1), group=group))
+            acting = tap.axis is not None and len(tap.seen) == 1
+            group, blocks = (tap.group, self._blocks(tap)) if acting else (NOTHING, None)
+            axis = tap.axis or known.get(shape, 2 if len(shape) == 2 else 1)
+            found.append(Crossing(name, shape, axis, group=group, blocks=blocks))
         return tuple(found)
+
+    def _blocks(self, tap: Tap) -> ChannelGroup | None:
+        """Return the group on a value's channels if it mixes blocks of them."""
+        found = self.symmetry.channels(tap)
+        return found if any(kind in ("orthogonal", "invertible") for kind in found.inside) else None
 
     def shapes(self, site: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Return names and shapes of the values that cross a cut, see :class:`Crossing`; asks for no symmetry."""
@@ -220,7 +229,7 @@ class PlantedStitches:
         inverse = symmetry.inverse(self.element)
         matrices: list[Tensor | None] = []
         for index, crossing in enumerate(self._source.crossings(site)):
-            action = symmetry.on_activations(inverse, f"{site}/{index}") if crossing.mapped else None
+            action = symmetry.on_activations(inverse, f"{site}/{index}", self.network) if crossing.mapped else None
             if action is None or not action.parts:  # nothing acts
                 matrices.append(None if action is None else torch.eye(crossing.channels).to(like))
             else:  # the rounded inverse is what B's next layer was multiplied by
@@ -416,7 +425,9 @@ def stitch_ports(
         if trouble := _passing_trouble(shape, crossing) if passes else _mapping_trouble(name, shape, crossing, resize):
             raise ValueError(f"{where}: {trouble}.")
         axis = crossing.axis
-        found.append(None if passes else Port(shape[axis - 1], crossing.channels, axis, crossing.group))
+        found.append(
+            None if passes else Port(shape[axis - 1], crossing.channels, axis, crossing.group, crossing.blocks)
+        )
     return found
 
 

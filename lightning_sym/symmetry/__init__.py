@@ -16,6 +16,13 @@ from lightning_sym.symmetry.groups import (
 from lightning_sym.symmetry.matching.activations import ActivationMoments, activation_matching
 from lightning_sym.symmetry.matching.distance import OrbitDistance, orbit_distance
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
+from lightning_sym.symmetry.moves.cells import balance_heads
+from lightning_sym.symmetry.moves.gains import fold_norm_gains
+from lightning_sym.symmetry.moves.hadamard import hadamard
+from lightning_sym.symmetry.moves.moved import Moved
+from lightning_sym.symmetry.moves.streams import rotate_stream, stream_axes
+from lightning_sym.symmetry.moves.tied import untie
+from lightning_sym.symmetry.moves.writers import center_writers
 from lightning_sym.symmetry.tangents import OrbitTangents, orbit_tangents
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
@@ -37,6 +44,7 @@ __all__ = [
     "IntertwinerGroup",
     "LocalDimension",
     "Match",
+    "Moved",
     "Occurrence",
     "OrbitDistance",
     "OrbitTangents",
@@ -46,7 +54,11 @@ __all__ = [
     "Value",
     "activation_matching",
     "balance",
+    "balance_heads",
     "canonicalize",
+    "center_writers",
+    "fold_norm_gains",
+    "hadamard",
     "intertwiner_group",
     "local_dimension",
     "measure",
@@ -54,7 +66,10 @@ __all__ = [
     "orbit_tangents",
     "parameter_distance",
     "register_rule",
+    "rotate_stream",
+    "stream_axes",
     "trace_symmetry",
+    "untie",
     "weight_matching",
     "without_weights",
 ]

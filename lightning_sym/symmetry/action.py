@@ -1,17 +1,18 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, odd, on_axes
+from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, together
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
-from lightning_sym.symmetry.tracing.shifts import Fold
+from lightning_sym.symmetry.phases import phases_of, turn
+from lightning_sym.symmetry.tracing.shifts import Fold, ratio
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.translations import additions
 
@@ -141,20 +142,30 @@ class Action:
         found: Ints = self.source[slot.rows] - slot.offset
         return found
 
-    def on_activations(self, tap: Tap) -> ActivationAction:
-        """Return what the element does to a value inside the network, if the structure is that of these."""
+    def on_activations(self, tap: Tap, tensors: Mapping[str, Tensor] | None = None) -> ActivationAction:
+        """Return what the element does to a value inside the network, if the structure is that of these.
+
+        Args:
+            tap: The value.
+            tensors: The network's parameters before, where they are needed.
+        """
         parts = {}
         for slot in tap.seen:
             source, scale = self.source_in(slot), self.scale[slot.rows]
             element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
-            if slot.offset in self.structure.dense_places or self._is_rotated(slot):
+            self._require_planes(tap, slot)
+            if slot.offset in self.structure.dense_places or self._is_rotated(slot) or self._is_turned(slot):
                 if tap.squared and self._is_rotated(slot):
                     raise ValueError(
                         f"{tap.name} holds squares of units that the element rotates, on which no matrix acts; "
                         "expected another tap, or an element without rotations: sample(mixing=False)"
                     )
                 mixed = self._mixed(torch.eye(len(source), dtype=torch.float64), slot, 0)
-                element = GroupElement._of_dense(element.apply(self._rotated(mixed, slot, 0), dim=0))
+                mixed = self._turned(self._rotated(mixed, slot, 0), slot, 0)
+                element = GroupElement._of_dense(element.apply(mixed, dim=0))
+            if self._is_tilted(slot):
+                tilted = self._tilted(torch.eye(len(source), dtype=torch.float64), slot, 0)
+                element = GroupElement._of_dense(element.apply(tilted, dim=0))
             added = tap.offset * torch.from_numpy(scale[source] < 0).double() if tap.offset else None
             parts[slot.axes] = (element, added)
         if any(bool(self.element.shift[index].any()) for index in tap.shown.unknown):
@@ -162,7 +173,18 @@ class Action:
                 f"the element's shifts add a multiple of ones to {tap.name} that depends on the input (what reads it "
                 "does not see that); expected an element without shifts: sample(shifts=False)"
             )
-        summands = [torch.from_numpy(matrix @ self.element.shift[index].numpy()) for index, matrix in tap.shown.added]
+        times = {}
+        for index, norm in tap.shown.norms:
+            if tensors is None and bool(self.element.shift[index].any()):
+                raise ValueError(
+                    f"what shifts add to {tap.name} depends on the bias {norm[1]}; expected the network, too, or an "
+                    "element without shifts: sample(shifts=False)"
+                )
+            times[index] = 0.0 if tensors is None else ratio(*norm, tensors)
+        summands = [
+            torch.from_numpy(matrix @ self.element.shift[index].numpy()) * times.get(index, 1.0)
+            for index, matrix in tap.shown.added
+        ]
         if not any(bool(part.any()) for part in summands):
             return ActivationAction(parts)
         shape = [size if axis in tap.shown.axes else 1 for axis, size in enumerate(tap.shape)]
@@ -208,12 +230,17 @@ class Action:
             scale = torch.from_numpy(own[source])
             if not slot.axes or slot.axes[0] not in axes:
                 values = values * float(scale[0])
+                if self._is_tilted(slot):  # it goes along the inverse gains, which the inverse only makes longer
+                    values = values / (1 + float(self.element.tilt[self.structure.tilted_places[slot.offset][0]].sum()))
                 continue
             at = axes.index(slot.axes[0])
             if slot.offset in self.structure.dense_places:
                 values = self._mixed(values, slot, at)
             if self._is_rotated(slot):
                 values = self._rotated(values, slot, at, folded=True)
+            if self._is_tilted(slot):
+                values = self._tilted(values, slot, at, folded=True)
+            values = self._turned(values, slot, at)
             shape = [-1 if axis == at else 1 for axis in range(values.ndim)]
             values = values.index_select(at, torch.from_numpy(source)) * scale.reshape(shape)
         return values
@@ -248,6 +275,13 @@ class Action:
             added: What is added before.
         """
         slots = self.structure.slots_of[name]
+        stacked = [slot for slot in slots if slot.of_stack]
+        if len(stacked) == 1:  # as a tensor of one axis for all units of all members
+            axes = stacked[0].axes
+            slots = [_beside(slot, axes) for slot in slots]
+            tensor, *added = (together(part, axes) for part in (tensor, *added))
+        elif stacked:
+            return self._moved_in_stack(tensor, slots, power)
         result = tensor.detach()
         for index, summand in enumerate(added):
             result = result.add_(summand) if index else result + summand
@@ -256,7 +290,11 @@ class Action:
                 result = self._mixed(result, slot, slot.axes[0])
             if self._is_rotated(slot):
                 result = self._rotated(result, slot, slot.axes[0])
-        joint = next((slot for slot in slots if len(slot.axes) == 2), None)
+            if self._is_tilted(slot):
+                result = self._tilted(result, slot, slot.axes[0])
+            if self._is_turned(slot):
+                result = self._turned(result, slot, slot.axes[0])
+        joint = next((slot for slot in slots if len(slot.axes) == 2 and not slot.of_stack), None)
         if joint is not None:
             scale = _powered(self.scale[joint.rows], power)
             result = self._moved_jointly(result * _on_axis(scale, joint, result), joint)
@@ -279,7 +317,27 @@ class Action:
                 result.add_(slot.epsilon).mul_(square).sub_(slot.epsilon)
             elif not np.all(scale == 1):
                 result.mul_(_on_axis(_powered(scale, power), slot, result))
+        if stacked:
+            result = apart(result, stacked[0].axes, stacked[0].shape).contiguous()
         return result
+
+    def _moved_in_stack(self, tensor: Tensor, slots: list[Slot], power: float) -> Tensor:
+        """Move a stack of weights whose members have units of their own on both sides."""
+        result, index = tensor.detach(), [torch.arange(size) for size in tensor.shape]
+        for slot in slots:
+            if not slot.axes:
+                continue
+            scale = self.scale[slot.rows]
+            result = result * _on_axis(_powered(scale, power), slot, result)
+            source = torch.from_numpy(self.source_in(slot)).reshape(slot.shape)
+            index[slot.axes[-1]] = source % slot.shape[-1] if slot.of_stack else source
+            if slot.of_stack:
+                index[0] = source[:, 0] // slot.shape[-1]
+        places = []
+        for axis, own in enumerate(index):
+            shape = [size if at == axis or (at == 0 and own.ndim > 1) else 1 for at, size in enumerate(tensor.shape)]
+            places.append(own.reshape(shape).to(tensor.device))
+        return result[tuple(places)]
 
     def _added(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what biases take up of signs: as sigma(-x) = offset - sigma(x), the unit's column times the offset."""
@@ -360,6 +418,16 @@ class Action:
                         "zero, or an element without rotations: sample(mixing=False)"
                     )
                 self._gains[name] = gain
+        for tilt, vector in zip(self.structure.tilts, self.element.tilt, strict=False):
+            gain_name = tilt.gain
+            if gain_name is None or gain_name in self._gains or gain_name not in tensors or not bool(vector.any()):
+                continue
+            self._gains[gain_name] = tensors[gain_name].detach().to("cpu", torch.float64, copy=True).reshape(-1)
+            if not bool(self._gains[gain_name].all()):
+                raise ValueError(
+                    f"the gain {gain_name} holds a zero, through which no tilt passes; expected gains other than zero, "
+                    "or an element without tilts: sample(mixing=False)"
+                )
 
     def _between(self, index: int, powers: tuple[int, ...]) -> Tensor | None:
         """Return between which diagonal and its inverse a rotation acts; None if there is nothing around it."""
@@ -393,13 +461,83 @@ class Action:
             tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
         return tensor
 
+    # Tilts.
+
+    def _is_tilted(self, slot: Slot) -> bool:
+        """Whether a tilt of this element changes what stands in a slot."""
+        at = self.structure.tilted_places.get(slot.offset)
+        return at is not None and bool(self.element.tilt) and bool(self.element.tilt[at[0]].any())
+
+    def _tilted(self, tensor: Tensor, slot: Slot, axis: int, *, folded: bool = False) -> Tensor:
+        """Let a tilt act on one axis, between gains, unless the tensor holds multiples of these (`folded`).
+
+        Both the map and its inverse change a tensor by one of rank 1.
+        """
+        index, reads = self.structure.tilted_places[slot.offset]
+        gain, vector = self.structure.tilts[index].gain, self.element.tilt[index]
+        ones = torch.ones_like(vector)
+        if reads:  # W - W t 1^T / (1 + 1^T t), written for columns
+            ones, vector = -vector / (1 + vector.sum()), ones
+        if gain is not None and not folded:
+            if gain not in self._gains:
+                raise ValueError(
+                    f"the element tilts what stands behind the gain {gain}, which is not there; expected the network "
+                    "itself beside what is changed, or an element without tilts: sample(mixing=False)"
+                )
+            around = self._gains[gain]
+            vector, ones = (vector / around, ones * around) if reads else (vector * around, ones / around)
+        total = torch.tensordot(tensor, ones.to(tensor), ([axis], [0])).unsqueeze(axis)
+        change: Tensor = total * vector.to(tensor).reshape([-1 if at == axis else 1 for at in range(tensor.ndim)])
+        return tensor + change
+
+    # Phases.
+
+    @cached_property
+    def _phase(self) -> Tensor:
+        """For each plane, the angle by which it is turned."""
+        return phases_of(self.structure, self.element)
+
+    def _is_turned(self, slot: Slot) -> bool:
+        """Whether a plane of a slot is turned."""
+        if not self.structure.planes or not bool(self._phase.any()):
+            return False
+        places = self.structure.turned_places.get(slot.offset)
+        return places is not None and bool(self._phase[torch.from_numpy(places[0])].any())
+
+    def _turned(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Turn the planes of one axis."""
+        if not self._is_turned(slot):
+            return tensor
+        phase, first, second = self.structure.turned_places[slot.offset]
+        return turn(tensor, axis, self._phase[torch.from_numpy(phase)], first, second)
+
+    def _require_planes(self, tap: Tap, slot: Slot) -> None:
+        """Check that phases act on a value inside the network.
+
+        Raises:
+            ValueError: If it shows some coordinates of planes only, or is half of what positions make of them.
+        """
+        if not self.structure.phases:
+            return
+        phases = self.structure.phase_of[slot.unit.ravel()]
+        seen = (slot.unit.ravel() >= 0) & (phases >= 0)
+        if not seen.any() or not bool(self._phase[torch.from_numpy(phases[seen])].any()):
+            return
+        places = self.structure.turned_places.get(slot.offset)
+        if tap.half_turned or places is None or 2 * len(places[0]) != seen.sum():
+            raise ValueError(
+                f"{tap.name} shows coordinates of planes that the element turns, one by one, on which no matrix acts; "
+                "expected another tap, or an element without phases: sample(mixing=False)"
+            )
+
     def carry(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
         """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights."""
         structure = self.structure
         names = {tensor: name for name, tensor in tensors.items()}
         mixes = any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
         mixed = set(structure.dense_places) if mixes else set()
-        mixed |= {slot.offset for slot in structure.slots if self._is_rotated(slot)}
+        changed = (self._is_rotated, self._is_tilted, self._is_turned)
+        mixed |= {slot.offset for slot in structure.slots if any(is_changed(slot) for is_changed in changed)}
         moved: list[tuple[Tensor, Tensor]] = []
         for group in optimizer.param_groups:
             powers = dict(_POWERS)
@@ -425,6 +563,13 @@ class Action:
                     moved.append((value, self.moved(value, name, power=powers[key], shifted=False)))
         for value, new in moved:  # only now, so that an error leaves everything as it was
             value.copy_(new)
+
+
+def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:
+    """Return a slot of a tensor of which two axes were put together, in front of all others."""
+    if slot.axes == axes:
+        return replace(slot, axes=(0,), shape=(slot.size,))
+    return replace(slot, axes=tuple(axis + 1 - sum(other < axis for other in axes) for axis in slot.axes))
 
 
 def _on_axis(vector: Floats, slot: Slot, tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -25,3 +26,13 @@ def on_axes(vector: Floats, shape: tuple[int, ...], axes: tuple[int, ...], ndim:
 def odd(numbers: Floats) -> Bools:
     """Return whether numbers are odd, up to rounding: as many flips change a sign."""
     return np.asarray(np.mod(np.rint(numbers), 2) == 1)
+
+
+def together(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return a tensor with some axes joined to one, in row-major order, in front of all others."""
+    return tensor.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1)
+
+
+def apart(tensor: Tensor, axes: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """Undo :func:`together`; `shape` are the sizes of the axes that were joined."""
+    return tensor.reshape(*shape, *tensor.shape[1:]).movedim(tuple(range(len(axes))), axes)

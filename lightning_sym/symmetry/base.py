@@ -23,9 +23,12 @@ from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, described_blocks, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
+from lightning_sym.symmetry.phases import phases_after, phases_back, random_phases
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
+from lightning_sym.symmetry.tilting import no_tilts, random_tilt, tilts_after, tilts_back
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, state_tensors
+from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.tracing.shifts import Shown
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.tracing.vocabulary import Value
@@ -53,6 +56,7 @@ class Symmetry:
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         common_shift: How many more dimensions there are if a softmax reads the outputs: what adds one number to all
             logits.
+        norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Symmetry:
         examples: Sequence[Call] = (),
         shown: Mapping[str, Shown] | None = None,
         common_shift: int = 0,
+        norms: Sequence[Norm] = (),
     ) -> None:
         self.structure = structure
         self.notes: tuple[str, ...] = tuple(notes)
@@ -76,6 +81,7 @@ class Symmetry:
         self.elements_tried = 0
         self.examples = tuple(examples)
         self.common_shift = common_shift
+        self.norms = tuple(norms)
         self.architecture = Architecture(network, constants or {})
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
         self.parameter_names: frozenset[str] = frozenset(name for name, _ in network.named_parameters())
@@ -128,6 +134,7 @@ class Symmetry:
         inside = sum(len(cell) for cell in self.structure.dense)
         mixing = sum(len(cell) ** 2 for cell in self.structure.dense)
         mixing += sum(rotation.dimension for rotation in self.structure.rotations)
+        mixing += sum(tilt.size for tilt in self.structure.tilts) + self.structure.phases
         return self.scales - inside + mixing + self.shifts
 
     @cached_property
@@ -141,6 +148,7 @@ class Symmetry:
         """Natural logarithm of the order of the group's discrete part: permutations and signs."""
         inside = sum(len(cell) for cell in self.structure.dense)
         inside += sum(rotation.size for rotation in self.structure.rotations if rotation.plain_sign.any())
+        inside += self.structure.phases  # half a turn
         return self.log10_permutations * math.log(10) + (self.signs - inside) * math.log(2)
 
     def table(self) -> list[dict[str, Any]]:
@@ -151,14 +159,14 @@ class Symmetry:
             matrices = group.dense or bool(group.rotations) or not group.movable
             count = 0.0 if matrices else sum(math.lgamma(n + 1) for n in cells) / math.log(10)
             shared = np.unique(self.structure.scale_table[index])
-            turning = sum(rotation.dimension for rotation in group.rotations)
+            turning = sum(rotation.dimension for rotation in group.rotations) + group.size * group.phase
             rows.append(
                 {
                     "group": group.name,
                     "size": group.size,
                     "cells": len(cells) if group.movable else group.size,
                     "type": group.kind,
-                    "parameters": [f"{o.tensor}[{o.axis}]" for o in group.occurrences],
+                    "parameters": [f"{o.tensor}[{', '.join(map(str, o.axes))}]" for o in group.occurrences],
                     "dimension": int((cells**2).sum()) if group.dense else len(shared) + turning,
                     "log10_permutations": count,
                 }
@@ -184,6 +192,10 @@ class Symmetry:
             f"{self.signs} signs, dimension {self.dimension}"
         )
         shifts = [self._describe_shifts(kind, count) for kind, count in self.shift_kinds.items()]
+        shifts += [
+            f"tilts, {tilt.size} of a layer norm's bias with what reads it: {tilt.offset}"
+            for tilt in self.structure.tilts
+        ]
         blocks = described_blocks(self.structure, self.groups)
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
@@ -216,6 +228,8 @@ class Symmetry:
             tuple(torch.eye(len(cell), dtype=torch.float64) for cell in self.structure.dense),
             tuple(torch.zeros(shift.size, dtype=torch.float64) for shift in self.structure.shifts),
             (NO_TURN,) * len(self.structure.rotations),
+            no_tilts(self.structure),
+            torch.zeros(self.structure.phases, dtype=torch.float64),
         )
 
     def sample(
@@ -236,7 +250,8 @@ class Symmetry:
                 logarithms of a dense matrix's singular values. 0 leaves all magnitudes alone.
             permutations: Whether units change places; uniform over all permutations of each cell and of the blocks.
             signs: Whether signs are drawn.
-            mixing: Whether dense cells and streams get random matrices (orthogonal ones are uniform).
+            mixing: Whether dense cells and streams get random matrices (orthogonal ones are uniform), layer norms
+                tilts, and planes phases (uniform).
             shifts: Whether shifts are drawn.
 
         Raises:
@@ -285,7 +300,12 @@ class Symmetry:
             for own in structure.shifts
         )
         turns = tuple(random_turn(r, generator, most=most) if mixing else NO_TURN for r in structure.rotations)
-        return Element(self.fingerprint, torch.from_numpy(permutation), log_scale, sign, tuple(dense), shift, turns)
+        tilts = no_tilts(structure)
+        if mixing:
+            tilts = tuple(random_tilt(tilt, generator, scale=scale, signs=signs) for tilt in structure.tilts)
+        phase = random_phases(structure, generator) if mixing else torch.zeros(structure.phases, dtype=torch.float64)
+        order = torch.from_numpy(permutation)
+        return Element(self.fingerprint, order, log_scale, sign, tuple(dense), shift, turns, tilts, phase)
 
     def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Ints:
         """Draw a permutation of all units, uniform; or one that moves all units that can move: a cycle of each cell."""
@@ -348,6 +368,8 @@ class Symmetry:
             dense,
             product(self.structure.shifts, first.shift, pulled),
             turns_after(self.structure, second, first),
+            tilts_after(self.structure, second, first),
+            phases_after(self.structure, second, first),
         )
 
     def _cell_after(self, cell: Ints, permutation: Ints) -> int:
@@ -376,6 +398,8 @@ class Symmetry:
             tuple(dense),
             tuple(torch.zeros_like(vector) for vector in element.shift),
             turns_back(self.structure, element),
+            tilts_back(self.structure, element),
+            phases_back(self.structure, element),
         )
 
     # Action.
@@ -514,9 +538,10 @@ class Symmetry:
         self._own(element)
         tap = self._tapped(tap)
         action = Action(self._values, element)
-        if network is not None:
-            action.learn_gains(state_tensors(network))
-        return action.on_activations(tap)
+        tensors = None if network is None else state_tensors(network)
+        if tensors is not None:
+            action.learn_gains(tensors)
+        return action.on_activations(tap, tensors)
 
     def generators_at(self, tap: Tap | str) -> tuple[dict[int, float], dict[int, float]]:
         """Return which free magnitudes and which free signs show at a tap, each with its exponent where it first does.
@@ -546,7 +571,8 @@ class Symmetry:
                 f"units live on the axes {[slot.axes for slot in tap.seen]} of {tap.name}; expected channels on one "
                 "axis, or on several together."
             )
-        shifted = bool(tap.offset) or bool(tap.shown.added or tap.shown.unknown)
+        tilted = tap.seen[0].offset in self._values.tilted_places
+        shifted = bool(tap.offset) or bool(tap.shown.added or tap.shown.unknown) or tilted
         return channel_group(self._values, tap.seen[0], shifted=shifted, name=tap.name)
 
     def call(self, inputs: Any = None, keywords: Mapping[str, Any] | None = None) -> Call:

@@ -37,6 +37,7 @@ class ChannelGroup:
         axes: The axes of the value on which the channels stand, batch included; several are read in row-major order.
         shifted: Whether something constant may be added to a channel, so that only centred values can be compared.
         name: Words for tables.
+        fixes_ones: Whether the orthogonal matrices leave the vector of ones alone.
     """
 
     blocks: tuple[Tensor, ...]
@@ -47,6 +48,7 @@ class ChannelGroup:
     axes: tuple[int, ...] = (1,)
     shifted: bool = False
     name: str = ""
+    fixes_ones: bool = False
 
     @property
     def channels(self) -> int:
@@ -108,7 +110,7 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
     blocks: list[Ints] = []
     kinds: list[int] = []
     inside: list[Inside] = []
-    own = np.zeros(len(units), bool)
+    own, fixes_ones = np.zeros(len(units), bool), False
 
     def add(found: list[Ints], kind: Inside, *, movable: bool) -> None:
         if not found:
@@ -127,10 +129,15 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         grouped = [np.array(seen)[cells == cell] for cell in dict.fromkeys(cells.tolist())]
         movable = values.movable[index]
         turned = values.rotation_of[seen[0]] >= 0
+        if values.phase_of[seen[0]] >= 0:
+            # A plane that is turned and scaled: of a group that is not smaller.
+            add([places[unit][:, None] for unit in seen], "invertible", movable=movable)
+            continue
         if turned or values.cell_of[seen[0]] >= 0:
             mixed = [np.concatenate([places[unit] for unit in cell])[:, None] for cell in grouped]
             if turned:  # permutations and the units' own scales and signs are among the matrices
                 own[np.concatenate(mixed).ravel()] = True
+                fixes_ones |= values.rotations[values.rotation_of[seen[0]]].fixes_ones
             between_gains = any(any(powers) for *_, powers in values.rotated_places.get(slot.offset, ()))
             add(mixed, "orthogonal" if turned and not between_gains else "invertible", movable=movable)
         elif movable and len(grouped) > 1:
@@ -148,6 +155,7 @@ def channel_group(values: Structure, slot: Slot, *, shifted: bool, name: str) ->
         axes=slot.axes,
         shifted=shifted,
         name=name,
+        fixes_ones=fixes_ones,
     )
 
 

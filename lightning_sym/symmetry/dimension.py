@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import on_device_of
+from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.proof import double
@@ -345,9 +346,9 @@ def _duplicates(group: AxisGroup, network: nn.Module) -> int:
     module = own[0].tensor.rpartition(".")[0]
     rows = torch.cat(
         [
-            tensors[place.tensor].detach().movedim(place.axis, 0)[place.positions].reshape(group.size, -1)
+            together(tensors[place.tensor].detach(), place.axes)[place.positions].reshape(group.size, -1)
             for place in own
-            if place.tensor.rpartition(".")[0] == module and place.axis == own[0].axis
+            if place.tensor.rpartition(".")[0] == module and place.axes == own[0].axes
         ],
         1,
     )

@@ -32,6 +32,8 @@ class Tap:
         offset: What is added where a unit changes its sign, see :class:`IntertwinerGroup`.
         shown: What shifts add to it.
         squared: Whether it holds squares, on which rotations of the units do not act.
+        half_turned: Whether it is something between coordinates of planes and what positions make of these, on which
+            phases do not act.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Tap:
     offset: float = 0.0
     shown: Shown = field(default_factory=Shown)
     squared: bool = False
+    half_turned: bool = False
 
     @property
     def axis(self) -> int | None:
@@ -77,6 +80,8 @@ class Occurrence:
         exponent: How the unit's own first scale acts here: 1 on what it puts out, -1 on what reads it, 0 where it
             does not act.
         is_parameter: False for buffers.
+        further: A second axis, where units stand on two: those of a stack's members (experts). Positions are then those
+            of both axes together, row-major.
     """
 
     tensor: str
@@ -84,6 +89,12 @@ class Occurrence:
     positions: Tensor
     exponent: float
     is_parameter: bool
+    further: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """All axes."""
+        return (self.axis, *self.further)
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,7 @@ class AxisGroup:
         scales: How many magnitudes are free per unit.
         signs: How many signs are free per unit.
         rotations: The cells on which any orthogonal matrix acts, behind permutations, scales and signs.
+        phase: Whether the units are planes, which are turned by any angle.
         occurrences: Where the units stand.
         taps: Where all of them can be watched on one axis, in the order of the forward pass: outputs of modules without
             children.
@@ -115,6 +127,7 @@ class AxisGroup:
     occurrences: tuple[Occurrence, ...]
     taps: tuple[Tap, ...]
     rotations: tuple[Rotation, ...] = ()
+    phase: bool = False
 
     @property
     def size(self) -> int:
@@ -133,6 +146,8 @@ class AxisGroup:
             parts = ["rotation that fixes ones" if fixes_ones else "rotation"]  # permutations are among them
             signs -= bool(self.rotations[0].plain_sign.any())
         parts += ["scale" if self.scales == 1 else f"{self.scales} scales"] * (self.scales > 0)
+        if self.phase:  # half a turn is a sign
+            parts, signs = [*parts, "phase"], signs - 1
         parts += ["sign" if signs == 1 else f"{signs} signs"] * (signs > 0)
         return " + ".join(parts) or "moves with its block"
 
@@ -150,6 +165,10 @@ class Element:
         shift: How much of each shift is added, before all else. Each of shape (size,), float64.
         rotation: Orthogonal matrices, one per rotation of the structure, each of shape (size, size), or (0, 0) for the
             identity; or none at all. They act before scales and permutations. Float64.
+        tilt: For each tilt of the structure its vector, of shape (size,), float64; or none at all. They act after
+            rotations, before scales and permutations.
+        phase: The angle by which each plane of the structure is turned, in radians, before scales and permutations; or
+            none at all. Shape (phases,) or (0,), float64.
     """
 
     group: str
@@ -159,6 +178,8 @@ class Element:
     dense: tuple[Tensor, ...] = ()
     shift: tuple[Tensor, ...] = ()
     rotation: tuple[Tensor, ...] = ()
+    tilt: tuple[Tensor, ...] = ()
+    phase: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     def __repr__(self) -> str:
         moved = int((self.permutation != torch.arange(len(self.permutation))).sum())
@@ -166,6 +187,8 @@ class Element:
         more = "".join(
             f", {len(own)} {name}" for name, own in (("matrices", self.dense), ("shifts", self.shift)) if own
         )
+        if turned := int((self.phase != 0).sum()):
+            more = f", {turned} phases{more}"
         return (
             f"<Element: {moved} of {len(self.permutation)} units move, {scales} scales and {signs} signs change{more}>"
         )
@@ -189,7 +212,9 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
         signs=any(values.signs[slot.rows].nnz for slot in seen),
         dense=bool((values.cell_of[units] >= 0).any()),
     )
-    return Tap(mark.name, value.shape, group, seen, mark.module, mark.call, value.offset, shown, value.squared)
+    half_turned = value.mixture is not None and value.mixture.mixed
+    place = (mark.name, value.shape, group, seen, mark.module, mark.call)
+    return Tap(*place, value.offset, shown, value.squared, half_turned)
 
 
 def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:
@@ -223,7 +248,9 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
             at = np.ascontiguousarray(columns[:, (slot_of == slot_index) & (first == exponent)] - slot.offset)
             axis = slot.axes[0] if slot.axes else 0
             is_parameter = slot.tensor in parameters
-            occurrences.append(Occurrence(slot.tensor, axis, torch.from_numpy(at), exponent, is_parameter))
+            occurrences.append(
+                Occurrence(slot.tensor, axis, torch.from_numpy(at), exponent, is_parameter, slot.axes[1:])
+            )
         # Buffers and biases are named after the same module as the weight, which comes first.
         base = occurrences[0].tensor.rpartition(".")[0] or occurrences[0].tensor
         name, number = base, 2
@@ -242,6 +269,7 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
             occurrences=tuple(occurrences),
             taps=tuple(tap for tap in tapped[int(units[0])] if tap.positions(numbers) is not None),
             rotations=tuple(rotation for rotation in structure.rotations if rotation.orbit == index),
+            phase=bool(structure.phase_of[units[0]] >= 0),
         )
 
 

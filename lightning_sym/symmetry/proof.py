@@ -291,6 +291,30 @@ def largest_change(
     return worst, precision
 
 
+def change_between(
+    one: nn.Module, two: nn.Module, batches: Sequence[Call], generator: torch.Generator
+) -> tuple[float, torch.dtype]:
+    """Return the largest change of an output from one network to another, and to which precision the first rounds.
+
+    Args:
+        one: In float64 and evaluation mode.
+        two: As `one`, with other weights.
+        batches: What they are run on.
+        generator: Where randomness comes from.
+    """
+    lowest = LowestPrecision()
+    try:
+        with lowest:
+            before = _all_outputs(one, batches)
+    except ValueError:  # as in `largest_change`
+        before = _all_outputs(one, batches)
+    after = _all_outputs(two, batches)
+    found = max(change(old, new) for old, new in zip(before, after, strict=True))
+    if found > tolerance_of(lowest.dtype):
+        found = _looked_at_closely(two, batches, before, after, lowest.dtype, generator)
+    return found, lowest.dtype
+
+
 def _perturbed_outputs(
     symmetry: Group,
     network: nn.Module,

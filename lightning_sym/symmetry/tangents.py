@@ -64,7 +64,8 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     r"""Return the tangents of a network's orbit at the network.
 
     A scale that multiplies weight k by :math:`\lambda^{a_k}` has the tangent :math:`a_k w_k`; a shift has
-    what it adds; a rotation's generator S moves weights by :math:`D S D^{-1} W`. What moves running statistics too is
+    what it adds; a rotation's generator S moves weights by :math:`D S D^{-1} W`, and a phase the coordinates of its
+    plane by (-y, x). What moves running statistics too is
     left out: with these fixed it changes the network's function.
 
     Args:
@@ -98,7 +99,8 @@ def orbit_tangents(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     ]
     scales = sparse.vstack(blocks).tocsr() @ free
     shifts, twice = _shifts(symmetry, parameters), repeated(symmetry.structure.shifts)
-    turns = _turns(symmetry, parameters)
+    kinds = (_turns, _tilts, _phases)
+    turns = sparse.hstack([kind(symmetry, parameters) for kind in kinds])
     vectors = sparse.hstack([scales, shifts, turns]).tocsc()
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)
@@ -155,7 +157,7 @@ def _shifts(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_mat
         if not all(name in parameters for name in shift.names):
             continue
         rows = {name: sparse.csr_matrix((w.size, shift.size)) for name, w in parameters.items()}
-        for name, matrix in rates(shift, tensors):
+        for name, matrix in rates(shift, tensors, symmetry.structure.shifts):
             rows[name] = rows[name] + matrix
         blocks.append(sparse.vstack(list(rows.values())))
     total = sum(w.size for w in parameters.values())
@@ -186,6 +188,39 @@ def _turns(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matr
         found.append(sparse.csr_matrix(np.concatenate([c.reshape(len(basis), -1) for c in change.values()], 1).T))
     size = sum(w.size for w in parameters.values())
     return sparse.hstack([sparse.csr_matrix((size, 0)), *found]).tocsr()
+
+
+def _tilts(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
+    """Return the tilts, one column per entry. Shape (parameters, entries)."""
+    found = []
+    for tilt in symmetry.structure.tilts:
+        gain = np.ones(tilt.size) if tilt.gain is None else parameters[tilt.gain]
+        change = {name: np.zeros((tilt.size, *w.shape)) for name, w in parameters.items()}
+        change[tilt.offset] += np.diag(gain * (parameters[tilt.offset] / gain).sum())
+        for name, axis in tilt.readers:
+            columns = np.moveaxis(parameters[name], axis, 0) * gain[:, None]
+            change[name] -= np.moveaxis(columns[:, None] / gain[:, None], 1, axis + 1)
+        found.append(sparse.csr_matrix(np.concatenate([c.reshape(tilt.size, -1) for c in change.values()], 1).T))
+    size = sum(w.size for w in parameters.values())
+    return sparse.hstack([sparse.csr_matrix((size, 0)), *found]).tocsr()
+
+
+def _phases(symmetry: Symmetry, parameters: dict[str, Floats]) -> sparse.csr_matrix:
+    """Return the phases of planes, one column each. Shape (weights, phases)."""
+    structure, count = symmetry.structure, symmetry.structure.phases
+    blocks = [sparse.csr_matrix((0, count))]
+    for name, weights in parameters.items():
+        total = sparse.csr_matrix((weights.size, count))
+        number = np.arange(weights.size).reshape(weights.shape)
+        for slot in structure.slots_of.get(name, ()):
+            phase, first, second = structure.turned_places.get(slot.offset, (np.zeros(0, np.int64),) * 3)
+            for at, other, sign in ((first, second, -1.0), (second, first, 1.0)):
+                rows = np.moveaxis(number, slot.axes[0], 0)[at].reshape(len(at), -1) if len(at) else number[:0]
+                rates = sign * np.moveaxis(weights, slot.axes[0], 0)[other].ravel() if len(at) else np.zeros(0)
+                column = np.repeat(phase, rows.shape[1]) if len(at) else phase
+                total = total + sparse.csr_matrix((rates, (rows.ravel(), column)), shape=total.shape)
+        blocks.append(total)
+    return sparse.vstack(blocks).tocsr()
 
 
 def _antisymmetric(size: int, *, fixes_ones: bool) -> Floats:

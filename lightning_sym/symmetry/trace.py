@@ -27,10 +27,13 @@ from lightning_sym.symmetry.proof import (
 )
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments, tensors_of
 from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
+from lightning_sym.symmetry.tracing.norms import find_norms
 from lightning_sym.symmetry.tracing.rules import leaf_types
-from lightning_sym.symmetry.tracing.shifts import find_shifts
+from lightning_sym.symmetry.tracing.shift_walk import find_shifts
+from lightning_sym.symmetry.tracing.stacks import away_from, unstack
 from lightning_sym.symmetry.tracing.streams import find_rotations
 from lightning_sym.symmetry.tracing.structure import build_structure, folded
+from lightning_sym.symmetry.tracing.tilt_search import find_tilts
 from lightning_sym.symmetry.tracing.walk import Walk
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 from lightning_sym.symmetry.translations import size_of
@@ -105,6 +108,12 @@ def trace_symmetry(
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
     if not isinstance(more_examples, (list, tuple)):
         raise TypeError(f"more_examples must be a list of inputs, got {type(more_examples).__name__}")
+    if torch.get_default_device().type == "meta":  # inside of `with torch.device("meta")`, which builds networks
+        with torch.device("cpu"):
+            return trace_symmetry(
+                network, example_input, more_examples=more_examples, affine=affine, shifts=shifts, check=check,
+                tolerance=tolerance, cuts=cuts, output=output, **keywords,
+            )  # fmt: skip
     examples = [Call.of(example_input, keywords, output)]
     for example in more_examples:
         if keywords and isinstance(example, Mapping):
@@ -123,19 +132,24 @@ def trace_symmetry(
     for captured in captures:
         trace.run(captured)
     trace.finish()
+    joint, hidden = unstack(trace.stacks, trace.axis_labels)
+    trace.taps = {mark: value for mark, value in trace.taps.items() if mark.name not in hidden}
     read = dict.fromkeys(name for each in captures for node, name in each.states.items() if node.users)
     unused = [name for name in dict(network.named_parameters()) if name not in read]
     # Where a bias takes up what changes of sign add, it cannot at once take up what they add to a mean.
     flipped = [weight for _, weight, _, _ in trace.absorbed]
-    found, shown = find_shifts(captures, states, unsaved, keep=flipped) if shifts else ([], {})
+    found, shown, norms = find_shifts(captures, states, unsaved, keep=flipped) if shifts else ([], {}, {})
+    found, shown = away_from(joint, found, shown)
     structure, seen, met = build_structure(
         trace.constraints, trace.axis_labels, trace.grouped, trace.kinds, trace.absorbed, found
     )
     rotations, why_not = find_rotations(structure, met, trace.gains)
     structure, seen = (replace(each, rotations=tuple(rotations)) for each in (structure, seen))
-    if rotations:
+    tilts, why_no_tilts = find_tilts(structure, seen, norms)
+    structure, seen = (replace(each, tilts=tuple(tilts)) for each in (structure, seen))
+    if rotations or tilts:
         structure = replace(structure, shifts=folded(structure))
-    notes = [*trace.constraints.notes, *why_not]
+    notes = [*trace.constraints.notes, *why_not, *why_no_tilts]
     if left_out := dict.fromkeys(name for each in captures for name in each.left_out):
         kept = "logits" if output is None else output
         note = f"of the outputs {kept} stays the same, {', '.join(left_out)} may change (output=... chooses)"
@@ -145,6 +159,10 @@ def trace_symmetry(
         note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
         notes.insert(0, note)
         warnings.warn(note, stacklevel=2)
+    common = 0
+    if shifts:  # what a softmax behind the outputs does not see
+        further, more, _ = find_shifts(captures, states, unsaved, keep=flipped, outputs=True)
+        common = size_of(away_from(joint, further, more)[0]) - size_of(found)
     symmetry = Symmetry(
         structure,
         seen,
@@ -154,9 +172,8 @@ def trace_symmetry(
         constants={name: states[name] for name in read if name in unsaved or not states[name].is_floating_point()},
         examples=examples,
         shown=shown,
-        common_shift=size_of(find_shifts(captures, states, unsaved, keep=flipped, outputs=True)[0]) - size_of(found)
-        if shifts
-        else 0,
+        norms=find_norms(captures, dict(network.named_parameters())),
+        common_shift=common,
     )
     if check and weightless:
         note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"

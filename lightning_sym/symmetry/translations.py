@@ -40,17 +40,24 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
     found: dict[str, list[Tensor]] = {}
     acting = [(shift, vector) for shift, vector in zip(shifts, vectors, strict=True) if bool(vector.any())]
     moved = _moved_offsets(acting, tensors)
+    means = _means(shifts)
     for shift, vector in acting:
+        if shift.norm is not None and any(name is not None and name not in tensors for name in shift.norm):
+            continue
+        times = shift.times(tensors)
         for part in shift.added:
             if (tensor := tensors.get(part.tensor)) is not None and all(gain in tensors for gain in part.needed):
                 summand = _thin(part, vector, tensor, tensors) * _direction(part, tensors)
-                found.setdefault(part.tensor, []).append(summand)
+                found.setdefault(part.tensor, []).append(summand * (1.0 if part.axis is not None else times))
         for off in shift.taken_off:
             if off.bias in tensors and all(name in tensors for name in off.needed):
                 weight = tensors[off.weight].detach()
                 entering = off.entering(vector, tensors).to(weight)
                 flat = weight.flatten(2).sum(2) if weight.ndim > 2 else weight
-                found.setdefault(off.bias, []).append(-torch.tensordot(flat, entering, ([off.axis], [0])))
+                taken = torch.tensordot(flat, entering, ([off.axis], [0]))
+                if shift.norm is not None:
+                    taken = times * _without_mean(taken, means.get(off.bias), tensors)
+                found.setdefault(off.bias, []).append(-taken)
         for row in shift.balanced:
             if row.bias in tensors and row.offset in tensors and (row.gain is None or row.gain in tensors):
                 offset = tensors[row.offset].detach().double().cpu() + moved.get(row.offset, 0.0)
@@ -59,32 +66,80 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
     return found
 
 
-def rates(shift: Shift, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, sparse.csr_matrix]]:
+def _means(shifts: Sequence[Shift]) -> dict[str, Added]:
+    """Return, by bias, how its mean may be shifted."""
+    return {
+        part.tensor: part
+        for shift in shifts
+        if shift.size == 1 and shift.pivots is None
+        for part in shift.added
+        if not part.axes
+    }
+
+
+def _without_mean(taken: Tensor, mean: Added | None, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Take off a bias's change what nobody sees, which depends on what nobody sees of the weight.
+
+    Elements could otherwise not be put one after the other without the network.
+
+    Args:
+        taken: The change. Shape (outputs,), or (outputs, entries).
+        mean: How the bias's mean may be shifted, if it may.
+        tensors: The network's tensors.
+    """
+    if mean is None:
+        return taken
+    along = _direction(mean, tensors)
+    direction = torch.ones(len(taken)).to(taken) if isinstance(along, float) else along.to(taken)
+    direction = direction.reshape(-1, *[1] * (taken.ndim - 1))
+    return taken - direction * (taken / direction).mean(0)
+
+
+def rates(
+    shift: Shift, tensors: Mapping[str, Tensor], shifts: Sequence[Shift] = ()
+) -> Iterator[tuple[str, sparse.csr_matrix]]:
     """Yield how fast a shift changes tensors, by name: one row per weight, one column per entry of the shift.
 
     Args:
         shift: One shift.
         tensors: The network's parameters by name, in float64.
+        shifts: All shifts of the network.
     """
+    times, means = shift.times(tensors), _means(shifts)
     for part in shift.added:
-        tensor = tensors[part.tensor]
-        shape = [size if axis in part.axes else 1 for axis, size in enumerate(tensor.shape)]
-        at = torch.arange(math.prod(shape)).reshape(shape).expand(tensor.shape).reshape(-1).numpy()
-        direction = _direction(part, tensors)
-        along = np.ones(1) if isinstance(direction, float) else direction.numpy()
-        own = sparse.identity(shift.size, format="csr") if part.matrix is None else part.matrix
-        own = sparse.diags(_multiples(part, tensors).reshape(-1).numpy()) @ own
-        yield part.tensor, sparse.diags(np.broadcast_to(along, tensor.shape).ravel()) @ own.tocsr()[at]
+        often = 1.0 if part.axis is not None else times
+        yield part.tensor, often * added_by(part, shift.size, tensors)
     for off in shift.taken_off:
         weight = tensors[off.weight].flatten(2).sum(2) if tensors[off.weight].ndim > 2 else tensors[off.weight]
         for fold in off.folds:
             shape = [-1 if axis == off.axis else 1 for axis in range(weight.ndim)]
             weight = weight * fold.multiples(weight.shape[off.axis], tensors).reshape(shape)
-        yield off.bias, -sparse.csr_matrix(weight.movedim(off.axis, 1).numpy() @ off.matrix)
+        taken = torch.from_numpy(np.asarray(weight.movedim(off.axis, 1).numpy() @ off.matrix))
+        if shift.norm is not None:
+            taken = times * _without_mean(taken, means.get(off.bias), tensors)
+        yield off.bias, -sparse.csr_matrix(taken.numpy())
     for row in shift.balanced:
         offset = tensors[row.offset]
         ratio = offset if row.gain is None else offset / tensors[row.gain]
         yield row.bias, -float(ratio.sum()) * sparse.identity(shift.size, format="csr")
+
+
+def added_by(part: Added, size: int, tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
+    """Return what a part of a shift adds to its tensor: one row per weight, one column per entry of the shift.
+
+    Args:
+        part: The part.
+        size: The number of the shift's entries.
+        tensors: The network's parameters by name, in float64.
+    """
+    tensor = tensors[part.tensor]
+    shape = [size if axis in part.axes else 1 for axis, size in enumerate(tensor.shape)]
+    at = torch.arange(math.prod(shape)).reshape(shape).expand(tensor.shape).reshape(-1).numpy()
+    direction = _direction(part, tensors)
+    along = np.ones(1) if isinstance(direction, float) else direction.numpy()
+    own = sparse.identity(size, format="csr") if part.matrix is None else part.matrix
+    own = sparse.diags(_multiples(part, tensors).reshape(-1).numpy()) @ own
+    return sparse.diags(np.broadcast_to(along, tensor.shape).ravel()) @ own.tocsr()[at]
 
 
 def _moved_offsets(acting: Sequence[tuple[Shift, Tensor]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,7 +242,7 @@ def _noticed(shifts: Sequence[Shift]) -> dict[tuple[int, int], int]:
         (number, index): means[off.bias]
         for number, shift in enumerate(shifts)
         for index, off in enumerate(shift.taken_off)
-        if off.bias in means
+        if off.bias in means and shift.norm is None
     }
 
 
@@ -214,15 +269,15 @@ def nearest(
     for _ in range(len(shifts) + 1):
         largest = 0.0
         for index in order:
-            step = _step(shifts[index], current, reference)
+            step = least_step(shifts[index], current, reference)
             size = max(sizes[name] for name in shifts[index].names)
             if not bool((step.abs() > _SETTLED * size).any()):
                 continue
             largest = max(largest, float(step.abs().max()))
-            for name, summands in additions([shifts[index]], (step,), current).items():
+            only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
+            for name, summands in additions(shifts, only, current).items():
                 for summand in summands:
                     current[name] = current[name] + summand
-            only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
             vectors = product(shifts, vectors, only)
         if largest == 0.0:
             break
@@ -232,12 +287,13 @@ def nearest(
 def _touched(shift: Shift) -> set[str]:
     """Return the names of all tensors that a shift needs or changes."""
     names = set(shift.names).union(*(part.needed for part in shift.added))
+    names |= {name for name in shift.norm or () if name is not None}
     names = names.union(*({off.bias} | off.needed for off in shift.taken_off))
     return names | {name for row in shift.balanced for name in (row.bias, row.gain, row.offset) if name is not None}
 
 
-def _step(shift: Shift, tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None) -> Tensor:
-    """Return how much of a shift brings its own tensors nearest to a reference."""
+def least_step(shift: Shift, tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return how much of a shift brings its own tensors nearest to a reference, by default zeros."""
     nothing = torch.zeros(shift.size, dtype=torch.float64)
     normal = sparse.csr_matrix((shift.size, shift.size))
     right = np.zeros(shift.size)
@@ -259,6 +315,8 @@ def _step(shift: Shift, tensors: Mapping[str, Tensor], reference: Mapping[str, T
         right += matrix.T @ (apart.sum(others) if others else apart).reshape(-1).numpy()
         if shift.kind == NORM:
             break  # the bias; running means follow
+        if shift.norm is not None:
+            break  # rows say how much, biases follow
     return torch.from_numpy(spsolve(normal.tocsc(), right).reshape(-1)) if normal.nnz else nothing
 
 
@@ -314,7 +372,11 @@ def repeated(shifts: Sequence[Shift]) -> int:
         for one, two in itertools.combinations(own, 2):
             both = set(one.axes) & set(two.axes)
             count += math.prod(size for axis, size in zip(one.axes, one.shape, strict=True) if axis in both)
-    return count + sum(_in_common(shift, ways) for shift in shifts if shift.pivots is not None and not shift.taken_off)
+    return count + sum(
+        _in_common(shift, ways)
+        for shift in shifts
+        if shift.pivots is not None and not shift.taken_off and shift.norm is None
+    )
 
 
 def _in_common(shift: Shift, ways: Mapping[str, Sequence[Added]]) -> int:

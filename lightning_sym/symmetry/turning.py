@@ -29,10 +29,7 @@ def random_turn(rotation: Rotation, generator: torch.Generator | None, *, most: 
     size = rotation.size if most is None else min(most, rotation.size)
     matrix = random_orthogonal(size - rotation.fixes_ones, generator)
     if rotation.fixes_ones:
-        # The reflection that exchanges the first axis and the vector of ones.
-        normal = torch.full((size,), size**-0.5, dtype=torch.float64)
-        normal[0] -= 1
-        reflection = torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal) / normal.dot(normal)
+        reflection = ones_reflection(size)
         around_first = torch.eye(size, dtype=torch.float64)
         around_first[1:, 1:] = matrix
         matrix = reflection @ around_first @ reflection
@@ -42,6 +39,13 @@ def random_turn(rotation: Rotation, generator: torch.Generator | None, *, most: 
     whole = torch.eye(rotation.size, dtype=torch.float64)
     whole[chosen[:, None], chosen] = matrix
     return whole
+
+
+def ones_reflection(size: int) -> Tensor:
+    """Return the reflection that exchanges the first axis and the vector of ones. Shape (size, size), float64."""
+    normal = torch.full((size,), size**-0.5, dtype=torch.float64)
+    normal[0] -= 1
+    return torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal) / normal.dot(normal)
 
 
 def turns_of(structure: Structure, element: Element) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sym._text import other_settings
 from lightning_sym.networks import Network, build
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
@@ -192,6 +193,6 @@ def check_data(zoo: ModelZoo, number: int, data: Any, *, trial: bool) -> None:
     if not trial and any(name in theirs and theirs[name] != mine[name] for name in ("fingerprint", "mean", "std")):
         warnings.warn(
             f"The members of the zoo at {zoo.path} were trained on other data (or another split) than those used "
-            "here, so that train and test may not be what their names say.",
+            f"here{other_settings(theirs, mine)}, so that train and test may not be what their names say.",
             stacklevel=2,
         )

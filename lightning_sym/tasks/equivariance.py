@@ -1,6 +1,6 @@
 """Training one network under a Gaussian prior whose precisions may be learned."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_sym._text import unknown
 from lightning_sym.curvature import GaussianPrior
-from lightning_sym.networks import Network, build
+from lightning_sym.networks import NetworkOrModule
 from lightning_sym.networks.modes import evaluating
+from lightning_sym.tasks._members import given_network
 from lightning_sym.tasks._optimizers import scheduled
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 
@@ -26,8 +27,9 @@ class EquivarianceTask(LightningModule):
     :class:`lightning_sym.callbacks.MarginalLikelihood` learns them, and the noise.
 
     Args:
-        network: From images ``[B, C, H, W]``, or other inputs, to logits or means ``[B, K]``. Trained in place; every
-            layer with parameters needs a curvature rule (:func:`lightning_sym.curvature.register_layer`).
+        network: A network, or its architecture, from images ``[B, C, H, W]``, or other inputs, to logits or means
+            ``[B, K]``. Trained in place; every layer with parameters needs a curvature rule
+            (:func:`lightning_sym.curvature.register_layer`).
         likelihood: ``"classification"``: softmax and class indices ``[B]``. ``"regression"``: Gaussian, targets
             ``[B, K]``.
         precision: Prior precision of all weights at the start, > 0.
@@ -38,6 +40,7 @@ class EquivarianceTask(LightningModule):
         optimizer: Makes the optimizer from parameters; default Adam with its defaults. Without weight decay.
         lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
         lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
+        allow: Packages of your own whose modules ``network`` may name, see :func:`lightning_sym.networks.build`.
 
     Attributes:
         prior: The prior, with the present precisions and noise, and the number of data; counted when a fit starts.
@@ -57,7 +60,7 @@ class EquivarianceTask(LightningModule):
 
     def __init__(
         self,
-        network: Network,
+        network: NetworkOrModule,
         likelihood: Literal["classification", "regression"] = "classification",
         precision: float = 1.0,
         noise: float = 1.0,
@@ -66,12 +69,12 @@ class EquivarianceTask(LightningModule):
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+        allow: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(network, Mapping):  # from a checkpoint, by way of load_from_checkpoint
-            network = build(network)
         if lr_scheduler_interval not in ("epoch", "step"):
             raise ValueError(unknown("lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")))
+        network = given_network(network, allow)
         self.network = network
         self.prior = GaussianPrior(
             network, precision, likelihood=likelihood, noise=noise, temperature=temperature, step=prior_step

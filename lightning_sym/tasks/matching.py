@@ -555,20 +555,20 @@ def _batch_statistics(network: Network) -> Network:
 
 
 _PREFIX = "element."
-_SEVERAL = ("dense", "shift", "rotation")  # of an element, what holds several tensors
+_SEVERAL = ("dense", "shift", "rotation", "tilt")  # of an element, what holds several tensors
 
 
 def _tensors(element: Element) -> dict[str, Tensor]:
     """Return the tensors of an element by name, for the state of a member."""
     several = {f"{name}.{place}": one for name in _SEVERAL for place, one in enumerate(getattr(element, name))}
-    single = {name: getattr(element, name) for name in ("permutation", "log_scale", "sign")}
+    single = {name: getattr(element, name) for name in ("permutation", "log_scale", "sign", "phase")}
     return {f"{_PREFIX}{name}": tensor.clone() for name, tensor in {**single, **several}.items()}
 
 
 def _element(symmetry: Symmetry, state: Mapping[str, Tensor]) -> Element:
     """Return the element whose tensors are in the state of a member."""
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
-    dense, shift, rotation = (
+    dense, shift, rotation, tilt = (
         tuple(found.pop(name) for name in list(found) if name.startswith(f"{kind}.")) for kind in _SEVERAL
     )
-    return Element(symmetry.fingerprint, **found, dense=dense, shift=shift, rotation=rotation)
+    return Element(symmetry.fingerprint, **found, dense=dense, shift=shift, rotation=rotation, tilt=tilt)

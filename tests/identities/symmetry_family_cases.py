@@ -99,6 +99,7 @@ def group(
     *,
     blocks: Sequence[int] = (),
     dense: Sequence[int] = (),
+    phases: int = 0,
     shifts: int = 0,
 ) -> Group:
     """Return the size of a group.
@@ -109,10 +110,12 @@ def group(
         signs: The same for signs.
         blocks: Further factors of the number of permutations.
         dense: Sizes of the cells on which any invertible matrix acts.
+        phases: How many planes may be turned.
         shifts: Free shifts in front of batch norms.
     """
     log10 = sum(math.lgamma(size + 1) / math.log(10) for size in units) + sum(math.log10(order) for order in blocks)
-    return Group(log10, scales, signs, shifts, scales + shifts + sum(size * size - size for size in dense))
+    dimension = scales + shifts + phases + sum(size * size - size for size in dense)
+    return Group(log10, scales, signs, shifts, dimension)
 
 
 Inputs = Callable[[int], tuple[Any, ...]]
@@ -583,9 +586,9 @@ def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
     one, two = x.chunk(2, -1)
     return x * cos + torch.cat([-two, one], -1) * sin
 
-# Of the matrices between queries and keys those remain that multiply both of a pair; rotations inside pairs are left
-# out, as everywhere. Values and output are free.
-@constants(group([], 6, 6, dense=[4]), on=SEQUENCE, inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])), **ATTENTION)
+# Of the matrices between queries and keys a complex number remains for each pair. Values and output are free.
+@constants(group([], 6, 6, dense=[4], phases=2), on=SEQUENCE, inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])),
+    **ATTENTION)
 def rotary(s, x):
     q, k = (rotate(layer(x), s.inv_freq) for layer in (s.q, s.k))
     return s.o((q @ k.mT).softmax(-1) @ s.v(x))
@@ -603,7 +606,7 @@ class Rotary(nn.Module):
         one, two = x.chunk(2, -1)
         return x * self.cos[: x.shape[1]] + torch.cat([-two, one], -1) * self.sin[: x.shape[1]]
 
-constants.row("rotary_tables_in_a_submodule", group([], 6, 6, dense=[4]),
+constants.row("rotary_tables_in_a_submodule", group([], 6, 6, dense=[4], phases=2),
     lambda s, x: s.o((s.turn(s.q(x)) @ s.turn(s.k(x)).mT).softmax(-1) @ s.v(x)), on=SEQUENCE, turn=Rotary, **ATTENTION)
 constants.row("random_features", EMPTY, lambda s, x: s.b(tanh(F.linear(x, s.w))),
     w=Fixed(lambda: sinusoids(8, 8)[:, :5] + torch.eye(8, 5)))
@@ -1362,7 +1365,7 @@ def gains_behind_each_query(s, x):
     q, k, v = (heads(layer(x), 2) for layer in (s.q, s.k, s.v))
     return s.o(s.gain * merged(scores(q, repeat(k, 3)) @ repeat(v, 3)))
 
-@copies(group([], 8, 8, blocks=[6, 6, 2], dense=[2, 2]), inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])),
+@copies(group([], 8, 8, blocks=[6, 6, 2], dense=[2, 2], phases=4), inv_freq=Fixed(lambda: torch.tensor([1.0, 0.1])),
     q=of(L, 5, 24), k=of(L, 5, 8, bias=False), v=of(L, 5, 4), o=of(L, 12, 2))
 def rotary_with_grouped_queries(s, x):
     q, k = (rotate(heads(layer(x), 4), s.inv_freq) for layer in (s.q, s.k))

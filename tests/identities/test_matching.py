@@ -110,6 +110,56 @@ def test_rotations_are_recovered():
     assert difference(match.network, network) < EXACT
 
 
+class Stream(nn.Module):
+    """A pre-norm transformer whose stream is normalised by one of two norms, with gains, over tokens of 4 numbers."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True, activation="gelu")
+        self.embed, self.layer, self.head = nn.Linear(4, 8), layer, nn.Linear(8, 3)
+        self.layer.norm1, self.layer.norm2, self.norm = (getattr(nn, norm)(8) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = self.embed(tokens)
+        attention = self.layer.self_attn
+        tokens = tokens + attention(*[self.layer.norm1(tokens)] * 3, need_weights=False)[0]
+        return self.head(self.norm(tokens + self.layer._ff_block(self.layer.norm2(tokens))))
+
+
+@pytest.mark.parametrize("method", ["weights", "activations"])
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_planted_rotations_of_streams_are_recovered(norm, method):
+    torch.manual_seed(0)
+    network = Stream(norm).double()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(24, 5, 4, dtype=torch.float64, generator=generator)
+    symmetry = trace_symmetry(network, tokens[:2])
+    assert symmetry.structure.rotations
+    assert symmetry.structure.dense
+    b = symmetry.act(symmetry.sample(generator, scale=0.3), network)
+    if method == "weights":
+        match = weight_matching(symmetry, network, b)
+    else:
+        match = activation_matching(symmetry, network, b, tokens.split(8))
+    # Cells and streams are turned one after the other, which comes near in many small steps.
+    assert match.distance_after < 1e-3 < 10 < match.distance_before
+    assert float((match.network(tokens) - b(tokens)).detach().abs().max()) < EXACT
+    # Principal axes leave nothing of the orbit: one form, and distances of 0 from both sides.
+    forms = [canonicalize(symmetry, one) for one in (network, b)]
+    assert not forms[0].notes
+    assert difference(*(form.network for form in forms)) < EXACT
+    assert difference(canonicalize(symmetry, forms[0].network).network, forms[0].network) < EXACT
+    assert orbit_distance(symmetry, network, b).upper < EXACT
+    unrelated = orbit_distance(symmetry, network, Stream(norm).double())
+    assert EXACT < unrelated.lower <= unrelated.upper
+    # Without scales gains differ, and what is rotated between them changes its norm.
+    other = weight_matching(symmetry, network, Stream(norm).double(), scales=False)
+    assert other.distance_after <= other.distance_before
+
+
 @pytest.mark.parametrize("name", MATCHED)
 def test_of_unrelated_networks_only_the_distance_changes(name):
     case = made(name)

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 LIBRARIES = {"torch": TORCH, "transformers": TRANSFORMERS, "timm": TIMM}
 QUICK = {
     "torch": set(TORCH),
-    "transformers": {"gpt2", "llama-grouped", "falcon-alibi", "bert-mask", "t5", "mamba", "clip-text"},
+    "transformers": {"gpt2", "llama-grouped", "mixtral", "falcon-alibi", "bert-mask", "t5", "mamba", "clip-text"},
     "timm": {"vit, norms of queries and keys", "vit, LayerScale", "swin", "convnextv2", "sequencer"},
 }
 CASES = [
@@ -35,7 +35,8 @@ TIED = "embeddings are tied, or values before and behind a gain are added up"
 HEADS = "meets numbers that tell units apart"  # linear biases, masks of windows, factors of one head's widths
 PLACES = "units that stand at different places meet"  # rotary pairs, and tables of relative positions
 TOGETHER = "0 scales and 8 signs that only act together with others are left out"
-CHOSEN = "units are chosen by their values"  # experts
+CHOSEN = "units are chosen by their values"  # groups of experts
+EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
 OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
 STAYS_FIXED: dict[str, set[str]] = {
@@ -49,8 +50,8 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("transformers", ("gptj", "codegen", "deberta", "deberta_v2"), {PLACES}),
         ("transformers", ("cohere",), {TIED, PLACES}),
         ("transformers", ("qwen3",), {TOGETHER}),
-        ("transformers", ("mixtral", "olmoe"), {CHOSEN}),
-        ("transformers", ("qwen3-moe",), {CHOSEN, TOGETHER}),
+        ("transformers", ("qwen3-moe",), {TOGETHER}),
+        ("transformers", ("deepseek_v3",), {HEADS, PLACES, CHOSEN, EQUAL, "two labelled axes became one"}),
         ("timm", ("swin", "swinv2", "pvt_v2", "poolformer"), {TIED}),
         ("timm", ("eva02", "eva02, any size", "vit, rotary"), {PLACES}),
         ("timm", ("vit, learned rotary",), {PLACES, "two labelled axes became one"}),

@@ -26,10 +26,10 @@ def heads(packed: Tensor) -> tuple[Tensor, ...]:
 class Block(nn.Module):
     """A transformer's block: norms before the layers or behind them, the gain of a branch, fused attention or not."""
 
-    def __init__(self, *, first: bool = True, gain: bool = False, fused: bool = True) -> None:
+    def __init__(self, *, first: bool = True, gain: bool = False, fused: bool = True, biased: bool = True) -> None:
         super().__init__()
         self.norm1, self.norm2 = N(WIDTH), N(WIDTH)
-        self.qkv, self.out = L(WIDTH, 3 * WIDTH), L(WIDTH, WIDTH)
+        self.qkv, self.out = L(WIDTH, 3 * WIDTH, bias=biased), L(WIDTH, WIDTH)
         self.up, self.down = L(WIDTH, INNER), L(INNER, WIDTH)
         self.gain = nn.Parameter(torch.ones(WIDTH)) if gain else 1.0
         self.first, self.fused = first, fused
@@ -77,6 +77,12 @@ def parameter(*shape: int) -> Callable[[], nn.Parameter]:
     return lambda: nn.Parameter(torch.randn(shape))
 
 
+def norm_by_hand(s: Any, x: Tensor) -> Tensor:
+    x = s.first(x)
+    x = s.gain * ((x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5))
+    return s.second(x + s.bias)
+
+
 TOKENS, VECTOR, IMAGE = "tokens", (5,), (3, 4, 4)
 VISION = {
     "patches": of(nn.Conv2d, 3, WIDTH, 2, 2), "token": parameter(1, 1, WIDTH), "positions": parameter(1, 5, WIDTH),
@@ -98,6 +104,15 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
         IMAGE, 4),
     "one group": (sequential(of(nn.Conv2d, 3, 4, 1), of(nn.GroupNorm, 1, 4), nn.ReLU, of(nn.Conv2d, 4, 2, 1)),
         IMAGE, 1),
+    # Keys and values have no bias to take off what the rows add that read the norm: a softmax and the output's bias do.
+    "attention without biases": (
+        of(Language, biased=False, gain=True), TOKENS, 2 * (LAYER - 4 * WIDTH) + LENGTH),
+    "norm by hand": (
+        lambda: Program(norm_by_hand, {"first": of(L, 5, 4), "gain": parameter(4), "bias": parameter(4),
+                                       "second": of(L, 4, 3)}), VECTOR, (5 + 1) + 4 + 3),
+    "groups": (
+        sequential(of(nn.Conv2d, 3, 6, 3), of(nn.GroupNorm, 3, 6), nn.ReLU, of(nn.Conv2d, 6, 4, 1),
+                   of(nn.GroupNorm, 2, 4)), IMAGE, 3 + 2),
     "two norms in a sum": (
         lambda: Program(
             lambda s, x: s.out(torch.relu(s.norm1(s.a(x)) + s.norm2(s.b(x)))),
@@ -162,10 +177,18 @@ def test_group_laws_and_action(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("name", "samples", "common"),
-    [("tied", 40, WIDTH), ("attention by hand", 40, WIDTH), ("linear", 100, 7), ("instance norm", 20, 5)],
+    [
+        ("tied", 40, WIDTH),
+        ("attention by hand", 40, WIDTH),
+        ("linear", 100, 7),
+        ("instance norm", 20, 5),
+        ("attention without biases", 40, WIDTH),
+        ("norm by hand", 40, 4),
+        ("groups", 40, None),
+    ],
 )
 @pytest.mark.parametrize("log_softmax", [False, True])
-def test_all_of_it_is_there(name: str, samples: int, common: int, log_softmax: bool) -> None:
+def test_all_of_it_is_there(name: str, samples: int, common: int | None, log_softmax: bool) -> None:
     """The nullity of the Jacobian, with the common shift of logits and without."""
     network, symmetry = traced(name)
     torch.manual_seed(1)
@@ -173,7 +196,7 @@ def test_all_of_it_is_there(name: str, samples: int, common: int, log_softmax: b
     assert found.nullity == found.orbit_dimension
     assert found.orbit_dimension - symmetry.dimension == symmetry.common_shift * log_softmax
     assert found.gap > 1e6
-    assert name == "instance norm" or symmetry.common_shift == common
+    assert name in ("instance norm", "groups") or symmetry.common_shift == common
 
 
 def test_shifts_do_not_commute() -> None:
@@ -196,6 +219,21 @@ def test_a_gain_of_zero_is_named() -> None:
         made.blocks[1].norm1.weight[3] = 0
     assert_refused(symmetry.act, drawn(symmetry, 0), made, says="blocks.1.norm1.weight holds a zero")
     symmetry.act(symmetry.sample(shifts=False), made)
+
+
+def test_what_rows_add_shows_inside_the_network() -> None:
+    """A constant that depends on the norm's bias and gain, so that the network is needed."""
+    network, symmetry = traced("attention without biases")
+    element, tokens = drawn(symmetry, 0), inputs(TOKENS, 3)
+    values: list[Tensor] = []
+    for own in (network, symmetry.act(element, network)):
+        hook = own.blocks[1].qkv.register_forward_hook(lambda _module, _given, out: values.append(out.detach()))
+        own(tokens)
+        hook.remove()
+    action = symmetry.on_activations(element, "blocks.1.qkv", network)
+    assert action.shift is not None
+    torch.testing.assert_close(action.apply(values[0]), values[1], rtol=1e-10, atol=1e-10)
+    assert_refused(symmetry.on_activations, element, "blocks.1.qkv", says=["blocks.1.norm1.bias", "shifts=False"])
 
 
 def test_left_out_on_request() -> None:

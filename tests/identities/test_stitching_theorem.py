@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from lightning_sym.networks import (
     CIFARResNet,
     CIFARResNet18,
+    CompactTransformer,
     LeNet5,
     MultiLayerPerceptron,
     MyrtleCNN,
     Network,
     TorchvisionNetwork,
+    VisionTransformer,
 )
 from lightning_sym.stitching import CutNetwork, FeatureMoments, FixedMap, PlantedStitches, StitchedNetwork
 
@@ -62,6 +64,12 @@ OURS = {
     "resnet20 tanh": (lambda: CIFARResNet(20, width=2, activation="tanh"), (3, 8, 8)),
     "resnet18": (lambda: CIFARResNet18(width=2), (3, 8, 8)),
     "resnet18 gelu": (lambda: CIFARResNet18(width=2, activation="gelu"), (3, 8, 8)),
+    "cct": (lambda: CompactTransformer(1, 8, variant="2/3x1", width=4), (1, 8, 8)),
+    "vit": (lambda: VisionTransformer(1, 8, 5, 4, 8, 2, 2, pool="sequence"), (1, 8, 8)),
+    "vit modern": (
+        lambda: VisionTransformer(1, 8, 5, 4, 8, 1, 2, 1, 1, "rms", "rotary", "swiglu", layer_scale=0.5),
+        (1, 8, 8),
+    ),
 }
 WRAPPED = {
     "torchvision resnet18": (
@@ -263,3 +271,29 @@ def test_fitted_maps_find_what_was_planted(architecture, activation, family, tol
         assert error(stitched, images, expected) < tolerance, site
         with torch.no_grad():
             assert torch.equal(stitched(images).argmax(1), expected.argmax(1))  # penalty 0
+
+
+@pytest.mark.parametrize("case", ["vit", "vit modern", "cct"])
+def test_maps_of_the_group_find_what_was_planted_in_a_transformer(case):
+    """At every site: heads with their matrices, hidden units, and the stream past them."""
+    make, shape = OURS[case]
+    torch.manual_seed(0)
+    network = make().double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))  # norms and biases start at 1 and 0
+    images = torch.randn(60, *shape, dtype=torch.float64)
+    source = CutNetwork(network, example=images)
+    planted, target = planted_in(source, images)
+    kinds = set()
+    for site in source.sites:
+        stitched = fitted(source, target, site, "group", images)
+        found = [module.matrix() for module in stitched.stitching_maps]
+        for matrix, wanted in zip(found, [m for m in planted.matrices(site) if m is not None], strict=True):
+            torch.testing.assert_close(matrix, wanted, rtol=1e-9, atol=1e-9)
+        with torch.no_grad():
+            assert error(stitched, images, network(images)) < EXACT, site
+        parts = [part for module in stitched.stitching_maps for part in getattr(module, "parts", [module])]
+        kinds |= {type(part).__name__ for part in parts}
+    stream = {"vit": {"OnesFixingMap"}, "vit modern": {"OrthogonalMap"}, "cct": set()}[case]
+    assert kinds == {"HeadMap", "GroupMap"} | stream

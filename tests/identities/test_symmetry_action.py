@@ -496,7 +496,7 @@ def example(shape: Any) -> tuple[Tensor, ...]:
 
 # Shifts besides those in front of batch norms, which the cases state.
 SHIFTS = {
-    **dict.fromkeys(["group_norm_1"], 1),
+    **{"group_norm_1": 1, "group_norm": 4, "group_norm_no_eps": 4, "group_norm_all": 8},
     **dict.fromkeys(["conv1d", "batch_norm_after_relu", "batch_norm_no_statistics", "inverted_residual"], 4),
     **dict.fromkeys(["embedding", "layer_norm", "layer_norm_no_eps", "softmax_over_units"], 6),
     **dict.fromkeys(["dropout"], 7),

@@ -12,8 +12,16 @@ import torch
 import torchvision
 from torch import nn
 
-from lightning_sym.networks import CIFARResNet, CIFARResNet18, MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.networks import (
+    CIFARResNet,
+    CIFARResNet18,
+    CompactTransformer,
+    MultiLayerPerceptron,
+    MyrtleCNN,
+    VisionTransformer,
+)
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.dimension import local_dimension
 from lightning_sym.symmetry.trace import trace_symmetry
 
 torch.set_num_threads(1)
@@ -69,6 +77,57 @@ def test_perceptron_of_the_matching_recipe() -> None:
     assert symmetry.dimension == 1536
 
 
+# One block of width 8, two heads of 4 channels, 14 outputs, four tokens of 4x4 pixels. By case: options, and in sums
+# matrices on heads and gains of norms, then rotations of the stream, then shifts. These are: of the block; embeddings
+# against one another, and the means of what writes them; the last norm and the rows of the head.
+WITH_LAYER_NORMS = 2 * 32 + 3 * 8 + 7 * 6 // 2
+OUTSIDE = 8 + (16 + 1 + 4) - 1 + 8 + 14
+TRANSFORMERS: dict[str, tuple[dict[str, Any], int]] = {
+    "usual": ({}, WITH_LAYER_NORMS + (8 * 8 + 2 * 6 + 2) + OUTSIDE),
+    # The score reads the last norm, too, and a softmax the scores.
+    "sequence": ({"pool": "sequence"}, WITH_LAYER_NORMS + (8 * 8 + 2 * 6 + 2) + OUTSIDE + 2),
+    # Scales of up against down, and the gate's rows and biases.
+    "gated": ({"activation": "swiglu"}, WITH_LAYER_NORMS + (8 * 8 + 3 * 6 + 2) + OUTSIDE + 6),
+    "layer scale": ({"layer_scale": 0.5}, WITH_LAYER_NORMS + (8 * 8 + 2 * 6 + 2) + OUTSIDE + 2 * 8),
+    # Shifts: biases of keys and values, patches against positions.
+    "rms": ({"norm": "rms"}, 2 * 32 + 3 * 8 + 8 * 7 // 2 + 2 * 8 + 8),
+    # One matrix each for the shared head of keys and values, whose biases are as wide.
+    "shared keys": ({"key_value_heads": 1}, WITH_LAYER_NORMS - 32 + (8 * 8 - 2 * 8 + 2 * 6 + 2) + OUTSIDE),
+    # In place of matrices on queries and keys, a complex number per plane of each head; keys' biases are seen, and
+    # there are no positions to add.
+    "rotary": ({"positions": "rotary"}, WITH_LAYER_NORMS - 32 + 2 * 2 * 2 + (7 * 8 + 2 * 6 + 2) + OUTSIDE - 8 - 4 + 1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_vision_transformers_have_their_whole_group(name: str) -> None:
+    torch.manual_seed(0)
+    options, expected = TRANSFORMERS[name]
+    network = VisionTransformer(1, 8, 14, 4, 8, 1, 2, mlp_ratio=0.75, **options).double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    symmetry = trace_symmetry(network, torch.randn(2, 1, 8, 8, dtype=torch.float64))
+    found = local_dimension(symmetry, network, torch.randn(100, 1, 8, 8, dtype=torch.float64))
+    assert symmetry.worst_error < EXACT
+    assert found.nullity == expected
+    assert found.gap > 1e6
+    assert symmetry.dimension == expected
+
+
+def test_dimension_of_a_compact_transformer_is_the_nullity_of_its_jacobian() -> None:
+    """Queries, keys and values read a layer norm and have no biases: rows of two of them are free, and norms tilt."""
+    torch.manual_seed(0)
+    network = CompactTransformer(1, 8, 14, "2/3x1", 4, mlp_ratio=1.5).double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    symmetry = trace_symmetry(network, torch.randn(2, 1, 8, 8, dtype=torch.float64))
+    found = local_dimension(symmetry, network, torch.randn(100, 1, 8, 8, dtype=torch.float64), tolerance=1e-11)
+    assert found.gap > 1e3
+    assert found.excess == 0
+
+
 @dataclass
 class Model:
     """A model of torchvision and its group.
@@ -82,6 +141,7 @@ class Model:
         shifts: Dimension of the shifts.
         dense: Dimension of the dense cells, less their magnitudes.
         rotations: Dimensions of the spaces in which streams are rotated.
+        tilts: Dimension of the tilts of layer norms.
         notes: How many notes say what limits the group.
         image: Side of the example image.
         options: For torchvision's function.
@@ -96,6 +156,7 @@ class Model:
     dense: int = 0
     rotations: tuple[int, ...] = ()
     notes: int = 0
+    tilts: int = 0
     image: int = 32
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -137,11 +198,11 @@ MODELS: dict[str, Model] = {
         shifts=12 * (8 * 768 + 2 * 3072 + 2) + 2 * 768 + (768 + 1 + 1 + 5) - 2 + 768 + 1000,
         dense=12 * 2 * 12 * 64 * 63, rotations=(767,), options=(("image_size", 32),)),
     # Norms of 12 blocks, of three mergings (of four channels each) and the last; heads of 32; stem and four streams, of
-    # which all but the first, into which a norm writes, are rotated.
+    # which all but the first, into which a norm writes, are rotated. Mergings have no biases behind their norms.
     "swin_t": Model(None, 40,
         log10_factorials({96: 1, 384: 2, 768: 2, 1536: 6, 3072: 2, 3: 2, 6: 2, 12: 6, 24: 2}),
         8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, shifts=40949, dense=4416 * 2 * 31,
-        rotations=(191, 383, 767), notes=1),
+        rotations=(191, 383, 767), tilts=4 * (96 + 192 + 384), notes=1),
 }  # fmt: skip
 SLOW = {"vgg11_bn"}  # 130 million weights, twice in float64
 
@@ -171,4 +232,4 @@ def test_torchvision(name: str) -> None:
         assert symmetry.log10_permutations == pytest.approx(model.log10, abs=5e-3)
     assert (symmetry.scales, symmetry.signs, symmetry.shifts) == (model.scales, model.signs, model.shifts)
     turning = sum(size * (size - 1) // 2 for size in model.rotations)
-    assert symmetry.dimension == model.scales + model.shifts + model.dense + turning
+    assert symmetry.dimension == model.scales + model.shifts + model.dense + turning + model.tilts

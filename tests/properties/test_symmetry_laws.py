@@ -55,6 +55,14 @@ def grouped_queries(s, x):
     return s.head(s.gain * mixed.transpose(1, 2).flatten(2))
 
 
+def unbiased(s, x):
+    """Attention whose queries, keys and values have no biases behind a layer norm that has one."""
+    x = s.inner(x)
+    q, k, v = s.qkv(s.norm(x)).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+    x = x + s.gain * s.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+    return s.head(s.last_norm(x))
+
+
 def program(function, **parts):
     return lambda: Program(function, parts)
 
@@ -78,6 +86,16 @@ NETWORKS = {
         program(stream, write=of(L, 5, 6), norm=of(nn.LayerNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6), head=of(L, 6, 3),
                 scale=parameter(6), last_norm=of(nn.RMSNorm, 6)),
         (2, 5),
+    ),
+    "tilted stream": (
+        program(stream, write=of(L, 5, 6), norm=of(nn.LayerNorm, 6), up=of(L, 6, 4), down=of(L, 4, 6),
+                head=of(L, 6, 3, bias=False), scale=parameter(6), last_norm=of(nn.LayerNorm, 6)),
+        (2, 5),
+    ),
+    "unbiased attention": (
+        program(unbiased, inner=of(L, 5, 4), norm=of(nn.LayerNorm, 4), qkv=of(L, 4, 12, bias=False), out=of(L, 4, 4),
+                gain=parameter(4), last_norm=of(nn.LayerNorm, 4), head=of(L, 4, 3)),
+        (2, 3, 5),
     ),
     "products": (
         program(products, a=of(L, 5, 6), b=of(L, 5, 6), c=of(L, 5, 6), gain=parameter(6), other_gain=parameter(6),
@@ -134,6 +152,8 @@ def traced(name):
     for module in network.modules():
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             nn.init.normal_(module.weight)
+            if isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.bias)
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             nn.init.uniform_(module.running_var, 0.5, 2)
             nn.init.normal_(module.running_mean)
@@ -147,7 +167,8 @@ def draw(symmetry, seed, count, **options):
 
 
 def parts(element):
-    return [element.permutation, element.log_scale, element.sign, *element.dense, *element.shift, *element.rotation]
+    single = [element.permutation, element.log_scale, element.sign]
+    return [*single, *element.dense, *element.shift, *element.rotation, *element.tilt]
 
 
 def same_element(one, two, tolerance=1e-11):
@@ -241,6 +262,7 @@ def test_sampling_respects_its_flags(name, seed, flags, scale):
         assert all(torch.allclose(m @ m.mT, torch.eye(len(m), dtype=m.dtype)) for m in g.dense)
     if not flags["mixing"]:
         assert all(torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in g.dense)
+        assert not any(bool(t.any()) for t in g.tilt)
     if scale == 0 or not flags["shifts"]:
         assert not any(bool(s.any()) for s in g.shift)
     if scale == 0 and not any(flags.values()):

@@ -29,10 +29,14 @@ from lightning_sym import (
 
 NOT_UNDERSTOOD = """
 $ fitt
-Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, symmetry, recipes.
+Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, merge, symmetry, recipes.
 Did you mean 'fit'?
 $ recipes zoo/mnist6k
-Unknown recipe 'zoo/mnist6k'; expected one of: ... zoo/mnist5k, ... Did you mean 'zoo/mnist5k'?
+Unknown recipe 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?
+$ recipes zoo/mnst5k
+Unknown recipe 'zoo/mnst5k'. Did you mean 'zoo/mnist5k'?
+$ recipes nothing
+Unknown recipe 'nothing'. lightning-sym recipes lists them.
 $ fit --config zoo/mnist6k
 There is no recipe or file 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?
 $ fit --config mine
@@ -84,6 +88,12 @@ MultiLayerPerceptron has no option 'model.network.batch_norm'. lightning-sym fit
 MultiLayerPerceptron lists those it has.
 $ fit SMALL --model.optimizer=SGD --model.optimizer.momentun=0.9
 SGD has no option 'model.optimizer.momentun'. Did you mean 'model.optimizer.momentum'?
+$ fit SMALL --model.optimizer=SGD --model.optimizer.learning_rate=0.1
+SGD has no option 'model.optimizer.learning_rate'. Did you mean 'model.optimizer.lr'?
+$ fit SMALL --model.optimizer=SGD --model.optimizer.lr=0.1 --model.learning_rate=0.2
+ZooTask has no option 'model.learning_rate'. Did you mean 'model.optimizer.lr'?
+$ fit --model.network.help MultiLayerPerceptron
+Option 'model.network.help' comes before the class that has it; put --config, or the class, in front of it.
 $ fit SMALL --model=ZooTsk
 model: Unknown class 'ZooTsk'; give its full path, or the name of one of ours. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sym.tasks.ZooTsk
@@ -107,9 +117,15 @@ $ fit SMALL --model=raises.Task
 model: raises, which holds Task, imports 'does_not_exist_anywhere', and there is no such module; install it, or put its
 folder on PYTHONPATH.
 $ fit SMALL --model.members=many
-model.members: expected int, got 'many'.
+model.members: expected an integer, got 'many'.
 $ fit SMALL --trainer.max_epochs=many
-trainer.max_epochs: expected int or null, got 'many'.
+trainer.max_epochs: expected an integer or null, got 'many'.
+$ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss --trainer.callbacks.patience=many
+trainer.callbacks.patience: expected an integer, got 'many'.
+$ fit SMALL --model.prior_precision=nan
+model.prior_precision: expected a finite number or null, got 'nan'.
+$ fit SMALL --trainer.gradient_clip_val=much
+trainer.gradient_clip_val: expected a number or null, got 'much'.
 $ fit SMALL --trainer.callbacks+=needs.Needs
 Missing: --trainer.callbacks.threshold, which Needs requires.
 $ fit SMALL --model.lr_scheduler=CosineAnnealingLR
@@ -119,9 +135,9 @@ model.execution: expected one of 'loop', 'vmap', got 'fast'.
 $ fit SMALL --model.network.widths=wide
 model.network.widths: expected a list, got 'wide'.
 $ fit SMALL --overwrite=perhaps
-overwrite: expected bool, got 'perhaps'.
+overwrite: expected true or false, got 'perhaps'.
 $ fit SMALL --seed_everything=x
-seed_everything: expected bool or int, got 'x'.
+seed_everything: expected true or false or an integer, got 'x'.
 """
 
 FAILED = """
@@ -156,6 +172,10 @@ MarginalLikelihood learns the precisions of a task's prior, and ZooTask has none
 $ fit SMALL --trainer.callbacks+=StitchingReport
 StitchingReport works with lightning_sym.tasks.StitchingTask and its like, and ZooTask has no ... and no ... and no ...
 and ... more; remove the callback, or give the task that.
+$ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/los --trainer.max_epochs=1
+trainer.callbacks.monitor must be a number that the run logs, got 'val/los'. Did you mean 'val/loss'?
+$ fit SMALL --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss --trainer.callbacks.mode=lowest
+trainer.callbacks.mode must be min or max, got 'lowest'.
 $ fit SMALL --trainer.max_epochs=-5
 trainer.max_epochs must be a non-negative integer or -1. You passed in -5.
 $ fit SMALL --trainer.limit_train_batches=2.5
@@ -224,7 +244,7 @@ them (now 'data'), or set download to true.
 $ DigitsDataModule(mean=[0.5, 0.5], std=[1, 1])
 ValueError: mean must have one value per channel (1), got 2: [0.5, 0.5].
 $ recipe_path("zoo/mnist6k")
-ValueError: Unknown recipe 'zoo/mnist6k'; expected one of: ... Did you mean 'zoo/mnist5k'?
+ValueError: Unknown recipe 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?
 $ MultiLayerPerceptron([4, 0])
 ValueError: widths[1] must be an integer >= 1, got 0.
 $ perceptron(4)(larger)

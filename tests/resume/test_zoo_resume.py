@@ -79,7 +79,7 @@ def test_resumed_run_is_the_uninterrupted_one(runs, name):
         assert found.member(number).training == expected.member(number).training
     for file in ("results/members.csv", "metrics.csv"):
         assert (resumed / file).read_bytes() == (whole / file).read_bytes(), file
-    assert (resumed / "results" / "zoo.png").is_file()
+    assert (resumed / "results" / "confusion.png").is_file()
 
 
 def test_the_runs_differ_where_they_should(runs):

@@ -120,7 +120,9 @@ class Touch:
         ("absent.pt", "There is no file"),
         ("whole.pt", "holds more than tensors and plain values"),
         ("harm.pt", "holds more than tensors and plain values"),
-        ("words.pt", "is damaged, or no file that torch.save wrote"),
+        ("words.pt", "is damaged or cut off, or no file that torch.save wrote"),
+        ("half.pt", "is damaged or cut off, or no file that torch.save wrote"),
+        ("half_of_old.pt", "is damaged or cut off, or no file that torch.save wrote"),
         ("words.safetensors", "is damaged, or no safetensors file"),
         ("list.pt", "holds no tensors by name"),
         ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias' of Plain; it holds 'hidden.weight'"),
@@ -135,6 +137,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(weights, says):
     torch.save(Plain(), "whole.pt")
     Path("harm.pt").write_bytes(pickle.dumps({"a": Touch()}))
     torch.save([torch.zeros(2)], "list.pt")
+    for name, new in (("half.pt", True), ("half_of_old.pt", False)):
+        torch.save(Plain().state_dict(), name, _use_new_zipfile_serialization=new)
+        Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
     for name in ("words.pt", "words.safetensors"):
         Path(name).write_text("just words, and then some more of them")
     kind = FileNotFoundError if weights == "absent.pt" else ValueError

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from lightning_sym._checks import check_integers
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.moments import FeatureMoments
+from lightning_sym.symmetry.channels import ChannelGroup
 from lightning_sym.symmetry.groups import IntertwinerGroup
 
 Mode = Literal["soft", "hard"]
@@ -31,6 +32,8 @@ class Port:
         out_channels: Channels that the network behind expects, >= 1.
         axis: Axis of the channels: 1 for ``[N, C, H, W]``, -1 for tokens ``[N, T, C]``.
         group: Acts on the channels; default permutations only.
+        blocks: What acts on them where blocks of channels are mixed, as attention heads and residual streams are;
+            default none.
 
     Raises:
         ValueError: If a width is not an integer >= 1, or ``axis`` is no integer.
@@ -40,6 +43,7 @@ class Port:
     out_channels: int
     axis: int = 1
     group: IntertwinerGroup = PERMUTATIONS
+    blocks: ChannelGroup | None = None
 
     def __post_init__(self) -> None:
         check_integers(of="a port", in_channels=self.in_channels, out_channels=self.out_channels)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.base import Port, StitchingMap
+from lightning_sym.stitching.maps.block_maps import group_map
 from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, Projection, SoftSortMap
 from lightning_sym.stitching.maps.linear_maps import (
     FullMap,
@@ -50,7 +51,8 @@ def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
 
     Args:
         name: ``full``; ``rank(1)`` (any rank >= 1); ``lasso`` (penalty 0.01) or ``lasso(0.001)``; ``group`` or
-            ``group(euclidean)``, the projection; ``softsort``; ``orthogonal``; ``identity``; and without training
+            ``group(euclidean)``, the projection, which is a :class:`BlockMap` where blocks of channels are mixed;
+            ``softsort``; ``orthogonal``; ``identity``; and without training
             ``least_squares``, ``assignment`` and ``procrustes``. For other options use the class.
 
     Returns:
@@ -67,12 +69,13 @@ def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
     kind, argument = (match[1], match[2]) if match else ("", None)
     if kind not in STITCHING_MAPS:
         raise ValueError(unknown("stitching map", name, _ACCEPTED))
+    make: Callable[..., StitchingMap] = group_map if kind == "group" else STITCHING_MAPS[kind]
     if argument is None and kind != "rank":
-        return STITCHING_MAPS[kind]
+        return make
     if kind not in _ARGUMENTS:
         raise ValueError(f"The stitching map {kind!r} takes no argument, got {name!r}.")
     option, read = _ARGUMENTS[kind]
-    return functools.partial(STITCHING_MAPS[kind], **{option: read((argument or "").strip(), name)})
+    return functools.partial(make, **{option: read((argument or "").strip(), name)})
 
 
 def _rank(text: str, name: str) -> int:

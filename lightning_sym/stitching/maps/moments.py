@@ -100,6 +100,19 @@ class FeatureMoments:
         self.yy += sums[2]
         self.count += len(x)
 
+    def part(self, x: Tensor, y: Tensor) -> "FeatureMoments":
+        """Return the moments of some channels of ``x`` and some of ``y``.
+
+        Args:
+            x: Numbers of channels. int64, on any device.
+            y: Likewise.
+        """
+        part = FeatureMoments(len(x), len(y), self.xx.device)
+        x, y = x.to(self.xx.device), y.to(self.xx.device)
+        part.xx, part.yx, part.yy = self.xx[x][:, x], self.yx[y][:, x], self.yy[y]
+        part.count, part.reduced = self.count, self.reduced
+        return part
+
     def reduce(self) -> None:
         """Replace the sums by those over all ranks of ``torch.distributed``, in place; a second call does nothing.
 

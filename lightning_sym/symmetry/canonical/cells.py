@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.tracing.structure import Structure
 
 # Gram matrices whose least eigenvalue is smaller than this, relative to the largest, have no balanced member.
@@ -28,7 +29,7 @@ def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator
         if slot.tensor not in tensors:
             continue
         for cells, positions, read in structure.dense_places.get(slot.offset, ()):
-            tensor = tensors[slot.tensor].movedim(slot.axes[0], 0)
+            tensor = together(tensors[slot.tensor], slot.axes)
             parts = [tensor[torch.from_numpy(at).to(tensor.device)].reshape(*at.shape, -1) for at in positions]
             yield slot.tensor, cells, read, torch.cat(parts, -1)
 

@@ -16,7 +16,10 @@ from lightning_sym.symmetry.canonical.cells import balancing, gram_matrices, pri
 from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
+from lightning_sym.symmetry.canonical.planes import principal_phases
+from lightning_sym.symmetry.canonical.streams import folding, positive, principal_turns, rotatable
 from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.tilting import to_gains
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.translations import nearest
 
@@ -146,11 +149,13 @@ def canonicalize(
 
     - ``"balanced"``: the values of smallest L2 norm: incoming and outgoing norms are equal. The squared norm is a
       convex function of the logarithms; cyclic sweeps with the factor :math:`(q_- / q_+)^{1/4}`, then Newton's method.
+      Gains between which a stream rotates are 1 before that, so that nothing else depends on rotations.
     - ``"unit"``: incoming weights and bias of norm 1, layer by layer; for a residual stream those of the first module
       that writes into it.
 
     **Shifts** (docs/theory/intertwiners.md, 3.6). Biases that later layers, batch norms or a softmax take off are 0,
-    means that norms take off are 0, and what is taken off one another has the least sum of squares.
+    means that norms take off are 0, and what is taken off one another has the least sum of squares. Where a layer norm
+    is read without a bias (2.12), its bias equals its gain.
 
     **Signs.** The gain of a norm layer is positive. Otherwise the entry of largest magnitude among the incoming weights
     and bias is positive; if the largest ones tie and disagree, the sum of the cubes is, then the plain sum.
@@ -180,8 +185,10 @@ def canonicalize(
         if they were absent, they come last, and `CanonicalForm.dead` reports them. For them alone the form depends on
         the orbit's member.
         Where any invertible matrix acts (`AxisGroup.dense`: the values of an attention head), what is put out and what
-        reads it get equal, diagonal Gram matrices, largest entry first; without ``scales`` they stay, with a note.
-        Streams are not rotated (`AxisGroup.rotations`), with a note. Sorting is not continuous: near networks may have
+        reads it get equal, diagonal Gram matrices, largest entry first; without ``scales`` they stay, with a note. So
+        do planes (`AxisGroup.phase`), which are turned to the principal axes of the first weights that hold them.
+        Streams are turned to the principal axes of what stands on them (`AxisGroup.rotations`) where all else is fixed,
+        too; otherwise they stay, with a note. Sorting is not continuous: near networks may have
         far canonical forms (docs/theory/intertwiners.md, 5.4, 5.5).
 
     Example:
@@ -196,20 +203,48 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
-    if scales is None or not symmetry.structure.shifts:
+    if not (symmetry.structure.rotations and scales == "balanced" and signs and order):
+        return _unturned(symmetry, network, scales, signs, order, inplace)
+    # Scales, shifts and cells do not depend on rotations, signs and order do.
+    form = _unturned(symmetry, network, scales, False, False, False)
+    flips = positive(symmetry, state_tensors(form.network))
+    current = symmetry.act(flips, form.network, inplace=True)
+    turn, notes = principal_turns(symmetry, state_tensors(current))
+    last = _unturned(symmetry, symmetry.act(turn, current, inplace=True), scales, signs, order, True)
+    turn = symmetry.compose(turn, flips)
+    element = symmetry.compose(last.element, symmetry.compose(turn, form.element))
+    result = symmetry.act(element, network, inplace=inplace)
+    return replace(last, network=result, element=element, dead=form.dead, notes=(*last.notes, *notes))
+
+
+def _unturned(
+    symmetry: Symmetry,
+    network: nn.Module,
+    scales: Literal["balanced", "unit"] | None,
+    signs: bool,
+    order: bool,
+    inplace: bool,
+) -> CanonicalForm:
+    """Bring a network to its canonical form, up to rotations of streams."""
+    if scales is None or not (symmetry.structure.shifts or symmetry.structure.tilts):
         return _of_shifted(symmetry, network, scales, signs, order, inplace)
     # Shifts and all else in turn: biases that take up signs, or gains in a stream, say anew what shifts there are.
     element, current = symmetry.identity(), network
     dead: dict[str, Tensor] | None = None
     for _ in range(_MOST_SHIFTS):
-        step = nearest(symmetry.structure.shifts, state_tensors(current))
-        if dead is not None and all(bool((v.abs() <= 1e-12).all()) for v in step):
+        tensors = state_tensors(current)
+        tilts, untilted = to_gains(symmetry.structure, tensors)
+        tilt = replace(symmetry.identity(), tilt=tilts)
+        tensors = symmetry.act_on(tilt, tensors) if tilts else tensors
+        step = nearest(symmetry.structure.shifts, tensors)
+        if dead is not None and all(bool((v.abs() <= 1e-12).all()) for v in (*step, *tilts)):
             break
-        shift = replace(symmetry.identity(), shift=step)
+        shift = symmetry.compose(replace(symmetry.identity(), shift=step), tilt)
         found = _of_shifted(symmetry, symmetry.act(shift, current), scales, signs, order, True)
         current, element = found.network, symmetry.compose(found.element, symmetry.compose(shift, element))
         dead = found.dead if dead is None else dead
-    return replace(found, network=symmetry.act(element, network, inplace=inplace), element=element, dead=dead or {})
+    result, notes = symmetry.act(element, network, inplace=inplace), (*found.notes, *untilted)
+    return replace(found, network=result, element=element, dead=dead or {}, notes=notes)
 
 
 def _of_shifted(
@@ -221,6 +256,28 @@ def _of_shifted(
     inplace: bool,
 ) -> CanonicalForm:
     """Bring a network to its canonical form, up to shifts."""
+    if scales is None or not symmetry.structure.phases:
+        return _of_turned(symmetry, network, scales, signs, order, inplace)
+    # A phase changes no norm of a unit's: scales first, then phases, then signs and all else.
+    scaled = _of_turned(symmetry, network, scales, False, False, False)
+    phase, unclear = principal_phases(symmetry.structure, state_tensors(scaled.network))
+    turned = symmetry.compose(replace(symmetry.identity(), phase=phase), scaled.element)
+    form = _of_turned(symmetry, symmetry.act(turned, network), scales, signs, order, True)
+    element = symmetry.compose(form.element, turned)
+    notes = (f"{unclear.sum()} planes are not turned, as none of their axes is longer",) if unclear.any() else ()
+    result = symmetry.act(element, network, inplace=inplace)
+    return replace(form, network=result, element=element, dead=scaled.dead, notes=(*form.notes, *notes))
+
+
+def _of_turned(
+    symmetry: Symmetry,
+    network: nn.Module,
+    scales: Literal["balanced", "unit"] | None,
+    signs: bool,
+    order: bool,
+    inplace: bool,
+) -> CanonicalForm:
+    """Bring a network to its canonical form, up to shifts and phases."""
     if scales is not None and symmetry.structure.dense:
         cells, stay, notes = _balanced_cells(symmetry, network, scales)
         form = _without_cells(
@@ -253,7 +310,7 @@ def _balanced_cells(
     singular: set[int] = set()
     tensors = {name: t.detach().double() for name, t in state_tensors(network).items() if t.is_floating_point()}
     for _ in range(_MOST_ROUNDS):
-        gauge = ScaleGauge(symmetry, plan, Squares(plan, tensors), scales)
+        gauge = ScaleGauge(symmetry, plan, Squares(plan, tensors), scales, folding(symmetry, tensors))
         step = replace(symmetry.identity(), log_scale=torch.from_numpy(gauge.log_scale))
         tensors, total = symmetry.act_on(step, tensors, shifts=False), symmetry.compose(step, total)
         moved, dense = 0.0, list(symmetry.identity().dense)
@@ -326,7 +383,7 @@ def _pass(
     plan = plan_of(symmetry)
     squares = Squares(plan, tensors)
     _check_finite(tensors, squares)
-    gauge = ScaleGauge(symmetry, plan, squares, scales)
+    gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, tensors))
     notes = list(gauge.notes)
     # What has no scale of its own says nothing of the living units that it touches: it counts as absent.
     determined = plan.used @ gauge.dead.astype(np.float64) == 0
@@ -344,10 +401,15 @@ def _pass(
             f"{len(symmetry.structure.dense)} cells on which invertible matrices act stay as they are: the form is "
             "canonical up to these matrices only"
         )
-    if symmetry.structure.rotations:
+    if symmetry.structure.phases and scales is None:
+        notes.append(f"{symmetry.structure.phases} planes are not turned: the form is canonical up to phases only")
+    stiff = len(symmetry.structure.rotations)
+    if scales == "balanced" and signs and order:
+        stiff -= len(rotatable(symmetry.structure, tensors))
+    if stiff:
         notes.append(
-            f"{len(symmetry.structure.rotations)} streams are not rotated: the form is canonical up to these rotations "
-            "only"
+            f"{stiff} streams are not rotated (with scales='balanced', signs and order only, and between gains other "
+            "than zero): the form is canonical up to these rotations only"
         )
     units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
     element = replace(identity, permutation=units, log_scale=scale, sign=flips)

@@ -24,6 +24,7 @@ class ScaleGauge:
         plan: The symmetry's.
         squares: The network's.
         gauge: "balanced" or "unit"; None leaves everything as it is.
+        held: For "balanced": values of generators that are known beforehand, nan for all others. Shape (generators,).
 
     Attributes:
         log_scale: What was found. Shape (generators,).
@@ -34,14 +35,17 @@ class ScaleGauge:
         converged: Whether all was reached.
     """
 
-    def __init__(self, symmetry: Symmetry, plan: Plan, squares: Squares, gauge: str | None) -> None:
+    def __init__(self, symmetry: Symmetry, plan: Plan, squares: Squares, gauge: str | None, held: Floats) -> None:
         self.plan, self.squares = plan, squares
         self.log_scale = np.zeros(symmetry.scales)
+        known = ~np.isnan(held) & (gauge == "balanced")
+        self.sought = (plan.class_of >= 0) & ~known
         self.dead = np.zeros(symmetry.scales, bool)
         self.notes: list[str] = []
         self.sweeps, self.residual, self.converged = 0, 0.0, True
         if gauge is None or not symmetry.scales:
             return
+        self.log_scale[known] = held[known]
         levels, free = self._levels()
         if free.any():
             (self._balance if gauge == "balanced" else self._unit)(free, self._without(*levels))
@@ -68,9 +72,9 @@ class ScaleGauge:
         while True:
             count = self.squares.present(self._without(*levels)).astype(np.float64)
             up, down = plan.up_used @ count > 0, plan.down_used @ count > 0
-            peel = (plan.class_of >= 0) & (up != down)
+            peel = self.sought & (up != down)
             if not peel.any():
-                return levels, (plan.class_of >= 0) & up & down
+                return levels, self.sought & up & down
             levels.append(peel)  # from now on they act on neither side of anything
 
     def _factor(self, mask: Floats, log_scale: Floats | None = None) -> Floats:

@@ -229,7 +229,7 @@ def joint_sums(symmetry: Symmetry, plan: Plan, slices: Floats) -> Floats:
     """Return for each unit the sum over positions of grouped convolutions' inputs. Shape (units,)."""
     total = np.zeros(symmetry.units)
     for slot in plan.slots:
-        if len(slot.axes) == 2:
+        if len(slot.axes) == 2 and not slot.of_stack:
             unit = slot.unit.ravel()
             np.add.at(total, unit[unit >= 0], slices[slot.rows][unit >= 0])
     return total

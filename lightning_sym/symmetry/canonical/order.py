@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, classes_of, joint_sums, module_of
+from lightning_sym.symmetry.canonical.streams import gain_signs
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Keys of units that differ by less, relative to the largest, are ties: rounding differs between orbit members.
@@ -75,6 +76,13 @@ class _SignChoice:
         self.classes = classes_of(symmetry.structure, symmetry.structure.sign_table, self.forms)
         self.pending = np.zeros(len(self.signs), bool)
         self.pending[[generator for members in self.classes for generator in members]] = True
+        # Gains between which streams rotate are positive, as rotations do not change them.
+        known = gain_signs(symmetry, gauged.tensors)
+        self.signs[~np.isnan(known)] = known[~np.isnan(known)]
+        self.pending &= np.isnan(known)
+        orbits = {rotation.orbit for rotation in symmetry.structure.rotations}
+        self.of_streams = {int(g) for orbit in orbits for g in symmetry.structure.sign_table[orbit].ravel()}
+        self.gauged.sign = np.where(odd(self.forms @ (self.signs < 0).astype(np.float64)), -1.0, 1.0)
 
     def run(self) -> Floats:
         """Choose the signs: those of all gains at once, then class by class, and one by one what is left."""
@@ -102,6 +110,8 @@ class _SignChoice:
 
     def _gain(self, members: Ints) -> str | None:
         """Return the vector that takes the signs but not the scales of the weights: gamma of a batch norm."""
+        if int(members[0]) in self.of_streams:
+            return None
         forms, touched = self.plan.forms, self._touched(members[0])
         scales = [forms.indices[slice(*forms.indptr[position : position + 2])] for position, _ in touched]
         for (_, slot), own in zip(touched, scales, strict=True):
@@ -116,7 +126,7 @@ class _SignChoice:
             value = self.gauged.weight(name)
             for slot in self.plan.tensors[name]:
                 single = np.flatnonzero(unknown[slot.rows] == 1)
-                if len(slot.axes) != 1 or not len(single):
+                if not (len(slot.axes) == 1 or slot.of_stack) or not len(single):
                     continue
                 hits = self.forms[slot.offset + single].multiply(self.pending[None, :]).tocsr()
                 hits.eliminate_zeros()
@@ -124,7 +134,7 @@ class _SignChoice:
                 for other in self.plan.tensors[name]:
                     if other is not slot:
                         known = known * (_spread(unknown, other, value.ndim) == 0)
-                rows = np.moveaxis(known, slot.axes[0], 0).reshape(slot.size, -1)[single]
+                rows = np.moveaxis(known, slot.axes, range(len(slot.axes))).reshape(slot.size, -1)[single]
                 yield hits.indices.astype(np.int64), rows
 
     def _decide(self, members: Ints, names: Sequence[str]) -> None:
@@ -291,9 +301,9 @@ def _by_entries(
                 continue
             weight = value
             for other in gauged.slots[name]:
-                if other is not slot and len(other.axes) == 1:
+                if other is not slot and (len(other.axes) == 1 or other.of_stack):
                     weight = weight * _spread(colour, other, value.ndim)
-            sums = np.moveaxis(weight, slot.axes[0], 0).reshape(slot.size, -1)
+            sums = np.moveaxis(weight, slot.axes, range(len(slot.axes))).reshape(slot.size, -1)
             total, size = sums.sum(1), abs(sums).sum(1)
             for column in mine:
                 ranks[index] = _refine(ranks[index], total[column - slot.offset], size[column - slot.offset])

@@ -1,6 +1,7 @@
 """Matching by activations: units belong together that are active on the same inputs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sym._distributed import Batches, device_of, ranks, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
@@ -21,7 +23,9 @@ from lightning_sym.symmetry.matching.assignment_costs import (
 )
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent, best_blocks, block_systems
+from lightning_sym.symmetry.matching.streams import best_turn, stream_places, turn_of
 from lightning_sym.symmetry.matching.weights import Match, match_of
+from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.watching import watched
 
 
@@ -31,6 +35,7 @@ class ActivationMoments:
     Sums of x, y, x^2, y^2 (per unit) and of x y^T (per pair of units) in float64; all positions of an image, or tokens,
     count as samples. Where a group can be watched at several places (an axis group of a residual stream runs through
     many blocks), the last one that is no pooling, flattening, dropout or identity is used, as given by `places`.
+    Streams that rotate are watched at all such places, gains taken off.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -40,6 +45,7 @@ class ActivationMoments:
     Attributes:
         places: The module that is watched, by the name of the axis group. Groups of which no module's output shows all
             units are missing.
+        streams: For each stream that rotations may bring to the other's, by its number, the places where it is watched.
         samples: Number of samples so far, by the name of the group.
 
     Raises:
@@ -63,6 +69,9 @@ class ActivationMoments:
             self._watched[group.name] = (tap, axis, positions)
             visible = symmetry.generators_at(tap)[1]
             self.visible_signs[group.name] = tuple(k for k, own in enumerate(signs.T) if visible.keys() & set(own))
+        self._gains: dict[str, tuple[Tensor, Tensor]] = {}
+        self.streams: dict[int, tuple[str, ...]] = {}
+        self._watch_streams(modules)
         self.places = {name: tap.name for name, (tap, _, _) in self._watched.items()}
         zero = torch.zeros((), dtype=wide(device_of(a)), device=device_of(a))
         self._sums: dict[str, dict[str, Tensor]] = {}
@@ -70,6 +79,17 @@ class ActivationMoments:
             size = len(positions)
             vectors = {key: zero.new_zeros(size) for key in ("x", "y", "xx", "yy")}
             self._sums[name] = {"n": zero.clone(), **vectors, "xy": zero.new_zeros(size, size)}
+
+    def _watch_streams(self, modules: Mapping[str, nn.Module]) -> None:
+        """Watch the streams that may be rotated."""
+        ours, theirs = (state_tensors(network) for network in (self._a, self._b))
+        able = set(rotatable(self.symmetry.structure, ours)) & set(rotatable(self.symmetry.structure, theirs))
+        for place in stream_places(self.symmetry):
+            if place.index in able and not _passes_through(modules[place.tap.module]):
+                name = f"stream {place.index} at {place.tap.name}"
+                self._watched[name] = (place.tap, place.axis, place.positions)
+                self._gains[name] = place.gains(self.symmetry, ours), place.gains(self.symmetry, theirs)
+                self.streams[place.index] = (*self.streams.get(place.index, ()), name)
 
     @property
     def samples(self) -> dict[str, int]:
@@ -91,7 +111,7 @@ class ActivationMoments:
             raise ValueError(f"inputs must be a tensor, or a tuple or list that starts with one, got {kind}.")
         if len(images) == 0 or not self._watched:
             return
-        ours, theirs = (self._watch(network, images) for network in (self._a, self._b))
+        ours, theirs = (self._watch(network, images, which) for which, network in enumerate((self._a, self._b)))
         for name, sums in self._sums.items():
             x, y = (watched[name].to(sums["xy"]) for watched in (ours, theirs))
             if not bool(x.isfinite().all() and y.isfinite().all()):
@@ -104,13 +124,14 @@ class ActivationMoments:
             sums["yy"] += y.square().sum(0)
             sums["xy"] += x.T @ y
 
-    def _watch(self, network: nn.Module, images: Tensor) -> dict[str, Tensor]:
-        """Return the activations of each group. Each of shape (samples, size)."""
+    def _watch(self, network: nn.Module, images: Tensor, which: int) -> dict[str, Tensor]:
+        """Return the activations of each group in one of the networks. Each of shape (samples, size)."""
 
         def keep(name: str, values: Tensor) -> Tensor:
             _, axis, positions = self._watched[name]
             values = values.movedim(axis, -1)
-            return values.reshape(-1, values.shape[-1])[:, positions.to(values.device)]
+            values = values.reshape(-1, values.shape[-1])[:, positions.to(values.device)]
+            return values / self._gains[name][which].to(values) if name in self._gains else values
 
         taps = {name: tap for name, (tap, _, _) in self._watched.items()}
         with torch.no_grad(), evaluating(network):
@@ -158,6 +179,21 @@ class ActivationMoments:
             scale = torch.where(variance > 1e-12 * (square / n), variance.rsqrt(), 0.0)
             centred = centred * scale.unsqueeze(axis)
         return centred
+
+    def stream_product(self, index: int) -> Tensor:
+        """Return the covariance of a stream of ``a`` (rows) and ``b``. Shape (size, size), float64.
+
+        The sum over the places where the stream is watched, each of them divided by the size of both.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for name in self.streams[index]:
+            sums = self._sums[name]
+            n = sums["n"]
+            mean_x, mean_y = sums["x"] / n, sums["y"] / n
+            centred = sums["xy"] / n - mean_x[:, None] * mean_y[None, :]
+            sizes = [(sums[key] / n - mean.square()).sum() for key, mean in (("xx", mean_x), ("yy", mean_y))]
+            total = total + (centred / (sizes[0] * sizes[1]).sqrt().clamp_min(1e-300)).double().cpu()
+        return total
 
 
 def _passes_through(module: nn.Module) -> bool:
@@ -234,22 +270,27 @@ def activation_matching(
             if system.groups.keys() <= tables.keys():
                 chosen.update(best_blocks(system, tables, {})[1])
         chosen |= {index: within_cells(groups[index], own) for index, own in tables.items() if index not in chosen}
-        target, source, back = comparable(symmetry, a, b, balance=scales and balance)
+        rotations = symmetry.structure.rotations
+        turns = {index: best_turn(rotations[index], moments.stream_product(index)) for index in moments.streams}
+        for index in turns:
+            chosen.pop(rotations[index].orbit, None)  # which are among the rotations
+        target, source, back = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
-        descent.restart(descent.element_of(chosen))
+        descent.restart(replace(descent.element_of(chosen), rotation=turn_of(symmetry, turns).rotation))
         undecided = {}
         for index, own in chosen.items():
             # What was never active in either network is undecided: by weights, among itself.
             nothing = tables[index].tables[0] == 0
             silent = nothing.all(1) & nothing.all(0)[own.source]
             undecided[index] = tuple(kept for cell in groups[index].cells if len(kept := cell[silent[cell]]))
+        undecided |= {rotations[index].orbit: () for index in turns}
         descent.hold(undecided, {i: {k for pattern in gain.parts for k in pattern} for i, gain in gains.items()})
         if signs:
             descent.improve_signs()
         for _ in descent.sweeps(torch.Generator().manual_seed(seed), 100):
             pass
-        identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in gains}
-        before, after = (sum(gain.of(own[i]) for i, gain in gains.items()) for own in (identity, chosen))
+        identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in chosen}
+        before, after = (sum(gains[i].of(own[i]) for i in chosen) for own in (identity, chosen))
         found = Descended(back(descent.element), (before, after), 1, (after,))
         return match_of(symmetry, a, b, found, "activations", refine=where if scales and refine else None)
 

@@ -17,7 +17,7 @@ from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, odd
+from lightning_sym.symmetry.arrays import Floats, Ints, odd, together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
@@ -31,15 +31,15 @@ _MOST_JOINT_SIGNS = 3
 
 @dataclass(frozen=True)
 class Slices:
-    """Where the units of a group stand in one parameter: on an axis, at these positions (None: at all, in order)."""
+    """Where the units of a group stand in one parameter: on which axes, and at which positions (None: at all)."""
 
     tensor: str
-    axis: int
+    axes: tuple[int, ...]
     positions: Tensor | None
 
     def of(self, tensor: Tensor, size: int) -> Tensor:
         """Return one row per unit: everything that stands at its positions. Shape (size, entries per unit)."""
-        moved = tensor.movedim(self.axis, 0)
+        moved = together(tensor, self.axes) if tensor.ndim else tensor[None]
         if self.positions is not None:
             moved = moved.index_select(0, self.positions.to(tensor.device))
         return moved.reshape(size, -1)
@@ -114,7 +114,7 @@ class _Places:
         structure = symmetry.structure
         self.flips = flips(structure)
         self.by_generator = self.flips.tocsc()
-        self.joint_slots = [slot for slot in structure.slots if len(slot.axes) == 2]
+        self.joint_slots = [slot for slot in structure.slots if len(slot.axes) == 2 and not slot.of_stack]
         self.offset = {(slot.tensor, slot.axes): slot.offset for slot in structure.slots}
         self.unit_at = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in structure.slots)])
         self.type_of_unit = np.full(structure.units, -1)
@@ -174,18 +174,19 @@ def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisG
     for occurrence in group.occurrences:
         if not occurrence.is_parameter:
             continue
-        axes_of.setdefault(occurrence.tensor, set()).add(occurrence.axis)
-        start = places.offset.get((occurrence.tensor, (occurrence.axis,)))
+        axes_of.setdefault(occurrence.tensor, set()).update(occurrence.axes)
+        start = places.offset.get((occurrence.tensor, occurrence.axes))
         by_pattern: dict[Pattern, list[int]] = {}
         for column, position in enumerate(occurrence.positions[0].tolist()):
             pattern = () if start is None else places.pattern(start + position, table[0], known)
             by_pattern.setdefault(pattern, []).append(column)
         # A parameter without axes (PReLU's) has one position.
-        length = 1 if start is None else symmetry.layout[occurrence.tensor][0][occurrence.axis]
+        shape = symmetry.layout[occurrence.tensor][0]
+        length = 1 if start is None else math.prod(shape[axis] for axis in occurrence.axes)
         for pattern, chosen in by_pattern.items():
             flat = occurrence.positions[:, chosen].reshape(-1)
             whole = flat.numel() == length and torch.equal(flat, torch.arange(length))
-            slices.setdefault(pattern, []).append(Slices(occurrence.tensor, occurrence.axis, None if whole else flat))
+            slices.setdefault(pattern, []).append(Slices(occurrence.tensor, occurrence.axes, None if whole else flat))
     joints: list[Joint] = []
     for slot in places.joint_slots:
         held = slot.unit[slot.unit >= 0]

@@ -11,6 +11,7 @@ from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.canonical.streams import positive
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -32,14 +33,23 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
 
 
-def balanced(symmetry: Symmetry, network: nn.Module) -> tuple[nn.Module, Element]:
-    """Return the network in the balanced gauge, and the element that brings it there."""
+def balanced(symmetry: Symmetry, network: nn.Module, *, signs: bool = True) -> tuple[nn.Module, Element]:
+    """Return the network in the balanced gauge, and the element that brings it there.
+
+    Args:
+        symmetry: The network's.
+        network: Not changed.
+        signs: Whether gains between which streams rotate may change their signs; they are positive then.
+    """
     form = canonicalize(symmetry, network, scales="balanced", signs=False, order=False)
-    return form.network, form.element
+    if not (signs and symmetry.structure.rotations):
+        return form.network, form.element
+    flips = positive(symmetry, state_tensors(form.network))
+    return symmetry.act(flips, form.network, inplace=True), symmetry.compose(flips, form.element)
 
 
 def comparable(
-    symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool
+    symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True
 ) -> tuple[nn.Module, nn.Module, Callable[[Element], Element]]:
     """Return two networks as they are compared: balanced, or as they are.
 
@@ -49,7 +59,7 @@ def comparable(
     """
     if not balance:
         return a, b, lambda element: element
-    (target, left), (source, right) = (balanced(symmetry, network) for network in (a, b))
+    (target, left), (source, right) = (balanced(symmetry, network, signs=signs) for network in (a, b))
 
     def back(element: Element) -> Element:
         scales = to_scales_of(symmetry, a, left, symmetry.act(element, source))

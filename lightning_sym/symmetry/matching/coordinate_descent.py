@@ -16,6 +16,7 @@ from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.assignment_costs import (
     Chosen,
@@ -30,6 +31,7 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     within_cells,
 )
 from lightning_sym.symmetry.matching.balanced import along, inner, working
+from lightning_sym.symmetry.matching.streams import best_turn, between_gains, turn_of, weight_products
 
 # Relative to |A| |B|: what is smaller is rounding of inner products, and no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
@@ -138,12 +140,19 @@ class Descent:
         self.target = working(a, symmetry, device)
         self.start = working(b, symmetry, device, like=self.target)
         self.current = dict(self.start)
+        # By group, the numbers of the rotations that may be chosen; emptied where they are given.
+        self.rotations: dict[int, list[int]] = {}
+        for index in rotatable(symmetry.structure, self.start):
+            self.rotations.setdefault(symmetry.structure.rotations[index].orbit, []).append(index)
+        self._settled_signs = self._positive_gains()
         self.element = symmetry.identity()
         # By weight, the biases that take up what flips of its columns add.
         self._absorbing: dict[str, list[str]] = {}
         for bias, weight, _, _ in symmetry.structure.absorbed:
             self._absorbing.setdefault(weight, []).append(bias)
         self._absorbers = {bias for biases in self._absorbing.values() for bias in biases}
+        # The only ones whose norm changes: those, and what is rotated between gains.
+        self._varying = self._absorbers | between_gains(symmetry.structure)
         used = {name for group in self.groups for name in group.tensors} | self._absorbers
         self._moving = [name for name in self.target if name in used]
         norm = math.prod(math.sqrt(sum(inner(t, t) for t in tensors.values())) for tensors in (self.target, self.start))
@@ -157,9 +166,23 @@ class Descent:
             for g in self.groups
         }
 
+    def _positive_gains(self) -> set[int]:
+        """Return the groups whose gains are positive in both networks, so that no sign in front of a gain is sought."""
+        structure = self.symmetry.structure
+        return {
+            group
+            for group, indices in self.rotations.items()
+            if all(
+                bool((tensors[name].reshape(-1)[torch.from_numpy(at).to(tensors[name].device)] > 0).all())
+                for tensors in (self.target, self.start)
+                for index in indices
+                for name, at in structure.rotations[index].gains
+            )
+        }
+
     def _product(self, name: str, tensor: Tensor) -> float:
         product = inner(self.target[name], tensor)
-        if name in self._absorbers:  # the only ones whose norm changes
+        if name in self._varying:
             product += (inner(self.start[name], self.start[name]) - inner(tensor, tensor)) / 2
         return product
 
@@ -207,7 +230,7 @@ class Descent:
             index = torch.from_numpy(joint.members).to(part.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=part.dtype, device=part.device))
             total.index_put_((index[:, None], index[None, :]), part, accumulate=True)
-        return Gain(parts, self.signs, group.shared)
+        return Gain(parts, self.signs and group.index not in self._settled_signs, group.shared)
 
     # Moves.
 
@@ -245,6 +268,15 @@ class Descent:
             return False
         chosen = within_cells(group, Tables(gain))
         return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+
+    def _turn(self, group: MatchingGroup) -> bool:
+        """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
+        structure = self.symmetry.structure
+        turns = {
+            index: best_turn(structure.rotations[index], weight_products(structure, index, self.target, self.current))
+            for index in self.rotations.get(group.index, ())
+        }
+        return bool(turns) and self._try(turn_of(self.symmetry, turns), group.tensors)
 
     def _rotate(self, group: MatchingGroup) -> bool:
         """Turn dense cells by the best rotation (orthogonal Procrustes)."""
@@ -290,7 +322,7 @@ class Descent:
         for group in self.groups:
             table = structure.sign_table[group.index]
             for k in range(table.shape[1]):
-                if group.dense or k in self._kept_signs.get(group.index, ()):
+                if group.dense or k in self._kept_signs.get(group.index, ()) or self._is_settled(group, k):
                     continue
                 names, slopes = self._slopes(table[:, k])
                 flipped = np.unique(table[slopes < 0, k])
@@ -301,6 +333,11 @@ class Descent:
                 for generator in flipped[:, None]:
                     improved |= self._flip(generator, names)
         return improved
+
+    def _is_settled(self, group: MatchingGroup, column: int) -> bool:
+        """Whether the signs in a column of a group's table are those of gains that are positive in both networks."""
+        rotations = (self.symmetry.structure.rotations[index] for index in self.rotations.get(group.index, ()))
+        return group.index in self._settled_signs and not any(rotation.plain_sign[column] for rotation in rotations)
 
     def _flip(self, generators: Ints, tensors: Iterable[str]) -> bool:
         element = self.symmetry.identity()
@@ -342,6 +379,7 @@ class Descent:
         able = {g.index for g in self.groups if g.movable or g.free or g.shared} - self._held
         dirty = set(able)
         dirty_systems = set(range(len(self.systems)))
+        turning = set(self.rotations) & able
         loose = self.signs and any(
             len(g.free) + len(g.shared) < self.symmetry.structure.sign_table[g.index].shape[1]
             for g in self.groups
@@ -351,11 +389,20 @@ class Descent:
         def touch(indices: set[int]) -> None:
             near = set().union(*(self._neighbours[index] for index in indices))
             dirty.update(near & able)
+            turning.update((near | indices) & able & set(self.rotations))
             dirty_systems.update(n for n, system in enumerate(self.systems) if (near | indices) & set(system.groups))
 
         for _ in range(most):
             if not (dirty or dirty_systems):
-                return
+                if not turning:
+                    return
+                # Streams last of all: while they are as they were, assignments can still recognise units.
+                for index in sorted(turning):
+                    turning.discard(index)
+                    if self._turn(self.groups[index]):
+                        touch({index})
+                yield self.objective
+                continue
             for number in sorted(dirty_systems):
                 dirty_systems.discard(number)
                 if self._improve_blocks(self.systems[number]):
@@ -409,7 +456,8 @@ def descend(
             start = symmetry.identity()
             if initial is not None:
                 dense = tuple(polar_factor(matrix) for matrix in initial.dense)
-                start = replace(start, permutation=initial.permutation, sign=initial.sign, dense=dense)
+                start = replace(start, permutation=initial.permutation, sign=initial.sign)
+                start = replace(start, dense=dense, rotation=initial.rotation)
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of
+from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
 from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
@@ -58,8 +60,9 @@ def orbit_distance(
     group stands, on one axis, are matched exactly for that group alone; all others are compared as sorted lists of
     numbers, which no permutation of their entries can beat (of absolute values, where signs are free). With one axis
     group both bounds agree. Where matrices mix units (the values of an attention head), balancing leaves orthogonal
-    ones, which change no singular value: those of all cells of a kind are compared in their order. The upper bound is
-    then also looked for between the canonical forms, which agree on one orbit.
+    ones, which change no singular value: those of all cells of a kind are compared in their order; so are those of all
+    that stands on a stream that rotates. The upper bound is then also looked for between the canonical forms, which
+    agree on one orbit.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -90,7 +93,7 @@ def orbit_distance(
         networks = comparable(symmetry, a, b, balance=balance)[:2]
         descent = Descent(symmetry, *networks, signs=signs, device=where)
         found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)
-        if symmetry.structure.dense:
+        if symmetry.structure.dense or symmetry.structure.rotations:
             forms = (canonicalize(symmetry, network).element for network in networks)
             initial = symmetry.compose(symmetry.inverse(next(forms)), next(forms))
             other = descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial)
@@ -106,8 +109,17 @@ def orbit_distance(
                 f"{len(free)} cells on which invertible matrices act have no balanced member (their units are linearly "
                 "dependent): the upper bound turns them by rotations only, and no lower bound is known"
             )
-        if symmetry.structure.rotations:
-            notes.append("streams are not rotated for the upper bound, and no lower bound is known")
+        if symmetry.structure.phases:
+            turned = "turned to their principal axes" if balance else "not turned"
+            notes.append(
+                f"{symmetry.structure.phases} planes are {turned} for the upper bound, and left out of the lower one"
+            )
+        stiff = [own for own in tensors if len(rotatable(symmetry.structure, own)) < len(symmetry.structure.rotations)]
+        if stiff or (symmetry.structure.rotations and not balance):
+            free.add(-1)
+            notes.append(
+                "streams rotate between gains that are no ones (zeros, or not balanced): no lower bound is known"
+            )
         return OrbitDistance(upper, 0.0 if free else min(lower_bound(descent), upper), tuple(notes))
 
 
@@ -115,11 +127,10 @@ def lower_bound(descent: Descent) -> float:
     """Return a distance below which no permutation and no signs bring A's parameters and B's.
 
     Parameters on which one axis group stands, on one axis, are matched exactly for that group alone; of all others the
-    entries are compared in their order, or singular values, where matrices mix units. 0 if streams are rotated.
+    entries are compared in their order, or singular values, where matrices mix units or streams rotate (between gains
+    that are ones). Other weights whose planes are turned say nothing.
     """
     structure = descent.symmetry.structure
-    if structure.rotations:
-        return 0.0
     owners: dict[str, list[MatchingGroup]] = {}
     for group in descent.groups:
         for name in group.tensors:
@@ -128,6 +139,7 @@ def lower_bound(descent: Descent) -> float:
     signed = {slot.tensor for slot in structure.slots if descent.signs and flips[slot.rows].nnz}
     # What these biases take up of signs may bring them anywhere.
     anywhere = {bias for bias, _, _, _ in structure.absorbed if descent.signs}
+    anywhere |= {slot.tensor for slot in structure.slots if slot.offset in structure.turned_places}
     joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}
     target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
     start = {name: tensor.double().cpu() for name, tensor in descent.start.items()}
@@ -160,7 +172,11 @@ def _spectra(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, l
     for name in found:
         mixed = [slot for slot in structure.slots_of[name] if slot.offset in structure.dense_places]
         if len(mixed) > 1:  # on both sides: those of the whole, mixed or not
-            found[name] = [torch.linalg.svdvals(tensors[name].movedim(mixed[0].axes[0], 0).flatten(1))]
+            found[name] = [torch.linalg.svdvals(together(tensors[name], mixed[0].axes).flatten(1))]
+    for slot in structure.slots:
+        if slot.offset in structure.rotated_places and slot.tensor in tensors:
+            tensor = tensors[slot.tensor].movedim(slot.axes[0], 0)
+            found[slot.tensor] = [torch.linalg.svdvals(tensor.reshape(len(tensor), -1))]
     return found
 
 
@@ -196,11 +212,12 @@ def _of_group(
     # Entries of these parameters at which no unit of the group stands are fixed.
     for name, tensor in target.items():
         parts = [part for part in itertools.chain(*slices.values()) if part.tensor == name]
-        axis = parts[0].axis
-        stands = torch.zeros(tensor.shape[axis] if tensor.ndim else 1, dtype=torch.bool)
+        change = tensor - start[name]
+        change = together(change, parts[0].axes) if tensor.ndim else change[None]
+        stands = torch.zeros(len(change), dtype=torch.bool)
         for part in parts:
             stands[slice(None) if part.positions is None else part.positions] = True
         if not bool(stands.all()):
             rest = (~stands).nonzero().flatten()
-            total += float((tensor - start[name]).index_select(axis, rest).square().sum())
+            total += float(change.index_select(0, rest).square().sum())
     return total

@@ -140,7 +140,7 @@ def weight_matching(
     where = torch.device(device) if device is not None else device_of(a)
 
     def matched(balance: bool) -> Match:
-        target, source, back = comparable(symmetry, a, b, balance=balance)
+        target, source, back = comparable(symmetry, a, b, balance=balance, signs=signs)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
         found = descend(
             descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=initial, progress=progress

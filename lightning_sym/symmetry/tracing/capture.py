@@ -358,7 +358,7 @@ def capture(
         except OutputError as error:
             raise ValueError(str(error)) from None
         except Exception as error:
-            raise _refusal(error, misspelt(network, call)) from error  # says what the log would
+            raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # says what the log would
     _check_operations(module, recorder)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return Capture(
@@ -372,7 +372,17 @@ def capture(
     )
 
 
-def _refusal(error: Exception, hint: str) -> ValueError:
+def _of_experts(network: nn.Module) -> str:
+    """Say how a model of transformers with experts can be traced, if it is one."""
+    chosen = getattr(getattr(network, "config", None), "_experts_implementation", None)
+    can_choose = getattr(network, "_can_set_experts_implementation", None)
+    if chosen in (None, "batched_mm") or can_choose is None or not can_choose():
+        return ""
+    way = "network.set_experts_implementation('batched_mm')"
+    return f"; its experts, computed by {chosen!r}, can be traced after {way}"
+
+
+def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
     """Say why a network does not run without data."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     because = f"because of {_first_line_of_user(error)} ({type(error).__name__}: {reason[:200]})"
@@ -381,11 +391,11 @@ def _refusal(error: Exception, hint: str) -> ValueError:
         return ValueError(
             f"the network cannot be traced, {because}; expected operations whose order and shapes do not depend on "
             "values: rewrite that line with tensor operations, or register a rule for the module that holds it "
-            "(lightning_sym.symmetry.register_rule)"
+            f"(lightning_sym.symmetry.register_rule){experts}"
         )
     return ValueError(
         f"the network does not run on the example input, {because}; expected an input as the network takes it, several "
-        f"as a tuple or by name{'.' * bool(hint)}{hint}"
+        f"as a tuple or by name{experts}{'.' * bool(hint)}{hint}"
     )
 
 

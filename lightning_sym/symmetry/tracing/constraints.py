@@ -1,6 +1,7 @@
 """What the operations of a network demand of its symmetries: labels, and the constraints in which rules write."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,18 +81,26 @@ class Sighting:
 
 @dataclass
 class Constraints:
-    """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign."""
+    """Variables and demands. A variable of `scale` stands for one log-magnitude and one sign.
+
+    While `mixing`, the operation at hand is one of those that may turn planes of coordinates together: what it does to
+    planes is known from the whole, so that it holds none, and the units that it merges are coordinates of one plane.
+    """
 
     atoms: int = 0
     scales: int = 0
     tags: dict[tuple[int, int], int] = field(default_factory=dict)
     merges: list[tuple[Ints, Ints]] = field(default_factory=list)
+    contracted: list[tuple[Ints, Ints]] = field(default_factory=list)
+    turned: list[tuple[Ints, Ints]] = field(default_factory=list)
+    planes: list[tuple[Ints, Ints]] = field(default_factory=list)
     magnitude_equations: list[tuple[Ints, NDArray[np.float64]]] = field(default_factory=list)
     sign_equations: list[tuple[Ints, NDArray[np.float64]]] = field(default_factory=list)
     fixed_atoms: list[Ints] = field(default_factory=list)
     fixed_magnitudes: list[Ints] = field(default_factory=list)
     fixed_signs: list[Ints] = field(default_factory=list)
     restricted: list[Ints] = field(default_factory=list)
+    held: list[Ints] = field(default_factory=list)
     normed: list[Ints] = field(default_factory=list)
     centred: list[Ints] = field(default_factory=list)
     gained: list[Ints] = field(default_factory=list)
@@ -103,6 +112,8 @@ class Constraints:
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
         self.where: Callable[[], str] | None = None
+        self.mixing = False
+        self.put_off: list[tuple[Ints, str | None]] = []
 
     def fresh_scales(self, shape: tuple[int, ...]) -> Ints:
         """Return new variables of a shape."""
@@ -169,18 +180,27 @@ class Constraints:
             tag = self.derive_tags(tag, np.arange(size))
         return Label((axis,), np.full(size, label.atom), tag, np.full(size, label.scale))
 
-    def same_units(self, one: Label, two: Label) -> Label:
-        """Demand that two labels of one shape move together; return the first with its tags known."""
+    def same_units(self, one: Label, two: Label, *, contracted: bool = False) -> Label:
+        """Demand that two labels of one shape move together; return the first with its tags known.
+
+        Args:
+            one: A label.
+            two: A label.
+            contracted: Whether they are the two sides of a sum of products, and no values of one kind.
+        """
         one, two = self._agree(one, two)
         apart = one.tag != two.tag
         if apart.any():
-            self.fix_units(
-                one.atom[apart], counted("units that stand at different places meet", one.atom[apart], "place")
-            )
-            self.fix_units(two.atom[apart])
+            met, why = np.r_[one.atom[apart], two.atom[apart]], "units that stand at different places meet"
+            note = counted(why, one.atom[apart], "place")
+            if self.mixing:
+                self.put_off.append((met, f"{self.where()}: {note}" if self.where else note))
+            else:
+                self.fix_units(met, note)
         different = one.atom != two.atom
         if different.any():
-            self.merges.append((one.atom[different], two.atom[different]))
+            pair = one.atom[different], two.atom[different]
+            (self.turned if self.mixing else self.contracted if contracted else self.merges).append(pair)
         return one
 
     def _agree(self, one: Label, two: Label) -> tuple[Label, Label]:
@@ -221,6 +241,17 @@ class Constraints:
     def restrict(self, label: Label) -> None:
         """Say that an operation met these units which no mixture of units passes."""
         self.restricted.append(label.atom.ravel())
+        if not self.mixing:
+            self.held.append(label.atom.ravel())
+
+    @contextlib.contextmanager
+    def unrestricted(self) -> Iterator[None]:
+        """Take back what is demanded of mixtures of units within."""
+        lists = (self.restricted, self.held)
+        before = [len(own) for own in lists]
+        yield
+        for own, length in zip(lists, before, strict=True):
+            del own[length:]
 
     def keep_norm(self, label: Label) -> None:
         """Say that an operation sees the norm of these units: of all mixtures only orthogonal ones may pass."""

@@ -64,6 +64,7 @@ def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
         return constant.reshape(1, -1).numpy()
     count = int(np.prod([constant.shape[axis] for axis in axes]))
     rows = constant.permute(*axes, *others).reshape(count, -1)
+    rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
     if rows.numel() <= _MANY:
         return rows.numpy()
     # Rows that are not the same have other sums under random weights.

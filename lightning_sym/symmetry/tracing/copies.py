@@ -139,8 +139,8 @@ def fold(
     fixed[copy[again]] = fixed[original[again]] = True
     copy, original, count = copy[~again], original[~again], count[~again]
     named = _named(copy, original, pairs, apart, number)
-    slot_of = _components(number, pairs)
-    outer = _components(number, np.concatenate([pairs, np.stack([copy, original])], axis=1))
+    slot_of = components(number, pairs)
+    outer = components(number, np.concatenate([pairs, np.stack([copy, original])], axis=1))
     is_copy = np.zeros(number, bool)
     is_copy[copy] = True
     numbers = np.zeros(number, np.int64)
@@ -160,7 +160,8 @@ def fold(
     return folded
 
 
-def _components(number: int, pairs: Ints) -> Ints:
+def components(number: int, pairs: Ints) -> Ints:
+    """Return numbers of the connected parts of a graph of so many vertices. `pairs` are its edges, shape (2, edges)."""
     graph = sparse.coo_matrix((np.ones(pairs.shape[1], np.int8), (pairs[0], pairs[1])), shape=(number, number))
     labels: Ints = sparse.csgraph.connected_components(graph, directed=False)[1].astype(np.int64)
     return labels

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.tracing.capture import operation_name
+from lightning_sym.symmetry.tracing.choice_rules import picked
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.memory import choose
-from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, results_of, unknown
+from lightning_sym.symmetry.tracing.rules import out_of_place, pointwise, register_rule, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value, filled, numbered, values_in
 
 # Elementwise operations.
@@ -49,8 +50,15 @@ def _prelu(trace: Trace, value: Value, slope: Value) -> Value:
 @register_rule("aten::alias", "aten::detach", "aten::positive", "aten::neg")
 @register_rule("aten::lift_fresh", "aten::lift_fresh_copy", "aten::float", "aten::double")
 def _pass(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    passed = Value(value.shape, value.labels, value.concrete, by_size=value.by_size, squared=value.squared)
-    return trace.carry(value, passed)
+    passed = Value(
+        value.shape,
+        value.labels,
+        value.concrete,
+        by_size=value.by_size,
+        squared=value.squared,
+        chooses=value.chooses,
+    )
+    return trace.pass_on(value, passed)
 
 
 @register_rule("aten::to", "aten::_to_copy", "aten::type_as")
@@ -152,7 +160,7 @@ def _deviation(trace: Trace, value: Value, axes: Any = None, *args: Any, **kwarg
     if isinstance(trace.node.meta["val"], Tensor):
         return _norm_along(trace, value, axes, power, centred=True)
     deviation = _norm_along(trace, value, axes, power, centred=True, index=0)
-    return [deviation, _reduce(trace, value, axes, trace.output_shape(1))]
+    return [deviation, summed_over(trace, value, axes, trace.output_shape(1))]
 
 
 @register_rule("aten::linalg_vector_norm", "aten::norm")
@@ -160,7 +168,7 @@ def _norm(trace: Trace, value: Value, order: Any = 2, axes: Any = None, *args: A
     if order in (2, None):
         return _norm_along(trace, value, axes, 1.0, centred=False)
     # The absolute values are added up: signs pass one by one, and a magnitude that all have in common goes through.
-    return _reduce(trace, trace.elementwise(value, positive_scales=order != 0, signs=True, even=True), axes)
+    return summed_over(trace, trace.elementwise(value, positive_scales=order != 0, signs=True, even=True), axes)
 
 
 def _norm_along(
@@ -213,6 +221,34 @@ for _name in ("aten::add", "aten::sub", "aten::rsub"):
     register_rule(_name)(_binary(product=False))
 register_rule("aten::mul", "aten::multiply")(_binary(product=True))
 register_rule("aten::div", "aten::true_divide", "aten::divide")(_binary(product=True, divide=True))
+
+
+# Complex numbers, of two real ones each: a unit fills both.
+
+
+@register_rule("aten::view_as_complex")
+def _as_complex(trace: Trace, value: Value) -> Value:
+    last, labels = value.ndim - 1, []
+    for label in value.labels:
+        label = trace.constraints.resolve(label)
+        if last in label.axes:
+            axes = label.axes[:-1]
+            real, imaginary = (label.moved(axes, lambda part, at=at: part[..., at]) for at in (0, 1))  # type: ignore[misc]
+            trace.constraints.equate([(real.scale, 1.0), (imaginary.scale, -1.0)])
+            label = trace.constraints.same_units(real, imaginary)
+        labels.append(label)
+    return Value(trace.output_shape(), tuple(labels))
+
+
+@register_rule("aten::view_as_real")
+def _as_real(trace: Trace, value: Value) -> Value:
+    labels = []
+    for label in value.labels:
+        label = trace.constraints.resolve(label)
+        wide = label.moved((*label.axes, value.ndim), lambda part: np.stack([part, part], -1))
+        tag = trace.constraints.derive_tags(wide.tag, np.indices(wide.atom.shape)[-1])
+        labels.append(Label(wide.axes, wide.atom, tag, wide.scale))
+    return trace.disjoint(Value(trace.output_shape(), tuple(labels)))
 
 
 def _chosen(trace: Trace, mask: Value, one: Any, two: Any) -> Value | None:
@@ -356,7 +392,7 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     if trace.operation in _BY_SHAPE:  # of another tensor only the shape counts
         args, kwargs = (), {}
     if any(v.concrete is None for v in values_in((args, kwargs))):
-        return _picked(trace, value, *args, **kwargs)
+        return picked(trace, value, *args, **kwargs)
     if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
@@ -381,35 +417,11 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         return back
     moved = trace.move(value, move)
     if isinstance(moved, Value):
-        return trace.carry(value, moved, move)
+        return trace.pass_on(value, moved, move)
     return [
-        trace.carry(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
+        trace.pass_on(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
         for index, part in enumerate(moved)
     ]
-
-
-def _picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    """Take elements at places that depend on the input: nothing may act on the axes along which they are taken."""
-    target: Any = trace.node.target
-    indices = values_in((args, kwargs))
-    shape, name = trace.output_shape(), trace.operation
-    if name not in ("index", "index_select", "gather") or any(index.labels for index in indices):
-        return unknown(trace, value, *args, **kwargs)
-    if name == "index":
-        taken = [axis for axis, index in enumerate(args[0]) if index is not None]
-    else:
-        taken = [args[0]]
-        if name == "gather":  # other elements for each place along the axes along which the index is not copied
-            meta = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], trace.node.args[2])
-            taken += [axis for axis in range(meta.ndim) if meta.stride(axis) and meta.shape[axis] > 1]
-    value = trace.free_of(value, taken, "elements are taken that depend on the input")
-
-    def anywhere(item: Any) -> Any:
-        return torch.zeros(item.shape, dtype=torch.long) if isinstance(item, Value) else item
-
-    args, kwargs = torch.utils._pytree.tree_map(anywhere, (args, kwargs))
-    moved = trace.move(value, lambda t: target(t, *args, **kwargs))
-    return Value(shape, moved.labels)
 
 
 def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Value | None:
@@ -536,12 +548,12 @@ def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
 
 @register_rule("aten::mean", "aten::sum")
 def _mean(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
-    return _reduce(trace, value, axes)
+    return summed_over(trace, value, axes)
 
 
 @register_rule("aten::amax", "aten::amin")
 def _extremum(trace: Trace, value: Value, axes: Any = None, keepdim: bool = False, **kwargs: Any) -> Value:
-    return _reduce(trace, trace.elementwise(value, positive_scales=True), axes or None)
+    return summed_over(trace, trace.elementwise(value, positive_scales=True), axes or None)
 
 
 def _gone(axes: Any, rank: int) -> set[int]:
@@ -550,15 +562,19 @@ def _gone(axes: Any, rank: int) -> set[int]:
     return {axis % rank for axis in axes} or set(range(rank))
 
 
-@register_rule("aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin")
-def _chosen_by_value(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    trace.fix(value, "units are chosen by their values")
-    for other in values_in((args, kwargs)):
-        trace.fix(other, "units are chosen by their values")
-    return results_of(trace)
+def summed_over(
+    trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None, *, squares: bool | None = None
+) -> Value:
+    """Return what is left of a value when it is summed (or averaged) over some axes.
 
-
-def _reduce(trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None = None) -> Value:
+    Args:
+        trace: The trace.
+        value: Any value.
+        axes: Over which axes; None for all.
+        shape: The result's shape; by default that of the operation at hand.
+        squares: Whether the value holds squares; by default as the operation at hand says.
+    """
+    squares = _is_square(trace.node.all_input_nodes[0]) if squares is None else squares
     shape = trace.output_shape() if shape is None else shape
     keep = len(shape) == value.ndim
     gone = _gone(axes, value.ndim)
@@ -570,7 +586,7 @@ def _reduce(trace: Trace, value: Value, axes: Any, shape: tuple[int, ...] | None
             labels.append(label.on(tuple(place[axis] for axis in label.axes)))
         elif set(label.axes) <= gone:
             # A sum over all units does not mind their order, and one of squares no rotation.
-            if not _is_square(trace.node.all_input_nodes[0]):
+            if not squares:
                 trace.constraints.keep_ones(label)
             if len(value.labels) == 1:
                 labels.append(trace.constraints.number_of(label))

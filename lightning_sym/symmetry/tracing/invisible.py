@@ -141,7 +141,8 @@ class Backwards:
 
     def passed(self, user: fx.Node, node: fx.Node) -> bool:
         """Whether an operation hands what is invisible at one of its arguments on to its result."""
-        return name_of(user) not in {"layer_norm", *SOFTMAX, "instance_norm", "batch_norm", "group_norm"}
+        names = {"layer_norm", *SOFTMAX, "instance_norm", "batch_norm", "group_norm", "var", "std"}
+        return name_of(user) not in names and centred_from(user) is not node
 
     def _asked(self, user: fx.Node, node: fx.Node) -> Invisible:
         """Return what one reader of a value does not see of it."""
@@ -151,6 +152,10 @@ class Backwards:
         if shape is None or user.op != "call_function":
             return {}
         name, result = name_of(user), self._at[user]
+        if name == "mean" and user.users and all(centred_from(other) is node for other in user.users):
+            return None  # it is only taken off again
+        if centred_from(user) is node:
+            return {frozenset(reduced(user.args[1], len(shape))): ()}  # type: ignore[arg-type]
         if name in PASSES:
             return _copied(result)
         if name in MOVEMENTS:
@@ -218,6 +223,10 @@ class Backwards:
         if place or not own:
             return {}
         return {frozenset(axis for axis in range(len(shape)) if axis != 1 and (axis or name == "batch_norm")): ()}
+
+    def _spread(self, user: fx.Node, place: int, shape: tuple[int, ...], result: dict[Axes, Gains]) -> Invisible:
+        """Variances and standard deviations."""
+        return {frozenset(reduced(user, len(shape))): ()} if place == 0 else {}
 
     def _one_group(self, user: fx.Node, place: int, shape: tuple[int, ...], result: dict[Axes, Gains]) -> Invisible:
         if place == 3:
@@ -301,6 +310,7 @@ _RULES = {
     **dict.fromkeys(SOFTMAX, "softmax"),
     **dict.fromkeys(("instance_norm", "batch_norm"), "by_itself"),
     "group_norm": "one_group",
+    **dict.fromkeys(("var", "std"), "spread"),
     **dict.fromkeys(("add", "sub", "rsub"), "sum"),
     **dict.fromkeys(("mul", "multiply", "div", "true_divide", "divide"), "product"),
     "linear": "linear",
@@ -311,6 +321,17 @@ _RULES = {
     **{f"conv{count}d": "convolution" for count in (1, 2, 3)},
     **dict.fromkeys(("mean", "sum"), "mean"),
 }
+
+
+def centred_from(node: fx.Node) -> fx.Node | None:
+    """Return the value whose mean over some axes an operation takes off it; None if it does something else."""
+    if name_of(node) != "sub" or len(node.args) < 2 or node.kwargs.get("alpha", 1) != 1:
+        return None
+    value, mean = node.args[:2]
+    if not isinstance(value, fx.Node) or not isinstance(mean, fx.Node) or name_of(mean) != "mean":
+        return None
+    kept = len(shape_of(value) or ()) == len(shape_of(mean) or ())
+    return value if mean.args[0] is value and kept else None
 
 
 def reduced(node: fx.Node, rank: int) -> set[int]:
@@ -358,6 +379,14 @@ def _before_broadcast(result: dict[Axes, Gains], shape: tuple[int, ...], whole: 
 def _coordinates(shape: tuple[int, ...]) -> Tensor:
     """Return a number for every element of a tensor."""
     return torch.arange(math.prod(shape)).reshape(shape)
+
+
+def followed(node: fx.Node, shape: tuple[int, ...], axis: int) -> int | None:
+    """Return where an operation that only moves elements takes a whole axis of a tensor; None if it takes it apart."""
+    where = moved(node, _coordinates(shape))
+    if not isinstance(where, Tensor):
+        return None
+    return next((new for new in range(where.ndim) if _split(_source(where, new, shape))[0] == axis), None)
 
 
 def _split(source: tuple[int, bool] | None) -> tuple[int | None, bool]:

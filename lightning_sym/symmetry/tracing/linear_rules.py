@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.choice_rules import taken_at
 from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.elementwise_rules import summed_over
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace, Value
 
@@ -56,10 +58,25 @@ def _einsum(trace: Trace, equation: str, values: Sequence[Value], **kwargs: Any)
     if plain and len(values) == 1 and sorted(terms[0]) == sorted(output):
         return trace.move(values[0], lambda t: torch.einsum(equation, t))
     summed = [set(term) - set(output) for term in terms]
+    if plain and len(values) == 2 and len(summed[0]) > 1 and summed[0] == summed[1]:
+        return _summed_twice(trace, terms, output, values)
     if not plain or len(values) != 2 or len(summed[0]) != 1 or summed[0] != summed[1]:
         return unknown(trace, values)
     axes = [[output.index(c) if c in output else None for c in term] for term in terms]
     return trace.contract(values[0], axes[0], values[1], axes[1], trace.output_shape())
+
+
+def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Sequence[Value]) -> Value:
+    """Sum over the last letter in common with all others as batch axes (heads), and then over these."""
+    inner = next(letter for letter in reversed(terms[0]) if letter not in output)
+    others = [letter for letter in terms[0] if letter not in output and letter != inner]
+    whole = output + "".join(others)
+    sizes = {
+        c: size for term, value in zip(terms, values, strict=True) for c, size in zip(term, value.shape, strict=True)
+    }
+    axes = [[whole.index(c) if c != inner else None for c in term] for term in terms]
+    product = trace.contract(values[0], axes[0], values[1], axes[1], [sizes[c] for c in whole])
+    return summed_over(trace, product, range(len(output), len(whole)), squares=False)
 
 
 def _convolution(count: int, transposed: bool) -> Rule:
@@ -164,7 +181,10 @@ for _count in (1, 2, 3):
 @register_rule("aten::embedding")
 def _embedding(trace: Trace, weight: Value, index: Value, *args: Any) -> Value:
     shape = trace.output_shape()
-    trace.free_of(weight, [0], "")
+    if index.chooses is None:
+        trace.free_of(weight, [0], "")
+    else:
+        taken_at(trace, weight, 0, index)
     last = len(shape) - 1
     return Value(
         shape, tuple(trace.constraints.resolve(label).on((last,)) for label in weight.labels if label.axes == (1,))

@@ -222,9 +222,8 @@ def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
 
 def _placed(trace: Trace, value: Value, function: Any, shown: Tensor) -> Value:
     """Move a value to where it stands among zeros."""
-    restricted = len(trace.constraints.restricted)
-    result: Value = trace.move(value, function)
-    del trace.constraints.restricted[restricted:]  # the zeros are other units that are to come, mixtures of them too
+    with trace.constraints.unrestricted():  # the zeros are other units that are to come, mixtures of them too
+        result: Value = trace.move(value, function)
     labels = []
     for label in result.labels:
         # One unit that fills the value fills only a part of the result: the other positions are other units.

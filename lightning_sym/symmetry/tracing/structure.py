@@ -14,8 +14,11 @@ from scipy import sparse
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.copies import Copies, Folded, Sheets, arriving, fold, sheets
 from lightning_sym.symmetry.tracing.equations import solve
+from lightning_sym.symmetry.tracing.numbering import Numbers, components, flat, marked, mix, parts, sum_by
+from lightning_sym.symmetry.tracing.planes import Places, PlaneFinder
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
 from lightning_sym.symmetry.tracing.shifts import Fold, Shift
+from lightning_sym.symmetry.tracing.tilts import Tilt
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -35,6 +38,8 @@ class Slot:
         unit: For each position, the unit that it belongs to, or -1.
         kind: "value", or "variance": v' = s^2 (v + epsilon) - epsilon.
         epsilon: See `kind`.
+        of_stack: Whether the two axes are those of members and of their units (docs/theory/intertwiners.md, 2.14):
+            positions are those of both axes together, row-major. No other slot has the first of them then.
     """
 
     tensor: str
@@ -44,6 +49,7 @@ class Slot:
     unit: Ints
     kind: str
     epsilon: float
+    of_stack: bool = False
 
     @property
     def size(self) -> int:
@@ -82,6 +88,9 @@ class Structure:
         parents: For each system of blocks (blocks, parents): further units, which change places as the blocks do
             (heads, where attention weights are seen). In values inside the network only.
         rotations: Cells on which any orthogonal matrix acts, behind their permutations, scales and signs.
+        tilts: What layer norms' biases and their readers may change together, behind rotations.
+        planes: For each orbit whose units are planes, turned by any angle: which two of its columns are the first and
+            the second coordinate at one place. Each of shape (pairs, 2), of no pairs for other orbits; or none at all.
     """
 
     slots: tuple[Slot, ...]
@@ -101,6 +110,8 @@ class Structure:
     copies: tuple[Copies | None, ...] = ()
     parents: tuple[Ints, ...] = ()
     rotations: tuple[Rotation, ...] = ()
+    tilts: tuple[Tilt, ...] = ()
+    planes: tuple[Ints, ...] = ()
 
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""
@@ -138,6 +149,31 @@ class Structure:
             block_of[blocks] = np.arange(len(blocks))[:, None]
             image[parents] = parents[block_of[permutation[blocks[:, 0]]]]
         return image
+
+    @cached_property
+    def phase_of(self) -> Ints:
+        """For each unit, the number of its phase, if it is a plane; else -1."""
+        phase_of = np.full(self.units, -1)
+        turned = flat([units for units, pairs in zip(self.orbits, self.planes, strict=False) if len(pairs)])
+        phase_of[turned] = np.arange(len(turned))
+        return phase_of
+
+    @cached_property
+    def phases(self) -> int:
+        """How many units are planes."""
+        return int((self.phase_of >= 0).sum())
+
+    @cached_property
+    def turned_places(self) -> dict[int, tuple[Ints, Ints, Ints]]:
+        """By slot: the phases of the planes that stand there, and where their first and second coordinates do."""
+        found: dict[int, list[Ints]] = {}
+        for units, pairs, columns in zip(self.orbits, self.planes, self.columns, strict=False):
+            for pair in pairs:
+                slot = self.slots[int(self.slots_at(columns[:1, pair[0]])[0])]
+                rows = np.stack([self.phase_of[units], *(columns[:, column] - slot.offset for column in pair)])
+                found.setdefault(slot.offset, []).append(rows)
+        joined = {offset: np.concatenate(rows, axis=1) for offset, rows in found.items()}
+        return {offset: (rows[0], rows[1], rows[2]) for offset, rows in joined.items()}
 
     @cached_property
     def slots_of(self) -> dict[str, list[Slot]]:
@@ -235,9 +271,21 @@ class Structure:
                     places.setdefault(slot.offset, []).append((index, at - slot.offset, tuple(powers.tolist())))
         return places
 
+    @cached_property
+    def tilted_places(self) -> dict[int, tuple[int, bool]]:
+        """By slot: which tilt acts there, and whether it does so from the readers' side."""
+        places: dict[int, tuple[int, bool]] = {}
+        for index, tilt in enumerate(self.tilts):
+            held = {(tilt.offset, 0): False, **dict.fromkeys(tilt.seen, False), **dict.fromkeys(tilt.readers, True)}
+            for (name, axis), reads in held.items():
+                for slot in self.slots_of.get(name, ()):
+                    if slot.axes == (axis,):
+                        places[slot.offset] = index, reads
+        return places
+
 
 def folded(structure: Structure) -> tuple[Shift, ...]:
-    """Return a structure's shifts, counted in multiples of the gains between which rotations act."""
+    """Return a structure's shifts, counted in multiples of the gains between which rotations and tilts act."""
 
     def folds(tensor: str, axes: Collection[int], sign: int = 1) -> tuple[Fold, ...]:
         found = []
@@ -247,6 +295,11 @@ def folded(structure: Structure) -> tuple[Shift, ...]:
                 gains = tuple((name, place, sign * power) for (name, place), power in known if power)
                 if gains and slot.axes[0] in axes:
                     found.append(Fold(slot.axes[0], at, gains))
+            if slot.offset in structure.tilted_places and slot.offset not in structure.rotated_places:
+                index, reads = structure.tilted_places[slot.offset]
+                gain, every = structure.tilts[index].gain, np.arange(slot.size)
+                if gain is not None and slot.axes[0] in axes:
+                    found.append(Fold(slot.axes[0], every, ((gain, every, sign * (-1 if reads else 1)),)))
         return tuple(found)
 
     return tuple(
@@ -274,24 +327,6 @@ class Met(NamedTuple):
     restricted: NDArray[np.bool_]
 
 
-def _mix(values: Ints | Hashes) -> Hashes:
-    """Scramble integers (splitmix64), so that sums of them identify multisets."""
-    x = values.astype(np.uint64)
-    with np.errstate(over="ignore"):
-        x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
-        x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return x ^ (x >> np.uint64(32))
-
-
-def _sum_by(index: Ints, values: Hashes, number: int) -> Hashes:
-    """Add hashes that share an index, modulo 2^64."""
-    total = np.zeros(number, np.uint64)
-    with np.errstate(over="ignore"):
-        np.add.at(total, index, values)
-    return total
-
-
 def _sorted_groups(keys: Ints | Hashes) -> list[Ints]:
     """Return the positions of equal keys, as one array per key, in the order of their first appearance."""
     if not len(keys):
@@ -303,34 +338,14 @@ def _sorted_groups(keys: Ints | Hashes) -> list[Ints]:
     return sorted(groups, key=lambda group: int(group[0]))
 
 
-def _flat(parts: list[Ints]) -> Ints:
-    """Join arrays of any shapes into one of one axis."""
-    return np.concatenate([np.zeros(0, np.int64), *(part.ravel() for part in parts)])
-
-
-def _marked(number: int, *positions: Ints) -> NDArray[np.bool_]:
-    """Return a mask that holds at some positions."""
-    mask = np.zeros(number, bool)
-    mask[_flat(list(positions))] = True
-    return mask
-
-
-def _key(where: Ints, tag: Ints) -> Hashes:
+def _key(where: Numbers, tag: Ints) -> Hashes:
     """Identify a place and a tag."""
-    return _mix(_mix(where) ^ tag.astype(np.uint64))
+    return mix(mix(where) ^ tag.astype(np.uint64))
 
 
-def _components(number: int, merges: list[tuple[Ints, Ints]]) -> Ints:
-    """Return for each atom the smallest atom merged with it."""
-    one, two = (_flat([pair[side] for pair in merges]) for side in (0, 1))
-    graph = sparse.coo_matrix((np.ones(len(one), np.int8), (one, two)), shape=(number, number))
-    _, labels = sparse.csgraph.connected_components(graph, directed=False)
-    _, first = np.unique(labels, return_index=True)
-    result: Ints = first[labels]
-    return result
-
-
-def _told_apart(raw: Ints, root: Ints, where: Ints, tag: Ints, merges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+def _told_apart(
+    raw: Numbers, root: Ints, where: Numbers, tag: Ints, offset: Ints, merges: list[tuple[Ints, Ints]]
+) -> tuple[Ints, Ints]:
     """Tell the positions of a unit apart that stands twice at one place (queries and keys stacked in one weight).
 
     They differ by where else each of the two was seen before they were found to be one unit.
@@ -340,6 +355,7 @@ def _told_apart(raw: Ints, root: Ints, where: Ints, tag: Ints, merges: list[tupl
         root: For each atom, the one with which it was merged.
         where: For each position, the number of its place.
         tag: For each position, its tag.
+        offset: Where the positions of each place begin, and where the last ones end.
         merges: What was merged.
 
     Returns:
@@ -348,23 +364,24 @@ def _told_apart(raw: Ints, root: Ints, where: Ints, tag: Ints, merges: list[tupl
     atom, number = root[raw], len(root)
 
     def twice(tag: Ints) -> NDArray[np.bool_]:
-        _, inverse, count = np.unique(
-            _mix(_key(where, tag) ^ atom.astype(np.uint64)), return_inverse=True, return_counts=True
-        )
-        result: NDArray[np.bool_] = count[inverse] > 1
+        result = np.zeros(len(tag), bool)
+        for part in parts(offset):
+            key = mix(_key(where[part], tag[part]) ^ atom[part].astype(np.uint64))
+            ordered = np.sort(key)
+            repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+            if len(repeated):
+                at = np.searchsorted(repeated, key)
+                result[part] = repeated[np.minimum(at, len(repeated) - 1)] == key
         return result
 
     again = twice(tag)
     if again.any():
-        seen = _sum_by(raw, _key(where, tag), number)
-        one, two = (_flat([pair[side] for pair in merges]) for side in (0, 1))
+        seen = sum_by(raw, lambda part: _key(where[part], tag[part]), number)
+        one, two = (flat([pair[side] for pair in merges]) for side in (0, 1))
         for _ in range(3):  # what it was merged with counts, too: colour refinement
-            seen = (
-                _mix(seen)
-                + _sum_by(one, _mix(seen)[two], number)
-                + _sum_by(two, _mix(seen)[one] * np.uint64(3), number)
-            )
-        tag = np.where(again, (_mix(seen[raw]) >> np.uint64(1)).astype(np.int64), tag)
+            seen = mix(seen) + sum_by(one, mix(seen)[two], number) + sum_by(two, mix(seen)[one] * np.uint64(3), number)
+        tag = tag.copy()
+        tag[again] = (mix(seen[raw[again]]) >> np.uint64(1)).astype(np.int64)
         again = twice(tag)
     return tag, atom[again]
 
@@ -392,9 +409,11 @@ def build_structure(
         operations met the units.
     """
     number = constraints.atoms
-    root = _components(number, constraints.merges)
-    magnitudes = solve(constraints.scales, constraints.magnitude_equations, _flat(constraints.fixed_magnitudes))
-    signs = solve(constraints.scales, constraints.sign_equations, _flat(constraints.fixed_signs), modulo_two=True)
+    merges = [*constraints.merges, *constraints.contracted, *constraints.turned]
+    root = components(number, merges)
+    finder = PlaneFinder(constraints, root, list(grouped.values()))
+    magnitudes = solve(constraints.scales, constraints.magnitude_equations, flat(constraints.fixed_magnitudes))
+    signs = solve(constraints.scales, constraints.sign_equations, flat(constraints.fixed_signs), modulo_two=True)
     # Every place at which units are seen: first the parameters' axes, then the values of the graph.
     places = [Sighting(constraints.pending(label), name) for name, labels in axis_labels.items() for label in labels]
     parameters = len(places)
@@ -402,60 +421,76 @@ def build_structure(
     size = np.array([place.label.size for place in places], np.int64)
     offset = np.r_[0, np.cumsum(size)]
     own = int(offset[parameters])
-    where = np.repeat(np.arange(len(places)), size)
-    raw, tag = (_flat([getattr(place.label, part) for place in places]) for part in ("atom", "tag"))
-    atom = root[raw]
-    tag, unknown = _told_apart(raw, root, where, tag, constraints.merges)
-    fixed = _marked(number, root[_flat(constraints.fixed_atoms)], unknown)
+    where = np.repeat(np.arange(len(places), dtype=np.int32), size)  # there are millions of positions
+    raw = np.concatenate(
+        [np.zeros(0, np.int32), *(place.label.atom.ravel() for place in places)], dtype=np.int32, casting="same_kind"
+    )
+    tag = flat([place.label.tag for place in places])
+    first_tag = tag.copy() if finder.any else tag
+    tag, unknown = _told_apart(raw, root, where, tag, offset, merges)
+    atom = root.astype(np.int32)[raw]
+    standing_raw = raw if finder.any else np.zeros(0, np.int32)
+    del raw
+    same_place = _key(where, first_tag) ^ mix(finder.family[standing_raw]) if finder.any else np.zeros(0, np.uint64)
+    fixed = marked(number, root[flat(constraints.fixed_atoms)], unknown)
 
     # Scales at all positions: of parameters, of grouped weights, and of values inside the network that have a name.
     named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
-    at = _flat([np.arange(offset[index], offset[index + 1]) for index in named])
+    at = flat([np.arange(offset[index], offset[index + 1]) for index in named])
     of_positions = [*(place.label for place in places[:parameters]), *grouped.values()]
     end = sum(label.size for label in of_positions)
-    scale = _flat([label.scale for label in [*of_positions, *(places[index].label for index in named)]])
+    scale = flat([label.scale for label in [*of_positions, *(places[index].label for index in named)]])
     position_magnitudes, position_signs = (
-        _that_act(forms[scale].tocsr(), places[:parameters], offset, grouped, modulo_two=forms is signs)
-        for forms in (magnitudes, signs)
+        _that_act(forms[scale].tocsr(), places[:parameters], offset, grouped, modulo_two=modulo_two)
+        for forms, modulo_two in ((magnitudes, False), (signs, True))
     )
+    del scale, magnitudes, signs
 
     free_magnitudes, free_signs = (
         np.diff(forms.indptr[: own + 1]).astype(np.int64) for forms in (position_magnitudes, position_signs)
     )
 
-    def signatures(atom: Ints, tag: Ints) -> Hashes:
+    def signatures(atom: Numbers, tag: Ints) -> Hashes:
         """Identify for each root the places where it stands; that it is fixed counts only for naming."""
-        place_key = _key(where, tag)
-        place_key[:own] ^= _mix(free_magnitudes * 64 + free_signs)  # how many scales act there
-        return _mix(_sum_by(atom, _mix(place_key), number) ^ fixed.astype(np.uint64))
+
+        def keys(part: slice) -> Hashes:
+            place_key = _key(where[part], tag[part])
+            acting = slice(part.start, max(min(part.stop, own), part.start))  # how many scales act there
+            place_key[: acting.stop - acting.start] ^= mix(free_magnitudes[acting] * 64 + free_signs[acting])
+            return mix(place_key)
+
+        return mix(sum_by(atom, keys, number) ^ fixed.astype(np.uint64))
 
     # Blocks: members know their parents; parents that share members move together.
-    parent = root[_flat([p for p, _ in constraints.blocks])]
-    member = root[_flat([m for _, m in constraints.blocks])]
+    parent = root[flat([p for p, _ in constraints.blocks])]
+    member = root[flat([m for _, m in constraints.blocks])]
     pairs = np.unique(np.stack([parent, member]), axis=1) if len(parent) else np.zeros((2, 0), np.int64)
-    folded, copy_at = None, np.full(len(atom), -1)
+    folded, copy_at = None, np.full(len(atom), -1, np.int32)
     if constraints.copies:
         total = signatures(atom, tag)
-        role = _mix(total ^ _sum_by(pairs[1], _mix(total[pairs[0]]), number))
-        grouped_atoms = _marked(number, root[_flat([label.atom for label in grouped.values()])])
-        folded = fold(constraints.copies, root, pairs, role, fixed, grouped_atoms, _mix)
-        mark, copy_at = folded.mark[atom], folded.copy[atom]
-        root, atom = folded.origin[root], folded.origin[atom]
-        tag = np.where(mark > 0, (_key(mark, tag) >> np.uint64(1)).astype(np.int64), tag)
+        role = mix(total ^ sum_by(pairs[1], mix(total[pairs[0]]), number))
+        grouped_atoms = marked(number, root[flat([label.atom for label in grouped.values()])])
+        folded = fold(constraints.copies, root, pairs, role, fixed, grouped_atoms, mix)
+        held_at = np.flatnonzero((folded.mark > 0)[atom])
+        tag[held_at] = (_key(folded.mark[atom[held_at]], tag[held_at]) >> np.uint64(1)).astype(np.int64)
+        copy_at = folded.copy.astype(np.int32)[atom]
+        if finder.any:
+            same_place = mix(same_place ^ _key(folded.mark[atom], copy_at.astype(np.int64)))
+        root, atom = folded.origin[root], folded.origin.astype(np.int32)[atom]
         pairs = np.unique(folded.origin[pairs], axis=1)
     parent, member = pairs
 
     # Which of the roots are units: those that stand in a parameter and may move or be scaled.
     standing = atom[:own]
-    carries = _marked(number, standing[(free_magnitudes > 0) | (free_signs > 0)])
-    roots = np.flatnonzero(_marked(number, standing) & (~fixed | carries))
+    carries = marked(number, standing[(free_magnitudes > 0) | (free_signs > 0)])
+    roots = np.flatnonzero(marked(number, standing) & (~fixed | carries))
     unit_of = np.full(number, -1)
     unit_of[roots] = np.arange(len(roots))
 
     total = signatures(atom, tag)
-    cell_key = _mix(total ^ _sum_by(member, _mix(parent.astype(np.uint64)), number))
+    cell_key = mix(total ^ sum_by(member, mix(parent.astype(np.uint64)), number))
     # A parent (a head) moves with its members only: it is a cell of its own.
-    cell_key[parent] = _mix(parent)
+    cell_key[parent] = mix(parent)
 
     orbits = [np.asarray(group) for group in _sorted_groups(total[roots])]
     columns = _columns(orbits, unit_of[atom[:own]], where[:own], tag[:own], copy_at[:own])
@@ -474,7 +509,9 @@ def build_structure(
     def slot(index: int, units: Ints, first: int) -> Slot:
         place, shape = places[index], places[index].label.atom.shape
         unit = units[atom[offset[index] : offset[index + 1]]].reshape(shape)
-        return Slot(place.tensor or "", place.label.axes, first, shape, unit, *kinds.get(place.tensor or "", VALUE))
+        kind = kinds.get(place.tensor or "", VALUE)
+        of_stack = index < parameters and len(place.label.axes) > 1
+        return Slot(place.tensor or "", place.label.axes, first, shape, unit, *kind, of_stack)
 
     slots = [slot(index, unit_of, int(offset[index])) for index in range(parameters)]
     for name, label in grouped.items():
@@ -490,14 +527,16 @@ def build_structure(
 
     def sheets_at(positions: Ints, copies: int) -> Sheets:
         """Return which columns belong to copies, given where they are for one unit."""
-        return sheets(_key(where[positions], tag[positions]), copy_at[positions], copies)
+        return sheets(_key(where[positions], tag[positions]), copy_at[positions].astype(np.int64), copies)
 
     generators = [(position_magnitudes, scale_table, scales_at), (position_signs, sign_table, signs_at)]
     copies = _copies(slots_of, columns, sheets_at, generators)
     irregular = [c.slots for c in copies if c is not None and not (c.scales.complete and c.signs.complete)]
     if irregular:  # nothing says how their scales go with them
-        held = [np.isin(table[:, 0], _flat(irregular)).any() for table in blocks]
+        held = [np.isin(table[:, 0], flat(irregular)).any() for table in blocks]
         blocks, parents = (tuple(itertools.compress(part, np.logical_not(held))) for part in (blocks, parents))
+    known = Places(standing_raw[:own], same_place[:own])
+    planes = finder.of_parameters(columns, known, (position_magnitudes, position_signs))
     structure = Structure(
         slots=tuple(slots),
         units=units,
@@ -514,9 +553,10 @@ def build_structure(
         shifts=tuple(shifts),
         absorbed=tuple(absorbed),
         copies=copies,
+        planes=planes,
     )
     restricted = [*constraints.restricted, *(label.atom for label in grouped.values())]
-    met = (_marked(number, root[_flat(a)])[roots] for a in (constraints.normed, constraints.centred, restricted))
+    met = (marked(number, root[flat(a)])[roots] for a in (constraints.normed, constraints.centred, restricted))
     firsts = np.cumsum([0, *size[named]]).tolist()
     if folded is not None:  # what slots are made of is seen inside the network only
         inside = folded.all_atoms[number_of[folded.all_atoms] >= len(roots)]
@@ -538,6 +578,7 @@ def build_structure(
             for own, matrix in zip(copies, value_columns, strict=False)
         ),
         parents=parents,
+        planes=finder.of_values(planes, value_columns, Places(standing_raw[at], same_place[at])) if planes else (),
     )
     return structure, values, Met(*met)
 
@@ -567,7 +608,7 @@ def _that_act(
     return forms[:, np.setdiff1d(np.arange(forms.shape[1]), idle)] if idle else forms
 
 
-def _columns(orbits: list[Ints], unit: Ints, where: Ints, tag: Ints, copy: Ints) -> list[Ints]:
+def _columns(orbits: list[Ints], unit: Ints, where: Numbers, tag: Ints, copy: Numbers) -> list[Ints]:
     """Return for each orbit (units, columns): the positions at which each unit stands, in one order for all units."""
     order = np.lexsort((copy, tag, where, unit))
     ordered, columns = unit[order], []
@@ -579,7 +620,7 @@ def _columns(orbits: list[Ints], unit: Ints, where: Ints, tag: Ints, copy: Ints)
 
 
 def _together(
-    orbits: list[Ints], cells: list[Ints], movable: list[bool], columns: list[Ints], where: Ints, copy: Ints,
+    orbits: list[Ints], cells: list[Ints], movable: list[bool], columns: list[Ints], where: Numbers, copy: Numbers,
     forms: Sequence[sparse.csr_matrix],
 ) -> tuple[list[Ints], list[Ints], list[bool], list[Ints]]:  # fmt: skip
     """Join orbits of which nothing changes places inside a cell, if they stand at the same places with the same scales.
@@ -742,10 +783,10 @@ def _blocks(
         result = [number_of[np.stack([folded.atoms[slot] for slot in system])] for system in folded.systems]
         carried = [np.zeros((len(system), 0), np.int64) for system in folded.systems]
     # Parents that share members form one block, together with all their members.
-    component = _components(number, [(parent, member)])
+    component = components(number, [(parent, member)])
     involved = np.unique(np.r_[parent, member])
     # What a block is made of: of each unit its orbit and the orbits of its parents.
-    role = _mix(total ^ _sum_by(member, _mix(total[parent]), number))
+    role = mix(total ^ sum_by(member, mix(total[parent]), number))
     blocks: dict[int, list[int]] = {}
     for index in involved:
         blocks.setdefault(int(component[index]), []).append(int(index))
@@ -761,9 +802,9 @@ def _blocks(
         array = array[slot_of[array] < 0]
         array = array[np.lexsort((array, role[array]))]
         with np.errstate(over="ignore"):
-            key = int(_mix(role[array]).sum())
+            key = int(mix(role[array]).sum())
             for rank, part in enumerate(parts):
-                key ^= int(_mix(_mix(role[part]) + np.uint64(rank)).sum())
+                key ^= int(mix(mix(role[part]) + np.uint64(rank)).sum())
         signatures.setdefault(key, []).append(np.concatenate([array, *parts]))
     for group in signatures.values():
         if len(group) < 2:
@@ -786,7 +827,7 @@ def _dense(
     """Find cells of units that only linear operations touch: any invertible matrix mixes them."""
     seen = (constraints.restricted, constraints.normed, constraints.centred, constraints.gained)
     met = [*itertools.chain(*seen), *(label.atom for label in grouped.values())]
-    restricted = _marked(constraints.atoms, root[_flat(met)])
+    restricted = marked(constraints.atoms, root[flat(met)])
     count = np.diff(forms.indptr)
     result = []
     for group, cell, matrix, moves in zip(orbits, cells, columns, movable, strict=True):

@@ -1,8 +1,9 @@
 """The vocabulary in which rules speak: tensors seen from outside, and what an operation may demand of them."""
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,23 @@ from lightning_sym.symmetry.tracing.coordinates import (
     rows_of,
     varying_axes,
 )
+from lightning_sym.symmetry.tracing.mixtures import Mixture
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Of which member of a stack (which expert, which head) each element of a value is.
+
+    Attributes:
+        number: Elements of one number are of one member; negative ones are of members that the input chose. Of the
+            value's shape, int64.
+        size: How many members the stack has.
+    """
+
+    number: Tensor
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +56,9 @@ class Value:
             range, a triangle), or is a part of something that is not one number everywhere.
         sources: The values whose elements were only moved to get here, and how they were moved, step by step.
         squared: Whether these are squares of units that orthogonal matrices may mix, so that these do not act on them.
+        chooses: The units among which whole numbers choose: each says which of these, in order, it was.
+        members: Of which members of a stack its elements are; None if that is not known, or of several.
+        mixture: Of which value's elements this is made by constants and movements, if it is.
     """
 
     shape: tuple[int, ...]
@@ -50,11 +69,19 @@ class Value:
     by_size: bool = False
     sources: "tuple[tuple[Value, Path], ...]" = ()
     squared: bool = False
+    chooses: Label | None = None
+    members: Members | None = None
+    mixture: Mixture | None = None
 
     @property
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.shape)
+
+    @property
+    def known(self) -> Tensor | None:
+        """Its values, if nothing acts on it and they are known."""
+        return self.concrete
 
     @property
     def is_zero(self) -> bool:
@@ -319,7 +346,8 @@ class Trace:
             for label, part in zip(value.labels, moved, strict=False)
         )
         kept = tuple(label for label in labels if label is not None)
-        return replace(self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state)), state=None)
+        result = self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state))
+        return replace(result, state=None, chooses=value.chooses)
 
     def disjoint(self, value: Value) -> Value:
         """Where several labels came to live on the same axes, fix all of them but the one of most units."""
@@ -710,7 +738,13 @@ class Trace:
                 inner[own] = self.constraints.spread(whole, summed[own], values[own].shape[summed[own]])
                 rest = tuple(label for label in values[own].labels if label is not whole)
                 values[own] = replace(values[own], labels=rest)
-        first, second = (value.on(goes, rank) for value, goes in zip(values, axes, strict=True))
+        # What is the same for all units of the other factor (an input for all experts) tells none of them apart.
+        lived = [
+            {goes[axis] for label in value.labels for axis in label.axes}
+            for value, goes in zip(values, axes, strict=True)
+        ]
+        narrow = [self._narrowed(values[0], one_axes, lived[1]), self._narrowed(values[1], two_axes, lived[0])]
+        first, second = (value.on(goes, rank) for value, goes in zip(narrow, axes, strict=True))
         one_label, two_label = inner
         blocks: Label | None = None
         if one_label is not None and two_label is not None:
@@ -720,10 +754,9 @@ class Trace:
                 # Zeros (an initial state) accept anything.
                 if label is not None and not other.is_zero:
                     self.fix(value.with_labels(label))
-        restricted = len(self.constraints.restricted)
-        result = self.join(first, second, product=True, linear=True)
-        if not (first.labels and second.labels):
-            del self.constraints.restricted[restricted:]  # one side only: the map is linear in it
+        one_side = not (first.labels and second.labels)  # the map is linear in it
+        with self.constraints.unrestricted() if one_side else contextlib.nullcontext():
+            result = self.join(first, second, product=True, linear=True)
         if blocks is None:
             return Value(tuple(shape), result.labels)
         beside = [label for label in result.labels if set(label.axes) & set(blocks.axes)]
@@ -753,6 +786,15 @@ class Trace:
             shape = tuple(size if own == axis else length for own, length in enumerate(value.shape))
             value = Value(shape, (copied,), sources=value.sources)
         return value
+
+    def _narrowed(self, value: Value, goes: Sequence[int | None], others: Collection[int | None]) -> Value:
+        """Return a factor of size 1 along the axes of the other one's units along which it is the same everywhere."""
+        own = {axis for label in value.labels for axis in label.axes}
+        batch = [
+            axis for axis, target in enumerate(goes) if target is not None and target in others and axis not in own
+        ]
+        along = [axis for axis in batch if value.shape[axis] > 1 and self._repeats(value, axis)]
+        return replace(value, shape=tuple(1 if axis in along else size for axis, size in enumerate(value.shape)))
 
     @staticmethod
     def _repeats(value: Value, axis: int) -> bool:
@@ -790,7 +832,7 @@ class Trace:
             self.fix(values[1].with_labels(labels[1]))
             return None
         axes = tuple(axis for axis in batch if axis is not None)
-        joined = self.constraints.same_units(one, two)
+        joined = self.constraints.same_units(one, two, contracted=True)
         self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
         if not axes:
             return None
@@ -820,6 +862,11 @@ class Trace:
         steps = () if step is None else (step,)
         sources = tuple((root, (*path, *steps)) for root, path in value.sources or ((value, ()),))
         return replace(result, sources=(*result.sources, *sources))
+
+    def pass_on(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
+        """Say that a result holds elements of a value and nothing else, moved by a step; as for `carry`."""
+        mixture = (value.mixture or Mixture.of(value)).moved(step) if value.labels else None
+        return replace(self.carry(value, result, step), mixture=mixture)
 
     def cut_by_size(self, value: Value) -> None:
         """Say that a part of a value is taken that depends on the input's size: the rest counts as for weights."""

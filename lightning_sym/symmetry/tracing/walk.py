@@ -1,6 +1,6 @@
 """Walk through a captured network, and have each operation's rule write down what it demands."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,12 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import elementwise_rules, linear_rules, write_rules  # noqa: F401 (they register rules)
 from lightning_sym.symmetry.tracing.capture import Capture, Mark, operation_name
+from lightning_sym.symmetry.tracing.choice_rules import fix_choice, tells_unknown_choice
 from lightning_sym.symmetry.tracing.coordinates import coordinates, core
 from lightning_sym.symmetry.tracing.memory import Memory, replaces, written_by
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, passes_offset, rule_for, unknown
+from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
+from lightning_sym.symmetry.tracing.turns import Turns, mixed
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
 
 # Operations that make constants which are the same for inputs of all sizes: from other such constants, or one number.
@@ -48,14 +51,22 @@ def _is_device(item: Any) -> bool:
 class Walk(Trace):
     """A trace that finds the rule of each operation; see :meth:`run`."""
 
+    turns: Turns
+
+    def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
+        super().__init__(states, constants=constants, affine=affine)
+        self.stacks = Stacks(self.constraints)
+
     def run(self, capture: Capture) -> list[Value]:
         """Walk through a capture of the network; return its outputs."""
+        self.stacks.sizes |= stacked(capture, self.tensors) if self.walks == 0 else {}
         self.capture = capture
         self.walks += 1
         self.made_of_states = {}
         varying: set[fx.Node] = set(capture.inputs)
         self.lengths = _lengths(capture.inputs)
         self.absorbed_before = tuple(self.absorbed)
+        self.turns = Turns(self.constraints)
         environment: dict[fx.Node, Any] = {}
         memory = Memory(capture.graph)
         marks: dict[fx.Node, list[Mark]] = {}
@@ -66,7 +77,9 @@ class Walk(Trace):
             self.node = node
             if node.op == "placeholder":
                 if node in capture.states:
-                    environment[node] = self.state_value(capture.states[node]) if node.users else None
+                    environment[node] = (
+                        self.stacks.state(self.state_value(capture.states[node])) if node.users else None
+                    )
                 else:
                     meta = node.meta.get("val")  # torch 2.11 says nothing of arguments that are no tensors
                     environment[node] = Value(tuple(meta.shape)) if isinstance(meta, Tensor) else meta
@@ -84,6 +97,7 @@ class Walk(Trace):
                 for value in outputs:
                     self.read(value)
                     self.fix(value)
+                    fix_choice(self, value)
             else:
                 result = self._operate(node, environment)
                 environment[node] = result
@@ -106,6 +120,7 @@ class Walk(Trace):
                         self.see(label, mark.name)
         self.taps = {mark: value for mark, value in self.taps.items() if mark.node not in self.untold}
         self._fix_unread()
+        self.turns.finish()
         for node, state in capture.states.items():
             if not set(node.users) <= self.grouped_by.pop(state, set(node.users)):
                 self.mixed_uses.add(state)
@@ -120,8 +135,14 @@ class Walk(Trace):
             return result
         if self.affine:
             self._only_where_absorbed(node, arguments, keywords)
+        tells_unknown_choice(self, node, values_in((arguments, keywords)))
         rule = rule_for(node.target) if "out" not in node.kwargs else unknown
-        result = rule(self, *arguments, **keywords)
+        since = self.stacks.before((arguments, keywords))
+        mixture = mixed(node, arguments, keywords)
+        with self.turns.mixing(mixture):
+            result = rule(self, *arguments, **keywords)
+        result = self.stacks.after(node, arguments, keywords, result, since)
+        result = self.turns.follow(node, mixture, result)
         if self.affine and isinstance(result, Value) and passes_offset(node.target):
             result = replace(result, offset=arguments[0].offset)
         self._read_by(result, (arguments[1:] if replaces(node) else arguments, keywords))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.choice_rules import fix_choice, marked
 from lightning_sym.symmetry.tracing.memory import overwrite
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
 from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, filled
@@ -55,12 +56,20 @@ def _along_an_axis(trace: Trace, base: Value, axis: int, index: Value, new: Any,
     if index.concrete is None:
         return unknown(trace, base, index, new)
     where = _elements(base).index_select(axis, index.concrete)
+    lived = {a % base.ndim for value in (base, new) if isinstance(value, Value) for la in value.labels for a in la.axes}
+    if "index_add" in trace.operation and isinstance(new, Value) and axis % base.ndim not in lived:
+        return trace.join(base, Value(base.shape, new.labels), product=False)  # sums along an axis without units
     return _put(trace, base, where, new, add="index_add" in trace.operation)
 
 
 @register_rule("aten::scatter", "aten::scatter_add")
 def _scatter(trace: Trace, base: Value, axis: int, index: Value, new: Any, **kwargs: Any) -> Any:
+    if index.concrete is None and not kwargs:
+        result = marked(trace, base, axis, index, new)
+        if result is not None:
+            return result
     if index.concrete is None or kwargs:
+        fix_choice(trace, index)
         return unknown(trace, base, index, new)
     where = _elements(base).gather(axis, index.concrete)
     if isinstance(new, Value) and new.shape != tuple(where.shape):

@@ -218,7 +218,7 @@ def test_a_large_zoo_is_not_printed_whole(tmp_path, capsys):
     network = MultiLayerPerceptron(widths=(4,), image_size=8)
     task = ZooTask(network, members=23, execution="vmap", keep="last", prior_precision=1.0)
     fit(tmp_path, task, MarginalLikelihood(burn_in=None), max_epochs=1)
-    assert "6 more rows in layers.csv" in capsys.readouterr().out
+    assert "6 more rows in layers.csv" in " ".join(capsys.readouterr().out.split())
     assert len(read_csv(tmp_path / "results" / "layers.csv")) == 46
 
 

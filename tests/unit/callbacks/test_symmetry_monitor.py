@@ -260,7 +260,9 @@ def test_tensorboard_and_files(tmp_path):
         assert f"symmetry/{name}" in tags["scalars"]
         assert f"details/symmetry/{name}/member-0001" in tags["scalars"]
     assert [event.step for event in events.Scalars("symmetry/drift/linear1")] == [0, 2, 5]
-    assert tags["images"] == ["figures/SymmetryMonitor/symmetry"]
+    panels = [f"figures/SymmetryMonitor/symmetry/{number}" for number in range(1, len(tags["images"]) + 1)]
+    assert tags["images"] == panels
+    assert len(panels) >= 3
     assert tags["tensors"] == ["symmetry/text_summary"]
     text = (tmp_path / "results" / "symmetry.txt").read_text()
     network = MultiLayerPerceptron(widths=(8, 6), image_size=8)

@@ -103,9 +103,9 @@ def test_other_architectures_and_data_are_refused(tmp_path, manifest):
         lambda: export(9), says=["widths=[8]", "and this run trains", "widths=[9]", "; choose another folder"]
     )
     assert_refused(
-        lambda: export(data_seed=1), says=["Member 0 of the zoo at", "was trained on other data (fingerprint"]
+        lambda: export(data_seed=1), says=["Member 0 of the zoo at", "other data: --data.data_seed is 1, and was 0; "]
     )
-    assert_refused(lambda: export(mean=[0.5], std=[0.5]), says=["on other data (mean [0.3", "these have [0.5]"])
+    assert_refused(lambda: export(mean=[0.5], std=[0.5]), says="other data: --data.mean is [0.5], and was null; ")
     export(batch_size=8)  # settings of the training only are no other data
 
 
@@ -179,7 +179,7 @@ def test_report_says_what_was_found(tmp_path, capsys):
     assert "torch" in found["versions"]
     assert "accuracy" in found["units"]
     tags = EventAccumulator(str(tmp_path / "run")).Reload().Tags()
-    for name in ("zoo", "validation_curves", "confusion"):
+    for name in ("validation_curves", "confusion"):
         image = imread(results / f"{name}.png")
         assert image.ndim == 3
         assert image.std() > 0
@@ -191,13 +191,13 @@ def test_report_says_what_was_found(tmp_path, capsys):
             assert wanted | of_members <= set(tags["scalars"])
     out = capsys.readouterr().out
     assert "2 more" in " ".join(out.split())  # of three members one is listed
-    for path in (results / "zoo.png", results / "members.csv", tmp_path / "run" / "zoo"):
+    for path in (results / "validation_curves.png", results / "members.csv", tmp_path / "run" / "zoo"):
         assert str(path) in out
 
 
 def test_report_works_with_loggers_that_take_no_figures(tmp_path):
     fit(tmp_path, ZooReport(), logger=[MetricsCSV(tmp_path / "run"), CSVLogger(tmp_path / "bare")])
-    assert (tmp_path / "run" / "results" / "zoo.png").is_file()
+    assert (tmp_path / "run" / "results" / "confusion.png").is_file()
 
 
 # ---- metrics.csv

@@ -15,18 +15,26 @@ from torch.func import functional_call, stack_module_state, vmap
 from lightning_sym.networks import (
     CIFARResNet,
     CIFARResNet18,
+    CompactTransformer,
     LeNet5,
     MultiLayerPerceptron,
     MyrtleCNN,
     Network,
     ResidualCNN,
     TorchvisionNetwork,
+    VisionTransformer,
     is_activation,
 )
+from lightning_sym.networks.transformer_parts import RotaryPositions, SelfAttention, StochasticDepth, rotary_angles
 
 
 def count(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
+
+
+def on_meta(make: Callable[..., Network], *arguments: Any, **options: Any) -> Network:
+    with torch.device("meta"):
+        return make(*arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,22 @@ def count(network: nn.Module) -> int:
         (ResidualCNN(), 38_378),
         (MultiLayerPerceptron(), 784 * 512 + 512 + 2 * (512 * 512 + 512) + 5130),
         (MultiLayerPerceptron([2], image_size=1, num_classes=1, bias=False), 4),
+        # Hassani et al. (2021): 0.284, 0.482, 3.33, 3.85, 3.76 and 22.36 million.
+        (CompactTransformer(variant="2/3x2"), 283_723),
+        (CompactTransformer(variant="4/3x2"), 482_123),
+        (CompactTransformer(variant="6/3x2"), 3_326_923),
+        (CompactTransformer(variant="7/3x2"), 3_853_259),
+        (CompactTransformer(), 3_760_139),
+        (on_meta(CompactTransformer, 3, 224, 1000, "14/7x2"), 22_367_273),
+        # Their 3.168 and 22.29 million do not count the constants that stand for learned positions.
+        (CompactTransformer(variant="6/3x1", positions="sinusoidal"), 3_168_267),
+        (on_meta(CompactTransformer, 3, 224, 1000, "14/7x2", positions="sinusoidal"), 22_292_009),
+        (VisionTransformer(qkv_bias=False, pool="class"), 3_716_874),  # ViT-Lite 7/4 of the same paper: 3.717 million
+        # Dosovitskiy et al. (2021), as timm and torchvision count: ViT-Ti/16, S/16 and B/16.
+        *(
+            (on_meta(VisionTransformer, 3, 224, 1000, 16, width, 12, heads, mlp_ratio=4, pool="class"), parameters)
+            for width, heads, parameters in ((192, 3, 5_717_416), (384, 6, 22_050_664), (768, 12, 86_567_656))
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
@@ -88,6 +112,9 @@ def test_site_names() -> None:
         (CIFARResNet, {"width": 3, "shortcut": "B"}),
         (CIFARResNet18, {"width": 1}),
         (MultiLayerPerceptron, {"widths": [3]}),
+        (CompactTransformer, {"variant": "2/3x1", "width": 4}),
+        (CompactTransformer, {"variant": "2/7x2", "width": 4, "positions": "sinusoidal"}),
+        (VisionTransformer, {"patch_size": 1, "width": 4, "heads": 1, "depth": 1, "positions": "rotary"}),
     ],
 )
 def test_shapes_for_many_image_sizes(
@@ -97,6 +124,73 @@ def test_shapes_for_many_image_sizes(
     height, width = (size, size) if isinstance(size, int) else size
     with torch.no_grad():
         assert network(torch.zeros(2, channels, height, width)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("pool", ["mean", "class", "sequence"])
+@pytest.mark.parametrize("make", [CompactTransformer, VisionTransformer])
+def test_sites_of_transformers_are_tokens(make: Any, pool: str) -> None:
+    network = (
+        make(1, 8, 3, "2/3x2", 8) if make is CompactTransformer else make(1, 8, 3, 4, 8, 2, 2, mlp_ratio=1, pool=pool)
+    )
+    blocks = [site for site in network.sites() if site.startswith("blocks.")]
+    assert [site for site in blocks if site.startswith("blocks.1")] == [
+        *("blocks.1.attention.heads", "blocks.1.attention", "blocks.1.mlp.hidden", "blocks.1.mlp", "blocks.1")
+    ]
+    x, tokens = torch.randn(2, 1, 8, 8), 4 + (make is VisionTransformer and pool == "class")
+    for site in ["embedding", *blocks]:
+        values = network.eval().split(site)[0](x)
+        # The stream goes past attention and feed-forward layers, and is all that there is between blocks.
+        assert isinstance(values, tuple) == ("attention" in site or "mlp" in site)
+        for value in values if isinstance(values, tuple) else [values]:
+            assert value.shape == (2, tokens, 8)
+
+
+def test_rotary_scores_depend_on_differences_of_positions_only() -> None:
+    """Turned queries and keys: every score depends on rows and columns between the two tokens, and on nothing else."""
+    angles = rotary_angles((4, 5), 8)
+    turn = RotaryPositions(angles.double())
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 8, dtype=torch.float64)
+    scores = (turn(query.expand(1, 1, 20, 8)) @ turn(key.expand(1, 1, 20, 8)).mT).reshape(4, 5, 4, 5)
+    torch.testing.assert_close(scores[1:, :, 1:, :], scores[:-1, :, :-1, :], rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores[:, 1:, :, 1:], scores[:, :-1, :, :-1], rtol=0, atol=1e-6)
+    assert float(scores.std()) > 0.01
+    assert not rotary_angles((4, 5), 8, extra=1)[0].any()
+
+
+def test_shared_keys_are_those_of_neighbouring_queries() -> None:
+    torch.manual_seed(0)
+    one, two = SelfAttention(8, 4, 2), SelfAttention(8, 4, 4)
+    state = one.state_dict()
+    for name in ("key", "value"):
+        for kind in ("weight", "bias"):
+            shared = state[f"{name}.{kind}"]
+            state[f"{name}.{kind}"] = shared.unflatten(0, (2, 2)).repeat_interleave(2, 0).flatten(0, 1)
+    two.load_state_dict(state)
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(one(x), two(x))
+
+
+def test_attention_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    ours, theirs = SelfAttention(8, 2, 2).double(), nn.MultiheadAttention(8, 2, batch_first=True).double()
+    state = ours.state_dict()
+    theirs.load_state_dict(
+        {f"in_proj_{kind}": torch.cat([state[f"{name}.{kind}"] for name in ("query", "key", "value")])
+         for kind in ("weight", "bias")} | {f"out_proj.{kind}": state[f"output.{kind}"] for kind in ("weight", "bias")}
+    )  # fmt: skip
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0], rtol=1e-10, atol=1e-12)
+
+
+def test_stochastic_depth_keeps_the_mean_and_works_in_training_only() -> None:
+    torch.manual_seed(0)
+    drop, x = StochasticDepth(0.25), torch.randn(4000, 2, 3)
+    kept = drop(x)
+    gone = (kept == 0).all((1, 2))
+    torch.testing.assert_close(kept[~gone], x[~gone] / 0.75)
+    assert abs(float(gone.double().mean()) - 0.25) < 0.03
+    assert torch.equal(drop.eval()(x), x)
 
 
 def test_myrtle_feature_sizes_are_the_published_ones() -> None:
@@ -186,6 +280,18 @@ def test_members_run_stacked_under_vmap_as_they_do_alone(case: str) -> None:
         *(refused(kind, activation="rel") for kind in (MyrtleCNN, functools.partial(MultiLayerPerceptron, []))),
         *(refused(CIFARResNet, **bad) for bad in ({"depth": 18}, {"shortcut": "C"}, {"image_size": 0})),
         refused(CIFARResNet18, width=-1),
+        *(refused(CompactTransformer, **bad) for bad in ({"width": 6, "heads": 4}, {"mlp_ratio": 0}, {"dropout": 1.0})),
+        *(refused(CompactTransformer, variant=bad, says="7/3x1") for bad in ("7", "8/3x1", "7/3x0", 7)),
+        *(refused(kind, positions="sine") for kind in (CompactTransformer, VisionTransformer)),
+        *(
+            refused(kind, width=3, heads=1, positions="sinusoidal", says="even width")
+            for kind in (CompactTransformer, VisionTransformer)
+        ),
+        refused(VisionTransformer, image_size=(32, 30), says="32x30 are no multiples"),
+        refused(VisionTransformer, width=24, heads=4, positions="rotary", says="a multiple of 4, got 6"),
+        *(refused(VisionTransformer, **bad) for bad in ({"key_value_heads": 3}, {"norm": "l2"})),
+        *(refused(VisionTransformer, **bad) for bad in ({"pool": "max"}, {"layer_scale": 0.0}, {"mlp_ratio": 0.001})),
+        *(refused(VisionTransformer, **bad) for bad in ({"activation": "geglu"}, {"attention_dropout": -0.1})),
         refused(MultiLayerPerceptron, widths=[8, 0], says="widths[1] must be an integer >= 1, got 0"),
         *(refused(MultiLayerPerceptron, widths=bad, says="widths must be a list of integers") for bad in (8, "88")),
         refused(TorchvisionNetwork, "resnet81", says=["network 'resnet81'", "Did you mean 'resnet"]),

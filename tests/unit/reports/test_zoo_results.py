@@ -31,7 +31,7 @@ def test_stopped_members_have_no_numbers_and_no_part_in_the_headline():
     assert [row["stopped"] for row in rows] == ["", "not finite", ""]
     assert found.numbers[found.headline] == pytest.approx(0.7)
     assert found.notes == ["member 5 was stopped: not finite"]
-    assert [name for name, _ in found.figures] == ["validation_curves", "zoo", "confusion"]
+    assert [name for name, _ in found.figures] == ["validation_curves", "confusion"]
     assert results([4, 5, 6]).headline is None
 
 

@@ -1,0 +1,222 @@
+"""``lightning-sym merge``: checkpoints of one network, aligned up to its symmetry, become their mean.
+
+What was asked is read here, without importing torch.
+"""
+
+import contextlib
+import io
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_sym._files import write_atomically
+from lightning_sym._text import nearest
+from lightning_sym.cli.given import class_of, merge, read_given, separated, shape_of
+
+USAGE = (
+    "usage: lightning-sym merge A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...] --out FILE.safetensors "
+    "[--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] [--recalibrate] [--align-only]"
+)
+HELP = f"""{USAGE}
+
+Brings checkpoints of one network into one order (units change places, with scales, signs and matrices where the network
+allows), checks that each computes what it did, and writes the mean.
+
+  A B C ...            state dicts, Lightning checkpoints, .safetensors, or the index of several shards
+                       (model.safetensors.index.json); nothing in them is run
+  --network NETWORK    torchvision:resnet18, timm:NAME, transformers:path/to/config.json, or a class by its full path
+                       (one of ours: by its name)
+  --network.ARGUMENT   an argument of that class
+  --out FILE           a new .safetensors; where A is an index, a new folder. Names, types, shards are those of A. A
+                       report goes beside it, into FILE-report
+  --data DATAMODULE    losses, barriers and a figure; needed for activations and recalibration
+  --data.ARGUMENT      an argument of that class
+  --method             weights (default), or activations: units belong together that are active on the same inputs
+  --recalibrate        measure the statistics of batch norms in the mean anew
+  --align-only         write B, the same function, in the order and scales of A, in place of the mean
+  --points 11          points on the line between two networks
+  --prefix PREFIX      what the names of the weights begin with, where several prefixes fit
+  --input 3,224,224    shape of one input, without the batch; default: what the data or the model say
+  --tokens 1000        the input is integers below 1000
+  --seed 0             of the matching
+
+Nothing is downloaded. timm and transformers: pip install 'lightning_sym[hf]'."""
+_FLAGS = ("align-only", "recalibrate")
+_OPTIONS = ("network", "out", "data", "method", "points", "prefix", "input", "tokens", "seed", *_FLAGS)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        files: The checkpoints.
+        network: The class or the model, with its arguments.
+        out: Where the result goes.
+        data: The class of the data with its arguments; None for none.
+        method: "weights" or "activations".
+        align_only: Whether to write the second in the order of the first.
+        recalibrate: Whether to measure statistics of batch norms.
+        points: On a line.
+        prefix: Of the names of the weights.
+        shape: Of one input.
+        tokens: The input is integers below this number.
+        seed: Of the matching.
+    """
+
+    files: tuple[str, ...]
+    network: Any
+    out: Path
+    data: Any
+    method: str
+    align_only: bool
+    recalibrate: bool
+    points: int
+    prefix: str | None
+    shape: tuple[int, ...] | None
+    tokens: int | None
+    seed: int
+
+    @property
+    def report(self) -> Path:
+        """The folder of the report."""
+        return self.out.with_name(f"{self.out.name.removesuffix('.safetensors')}-report")
+
+
+def read_merge_options(args: Sequence[str]) -> Asked:
+    """Return what the arguments ask for.
+
+    Args:
+        args: The arguments after the command; not those that ask for help.
+
+    Raises:
+        ValueError: If an option is not known, missing or has a wrong value, or there are not enough checkpoints.
+    """
+    options, files = separated(args, _FLAGS)
+    given = merge(read_given(options))
+    for name in given:
+        if name not in _OPTIONS:
+            raise ValueError(f"merge has no option '{name}'.{nearest(name, _OPTIONS)}")
+    for name in ("network", "out"):
+        if not class_of(given.get(name)):
+            raise ValueError(f"Missing: --{name}.")
+    for name in _FLAGS:
+        if given.get(name, True) is not True:
+            raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
+    numbers = {"points": (11, 2), "seed": (0, 0), "tokens": (None, 1)}
+    for name, (default, least) in numbers.items():
+        value = given.get(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"--{name} takes a whole number >= {least}, got {value!r}.")
+    method = given.get("method", "weights")
+    if method not in ("weights", "activations"):
+        raise ValueError(f"--method takes weights or activations, got {method!r}.")
+    if len(files) < 2:
+        raise ValueError(f"Expected two or more checkpoints, got {', '.join(files) or 'none'}.")
+    return Asked(
+        files=tuple(files),
+        network=given["network"],
+        out=Path(str(given["out"])),
+        data=given.get("data"),
+        method=method,
+        align_only="align-only" in given,
+        recalibrate="recalibrate" in given,
+        points=given.get("points", 11),
+        prefix=None if given.get("prefix") is None else str(given["prefix"]),
+        shape=shape_of(given["input"]) if "input" in given else None,
+        tokens=given.get("tokens"),
+        seed=given.get("seed", 0),
+    )
+
+
+def merge_files(asked: Asked) -> None:
+    """Merge, write the result and its report, and print what it is worth.
+
+    Args:
+        asked: As :func:`read_merge_options` returns it.
+
+    Raises:
+        ValueError: If something does not fit; nothing is written then.
+        OSError: If a file is missing or cannot be written.
+    """
+    import torch
+    from rich.console import Console
+
+    import lightning_sym.datamodules
+    from lightning_sym.cli.importing import construct
+    from lightning_sym.cli.models import build_model, example_of
+    from lightning_sym.connectivity import merge_checkpoints
+    from lightning_sym.reports.merging import merging_results
+    from lightning_sym.tasks import SquaredDistance
+
+    if asked.report.exists():
+        raise ValueError(f"{asked.report} is there already; expected a place without an earlier report.")
+    torch.manual_seed(0)
+    arguments = {key: value for key, value in _arguments(asked.network).items() if key != "class_path"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build_model(class_of(asked.network), arguments)
+    data = None if asked.data is None else construct(asked.data, lightning_sym.datamodules, "data")()
+    loss = SquaredDistance() if getattr(data, "regression", False) else None
+    if data is not None and asked.shape is None:
+        inputs: Any = next(iter(data.test_dataloader()))[0][:2]
+    else:
+        inputs = example_of(model, asked.shape, asked.tokens)
+    with _named(model.name, data):
+        found = merge_checkpoints(
+            asked.files,
+            asked.out,
+            network=model.network,
+            inputs=inputs,
+            method=asked.method,  # type: ignore[arg-type]
+            align_only=asked.align_only,
+            recalibrate=asked.recalibrate,
+            data=None if data is None else data.test_dataloader(),
+            train=None if data is None else data.curvature_dataloader(),
+            loss=loss,
+            points=asked.points,
+            prefix=asked.prefix,
+            seed=asked.seed,
+            progress=sys.stderr.isatty(),
+        )
+    about = {"network": class_of(asked.network), "arguments": arguments, "seed": asked.seed}
+    if data is not None:
+        about["data"] = data.identity()
+    results = merging_results(found, about, None if loss is None else "mean squared distance")
+    for table in results.tables:
+        table.write(asked.report)
+    for name, figure in results.figures:
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+        write_atomically(asked.report / f"{name}.png", picture.getvalue())
+    for name, content in results.files.items():
+        write_atomically(asked.report / name, content)
+    console = Console(width=80)
+    for table in results.tables[:2]:
+        if table.name != "curves":
+            table.show(console)
+    for note in results.notes:
+        console.print(f"  {note}", highlight=False, markup=False)
+    console.print(f"  weights {found.out}", highlight=False, soft_wrap=True)
+    console.print(f"  report  {asked.report}", highlight=False, soft_wrap=True)
+
+
+def _arguments(node: Any) -> Mapping[str, Any]:
+    return node if isinstance(node, Mapping) else {}
+
+
+@contextlib.contextmanager
+def _named(network: str, data: Any) -> Iterator[None]:
+    """Say of what torch refuses which network was run on which data."""
+    try:
+        yield
+    except (RuntimeError, IndexError, TypeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        of = "its own example" if data is None else type(data).__name__
+        raise ValueError(
+            f"{network} cannot be run on {of} ({reason[:200]}); give the data that it was trained on, and the "
+            "arguments that it was built with."
+        ) from error

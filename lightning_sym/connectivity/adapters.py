@@ -1,0 +1,366 @@
+"""Low-rank adapters (LoRA) in the files that `peft` writes: balanced, matched to one another, averaged."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from lightning_sym._files import write_atomically
+from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_factors, mean_product
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_START = "base_model.model."
+# A and B of a layer; B's bias is no factor, and stays.
+_FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
+METHODS = ("product", "aligned", "factors")
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    r"""A low-rank adapter: what ``peft`` keeps in a folder. To the weight of each module :math:`s B A` is added.
+
+    Every invertible matrix g turns the factors into :math:`B g^{-1}` and :math:`g A`, which are the same adapter: a
+    gauge of its own for every module (docs/theory/matching.md, 7).
+
+    Attributes:
+        config: What ``adapter_config.json`` says.
+        tensors: What ``adapter_model.safetensors`` holds.
+        source: Where it was read, for messages.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    source: str = "the adapter"
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Adapter":
+        """Read an adapter; nothing is run.
+
+        Args:
+            folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+        Raises:
+            ValueError: If a file is missing, damaged or not finite, or it is another kind of adapter than LoRA, or one
+                whose product is not simply added to the weight (DoRA and others).
+        """
+        folder = Path(folder)
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise ValueError(f"There is no file {folder / name}; expected an adapter's folder, as peft saves it.")
+        try:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        except ValueError:
+            config = None
+        if not isinstance(config, dict):
+            raise ValueError(f"{folder / CONFIG} is damaged; expected the JSON that peft writes.")
+        try:
+            tensors = load_file(folder / WEIGHTS)
+        except SafetensorError as error:
+            raise ValueError(f"{folder / WEIGHTS} is damaged or no safetensors ({error}); write it again.") from None
+        adapter = cls(config, tensors, str(folder))
+        adapter.products  # noqa: B018  # checks all that it is made of
+        return adapter
+
+    def write(self, folder: str | Path) -> Path:
+        """Write the adapter so that ``peft`` reads it.
+
+        Args:
+            folder: Made if it is not there.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: If there is an adapter already.
+            OSError: If the folder cannot be written to; no part of a file is left behind.
+        """
+        folder = Path(folder)
+        if there := next((name for name in (CONFIG, WEIGHTS) if (folder / name).exists()), None):
+            raise ValueError(f"{folder / there} is there already; expected a folder without an adapter.")
+        weights = save({name: tensor.contiguous() for name, tensor in self.tensors.items()}, {"format": "pt"})
+        write_atomically(folder / CONFIG, json.dumps(dict(self.config), indent=2) + "\n")
+        try:
+            write_atomically(folder / WEIGHTS, weights)
+        except BaseException:
+            (folder / CONFIG).unlink()
+            raise
+        return folder
+
+    # What it adds.
+
+    @cached_property
+    def _names(self) -> dict[str, tuple[str, str]]:
+        """By module, the names of the tensors A and B."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self.tensors:
+            if match := _FACTOR.fullmatch(name):
+                found.setdefault(match[1], {})[match[3]] = name
+        for module, own in found.items():
+            if len(own) != 2:
+                raise ValueError(f"{self.source} holds only one factor of {module}; expected lora_A and lora_B.")
+        factors = {name for own in found.values() for name in own.values()}
+        others = [name for name in self.tensors if "lora_" in name and name not in factors]
+        if other := next((name for name in others if not name.endswith(".lora_B.bias")), None):
+            kind = "DoRA" if "magnitude" in other else "another kind"
+            raise ValueError(
+                f"{self.source} holds {other}, of {kind}, whose product is not simply added to the weight; expected "
+                "plain LoRA."
+            )
+        if not found:
+            raise ValueError(f"{self.source} holds no lora_A and lora_B; expected an adapter of LoRA.")
+        return {module: (own["A"], own["B"]) for module, own in found.items()}
+
+    @cached_property
+    def products(self) -> dict[str, LowRank]:
+        """What is added to the weight of each module, scaling included: half of it in each factor, in float64.
+
+        Kernels of convolutions are flattened; of embeddings it is the transpose.
+
+        Raises:
+            ValueError: If it is no plain LoRA, or something is not finite or does not fit the configuration.
+        """
+        self._check_kind()
+        for name, tensor in self.tensors.items():
+            if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+                raise ValueError(f"{self.source} holds {name} with values that are not finite floating numbers.")
+        found = {}
+        for module, names in self._names.items():
+            down, up = (self.tensors[name].double() for name in names)
+            rank, expected = down.shape[0], self._of("r", "rank_pattern", module)
+            if down.ndim < 2 or up.ndim < 2 or rank != expected or up.shape[1] != rank or up[0, 0].numel() != 1:
+                raise ValueError(
+                    f"{self.source} holds factors of {module} of shapes {list(up.shape)} and {list(down.shape)}; "
+                    f"expected the rank {expected:g} of its configuration between them, and no groups."
+                )
+            found[module] = LowRank(up.flatten(1), down.flatten(1)).times(self.scaling(module))
+        return found
+
+    def scaling(self, module: str) -> float:
+        """Return s: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` for rsLoRA, with the patterns of both."""
+        rank = self._of("r", "rank_pattern", module)
+        return self._of("lora_alpha", "alpha_pattern", module) / (rank**0.5 if self.config.get("use_rslora") else rank)
+
+    def _of(self, name: str, pattern: str, module: str) -> float:
+        """Return a number of the configuration for a module, of the first pattern that fits its name as in peft."""
+        value, patterns = self.config.get(name), self.config.get(pattern) or {}
+        path = module.removeprefix(_START)
+        try:
+            value = next((own for key, own in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", path)), value)
+        except (re.error, AttributeError):
+            raise ValueError(f"{self.source}: {pattern} is no mapping of patterns of names: {patterns}.") from None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{self.source}: {name} of {path} is {value!r}; expected a number > 0.")
+        return value
+
+    def _check_kind(self) -> None:
+        if self.config.get("peft_type") != "LORA":
+            raise ValueError(f"{self.source} is of peft_type {self.config.get('peft_type')!r}; expected LORA.")
+        used = [key for key, value in self.config.items() if key.startswith("use_") and value and key != "use_rslora"]
+        if used:
+            kind = "DoRA: the weight's columns are normalised behind the product" if "use_dora" in used else "other"
+            raise ValueError(
+                f"{self.source} is no plain LoRA ({used[0]}, {kind}), so that its factors alone say nothing of what is "
+                "added to a weight; expected adapters without that."
+            )
+
+    # Gauges.
+
+    def balanced(self) -> "Adapter":
+        """Return the same adapter with equal Gram matrices of both factors: ``B.T @ B == A @ A.T``, diagonal.
+
+        In exact arithmetic one form for all gauges, see :meth:`LowRank.balanced`. Not for training to go on with a
+        module whose B is still zero: its A becomes zero, too.
+        """
+        return self.with_products({module: own.balanced() for module, own in self.products.items()})
+
+    def matched(self, reference: "Adapter", gauge: Gauge = "orthogonal") -> "Adapter":
+        """Return the same adapter in the gauge in which its factors are most like those of another one.
+
+        Args:
+            reference: Of the same modules and ranks; it stays in its own gauge.
+            gauge: "orthogonal": Procrustes in the balanced gauge. "invertible": on from there to the least distance of
+                the factors as they are; see :meth:`LowRank.matched`.
+
+        Raises:
+            ValueError: If the adapters do not fit each other, or one has a smaller rank than its factors.
+        """
+        check_alike([reference, self], ranks=True)
+        theirs = reference.products
+        return self.with_products({m: own.matched(theirs[m], gauge) for m, own in self.products.items()})
+
+    def with_products(self, products: Mapping[str, LowRank]) -> "Adapter":
+        """Return the adapter with other products: their ranks go into the configuration, alpha stays.
+
+        Args:
+            products: One for each of :attr:`products`, of its shape.
+
+        Raises:
+            ValueError: If a number does not fit into the tensors' dtype.
+        """
+        ranks = {module: own.rank for module, own in products.items()}
+        config, tensors = dict(self.config), dict(self.tensors)
+        if ranks != {module: own.rank for module, own in self.products.items()}:
+            most = max(ranks.values())
+            config["r"] = most
+            config["rank_pattern"] = {re.escape(m.removeprefix(_START)): r for m, r in ranks.items() if r != most}
+        changed = replace(self, config=config)
+        for module, (name_a, name_b) in self._names.items():
+            own = products[module].times(1 / changed.scaling(module))
+            for name, factor, axis in ((name_a, own.down, 0), (name_b, own.up, 1)):
+                shape = list(self.tensors[name].shape)
+                shape[axis] = own.rank
+                tensors[name] = factor.reshape(shape).to(self.tensors[name].dtype)
+                if not bool(tensors[name].isfinite().all()):
+                    raise ValueError(f"{name} would hold numbers that {tensors[name].dtype} does not.")
+            if (bias := name_b.removesuffix(".weight") + ".bias") in tensors:  # scaled as the product is
+                ratio = self.scaling(module) / changed.scaling(module)
+                tensors[bias] = (self.tensors[bias].double() * ratio).to(self.tensors[bias].dtype)
+        return replace(changed, tensors=tensors)
+
+    def added(self, name: str) -> Tensor | None:
+        """Return a tensor that is no factor, biases behind B times their scaling; None if it is not there."""
+        tensor = self.tensors.get(name)
+        module = name.removesuffix(".bias").removesuffix(".lora_B")
+        factor = self.scaling(module) if name.endswith(".lora_B.bias") and module in self._names else 1.0
+        return None if tensor is None else tensor.double() * factor
+
+
+def check_alike(adapters: Sequence[Adapter], *, ranks: bool = False) -> None:
+    """Check that adapters are for one network.
+
+    Args:
+        adapters: At least one.
+        ranks: Whether their ranks have to agree, too.
+
+    Raises:
+        ValueError: If not; one sentence that names the first difference.
+    """
+    first = adapters[0]
+    sizes = {module: (own.up.shape[0], own.down.shape[1]) for module, own in first.products.items()}
+    for other in adapters[1:]:
+        if missing := min(sizes.keys() ^ other.products.keys(), default=None):
+            has, lacks = (first, other) if missing in sizes else (other, first)
+            raise ValueError(f"{has.source} changes {missing}, and {lacks.source} does not; expected the same modules.")
+        for module, own in other.products.items():
+            if (own.up.shape[0], own.down.shape[1]) != sizes[module]:
+                raise ValueError(f"{module} has another shape in {other.source} than in {first.source}.")
+            if ranks and own.rank != first.products[module].rank:
+                raise ValueError(
+                    f"{module} has rank {own.rank} in {other.source} and {first.products[module].rank} in "
+                    f"{first.source}; expected one rank, which merge_adapters does not need."
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class MergedAdapters:
+    """The mean of adapters.
+
+    Attributes:
+        adapter: The mean, with the configuration of the first but for ranks.
+        errors: For each module and each method ("product", "aligned", "factors") how far its result is from the mean
+            of the products, relative to the norm of that mean (Frobenius).
+        method: By which of them the adapter was made.
+    """
+
+    adapter: Adapter
+    errors: Mapping[str, Mapping[str, float]]
+    method: str
+
+    def __str__(self) -> str:
+        width = max(map(len, [*self.errors, "module"]))
+        rows = [f"{'module':{width}}  " + "  ".join(f"{name:>9}" for name in METHODS)]
+        rows += [
+            f"{module:{width}}  " + "  ".join(f"{own[name]:9.2e}" for name in METHODS)
+            for module, own in self.errors.items()
+        ]
+        return "\n".join(rows)
+
+
+def merge_adapters(
+    adapters: Sequence[Adapter],
+    *,
+    method: Literal["product", "aligned", "factors"] = "product",
+    rank: int | None = None,
+    weights: Sequence[float] | None = None,
+) -> MergedAdapters:
+    """Average adapters of one network.
+
+    What should be averaged is what they add to the weights, ``s B A``; that has a larger rank. Of the three ways
+    back to a small one all errors are returned.
+
+    Args:
+        adapters: At least one, for the same modules; ranks and scalings may differ.
+        method: "product": the nearest product of that rank to the mean of the products, by a truncated singular value
+            decomposition: no other is nearer. "aligned": the mean of the factors, balanced and turned towards those of
+            the first. "factors": the mean of the factors as they are, for comparison; it depends on the gauge.
+        rank: Of the result, >= 1, for "product"; by default for each module the largest that an adapter has.
+        weights: One number >= 0 for each; they are divided by their sum. None: all equal.
+
+    Returns:
+        The mean, and the errors. Tensors that are no factors (biases, whole modules) are averaged as they are.
+
+    Raises:
+        ValueError: If the adapters do not fit each other, or an argument is out of its range.
+    """
+    adapters = list(adapters)
+    if not adapters:
+        raise ValueError("adapters must have at least one adapter, got none.")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+    if rank is not None and not (isinstance(rank, int) and rank >= 1 and method == "product"):
+        raise ValueError(f"rank must be an integer >= 1 and needs method='product', got {rank!r} and {method!r}.")
+    given = [1.0] * len(adapters) if weights is None else list(map(float, weights))
+    if len(given) != len(adapters) or not all(math.isfinite(w) and w >= 0 for w in given) or not sum(given) > 0:
+        raise ValueError(f"weights must be {len(adapters)} numbers >= 0 with a sum above 0, got {weights}.")
+    shares = [weight / math.fsum(given) for weight in given]
+    check_alike(adapters)
+    results, errors = {}, {}
+    for module in adapters[0].products:
+        products = [own.products[module] for own in adapters]
+        most = max(own.rank for own in products)
+        exact = mean_product(products, shares)
+        padded = [own.padded(most) for own in products]
+        found = {
+            "product": exact.truncated(rank or most),
+            "aligned": mean_factors(_aligned(padded), shares),
+            "factors": mean_factors(padded, shares),
+        }
+        norm = exact.norm
+        errors[module] = {name: difference(own, exact) / norm if norm else 0.0 for name, own in found.items()}
+        results[module] = found[method]
+    adapter = adapters[0].with_products(results)
+    return MergedAdapters(replace(adapter, tensors=_others_averaged(adapter, adapters, shares)), errors, method)
+
+
+def _aligned(products: Sequence[LowRank]) -> list[LowRank]:
+    """Return products, balanced and aligned to the first."""
+    first, *others = (own.balanced() for own in products)
+    return [first, *(own.aligned(first) for own in others)]
+
+
+def _others_averaged(merged: Adapter, adapters: Sequence[Adapter], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Return a merged adapter's tensors, with the means of those that are no factors."""
+    tensors, factors = dict(merged.tensors), {name for names in merged._names.values() for name in names}
+    names = dict.fromkeys(name for own in adapters for name in own.tensors)
+    for name in names:
+        if name in factors:
+            continue
+        found = [own.added(name) for own in adapters]
+        if any(value is None for value in found) or len({value.shape for value in found if value is not None}) > 1:
+            raise ValueError(f"{name} is not in all adapters, or has other shapes there; expected the same tensors.")
+        mean = torch.stack([share * value for share, value in zip(shares, found, strict=True) if value is not None])
+        unit = merged.added(name)
+        assert unit is not None
+        module = name.removesuffix(".lora_B.bias")
+        scaling = merged.scaling(module) if name.endswith(".lora_B.bias") else 1.0
+        tensors[name] = (mean.sum(0) / scaling).to(merged.tensors[name].dtype)
+    return tensors

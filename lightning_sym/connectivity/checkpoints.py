@@ -1,0 +1,448 @@
+"""From checkpoints on disk to their mean, or to one in the order of another, on disk again."""
+
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from lightning_sym._files import write_atomically
+from lightning_sym.connectivity.interpolation import Barrier, Loss, average, barrier, curve_losses
+from lightning_sym.connectivity.merging import merge
+from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.files import Shards, named_for, write_moved
+from lightning_sym.symmetry.matching.activations import activation_matching
+from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
+from lightning_sym.symmetry.proof import change, double, double_copy, outputs_of
+from lightning_sym.symmetry.trace import trace_symmetry
+from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
+from lightning_sym.weights import fit_weights, read_weights
+
+METHODS = ("weights", "activations")
+Data = Iterable[Sequence[Tensor]]
+# Elements of matching are found from weights: what is lost by inverting their matrices is far below this.
+_UNCHANGED = 1e-8
+# What a configuration says that is no part of the architecture.
+_NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint, read into a network.
+
+    Attributes:
+        file: The file, or the index of several.
+        network: With its weights, in evaluation mode, in double precision if that is what the file holds, else in
+            single precision.
+        shards: How it lies on disk; None if it is no safetensors.
+        dtypes: The type of each floating tensor in the file, by the network's names.
+    """
+
+    file: Path
+    network: nn.Module
+    shards: Shards | None
+    dtypes: Mapping[str, torch.dtype]
+
+    @classmethod
+    def read(cls, file: str | Path, network: nn.Module, prefix: str | None = None) -> "Checkpoint":
+        """Read a checkpoint into a copy of a network.
+
+        Args:
+            file: A state dict, a Lightning checkpoint, a file of safetensors or the index of several.
+            network: Whose weights they are. Not changed.
+            prefix: What the names of the weights begin with, where several prefixes fit.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it is damaged, not finite, or of another configuration.
+        """
+        file = Path(file)
+        shards = Shards(file) if file.suffix in (".json", ".safetensors") else None
+        tensors = read_weights(file) if shards is None else {k: shards.read(s) for k, s in shards.tensors.items()}
+        state = fit_weights(tensors, network, prefix=prefix, source=str(file))
+        floating = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+        for name, tensor in floating.items():
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{file} holds {name} with values that are not finite; expected finite weights.")
+        found = copy.deepcopy(network).eval()
+        if floating and all(tensor.dtype == torch.float64 for tensor in floating.values()):
+            found = found.double()
+        found.load_state_dict(state)
+        return cls(file, found, shards, {name: tensor.dtype for name, tensor in floating.items()})
+
+    def write(self, network: nn.Module, out: str | Path) -> Path:
+        """Write another network's weights in the form of this checkpoint: names, types, shards and metadata.
+
+        Of files that are no safetensors one file of safetensors is made, with the network's names.
+
+        Args:
+            network: Of this checkpoint's architecture.
+            out: As :func:`merge_checkpoints` takes it.
+
+        Returns:
+            What was written: the file, or the index.
+
+        Raises:
+            ValueError: If a number does not fit into its type. Nothing is left behind.
+            OSError: If it cannot be written. Nothing is left behind.
+        """
+        out = Path(out)
+        tensors = {name: tensor.detach().cpu() for name, tensor in state_tensors(network).items()}
+        names = first_names(network)
+        if self.shards is None:
+            held = {name: tensors[name] for name in network.state_dict() if names.get(name) == name}
+            kept = {name: tensor.to(self.dtypes.get(name, tensor.dtype)) for name, tensor in held.items()}
+            for name, tensor in kept.items():
+                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                    raise ValueError(f"{name} would hold numbers that {tensor.dtype} does not.")
+            write_atomically(out, save({name: tensor.contiguous() for name, tensor in kept.items()}))
+            return out
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        needed = [name for name, _ in network.named_parameters()]
+        named = named_for(self.shards, shapes, names, needed, ())
+
+        def moved(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+            for name in weights:
+                if name in moving:
+                    yield name, tensors[name]
+
+        moving = {name for name in named.values() if tensors[name].is_floating_point()}
+        return write_moved(self.shards, named, moved, moving, out)
+
+
+@dataclass(frozen=True, eq=False)
+class MergedCheckpoints:
+    """What :func:`merge_checkpoints` wrote, and what it is worth.
+
+    Attributes:
+        out: The file or index that was written.
+        files: The checkpoints.
+        method: "weights" or "activations".
+        align_only: Whether the second was written in the order of the first, in place of the mean.
+        symmetry: The symmetry of the network.
+        elements: What brought each checkpoint to where the mean was taken.
+        distances: For each but the first: Euclidean distance of its parameters to those of the first before and after.
+        largest_change: Of an output of an aligned network, relative; in float64.
+        losses: By name: of each checkpoint, of the mean as they are, and of the mean after alignment (of the aligned
+            second one with ``align_only``). Loss, and accuracy or None. None without data.
+        barriers: On the lines from the first to each other one, "unmatched" and by the method. None without data.
+        notes: What was left out and why.
+    """
+
+    out: Path
+    files: tuple[Path, ...]
+    method: str
+    align_only: bool
+    symmetry: Symmetry
+    elements: tuple[Element, ...]
+    distances: tuple[tuple[float, float], ...]
+    largest_change: float
+    losses: Mapping[str, tuple[float, float | None]] | None = None
+    barriers: Mapping[str, Sequence[Barrier]] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+def merge_checkpoints(
+    files: Sequence[str | Path],
+    out: str | Path,
+    *,
+    network: nn.Module,
+    inputs: Any,
+    method: Literal["weights", "activations"] = "weights",
+    align_only: bool = False,
+    recalibrate: bool = False,
+    data: Data | None = None,
+    train: Data | None = None,
+    loss: Loss | None = None,
+    points: int = 11,
+    prefix: str | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> MergedCheckpoints:
+    """Align checkpoints of one network up to its symmetry, and write their mean.
+
+    The symmetry is traced and proved on the network, :func:`lightning_sym.connectivity.merge` aligns, and before
+    anything is written every aligned network is run: its function has to be the one that it had.
+
+    Args:
+        files: At least two (two with ``align_only``): state dicts, Lightning checkpoints, safetensors or the index of
+            several. All of one architecture and in the same types.
+        out: A path ending in ``.safetensors``, or a folder if the first checkpoint (with ``align_only`` the second) is
+            an index. Nothing there is replaced.
+        network: Whose weights they are, built with any weights. Not changed.
+        inputs: What the network takes: an input, a tuple of positional arguments, or a :class:`Call`.
+        method: "weights", or "activations", which needs ``train``.
+        align_only: Whether to write the second checkpoint in the order and scales of the first, the same function, in
+            place of the mean.
+        recalibrate: Whether to measure the statistics of batch norms in the mean anew; needs ``train``.
+        data: Test batches ``(inputs, targets)`` that can be read several times, for losses and barriers.
+        train: Training batches for activations and for statistics of batch norms. None: ``data``.
+        loss: As for :func:`lightning_sym.connectivity.barrier`.
+        points: Points on a line, both ends included, >= 2.
+        prefix: What the names of the weights begin with, where several prefixes fit.
+        seed: Seed of the matching.
+        progress: Whether to show progress bars.
+
+    Returns:
+        Where it was written, and losses and barriers if there are data.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If the checkpoints do not fit the network or each other, or an argument is out of its range.
+            Nothing is left behind.
+        OSError: If it cannot be written. Nothing is left behind.
+    """
+    paths, train = [Path(file) for file in files], data if train is None else train
+    _check_arguments(paths, method, align_only, recalibrate, train)
+    written = paths[1] if align_only else paths[0]  # whose form the result has
+    _check_out(Path(out), written)
+    if recalibrate and not batch_norms(network):
+        raise ValueError("recalibrate is for batch norms, of which the network has none; leave it out.")
+    _check_configurations(paths)
+    checkpoints = [Checkpoint.read(file, network, prefix) for file in paths]
+    _check_types(checkpoints)
+    networks = [own.network for own in checkpoints]
+    dtype = next(iter(networks[0].parameters())).dtype
+    example = _call(inputs, dtype)
+    symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
+    statistics = None if train is None else Inputs(train, dtype, equal=True)
+    if align_only:
+        match = _match(symmetry, networks, method, statistics, seed, progress)
+        elements: tuple[Element, ...] = (symmetry.identity(), match.element)
+        result, aligned = match.network, [networks[0], match.network]
+    else:
+        merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed)
+        elements, result = merged.elements, merged.network
+        aligned = [symmetry.act(element, own) for element, own in zip(elements, networks, strict=True)]
+    largest = max(_change_of(symmetry, element, own) for element, own in zip(elements, networks, strict=True))
+    allowed = max(symmetry.tolerance, _UNCHANGED)
+    if not largest <= allowed:
+        raise ValueError(
+            f"an aligned network changes an output by {largest:.1e} (expected {allowed:.1e} at most), so that nothing "
+            "was written; please report the architecture."
+        )
+    notes = _notes(symmetry, result, data, recalibrate or align_only)
+    if recalibrate and statistics is not None:
+        recalibrate_batch_norm(result, statistics)
+    losses, barriers = None, None
+    if data is not None:
+        evaluated = _Evaluation(Inputs(data, dtype), statistics, loss, points, progress)
+        losses = evaluated.losses([file.name for file in paths], networks, result, align_only)
+        barriers = evaluated.barriers(networks, aligned, method)
+    place = checkpoints[1 if align_only else 0].write(result, out)
+    distances = [
+        (parameter_distance(networks[0], own), parameter_distance(aligned[0], moved))
+        for own, moved in zip(networks[1:], aligned[1:], strict=True)
+    ]
+    return MergedCheckpoints(
+        place, tuple(paths), method, align_only, symmetry, elements, tuple(distances), largest, losses, barriers, notes
+    )
+
+
+# ---- what is given
+
+
+def _check_arguments(
+    files: Sequence[Path], method: str, align_only: bool, recalibrate: bool, train: Data | None
+) -> None:
+    if len(files) < 2 or (align_only and len(files) > 2):
+        expected = "two" if align_only else "at least two"
+        raise ValueError(f"files must be {expected} checkpoints{' to align' * align_only}, got {len(files)}.")
+    if method not in METHODS:
+        raise ValueError(f"method must be 'weights' or 'activations', got {method!r}.")
+    if align_only and recalibrate:
+        raise ValueError("recalibrate is for a mean, and align_only writes none; leave one of them out.")
+    for needed, what in ((method == "activations", "method='activations'"), (recalibrate, "recalibrate")):
+        if needed and train is None:
+            raise ValueError(f"{what} needs data to run the networks on; give data (--data).")
+
+
+def _check_out(out: Path, written: Path) -> None:
+    """Check, before anything is computed, that a result in the form of a file can be written."""
+    several = written.suffix == ".json"
+    if several == (out.suffix == ".safetensors"):
+        expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
+        raise ValueError(f"out is {out}; expected {expected}.")
+    if out.exists() and (not several or not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already; expected {'an empty' if several else 'a'} place.")
+
+
+def _check_configurations(files: Sequence[Path]) -> None:
+    """Check that the configurations that lie beside checkpoints (of transformers) agree."""
+    found: list[tuple[Path, dict[str, Any]]] = []
+    for path in dict.fromkeys(file.parent / "config.json" for file in files):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict) and "model_type" in content:
+            found.append((path, {key: value for key, value in content.items() if key not in _NOT_ARCHITECTURE}))
+    for path, content in found[1:]:
+        first, own = found[0]
+        for key in sorted(own.keys() | content.keys()):
+            if own.get(key) != content.get(key):
+                raise ValueError(
+                    f"{path} says {key}: {content.get(key)!r}, and {first} {own.get(key)!r}; expected checkpoints of "
+                    "one configuration."
+                )
+
+
+def _check_types(checkpoints: Sequence[Checkpoint]) -> None:
+    first = checkpoints[0]
+    for other in checkpoints[1:]:
+        for name, dtype in first.dtypes.items():
+            if other.dtypes.get(name) != dtype:
+                raise ValueError(
+                    f"{other.file} holds {name} as {other.dtypes.get(name)}, and {first.file} as {dtype}; expected "
+                    "checkpoints of one type: convert one of them."
+                )
+
+
+def _call(inputs: Any, dtype: torch.dtype) -> Call:
+    """Return the example, its floating tensors in the dtype of the weights."""
+    call = Call.of(inputs)
+    return call if dtype != torch.float64 else Call(*double(tuple(call)))
+
+
+class Inputs:
+    """Batches with inputs in the dtype of a network, which can be read as often as those that are given.
+
+    Args:
+        batches: Batches that begin with the inputs.
+        dtype: Of floating inputs.
+        equal: Whether to leave out batches that are not as large as the first, of which statistics of batch norms
+            would count every input more.
+    """
+
+    def __init__(self, batches: Data, dtype: torch.dtype, *, equal: bool = False) -> None:
+        self._batches, self._dtype, self._equal = batches, dtype, equal
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        """Yield them, in their order."""
+        size = None
+        for inputs, *others in self._batches:
+            size = len(inputs) if size is None else size
+            if len(inputs) == size or not self._equal:
+                yield [inputs.to(self._dtype) if inputs.is_floating_point() else inputs, *others]
+
+
+# ---- what is done
+
+
+def _match(
+    symmetry: Symmetry, networks: Sequence[nn.Module], method: str, batches: Data | None, seed: int, progress: bool
+) -> Match:
+    a, b = networks
+    if method == "activations":
+        assert batches is not None
+        return activation_matching(symmetry, a, b, batches, seed=seed)
+    return weight_matching(symmetry, a, b, seed=seed, progress=progress)
+
+
+def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> float:
+    """Return the largest relative change of an output on the traced examples where an element acts, in float64."""
+    exact = double_copy(network).eval()
+    with torch.no_grad():
+        examples = [Call(*double(tuple(call))) for call in symmetry.examples]
+        before = [outputs_of(exact, call) for call in examples]
+        symmetry.act(element, exact, inplace=True)
+        after = [outputs_of(exact, call) for call in examples]
+    return max((change(old, new) for old, new in zip(before, after, strict=True)), default=0.0)
+
+
+def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bool) -> tuple[str, ...]:
+    notes = []
+    if data is None:
+        notes.append("without data there are no losses, no barrier and no recalibration (--data)")
+    if batch_norms(result) and not settled:
+        notes.append("the statistics of its batch norms are means, and belong to no network (--recalibrate)")
+    return (*notes, *symmetry.notes)
+
+
+class _Readable(nn.Module):
+    """A network whose output is one tensor: the logits, where there are several outputs."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return Call.of(inputs).outputs_of(self.network)[0]
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """How networks are evaluated.
+
+    Attributes:
+        data: Test batches.
+        statistics: Batches for the statistics of batch norms.
+        loss: Of outputs and targets.
+        points: On a line.
+        progress: Whether to show progress bars.
+    """
+
+    data: Inputs
+    statistics: Inputs | None
+    loss: Loss | None
+    points: int
+    progress: bool
+
+    def losses(
+        self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
+    ) -> dict[str, tuple[float, float | None]]:
+        """Return loss and accuracy of networks as they are, and of their means with statistics measured anew."""
+        titles = [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
+        found = self._found(networks, titles, recalibrate=False)
+        if align_only:
+            return found | self._found([result], [f"{titles[1]}, aligned"], recalibrate=False)
+        means = [average(networks), result]
+        return found | self._found(means, ["mean as they are", "mean, aligned"], recalibrate="auto")
+
+    def _found(
+        self, networks: Sequence[nn.Module], names: Sequence[str], *, recalibrate: bool | Literal["auto"]
+    ) -> dict[str, tuple[float, float | None]]:
+        scratch = _Readable(copy.deepcopy(networks[0]))
+
+        def place(number: float) -> None:
+            scratch.network.load_state_dict(networks[int(number)].state_dict())
+
+        curve = curve_losses(
+            scratch,
+            place,
+            list(range(len(networks))),
+            self.data,
+            loss=self.loss,
+            recalibrate=recalibrate,
+            recalibration_data=self.statistics,
+        )
+        accuracies = [None] * len(names) if curve.accuracy is None else curve.accuracy.tolist()
+        return dict(zip(names, zip(curve.loss.tolist(), accuracies, strict=True), strict=True))
+
+    def barriers(
+        self, networks: Sequence[nn.Module], aligned: Sequence[nn.Module], method: str
+    ) -> dict[str, list[Barrier]]:
+        """Return the barriers from the first network to each other one, as they are and aligned."""
+        return {
+            name: [self._barrier(own[0], other) for other in own[1:]]
+            for name, own in (("unmatched", networks), (method, aligned))
+        }
+
+    def _barrier(self, a: nn.Module, b: nn.Module) -> Barrier:
+        return barrier(
+            _Readable(a),
+            _Readable(b),
+            self.data,
+            points=self.points,
+            loss=self.loss,
+            recalibration_data=self.statistics,
+            progress=self.progress,
+        )

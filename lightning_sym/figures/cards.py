@@ -1,0 +1,79 @@
+"""A figure as TensorBoard shows it: a picture for each panel, whose words can be read on a small card."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+
+from lightning_sym.figures import _panels as shared
+
+# Pixels that TensorBoard's page of time series leaves to a picture.
+CARD = (374, 215)
+# Inches of a panel that is taken out of its figure.
+_WIDE, _SQUARE = (6.4, 4.0), (5.4, 4.4)
+
+
+def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
+    """Yield a picture for each panel of a figure, with the title, the colors and the legend of all.
+
+    TensorBoard shows pictures on cards of 374 x 215 pixels before one clicks on them. What stands on several panels
+    cannot be read there.
+
+    Args:
+        figure: Panels in rows and columns, with the layout ``"constrained"``. It is used up: what is yielded is the
+            figure itself with one of its panels, to be drawn before the next one is asked for.
+
+    Yields:
+        The number of a panel, from ``"1"`` at the upper left on, and the figure with that panel; of a single panel an
+        empty text. Titles and names of axes have letters of at least 9 pixels on a card.
+    """
+    bars = {axes: list(axes._colorbar_info["parents"]) for axes in figure.axes if hasattr(axes, "_colorbar_info")}
+    used = [axes for axes in figure.axes if axes.axison or axes.name == "3d"]  # no empty places
+    panels = [axes for axes in used if axes.get_subplotspec() and axes not in bars]
+    if len(panels) < 2:
+        shared.enlarge_words(figure, CARD)
+        yield "", figure
+        return
+    _name_each(figure, panels)
+    for number, panel in enumerate(panels, 1):
+        for axes in figure.axes:
+            shown = axes is panel or panel in bars.get(axes, ())
+            axes.set_visible(shown)
+            axes.set_in_layout(shown)
+            if shown and axes in bars:
+                axes._colorbar_info["parents"] = [panel]  # type: ignore[attr-defined]
+        panel.set_subplotspec(figure.add_gridspec(1, 1)[0])
+        figure.set_size_inches(*(_WIDE if panel.get_aspect() == "auto" else _SQUARE))
+        shared.enlarge_words(figure, CARD)
+        yield f"{number:0{len(str(len(panels)))}}", figure
+
+
+def _name_each(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Give each panel what only the outer ones of a figure have: a title, names of its axes, their ticks, a legend."""
+    titles = {axes: axes.get_title() for axes in panels}
+    below = {axes: axes.get_xlabel() for axes in panels}
+    beside = {axes: axes.get_ylabel() for axes in panels}
+    legends = figure.legends or not any(axes.get_legend() for axes in panels)
+    for axes in panels:
+        column = [other for other in panels if _place(other).colspan == _place(axes).colspan]
+        row = [other for other in panels if _place(other).rowspan == _place(axes).rowspan]
+        above = [other for other in column if _place(other).rowspan.start <= _place(axes).rowspan.start]
+        across = [axes, *column, *axes.get_shared_x_axes().get_siblings(axes)]  # type: ignore[attr-defined]
+        up = [axes, *row, *axes.get_shared_y_axes().get_siblings(axes)]  # type: ignore[attr-defined]
+        axes.title.set_text(_first(titles, above[::-1]))
+        axes.xaxis.label.set_text(_first(below, across))
+        axes.yaxis.label.set_text(_first(beside, up))
+        axes.tick_params(labelbottom=True, labelleft=True)
+        if not legends and axes.get_legend() is None:
+            shared.legend_of_some(axes)
+
+
+def _place(axes: Axes) -> SubplotSpec:
+    place = axes.get_subplotspec()
+    assert place is not None
+    return place
+
+
+def _first(texts: Mapping[Axes, str], order: Iterable[Axes]) -> str:
+    return next((texts[axes] for axes in order if texts.get(axes)), "")

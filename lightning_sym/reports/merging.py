@@ -1,0 +1,87 @@
+"""What merging or aligning checkpoints found: losses, barriers, distances."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from lightning_sym.connectivity import MergedCheckpoints
+from lightning_sym.figures import Lines, interpolation_curves
+from lightning_sym.reports.table import ResultTable, RunResults
+
+UNITS = {
+    "loss": "mean over the test data; batch norms of means are measured anew",
+    "accuracy": "fraction of inputs, 0 to 1",
+    "loss_barrier": "largest loss on the line from the first checkpoint above the straight line between its ends",
+    "accuracy_barrier": "the same of the accuracy, positive where the line is worse",
+    "distance": "Euclidean distance of the parameters to those of the first checkpoint",
+    "t": "place on the line, 0 (first checkpoint) to 1 (the other one)",
+}
+
+
+def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str | None = None) -> RunResults:
+    """Make tables and a figure of what was found.
+
+    Args:
+        found: By :func:`lightning_sym.connectivity.merge_checkpoints`.
+        about: What is needed to make the result again.
+        loss: Name of the loss; None for the cross-entropy.
+    """
+    about = {
+        **about,
+        "files": [str(file) for file in found.files],
+        "out": str(found.out),
+        "method": found.method,
+        "align_only": found.align_only,
+        "largest_change": found.largest_change,
+        "symmetry": {"dimension": found.symmetry.dimension, "fingerprint": found.symmetry.fingerprint},
+        "notes": list(found.notes),
+    }
+    tables = [ResultTable("lines", "from the first checkpoint to each other one", list(_lines(found)), UNITS, about)]
+    if found.losses is not None:
+        rows = [{"weights": name, "loss": own, "accuracy": acc} for name, (own, acc) in found.losses.items()]
+        tables.insert(0, ResultTable("networks", "on the test data", rows, UNITS, about))
+    if found.barriers is not None:
+        tables.append(ResultTable("curves", "points on the lines", list(_points(found)), UNITS, about))
+    return RunResults(
+        tables,
+        _figures(found, loss or "nats"),
+        files={"symmetry.txt": f"{found.symmetry}\n"},
+        notes=[f"note: {note}" for note in found.notes],
+    )
+
+
+def _lines(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
+    for number, file in enumerate(found.files[1:]):
+        for place, name in enumerate(("unmatched", found.method)):
+            row: dict[str, Any] = {"to": file.name, "alignment": name, "distance": found.distances[number][place]}
+            if found.barriers is not None:
+                barrier = found.barriers[name][number]
+                row |= {"loss_barrier": barrier.loss_barrier, "accuracy_barrier": barrier.accuracy_barrier}
+            yield row
+
+
+def _points(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
+    for name, own in (found.barriers or {}).items():
+        for file, barrier in zip(found.files[1:], own, strict=True):
+            accuracies = [None] * len(barrier.t) if barrier.accuracy is None else barrier.accuracy.tolist()
+            for t, loss, accuracy in zip(barrier.t.tolist(), barrier.loss.tolist(), accuracies, strict=True):
+                yield {"to": file.name, "alignment": name, "t": t, "loss": loss, "accuracy": accuracy}
+
+
+def _figures(found: MergedCheckpoints, loss: str) -> Iterator[tuple[str, Figure]]:
+    if found.barriers is None:
+        return
+    losses = {name: torch.stack([own.loss for own in rows]).numpy() for name, rows in found.barriers.items()}
+    accuracies = {
+        name: torch.stack([own.accuracy for own in rows if own.accuracy is not None]).numpy()
+        for name, rows in found.barriers.items()
+        if all(own.accuracy is not None for own in rows)
+    }
+    t = next(iter(found.barriers.values()))[0].t.numpy()
+
+    yield (
+        "interpolation",
+        interpolation_curves(t, [Lines("test data", losses, accuracies)], title="Between checkpoints", loss=loss),
+    )

@@ -1,0 +1,184 @@
+"""Folds the gains and biases of norms into what reads them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.moves.equations import solved
+from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
+from lightning_sym.symmetry.moves.tied import described_ties
+from lightning_sym.symmetry.proof import double_copy
+from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.norms import Norm
+from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.translations import added_by
+
+
+def fold_norm_gains(
+    symmetry: Symmetry, network: nn.Module, *, leave: str | Sequence[str] = (), check: bool = True
+) -> Moved:
+    """Bring the gains of all norms to 1, and the biases of layer norms to 0, by changing what reads them.
+
+    The gains go by the scales of the group that act on them and on their readers, the biases by its shifts, into the
+    biases of the readers (docs/theory/intertwiners.md, 6.1). A bias some of whose readers have none stays as far as it
+    has to, with a note; a gain that has to stay is an error, as what comes next (rotations, norms without gains) relies
+    on it.
+
+    Args:
+        symmetry: Of the network's architecture.
+        network: Not changed.
+        leave: Patterns (``"*.q_norm.weight"``) of the gains, biases or modules of norms that stay as they are.
+        check: Whether to prove that the outputs stay.
+
+    Returns:
+        The network, whose gains are exactly 1 (and biases exactly 0), and the element.
+
+    Raises:
+        TypeError: If it is no network.
+        ValueError: If the network has other tensors or modules than the traced one, no norm with a gain, a gain that
+            holds a zero, or one that no element brings to 1 (of the last norm, if embeddings are tied).
+        RuntimeError: If the function has changed.
+
+    Example:
+        >>> from lightning_sym.symmetry.trace import trace_symmetry
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        >>> symmetry = trace_symmetry(network, torch.randn(2, 5))
+        >>> moved, element = fold_norm_gains(symmetry, symmetry.act(symmetry.sample(), network))
+        >>> moved[1].weight.tolist() == [1.0] * 8 and moved[1].bias.tolist() == [0.0] * 8
+        True
+    """
+    require_weights(symmetry, network)
+    norms = [norm for norm in symmetry.norms if norm.gain is not None or norm.bias is not None]
+    if not norms:
+        raise ValueError(
+            "the network has no norm (layer norm, RMS norm, group norm) with a gain; expected one with gains to fold"
+        )
+    check_left(leave, [name for norm in norms for name in (norm.gain, norm.bias, norm.module)])
+    norms = [norm for norm in norms if not is_left(leave, norm.module)]
+    gains = list(dict.fromkeys(norm.gain for norm in norms if norm.gain and not is_left(leave, norm.gain)))
+    biases = list(dict.fromkeys(norm.bias for norm in norms if norm.bias and not is_left(leave, norm.bias)))
+    exact = double_copy(network)
+    _require_plain(norms, gains)
+    element = _folding(symmetry, network, state_tensors(exact), gains)
+    shift, left = _without_biases(symmetry, state_tensors(symmetry.act(element, exact)), biases)
+    kept = [name for name in biases if bool(left[name].any())]
+
+    def settle(result: nn.Module) -> None:
+        tensors = state_tensors(result)
+        with torch.no_grad():
+            for name in gains:
+                tensors[name].fill_(1.0)
+            for name in biases:
+                tensors[name].masked_fill_(~left[name].to(tensors[name].device), 0.0)
+
+    kind = _plural("the bias", kept)
+    notes = [f"{kind} cannot be 0, as what reads a part of it has no bias to take it up"] if kept else []
+    return moved(symmetry, network, symmetry.compose(shift, element), check=check, settle=settle, notes=notes)
+
+
+def _plural(what: str, names: Sequence[str], prefix: str = "") -> str:
+    """Name one thing, or several."""
+    ending = "es" if what.endswith("s") else "s"
+    return f"{what}{ending * (len(names) > 1)} {few([prefix + name for name in names])}"
+
+
+def _require_plain(norms: Sequence[Norm], gains: Sequence[str]) -> None:
+    shifted = [norm.gain for norm in norms if norm.gain in gains and not norm.plain and norm.gain is not None]
+    if shifted:
+        raise ValueError(
+            f"{_plural('the gain', shifted, '1 + ')} cannot be folded, as no scale of the group acts on a sum; "
+            f"leave={pattern_of(shifted)!r} folds all others"
+        )
+
+
+def _positions(symmetry: Symmetry, name: str) -> Ints | None:
+    """Return where the elements of a vector stand among the positions of all slots; None if it is no vector."""
+    slots = [slot for slot in symmetry.structure.slots_of.get(name, ()) if len(slot.axes) <= 1]
+    slot = next((slot for slot in slots if slot.size == math.prod(symmetry.layout[name][0])), None)
+    return None if slot is None else np.arange(slot.offset, slot.offset + slot.size)
+
+
+def _folding(symmetry: Symmetry, network: nn.Module, tensors: dict[str, Tensor], gains: Sequence[str]) -> Element:
+    """Return the scales and signs that bring gains to 1.
+
+    Raises:
+        ValueError: If some hold zeros, or there are none.
+    """
+    values = {name: tensors[name].detach().cpu().reshape(-1).numpy() for name in gains}
+    if zeros := [name for name in gains if not values[name].all()]:
+        raise ValueError(
+            f"no scale brings the zeros in {_plural('the gain', zeros)} to 1; expected gains other than zero, or "
+            f"leave={pattern_of(zeros)!r}, which folds all others"
+        )
+    identity, structure = symmetry.identity(), symmetry.structure
+    at = {name: places for name in gains if (places := _positions(symmetry, name)) is not None}
+    rows = np.concatenate([np.zeros(0, np.int64), *at.values()])
+    gain = np.concatenate([np.zeros(0), *(values[name] for name in at)])
+    magnitudes, one = solved(_of_single_units(structure, structure.magnitudes, rows), rows, -np.log(np.abs(gain)))
+    flips, two = solved(
+        _of_single_units(structure, structure.signs, rows), rows, (gain < 0).astype(float), modulo_two=True
+    )
+    ends = np.cumsum([len(places) for places in at.values()])
+    held = {name for name in gains if name not in at and not (values[name] == 1).all()}
+    held |= {name for name, part in zip(at, np.split(one & two, ends[:-1]), strict=bool(at)) if not part.all()}
+    if held:
+        stuck = [name for name in gains if name in held]
+        ties = described_ties(network)
+        why = f"{ties}: untie(network) first" if ties else "others read these, or what stands in front of the gain, too"
+        raise ValueError(
+            f"{_plural('the gain', stuck)} cannot be taken into the weights behind ({why}); "
+            f"leave={pattern_of(stuck)!r} folds all others"
+        )
+    return replace(identity, log_scale=torch.from_numpy(magnitudes), sign=torch.from_numpy(1 - 2 * flips))
+
+
+def _of_single_units(structure: Structure, forms: sparse.csr_matrix, wanted: Ints) -> sparse.csr_matrix:
+    """Leave out the generators that several units have in common, unless nothing else acts at a wanted place.
+
+    With them all units would be one system of equations; and no gain needs a change of sign of the whole stream.
+    """
+    unit = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in structure.slots)])
+    places = forms.tocoo()
+    here = unit[places.row]
+    least, most = np.full(forms.shape[1], structure.units), np.full(forms.shape[1], -1)
+    np.minimum.at(least, places.col[here >= 0], here[here >= 0])
+    np.maximum.at(most, places.col[here >= 0], here[here >= 0])
+    keep = least >= most
+    own = forms[wanted]
+    alone = abs(own) @ keep.astype(float) == 0
+    keep[own[alone].indices] = True
+    return forms @ sparse.diags(keep.astype(float))
+
+
+def _without_biases(
+    symmetry: Symmetry, tensors: dict[str, Tensor], biases: Sequence[str]
+) -> tuple[Element, dict[str, Tensor]]:
+    """Return the shift that takes biases off as far as it can, and which of their elements stay other than 0."""
+    shifts, identity = symmetry.structure.shifts, symmetry.identity()
+    starts = np.cumsum([0, *(tensors[name].numel() for name in biases)]).tolist()
+    first = dict(zip(biases, starts, strict=False))
+    columns = []
+    for shift in shifts:
+        rows = sparse.csr_matrix((starts[-1], shift.size))
+        for part in shift.added:
+            if part.tensor in first:
+                own = added_by(part, shift.size, tensors).tocoo()
+                times = 1.0 if part.axis is not None else shift.times(tensors)
+                rows += sparse.csr_matrix((times * own.data, (own.row + first[part.tensor], own.col)), rows.shape)
+        columns.append(rows)
+    values = [tensors[name].detach().cpu().reshape(-1) for name in biases]
+    flat = torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+    matrix = sparse.hstack(columns).tocsr() if columns else sparse.csr_matrix((starts[-1], 0))
+    found, holds = solved(matrix, np.arange(len(flat)), -flat.numpy())
+    left = torch.split(torch.from_numpy(~holds), [len(value) for value in values]) if values else ()
+    vectors = torch.split(torch.from_numpy(found), [shift.size for shift in shifts]) if shifts else ()
+    kept = {name: part.view_as(tensors[name]) for name, part in zip(biases, left, strict=True)}
+    return replace(identity, shift=tuple(vectors)), kept

@@ -1,0 +1,127 @@
+"""What a move returns, how it is proved, and what the moves have in common."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_sym._distributed import on_device_of
+from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.proof import batches_of, change_between, double, double_copy, tolerance_of
+from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.weightless import is_weightless
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A network that was moved along its orbit; unpacks to the network and the element.
+
+    Attributes:
+        network: The new network, in the dtype and on the device of the given one, which stays as it is.
+        element: The element of the traced group that makes it of the given one, up to rounding.
+        notes: What was left as it was, and why.
+        change: The largest relative change of an output in float64; NaN if it was not looked for.
+    """
+
+    network: nn.Module
+    element: Element
+    notes: tuple[str, ...] = ()
+    change: float = float("nan")
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.network
+        yield self.element
+
+
+def require_weights(symmetry: Symmetry, network: nn.Module) -> None:
+    """Check that a network is one of the traced architecture, and has weights.
+
+    Raises:
+        TypeError: If it is no network.
+        ValueError: If something differs, or tensors have no values.
+    """
+    if isinstance(network, nn.Module) and is_weightless(network):
+        raise ValueError(
+            "the network holds tensors without values (on meta), from which no move can be computed; expected a "
+            "network with weights of the traced architecture"
+        )
+    symmetry.require(network)
+
+
+def moved(
+    symmetry: Symmetry,
+    network: nn.Module,
+    element: Element,
+    *,
+    check: bool,
+    settle: Callable[[nn.Module], None] = lambda network: None,
+    notes: Sequence[str] = (),
+) -> Moved:
+    """Let an element act on a network, and prove that its function stays.
+
+    Args:
+        symmetry: The network's symmetry.
+        network: Not changed.
+        element: What acts.
+        check: Whether to compare the outputs.
+        settle: Changes the result in place by no more than rounding (gains that are 1 but for it become 1).
+        notes: For the result.
+
+    Raises:
+        RuntimeError: If the function has changed.
+    """
+    result = symmetry.act(element, network)
+    settle(result)
+    if not check:
+        return Moved(result, element, tuple(notes))
+    exact, generator = double_copy(network), torch.Generator().manual_seed(0)
+    after = symmetry.act(element, exact)
+    settle(after)
+    calls: list[Call] = list(on_device_of(exact, double(list(symmetry.examples))))
+    with torch.no_grad(), evaluating(exact), evaluating(after):
+        batches = [batch for call in calls for batch in batches_of(exact, call, generator)]
+        change, precision = change_between(exact, after, batches, generator)
+    if not change <= max(symmetry.tolerance, tolerance_of(precision)):
+        raise RuntimeError(
+            f"the move changed the output by {change:.1e} (relative; at most {symmetry.tolerance:.1g} was expected): "
+            "the weights lose too many digits in it, or the symmetry is not that of this network "
+            "(symmetry.check(network) tells)"
+        )
+    return Moved(result, element, tuple(notes), change)
+
+
+def is_left(leave: str | Iterable[str], *names: str | None) -> bool:
+    """Whether one of some names is to be left as it is."""
+    patterns = [leave] if isinstance(leave, str) else leave
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names if name)
+
+
+def check_left(leave: str | Iterable[str], names: Iterable[str | None]) -> None:
+    """Check that every pattern of what is to be left names something.
+
+    Raises:
+        ValueError: If one does not.
+    """
+    known = [name for name in names if name]
+    for pattern in [leave] if isinstance(leave, str) else leave:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
+            raise ValueError(
+                f"leave={pattern!r} names none of the network's norms; expected patterns of {few(known, 3)}"
+            )
+
+
+def few(names: Sequence[str], most: int = 2) -> str:
+    """Name the first of some things."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def pattern_of(names: Iterable[str]) -> list[str]:
+    """Return patterns that match some names: those of repeated layers are one."""
+    return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))

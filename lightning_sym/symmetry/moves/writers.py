@@ -1,0 +1,96 @@
+"""Takes the mean off all that is written into what layer norms read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
+from lightning_sym.symmetry.moves.tied import described_ties
+from lightning_sym.symmetry.proof import double_copy
+from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.norms import Norm
+from lightning_sym.symmetry.tracing.shifts import WRITERS, Shift
+from lightning_sym.symmetry.translations import least_step, product
+
+Vectors = tuple[Tensor, ...]
+
+
+def center_writers(
+    symmetry: Symmetry, network: nn.Module, *, leave: str | Sequence[str] = (), check: bool = True
+) -> Moved:
+    r"""Bring the mean over units of all that is written into a layer norm to 0.
+
+    Weights, biases, embeddings and positions lose what they write along the vector of ones, which the norm takes off
+    anyway: shifts of the group (docs/theory/intertwiners.md, 3.6 and 6.2). Afterwards what the norm reads has mean 0
+    for every input, so that an RMS norm with the same gain, bias and eps does the same (SliceGPT, arXiv:2401.15024).
+
+    Args:
+        symmetry: Of the network's architecture.
+        network: Not changed.
+        leave: Patterns of layer norms, by module or gain, which need not see means of 0.
+        check: Whether to prove that the outputs stay.
+
+    Returns:
+        The network and the element.
+
+    Raises:
+        TypeError: If it is no network.
+        ValueError: If the network has other tensors or modules than the traced one, no layer norm, or writes something
+            of which no element takes the mean off (tied embeddings).
+        RuntimeError: If the function has changed.
+
+    Example:
+        >>> from lightning_sym.symmetry.trace import trace_symmetry
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        >>> moved, element = center_writers(trace_symmetry(network, torch.randn(2, 5)), network)
+        >>> bool(moved[0].weight.mean(0).abs().max() < 1e-6)
+        True
+    """
+    require_weights(symmetry, network)
+    norms = [norm for norm in symmetry.norms if norm.layer]
+    if not norms:
+        raise ValueError("the network has no layer norm, so that nothing takes a mean off; expected one that has")
+    check_left(leave, [name for norm in norms for name in (norm.gain, norm.module)])
+    norms = [norm for norm in norms if not is_left(leave, norm.gain, norm.module)]
+    shifts = symmetry.structure.shifts
+    chosen = [index for index, shift in enumerate(shifts) if shift.kind == WRITERS]
+    _require_writers(symmetry, network, norms, {shifts[index].names[0] for index in chosen})
+    wanted = {name for norm in norms for name in norm.writers}
+    tensors = {name: tensor.detach().cpu() for name, tensor in state_tensors(double_copy(network)).items()}
+    vectors: Vectors = symmetry.identity().shift
+    for index in chosen:
+        if shifts[index].names[0] in wanted:
+            _require_no_zeros(shifts[index], tensors)
+            step = least_step(shifts[index], tensors)
+            only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
+            tensors = symmetry.act_on(replace(symmetry.identity(), shift=only), tensors)
+            vectors = product(shifts, vectors, only)
+    return moved(symmetry, network, replace(symmetry.identity(), shift=vectors), check=check)
+
+
+def _require_no_zeros(shift: Shift, tensors: Mapping[str, Tensor]) -> None:
+    """Check that no gain by which a shift would be divided holds a zero."""
+    if zeros := [name for part in shift.added for name in sorted(part.needed) if bool((tensors[name] == 0).any())]:
+        raise ValueError(
+            f"the gain {few(zeros)} behind {shift.names[0]} holds a zero, through which no mean is taken off; expected "
+            "gains other than zero"
+        )
+
+
+def _require_writers(symmetry: Symmetry, network: nn.Module, norms: Sequence[Norm], free: set[str]) -> None:
+    """Check that the mean of all that is written into norms may be taken off."""
+    for norm in norms:
+        held = [name for name in norm.writers if name not in free]
+        if not held and not norm.others:
+            continue
+        ties = described_ties(network)
+        ties = f" ({ties}: untie(network) first)" if ties and held else ""
+        what = f"the mean of {few(held)} is seen by others" if held else f"it reads the output of {few(norm.others)}"
+        stuck = [own.module or str(own.gain) for own in norms if own.others or not free.issuperset(own.writers)]
+        rest = f"; leave={pattern_of(stuck)!r} centres what all others read" if len(stuck) < len(norms) else ""
+        raise ValueError(
+            f"what the layer norm {norm.module or norm.gain} reads cannot be given the mean 0, as {what}{ties}{rest}"
+        )

@@ -1,0 +1,219 @@
+"""Rules for units that are chosen by their values, as a router chooses experts: integers that say which unit it was.
+
+Operations that choose along an axis do not see the order of the units there: what is chosen stays the same, and the
+integers that name it move with the units. What takes elements at these integers carries the same units on the axis from
+which it takes. See docs/theory/intertwiners.md, 2.13.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.capture import operation_name
+from lightning_sym.symmetry.tracing.constraints import Label
+from lightning_sym.symmetry.tracing.rules import pointwise, register_rule, results_of, unknown
+from lightning_sym.symmetry.tracing.vocabulary import Trace, Value, values_in
+
+CHOSEN = "units are chosen by their values"
+
+
+def _still(trace: Trace, label: Label) -> Label:
+    """Return the same units without a scale."""
+    scale = trace.constraints.scales_like(label.scale)
+    trace.constraints.fix_scales(scale)
+    return label.scaled_by(scale)
+
+
+def _without_scale(trace: Trace, value: Value) -> Value:
+    return value.with_labels(*(_still(trace, label) for label in value.labels))
+
+
+def _placed(labels: Sequence[Label], axis: int, shape: tuple[int, ...], rank: int) -> Value:
+    """Return the labels on a result from which an axis is gone, perhaps."""
+    gone = len(shape) < rank
+    places = (tuple(a - (gone and a > axis) for a in label.axes) for label in labels)
+    return Value(shape, tuple(label.on(axes) for label, axes in zip(labels, places, strict=True)))
+
+
+@register_rule("aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min")
+def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
+    """Which values are the largest, and where they are: values do not see the order of units, places move with it."""
+    name, meta = trace.operation, trace.node.meta["val"]
+    if values_in((args, kwargs)) or (name in ("max", "min") and isinstance(meta, Tensor)):
+        return unknown(trace, value, *args, **kwargs)
+    given = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
+    at = kwargs.get("dim", dict(enumerate(given)).get(1 if name == "topk" else 0))
+    if at is None and name in ("argmax", "argmin"):
+        trace.fix(value, CHOSEN)
+        return results_of(trace)
+    if _may_be_equal(trace.node.args[0]):
+        trace.fix(value, f"{CHOSEN}, of which several may be equal")
+    axis = (-1 if at is None else at) % value.ndim
+    value = trace.permutations_only(value)
+    inside = [label for label in value.labels if axis in label.axes]
+    outside = [label for label in value.labels if axis not in label.axes]
+    chooses: Label | None = None
+    for label in inside:
+        if label.axes == (axis,):
+            chooses = label
+        else:  # of each group by itself: its members meet again what is made of the whole
+            trace.fix(value.with_labels(label), CHOSEN)
+
+    def index(shape: tuple[int, ...]) -> Value:
+        return replace(_without_scale(trace, _placed(outside, axis, shape, value.ndim)), chooses=chooses)
+
+    if isinstance(meta, Tensor):
+        return index(trace.output_shape())
+    return [_placed(outside, axis, trace.output_shape(0), value.ndim), index(trace.output_shape(1))]
+
+
+# What makes several values equal: then their order says which is chosen, and it moves with the units.
+_EQUALISE = (
+    *("masked_fill", "where", "scatter", "one_hot", "eq", "ne", "gt", "lt", "ge", "le", "round", "floor", "ceil"),
+    *("relu", "relu6", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardsigmoid", "threshold"),
+)
+
+
+def _may_be_equal(node: Any) -> bool:
+    """Whether values may be equal by more than chance, from the elementwise operations that made them."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    name = operation_name(node.target).removesuffix("_")
+    if name in _EQUALISE:
+        return True
+    elementwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    passes = elementwise or name in _MOVE_CHOICES or name in ("softmax", "_softmax")
+    return passes and any(_may_be_equal(part) for part in node.all_input_nodes)
+
+
+def tells_unknown_choice(trace: Trace, node: fx.Node, values: Sequence[Value]) -> None:
+    """Fix the units that integers name where an operation takes these that says nothing of it."""
+    if operation_name(node.target).removesuffix("_") not in _TAKE_CHOICES:
+        for value in values:
+            fix_choice(trace, value)
+
+
+def fix_choice(trace: Trace, value: Value) -> None:
+    """Fix the units that integers name, if they do."""
+    if value.chooses is not None:
+        trace.fix(value.with_labels(value.chooses), CHOSEN)
+
+
+# Operations that know of choices: those that move them, and the rules of this file.
+_MOVE_CHOICES = {
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
+    *("slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "expand", "expand_as", "repeat"),
+    *("repeat_interleave", "to", "_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "getitem"),
+    *("movedim", "mT", "numpy_T", "view_as", "reshape_as", "broadcast_to", "tile"),
+}
+_TAKE_CHOICES = _MOVE_CHOICES | {
+    *("index", "index_select", "gather", "embedding", "one_hot", "scatter", "scatter_add", "eq", "ne"),
+}
+
+
+def taken_at(trace: Trace, value: Value, axis: int, index: Value) -> Value:
+    """Let elements be taken along one axis at places that depend on the input.
+
+    Returns:
+        The value, without what acts on that axis: there stands now what was chosen.
+    """
+    axis %= value.ndim
+    label = trace.label(value, axis)
+    if index.chooses is None or label is None or label.size != index.chooses.size:
+        fix_choice(trace, index)
+        return trace.free_of(value, [axis], "elements are taken that depend on the input")
+    trace.constraints.same_units(label, index.chooses)
+    trace.constraints.fix_scales(label.scale)
+    trace.constraints.restrict(label)
+    return replace(value, labels=tuple(other for other in value.labels if other.axes not in ((axis,), ())))
+
+
+def picked(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
+    """Take elements at places that depend on the input: nothing may act on these axes, but what chose the places."""
+    target: Any = trace.node.target
+    indices = values_in((args, kwargs))
+    shape, name = trace.output_shape(), trace.operation
+    if name not in ("index", "index_select", "gather") or any(index.labels for index in indices):
+        for index in indices:
+            fix_choice(trace, index)
+        return unknown(trace, value, *args, **kwargs)
+    if name == "index":
+        places = {axis: index for axis, index in enumerate(args[0]) if index is not None}
+    else:
+        places = {args[0] % value.ndim: args[1]}
+    for axis, index in places.items():
+        value = taken_at(trace, value, axis, index)
+    if name == "gather":  # other elements for each place along the axes along which the index is not copied
+        meta = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], trace.node.args[2])
+        taken = [axis for axis in range(meta.ndim) if meta.stride(axis) and meta.shape[axis] > 1]
+        value = trace.free_of(value, taken, "elements are taken that depend on the input")
+
+    def anywhere(item: Any) -> Any:
+        return torch.zeros(item.shape, dtype=torch.long) if isinstance(item, Value) else item
+
+    args, kwargs = torch.utils._pytree.tree_map(anywhere, (args, kwargs))
+    moved = trace.move(value, lambda t: target(t, *args, **kwargs))
+    return Value(shape, moved.labels)
+
+
+@register_rule("aten::one_hot")
+def _one_hot(trace: Trace, index: Value, classes: int = -1) -> Value:
+    shape = trace.output_shape()
+    if index.chooses is None or index.chooses.size != shape[-1] or index.labels:
+        fix_choice(trace, index)
+        trace.fix(index)
+        return Value(shape)
+    return Value(shape, (_still(trace, index.chooses).on((len(shape) - 1,)),))
+
+
+@register_rule("aten::eq", "aten::ne")
+def _equal(trace: Trace, one: Any, two: Any) -> Any:
+    """Whether it was a certain unit that was chosen, for all units one after the other."""
+    index, other = (one, two) if isinstance(one, Value) and one.chooses is not None else (two, one)
+    if not isinstance(index, Value) or index.chooses is None:
+        target: Any = trace.node.target
+        return pointwise(target, trace, one, two)
+    shape, label = trace.output_shape(), index.chooses
+    if isinstance(other, Value) and other.concrete is not None and not index.labels:
+        numbers = other.concrete.expand(shape)
+        for axis in range(len(shape)):
+            own = axis - len(shape) + index.ndim
+            line = torch.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+            along = own < 0 or index.shape[own] == 1
+            if along and label.size == shape[axis] and bool((numbers == line).all()):
+                return Value(shape, (_still(trace, label).on((axis,)),))
+    fix_choice(trace, index)
+    return pointwise(trace.node.target, trace, one, two)
+
+
+def marked(trace: Trace, base: Value, axis: int, index: Value, new: Any) -> Value | None:
+    """Write something to the places of units that were chosen; None if nothing is known of these.
+
+    Args:
+        trace: The trace.
+        base: What is written into.
+        axis: The axis along which the places are.
+        index: The places, which depend on the input.
+        new: What is written: a number, or a value on which nothing acts.
+    """
+    label, axis = index.chooses, axis % base.ndim
+    if label is None or label.size != base.shape[axis] or index.labels:
+        return None
+    own = trace.label(base, axis)
+    if own is None and base.concrete is not None:
+        flat = base.concrete.movedim(axis, 0)
+        if not bool((flat == flat[:1]).all()):
+            return None
+    elif own is None or own.axes != (axis,):
+        return None
+    else:
+        trace.constraints.same_units(own, label)
+        trace.constraints.fix_scales(own.scale)
+        trace.constraints.restrict(own)
+    for value in (base, new):
+        if isinstance(value, Value):
+            trace.fix(value.with_labels(*(other for other in value.labels if other is not own)))
+    return Value(base.shape, (_still(trace, label).on((axis,)),))

@@ -1,0 +1,206 @@
+"""Finds the norms of a network by their operations: their gains and biases, and what writes into what they read.
+
+See docs/theory/intertwiners.md, 2.11 and 6.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.invisible import MOVEMENTS, PASSES, argument, name_of, reduced, shape_of
+
+_MULTIPLY = {"mul", "multiply"}
+_DIVIDE = {"div", "true_divide", "divide"}
+_SUMS = {"add", "sub"}
+_POOLING = {f"{kind}avg_pool{count}d" for kind in ("", "adaptive_") for count in (1, 2, 3)}
+_HANDED_ON = PASSES | MOVEMENTS | _POOLING | {"getitem"}
+_PLACES = {"layer_norm": (2, 3), "rms_norm": (2, None), "group_norm": (2, 3), "instance_norm": (1, 2)}
+_FAR = 12  # so many operations from a value to its norm at most
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a sample by itself: layer norm, RMS norm, group norm, written out or not.
+
+    Attributes:
+        module: The innermost module in which it runs.
+        gain: The parameter that multiplies what comes out; None if there is none.
+        bias: The parameter that is added then.
+        plain: Whether the gain is the parameter itself, and not 1 + the parameter.
+        layer: Whether it is a layer norm over one axis, which takes the mean off.
+        writers: For a layer norm, the tensors that write into what it reads: weights, biases, embeddings, positions.
+        others: What else it reads, as ``operation in module``: not made by adding up what these write.
+    """
+
+    module: str
+    gain: str | None
+    bias: str | None
+    plain: bool = True
+    layer: bool = False
+    writers: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+def find_norms(captures: Sequence[Capture], parameters: Collection[str]) -> tuple[Norm, ...]:
+    """Return the norms of a network, in the order of the forward pass; those that run twice, once.
+
+    Args:
+        captures: The network, captured on one example or several.
+        parameters: The names of its parameters.
+    """
+    return tuple(dict.fromkeys(norm for capture in captures for norm in _Finder(capture, parameters).found()))
+
+
+class _Finder:
+    def __init__(self, capture: Capture, parameters: Collection[str]) -> None:
+        self.capture, self.parameters = capture, parameters
+
+    def found(self) -> Iterator[Norm]:
+        for node in self.capture.graph.nodes:
+            name, module = name_of(node), self.capture.modules.get(node, "")
+            if name in _PLACES:
+                at_gain, at_bias = _PLACES[name]
+                gain = self._state(argument(node, at_gain, "weight"))
+                bias = self._state(argument(node, at_bias, "bias")) if at_bias is not None else None
+                layer = name == "layer_norm" and len(node.args[1]) == 1
+                writers, others = self._writers(node.args[0]) if layer else ((), ())
+                yield Norm(module, gain, bias, True, layer, writers, others)
+            elif name in _MULTIPLY | _DIVIDE and (written := self._written_out(node)) is not None:
+                yield Norm(module, *written)
+
+    def _state(self, node: Any) -> str | None:
+        """Return the parameter whose elements, at most moved, a node is."""
+        while isinstance(node, fx.Node) and name_of(node) in PASSES | MOVEMENTS:
+            node = node.args[0]
+        name = self.capture.states.get(node) if isinstance(node, fx.Node) else None
+        return name if name in self.parameters else None
+
+    def _written_out(self, node: fx.Node) -> tuple[str, str | None, bool] | None:
+        """Return gain, bias, and whether the gain is plain, if a product or quotient is the last step of a norm."""
+        one, two = node.args[:2]
+        for factor, rest in ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ():
+            gain, plain = self._gain(factor)
+            if gain is not None and self._is_normalised(rest):
+                return gain, self._bias_behind(node), plain
+        # The gain may come first: gain x / |x|.
+        for whole, size in ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ((one, two),):
+            whole = _passed(whole)
+            if isinstance(whole, fx.Node) and name_of(whole) in _MULTIPLY and isinstance(size, fx.Node):
+                for factor, value in (whole.args[:2], whole.args[1::-1]):
+                    gain, plain = self._gain(factor)
+                    if gain is not None and _is_size_of(size, value, node):
+                        return gain, self._bias_behind(node), plain
+        return None
+
+    def _gain(self, node: Any) -> tuple[str | None, bool]:
+        name = self._state(node)
+        node = _passed(node)
+        if name is None and isinstance(node, fx.Node) and name_of(node) in ("add", "rsub"):
+            tensors = [given for given in node.args[:2] if isinstance(given, fx.Node)]
+            return (self._state(tensors[0]) if len(tensors) == 1 else None), False
+        return name, True
+
+    def _bias_behind(self, node: fx.Node) -> str | None:
+        """Return the parameter that is added to a value and to nothing else."""
+        users = list(node.users)
+        while len(users) == 1 and name_of(users[0]) in PASSES:
+            node, users = users[0], list(users[0].users)
+        if len(users) != 1 or name_of(users[0]) != "add":
+            return None
+        return next((name for given in users[0].args[:2] if given is not node and (name := self._state(given))), None)
+
+    @staticmethod
+    def _is_normalised(node: Any) -> bool:
+        """Whether a value was divided by a number that was made of it."""
+        node = _passed(node)
+        if not isinstance(node, fx.Node) or name_of(node) not in _MULTIPLY | _DIVIDE:
+            return False
+        one, two = node.args[:2]
+        pairs = ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ((one, two),)
+        return any(_is_size_of(size, value, node) for value, size in pairs)
+
+    def _writers(self, node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors that write into a value, and what else it is a sum of."""
+        writers: dict[str, None] = {}
+        others: dict[str, None] = {}
+        seen: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if not isinstance(node, fx.Node) or node in seen:
+                continue
+            seen.add(node)
+            name = name_of(node)
+            if node in self.capture.states:
+                writers[self.capture.states[node]] = None
+            elif name in _HANDED_ON or (name == "mean" and not _over_last(node)):
+                waiting.append(node.args[0])
+            elif name in _SUMS and all(isinstance(given, fx.Node) for given in node.args[:2]):
+                waiting += node.args[:2]
+            elif name in ("cat", "concat", "stack"):
+                waiting += list(node.args[0])  # type: ignore[arg-type]
+            elif name in _MULTIPLY | _DIVIDE and (value := self._scaled(node)) is not None:
+                waiting.append(value)
+            elif name in ("linear", "addmm", "matmul", "mm", "embedding") or name.startswith("conv"):
+                read = [self._state(given) for given in node.all_input_nodes]
+                writers |= dict.fromkeys(name for name in read if name is not None)
+                if not any(read):
+                    others[self._place(node)] = None
+            else:
+                others[self._place(node)] = None
+        return tuple(writers), tuple(others)
+
+    def _scaled(self, node: fx.Node) -> Any:
+        """Return the value that a product multiplies by a number, by gains, or by one number for all units."""
+        one, two = node.args[:2]
+        for value, factor in ((one, two), (two, one)) if name_of(node) in _MULTIPLY else ((one, two),):
+            if isinstance(value, fx.Node):
+                sizes = shape_of(factor)
+                if not isinstance(factor, fx.Node) or self._state(factor) or (sizes is not None and sizes[-1:] == (1,)):
+                    return value
+        return None
+
+    def _place(self, node: fx.Node) -> str:
+        module = self.capture.modules.get(node)
+        name = "an input" if node.op == "placeholder" else name_of(node)
+        return f"{name} in {module}" if module else name
+
+
+def _over_last(node: fx.Node) -> bool:
+    """Whether a mean goes over the last axis."""
+    rank = len(shape_of(node.args[0]) or ())
+    return rank - 1 in reduced(node, rank)
+
+
+def _passed(node: Any) -> Any:
+    """Return what was cast or handed on."""
+    while isinstance(node, fx.Node) and name_of(node) in PASSES:
+        node = node.args[0]
+    return node
+
+
+def _is_size_of(size: Any, value: Any, whole: fx.Node) -> bool:
+    """Whether a factor is one number for all units of a value, and was made of this value."""
+    while isinstance(size, fx.Node) and name_of(size) in PASSES | {"expand", "expand_as"}:
+        size = size.args[0]
+    sizes, shape = shape_of(size), shape_of(whole)
+    if not isinstance(size, fx.Node) or not isinstance(value, fx.Node) or sizes is None or shape is None:
+        return False
+    fewer = len(sizes) < len(shape) or any(a == 1 < b for a, b in zip(sizes, shape, strict=False))
+    own = {value, _passed(value)}
+    if name_of(_passed(value)) == "sub":  # without its mean
+        own |= {given for given in _passed(value).args[:2] if isinstance(given, fx.Node)}
+    own |= {_passed(node) for node in own}
+    return fewer and any(node in own for node in _before(size))
+
+
+def _before(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what a value was made of, a few operations back."""
+    seen, waiting = {node}, [node]
+    for _ in range(_FAR):
+        waiting = [given for node in waiting for given in node.all_input_nodes if given not in seen]
+        yield from waiting
+        seen.update(waiting)

@@ -1,0 +1,66 @@
+"""Arrays of numbers that stand for units: scrambled, marked, joined."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+Ints = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+Numbers = NDArray[np.integer[Any]]  # of 32 bits where there are millions of them
+_AT_ONCE = 2**17  # positions whose hashes are held in memory at once
+
+
+def mix(values: Numbers) -> Hashes:
+    """Scramble integers (splitmix64), so that sums of them identify multisets."""
+    x = np.array(values, np.uint64, ndmin=1)  # a copy, which is then scrambled in place
+    with np.errstate(over="ignore"):
+        x += np.uint64(0x9E3779B97F4A7C15)
+        x *= np.uint64(0xBF58476D1CE4E5B9)
+        x ^= x >> np.uint64(31)
+        x *= np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(29)
+        x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(32)
+    return x.reshape(np.shape(values))
+
+
+def sum_by(index: Numbers, values: Hashes | Callable[[slice], Hashes], number: int) -> Hashes:
+    """Add hashes that share an index, modulo 2^64; a function makes those of some of the positions at a time."""
+    total = np.zeros(number, np.uint64)
+    with np.errstate(over="ignore"):
+        for part in parts(np.arange(0, len(index) + _AT_ONCE, _AT_ONCE)):
+            np.add.at(total, index[part], values(part) if callable(values) else values[part])
+    return total
+
+
+def parts(offset: Ints) -> Iterator[slice]:
+    """Yield slices of positions, of whole places each: not many more than fit into a cache."""
+    starts = np.unique(np.searchsorted(offset, np.arange(0, offset[-1], _AT_ONCE), side="right") - 1)
+    for first, last in itertools.pairwise([*offset[starts].tolist(), int(offset[-1])]):
+        yield slice(first, last)
+
+
+def flat(parts: Sequence[Numbers]) -> Ints:
+    """Join arrays of any shapes into one of one axis."""
+    return np.concatenate([np.zeros(0, np.int64), *(part.ravel() for part in parts)], dtype=np.int64)
+
+
+def marked(number: int, *positions: Numbers) -> NDArray[np.bool_]:
+    """Return a mask that holds at some positions."""
+    mask = np.zeros(number, bool)
+    mask[flat(list(positions))] = True
+    return mask
+
+
+def components(number: int, merges: list[tuple[Ints, Ints]]) -> Ints:
+    """Return for each atom the smallest atom merged with it."""
+    one, two = (flat([pair[side] for pair in merges]) for side in (0, 1))
+    graph = sparse.coo_matrix((np.ones(len(one), np.int8), (one, two)), shape=(number, number))
+    _, labels = sparse.csgraph.connected_components(graph, directed=False)
+    _, first = np.unique(labels, return_index=True)
+    result: Ints = first[labels]
+    return result

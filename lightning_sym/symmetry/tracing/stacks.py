@@ -1,0 +1,537 @@
+"""Parameters that hold several members along their first axis, each with units of its own: experts, heads.
+
+While the network is traced, all members of a stack share one label for each further axis, a *template*; a value that is
+made of one member knows of which (`Members`), and as long as operations keep the members apart, what they demand of a
+template holds for each member by itself. Where values of different members meet, templates are shared: they are units
+like any others. In the end each template that is left becomes units of every member. See docs/theory/intertwiners.md,
+2.14.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.capture import Capture, operation_name
+from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
+from lightning_sym.symmetry.tracing.coordinates import core
+from lightning_sym.symmetry.tracing.copies import components
+from lightning_sym.symmetry.tracing.rules import out_of_place
+from lightning_sym.symmetry.tracing.shifts import Shift, Shown
+from lightning_sym.symmetry.tracing.vocabulary import Members, Value, values_in
+
+Bools = NDArray[np.bool_]
+
+_PRODUCTS = ("einsum", "bmm", "matmul")
+_INDICES = ("index", "index_select")
+_PASSES = ("to", "_to_copy", "type_as", "float", "double", "clone", "alias", "detach", "contiguous", "dropout")
+_MOVES = (
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t"),
+    *("numpy_T", "mT", "movedim", "slice", "select", "narrow", "expand", "chunk", "split", "split_with_sizes"),
+    *("unbind", "tensor_split", "unsafe_chunk", "unsafe_split", "repeat_interleave", "repeat", "swapaxes"),
+)
+_BY_SHAPE = {"expand_as": "expand", "view_as": "reshape", "reshape_as": "reshape"}
+_SUMS = ("sum", "mean")
+_SOFTMAX = ("softmax", "_softmax", "log_softmax", "_log_softmax")
+_NORMS = ("layer_norm", "rms_norm")
+_MIXED = object()  # values of different members meet
+_LEFT = object()  # what comes out is made of several members
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    if operation_name(node.target) in _PASSES:
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in out_of_place(target).tags
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield what reads a tensor other than by moving it, and what that reads."""
+    for user in node.users:
+        name = operation_name(user.target)
+        if name in ("getitem", *_MOVES, *_BY_SHAPE, *_PASSES) and user.args[0] is node:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def stacked(capture: Capture, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Return the parameters that may hold members along their first axis, and how many.
+
+    There are none unless a product or an index reads a tensor of three axes or more.
+    """
+    found, product = {}, False
+    for node, name in capture.states.items():
+        shape = tensors[name].shape
+        if len(shape) < 2 or shape[0] < 2 or not tensors[name].is_floating_point():
+            continue
+        readers = list(_readers(node))
+        names = [operation_name(user.target) for user, _ in readers]
+        allowed = (*_INDICES, *(_PRODUCTS if len(shape) > 2 else ()))
+        if readers and all(
+            own in allowed or _is_pointwise(user) for own, (user, _) in zip(names, readers, strict=True)
+        ):
+            found[name] = int(shape[0])
+            product = product or (len(shape) > 2 and any(own in allowed for own in names))
+    return found if product else {}
+
+
+def _varies(number: Tensor, axis: int) -> bool:
+    return bool(number.stride(axis)) and bool((core(number) != core(number.narrow(axis, 0, 1))).any())
+
+
+def _agree(numbers: Sequence[Tensor]) -> bool:
+    """Whether members are the same wherever several are known; tensors of one number of axes that broadcast."""
+    return all(bool((core(number) == core(numbers[0])).all()) for number in numbers)
+
+
+class Stacks:
+    """What is known of stacks while a network is traced.
+
+    Attributes:
+        sizes: By parameter that is a stack, how many members it has.
+        shown: By the name of a value inside the network, of which members it is.
+    """
+
+    def __init__(self, constraints: Constraints) -> None:
+        self.constraints = constraints
+        self.sizes: dict[str, int] = {}
+        self.shown: dict[str, Members | None] = {}
+        self.atoms, self.scales = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of which size, by template
+        self.shared_atoms: list[Ints] = []
+        self.shared_scales: list[Ints] = []
+        self._numbers = 0
+
+    # Templates.
+
+    def _mark(self, atoms: tuple[int, int], scales: tuple[int, int], size: int) -> None:
+        for name, (start, stop) in (("atoms", atoms), ("scales", scales)):
+            known: Ints = getattr(self, name)
+            known = np.r_[known, np.zeros(max(stop - len(known), 0), np.int64)]
+            known[start:stop] = size
+            setattr(self, name, known)
+
+    def state(self, value: Value) -> Value:
+        """Return the value of a parameter with its members, if it is a stack."""
+        size = self.sizes.get(value.state or "")
+        if size is None or not value.labels:
+            return value
+        for label in value.labels[1:]:
+            if not self._holds(value.with_labels(label)):
+                first, scale = int(label.atom.flat[0]), int(label.scale.flat[0])
+                self._mark((first, first + label.size), (scale, scale + label.size), size)
+        number = torch.arange(size).reshape(-1, *[1] * (value.ndim - 1)).expand(value.shape)
+        return replace(value, members=Members(number, size))
+
+    def _holds(self, value: Value) -> bool:
+        """Whether templates act on a value."""
+        return any(
+            bool(known[ids[ids < len(known)]].any())
+            for label in value.labels
+            for known, ids in ((self.atoms, label.atom), (self.scales, label.scale))
+        )
+
+    def _share(self, value: Value) -> None:
+        for label in value.labels:
+            self.shared_atoms.append(label.atom.ravel())
+            self.shared_scales.append(label.scale.ravel())
+
+    # The walk.
+
+    def before(self, arguments: Any) -> tuple[int, int]:
+        """Share templates of values that do not know their members any more; return how many variables there are."""
+        if self.sizes:
+            for value in values_in(arguments):
+                if value.members is None and self._holds(value):
+                    self._share(value)
+        return self.constraints.atoms, self.constraints.scales
+
+    def after(self, node: fx.Node, args: Any, kwargs: Any, result: Any, since: tuple[int, int]) -> Any:
+        """Return what an operation puts out with its members, or share the templates that it mixed.
+
+        Args:
+            node: The operation.
+            args: Its arguments.
+            kwargs: Likewise.
+            result: What it puts out.
+            since: What `before` said.
+        """
+        values = values_in((args, kwargs))
+        inside = [value for value in values if value.members is not None]
+        if inside and operation_name(node.target) != "getitem":
+            known = self._follow(node, args, kwargs, inside)
+            if known is _MIXED:
+                for value in inside:
+                    self._share(value)
+            else:
+                size = inside[0].members.size if inside[0].members else 0
+                self._mark((since[0], self.constraints.atoms), (since[1], self.constraints.scales), size)
+                self._unmark_scales(result, since[1])
+            if known is _MIXED or known is _LEFT:
+                result = torch.utils._pytree.tree_map_only(Value, lambda v: replace(v, members=None), result)
+            else:
+                result = self._with(result, known, size)
+        return torch.utils._pytree.tree_map_only(Value, self._named, result)
+
+    def _unmark_scales(self, result: Any, since: int) -> None:
+        """Say that new scales of units which are none of a member's are no templates, such as those of members."""
+        for value in values_in(result):
+            for label in value.labels:
+                if not self._holds(value.with_labels(label.scaled_by(np.zeros_like(label.scale)))):
+                    self.scales[label.scale[label.scale >= since]] = 0
+
+    def _with(self, result: Any, numbers: Any, size: int) -> Any:
+        parts, several = (result, True) if isinstance(result, (list, tuple)) else ([result], False)
+        numbers = numbers if isinstance(numbers, (list, tuple)) else [numbers]
+        new = [
+            replace(part, members=Members(number, size))
+            if isinstance(part, Value) and (self._holds(part) or part.chooses is not None)
+            and not self._stands_across(part, number)
+            else part
+            for part, number in zip(parts, numbers, strict=True)
+        ]  # fmt: skip
+        return new if several else new[0]
+
+    def _stands_across(self, value: Value, number: Tensor) -> bool:
+        """Whether a template acts along an axis on which there are several members."""
+        axes = {axis for label in value.labels if self._holds(value.with_labels(label)) for axis in label.axes}
+        return any(_varies(number, axis) for axis in axes)
+
+    def _named(self, value: Value) -> Value:
+        """Give numbers to the members that were chosen just now."""
+        if value.chooses is None or value.members is not None or not self.sizes:
+            return value
+        count = int(np.prod(value.shape))
+        self._numbers -= count
+        number = torch.arange(self._numbers, self._numbers + count).reshape(value.shape)
+        return replace(value, members=Members(number, value.chooses.size))
+
+    def _follow(self, node: fx.Node, args: Any, kwargs: Any, inside: list[Value]) -> Any:
+        """Return of which members the elements of a result are (or of each result), or that they are mixed."""
+        name = operation_name(node.target).removesuffix("_")
+        if len({value.members.size for value in inside if value.members}) > 1:
+            return _MIXED
+        meta: Any = node.meta.get("val")
+        if name in _INDICES and len(inside) == 2:
+            return _picked(name, args, tuple(meta.shape))
+        if name in (*_MOVES, *_BY_SHAPE) and len(inside) == 1 and args[0] is inside[0]:
+            return _moved(node, name, args, kwargs)
+        if name in (*_PRODUCTS, "mm", "linear"):
+            return _contracted(name, args, tuple(meta.shape))
+        if _is_pointwise(node) and isinstance(meta, Tensor):
+            rank = meta.ndim
+            numbers = [v.members.number for v in inside if v.members]
+            wide = [number[(None,) * (rank - number.ndim)] for number in numbers]
+            return torch.broadcast_to(_widest(wide), meta.shape) if _agree(wide) else _MIXED
+        if len(inside) != 1 or args[0] is not inside[0] or not isinstance(meta, Tensor):
+            return _MIXED
+        number = inside[0].members.number if inside[0].members else torch.zeros(0)
+        if name in _SUMS:
+            return _summed(number, args, kwargs, tuple(meta.shape))
+        if name in _SOFTMAX:
+            return _MIXED if _varies(number, args[1]) else number
+        if name in _NORMS:
+            axes = range(number.ndim - len(args[1]), number.ndim)
+            return _MIXED if any(_varies(number, axis) for axis in axes) else number
+        return _MIXED
+
+
+def _widest(numbers: Sequence[Tensor]) -> Tensor:
+    """Return the members of several tensors that agree: those of the first, on axes long enough for all."""
+    return core(numbers[0]).expand(np.broadcast_shapes(*(core(number).shape for number in numbers)))
+
+
+def _moved(node: fx.Node, name: str, args: Any, kwargs: Any) -> Any:
+    value, rest = args[0], args[1:]
+    if name in _BY_SHAPE:
+        return getattr(value.members.number, _BY_SHAPE[name])(node.meta["val"].shape)
+    if any(other.concrete is None for other in values_in((rest, kwargs))):
+        return _MIXED
+    rest, kwargs = torch.utils._pytree.tree_map(lambda v: v.concrete if isinstance(v, Value) else v, (rest, kwargs))
+    if name in ("view", "_unsafe_view"):
+        return value.members.number.reshape(node.meta["val"].shape)
+    target: Any = node.target
+    return target(value.members.number, *rest, **kwargs)
+
+
+def _picked(name: str, args: Any, shape: tuple[int, ...]) -> Any:
+    """Return the members of what is taken from a stack at integers that name members."""
+    value, index = (args[0], args[1][0]) if name == "index" else (args[0], args[2])
+    first = name == "index" and all(other is None for other in args[1][1:])
+    if not (first or (name == "index_select" and args[1] == 0)) or not isinstance(index, Value):
+        return _MIXED
+    if index.members is None or index.chooses is None or value.members is None:
+        return _MIXED
+    number = value.members.number
+    line = torch.arange(number.shape[0]).reshape(-1, *[1] * (number.ndim - 1))
+    if number.shape[0] != value.members.size or not bool((core(number) == line).all()):
+        return _MIXED
+    return index.members.number.reshape(*index.shape, *[1] * (value.ndim - 1)).expand(shape)
+
+
+def _contracted(name: str, args: Any, shape: tuple[int, ...]) -> Any:
+    if name == "einsum":
+        equation = args[0].replace(" ", "")
+        inputs, arrow, out = equation.partition("->")
+        terms, values = inputs.split(","), list(args[1])
+        if not arrow or "." in equation or any(len(set(term)) < len(term) for term in terms):
+            return _MIXED
+    else:
+        values, batch = list(args[:2]), "abcdefghijklmnop"[: len(shape) - 2]
+        if any(value.ndim < 2 for value in values):
+            return _MIXED
+        first, second = (batch[len(batch) + 2 - value.ndim :] for value in values)
+        terms, out = [first + "qs", "ts" if name == "linear" else second + "st"], batch + "qt"
+        if name == "linear" and len(args) > 2 and args[2] is not None:
+            values, terms = [*values, args[2]], [*terms, "t"]
+    every = "".join(dict.fromkeys(out + "".join(terms)))
+    numbers = []
+    for term, value in zip(terms, values, strict=True):
+        if value.members is None:
+            continue
+        order = [term.index(letter) for letter in every if letter in term]
+        number = value.members.number.permute(order)
+        numbers.append(number[tuple(slice(None) if letter in term else None for letter in every)])
+    if not _agree(numbers):
+        return _MIXED
+    number = _widest(numbers)
+    summed = [axis for axis, letter in enumerate(every) if letter not in out]
+    if any(number.shape[axis] > 1 and _varies(number, axis) for axis in summed):
+        return _LEFT
+    for axis in reversed(summed):
+        number = number.select(axis, 0)
+    return number.expand(shape)
+
+
+def _summed(number: Tensor, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Any:
+    axes = args[1] if len(args) > 1 else kwargs.get("dim")
+    axes = range(number.ndim) if axes is None else [axes] if isinstance(axes, int) else axes
+    gone = sorted({axis % number.ndim for axis in axes} or range(number.ndim), reverse=True)
+    if any(_varies(number, axis) for axis in gone):
+        return _LEFT
+    for axis in gone:
+        number = number.narrow(axis, 0, 1) if len(shape) == number.ndim else number.select(axis, 0)
+    return number
+
+
+# From templates to units of every member.
+
+
+class _Images:
+    """Variables of which each member has one: that of the first member is the template itself."""
+
+    def __init__(self, sizes: Ints, count: int) -> None:
+        self.sizes = np.r_[sizes, np.zeros(count - len(sizes), np.int64)]
+        extra = np.maximum(self.sizes - 1, 0)
+        self.start = count + np.cumsum(extra) - extra
+        self.count = count + int(extra.sum())
+
+    def of(self, ids: Ints, member: int) -> Ints:
+        """Return the variables of a member; those that are no templates are the same for all."""
+        return np.where((self.sizes[ids] > 0) & (member > 0), self.start[ids] + member - 1, ids)
+
+    def each(self, ids: Ints) -> Ints:
+        """Return templates and what they have become, those that are none left out once more. Shape (n,)."""
+        ids = ids.ravel()
+        copies = [self.of(ids[self.sizes[ids] > member], member) for member in range(1, int(self.sizes.max(initial=0)))]
+        return np.concatenate([ids, *copies])
+
+    def columns(self, table: Ints, *, ids: int | None = None) -> list[Ints]:
+        """Return the columns of a table of variables for each member. Shapes (rows, n).
+
+        Args:
+            table: Variables; a column's templates are of one size.
+            ids: How many of the rows are variables; by default all.
+        """
+        rows = table[:ids]
+        size = self.sizes[rows].max(0, initial=0)
+        result = [table[:, size == 0]] if (size == 0).any() else []
+        for own in np.unique(size[size > 0]).tolist():
+            part = table[:, size == own]
+            result += [np.concatenate([self.of(part[:ids], m), part[len(rows) :]]) for m in range(own)]
+        return result
+
+
+def _shared(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[Ints, Ints]:
+    """Return which templates are left, as sizes of their stacks: atoms, and scales."""
+    constraints = stacks.constraints
+    atoms = np.r_[stacks.atoms, np.zeros(constraints.atoms - len(stacks.atoms), np.int64)]
+    scales = np.r_[stacks.scales, np.zeros(constraints.scales - len(stacks.scales), np.int64)]
+    for ids in stacks.shared_atoms:
+        atoms[ids] = 0
+    for ids in stacks.shared_scales:
+        scales[ids] = 0
+    merges = [
+        np.stack([one.ravel(), two.ravel()])
+        for one, two in (*constraints.merges, *constraints.contracted, *constraints.turned)
+    ]
+    component = components(constraints.atoms, np.concatenate([np.zeros((2, 0), np.int64), *merges], 1))
+    fixed, still = np.zeros(constraints.atoms, bool), np.ones(constraints.scales, bool)
+    for ids in constraints.fixed_atoms:
+        fixed[component[ids]] = True
+    for each in (constraints.fixed_magnitudes, constraints.fixed_signs):
+        at = np.zeros(constraints.scales, bool)
+        for ids in each:
+            at[ids] = True
+        still &= at
+    for label in (label for name in stacks.sizes for label in axis_labels[name][1:]):
+        if fixed[component[label.atom]].all() and still[label.scale].all():
+            atoms[label.atom] = 0  # what nothing acts on is the same for all members
+            scales[label.scale] = 0
+    before = -1
+    while before != (before := int((atoms > 0).sum())):
+        least, most = np.full(component.max(initial=0) + 1, 2**40), np.zeros(component.max(initial=0) + 1, np.int64)
+        np.minimum.at(least, component, atoms)
+        np.maximum.at(most, component, atoms)
+        atoms[(least != most)[component]] = 0
+        for name in stacks.sizes:
+            labels = axis_labels[name][1:]
+            several = sum(bool((atoms[label.atom] > 0).all()) for label in labels) > 2
+            for label in labels:
+                if several or not (atoms[label.atom] > 0).all():
+                    atoms[label.atom] = 0
+                    scales[label.scale] = 0
+    for variables, _ in constraints.magnitude_equations + constraints.sign_equations:
+        own = scales[variables]
+        several = ((own > 0) & (own < own.max(1, initial=0, keepdims=True))).any(1)
+        scales[variables[several]] = 0
+    return atoms, scales
+
+
+def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[set[str], set[str]]:
+    """Give each member of a stack units of its own, in all that is demanded.
+
+    Returns:
+        The parameters that hold such units, on two axes at once; and the names of values inside the network on which
+        they act in a way that depends on the input.
+    """
+    constraints = stacks.constraints
+    atoms, scales = _shared(stacks, axis_labels)
+    if not atoms.any():
+        return set(), set()
+    known = len(constraints._pending)
+    units, factors = _Images(atoms, constraints.atoms), _Images(scales, constraints.scales)
+    pending = np.full(max(units.count, known), -1)
+    pending[: constraints.atoms] = constraints._pending[: constraints.atoms]
+    templates = np.flatnonzero(atoms)
+    for member in range(1, int(atoms.max())):
+        own = templates[atoms[templates] > member]
+        pending[units.of(own, member)] = constraints._pending[own]
+    constraints._pending = pending
+    for name in ("merges", "contracted", "turned", "planes"):
+        setattr(constraints, name, _pairs(units, getattr(constraints, name)))
+    constraints.blocks = _pairs(units, constraints.blocks)
+    constraints.copies = [
+        (part[0], part[1], part[2])
+        for copies in constraints.copies
+        for part in units.columns(np.stack([array.ravel() for array in copies]), ids=2)
+    ]
+    for equations in (constraints.magnitude_equations, constraints.sign_equations):
+        equations[:] = [(part.T, c) for variables, c in equations for part in factors.columns(variables.T)]
+    for name in ("restricted", "held", "normed", "centred", "gained"):
+        setattr(constraints, name, [units.each(ids) for ids in getattr(constraints, name)])
+    for name in ("fixed_magnitudes", "fixed_signs"):
+        setattr(constraints, name, [factors.each(ids) for ids in getattr(constraints, name)])
+    constraints.atoms, constraints.scales = units.count, factors.count
+    joint = _on_parameters(stacks, axis_labels, units, factors)
+    unknown = _on_values(stacks, units, factors)
+    _keep_inside(constraints, units)
+    return joint, unknown
+
+
+def _keep_inside(constraints: Constraints, units: _Images) -> None:
+    """Let templates that must stay where they are stay there inside of their members, which may move."""
+    fixed = np.unique(np.concatenate([np.zeros(0, np.int64), *(ids.ravel() for ids in constraints.fixed_atoms)]))
+    held = fixed[units.sizes[fixed] > 0]
+    constraints.fixed_atoms = [fixed[units.sizes[fixed] == 0]]
+    for size in np.unique(units.sizes[held]).tolist():
+        own = held[units.sizes[held] == size]
+        tag = constraints.derive_tags(np.zeros_like(own), own)
+        atom = np.stack([units.of(own, member) for member in range(size)])
+        label = Label((), atom.ravel(), np.broadcast_to(tag, atom.shape).ravel(), np.zeros(atom.size, np.int64))
+        constraints.occurrences.append(Sighting(label))
+
+
+def _pairs(images: _Images, pairs: list[tuple[Ints, Ints]]) -> list[tuple[Ints, Ints]]:
+    table = np.concatenate([np.zeros((2, 0), np.int64), *(np.stack([a.ravel(), b.ravel()]) for a, b in pairs)], 1)
+    return [(part[0], part[1]) for part in images.columns(table)]
+
+
+def _spread(label: Label, size: int, units: _Images, factors: _Images) -> Label:
+    """Return the label of all members of a stack. Its first axis is that of the members."""
+    atom, scale = (
+        np.stack([images.of(ids, member) for member in range(size)])
+        for images, ids in ((units, label.atom), (factors, label.scale))
+    )
+    return Label((0, *label.axes), atom, np.broadcast_to(label.tag, atom.shape), scale)
+
+
+def _on_parameters(
+    stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]], units: _Images, factors: _Images
+) -> set[str]:
+    constraints, joint = stacks.constraints, set()
+    seen = np.concatenate([np.zeros(0, np.int64), *constraints.normed, *constraints.centred])
+    for name, size in stacks.sizes.items():
+        members, *labels = axis_labels[name]
+        own = [label for label in labels if (units.sizes[label.atom] > 0).any()]
+        if not own:
+            continue
+        joint.add(name)
+        constraints.fix_scales(members.scale)  # that of a whole member is one of its units
+        spread = [_spread(label, size, units, factors) for label in own]
+        for label in spread:
+            constraints.block(np.broadcast_to(members.atom[:, None], label.atom.shape), label.atom)
+            if len(spread) > 1 or np.isin(label.atom, seen).any():
+                constraints.restrict(label)
+        axis_labels[name] = (*(label for label in labels if label not in own), *spread)
+    return joint
+
+
+def _on_values(stacks: Stacks, units: _Images, factors: _Images) -> set[str]:
+    unknown: set[str] = set()
+    occurrences: list[Sighting] = []
+    for sighting in stacks.constraints.occurrences:
+        label = sighting.label
+        held = units.sizes[label.atom] > 0
+        if not held.any():
+            occurrences.append(sighting)
+            continue
+        if sighting.tensor is not None:
+            unknown.add(sighting.tensor)
+        atom, tag, scale = (part.ravel() for part in label.parts)
+        flat, parts = held.ravel(), [(atom, tag, scale)]
+        for member in range(1, int(units.sizes[atom].max())):
+            mine = flat & (units.sizes[atom] > member)
+            parts.append((units.of(atom[mine], member), tag[mine], factors.of(scale[mine], member)))
+        occurrences.append(Sighting(Label((), *(np.concatenate(each) for each in zip(*parts, strict=True)))))
+    stacks.constraints.occurrences = [Sighting(each.label) if each.tensor in unknown else each for each in occurrences]
+    return unknown
+
+
+def away_from(tensors: set[str], shifts: list[Shift], shown: dict[str, Shown]) -> tuple[list[Shift], dict[str, Shown]]:
+    """Leave out the shifts of some tensors, whose members move in ways of their own.
+
+    Args:
+        tensors: Their names.
+        shifts: What may be added to tensors.
+        shown: What shifts, by number, do to values inside the network.
+    """
+    if not tensors:
+        return shifts, shown
+    kept: dict[int, int] = {}
+    for index, shift in enumerate(shifts):
+        touched = {*shift.names, *(off.weight for off in shift.taken_off), *(off.bias for off in shift.taken_off)}
+        if not touched & tensors:
+            kept[index] = len(kept)
+    return [shifts[index] for index in kept], {
+        name: replace(
+            value,
+            added=tuple((kept[index], matrix) for index, matrix in value.added if index in kept),
+            unknown=tuple(kept[index] for index in value.unknown if index in kept),
+        )
+        for name, value in shown.items()
+    }

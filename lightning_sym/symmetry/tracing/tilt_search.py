@@ -1,0 +1,85 @@
+"""Finds the layer norms whose bias and readers may be changed together, see docs/theory/intertwiners.md, 2.12."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.tilts import Normed, Tilt
+
+Norms = Mapping[tuple[str | None, str], Normed]
+
+
+def find_tilts(structure: Structure, values: Structure, norms: Norms) -> tuple[list[Tilt], list[str]]:
+    """Find the layer norms that are tilted.
+
+    Where all that a shift adds to a norm's bias is taken off, tilts are made of shifts: these are left out.
+
+    Args:
+        structure: The group on tensors, shifts and rotations included.
+        values: The same group on named values.
+        norms: The layer norms that only linear layers read, by gain and bias.
+
+    Returns:
+        The tilts, and notes on those that had to be left out.
+    """
+    shifted = {name for shift in structure.shifts for name in shift.names}
+    found, notes = [], []
+    for (gain, offset), norm in norms.items():
+        twice = len({name for name, _ in norm.readers}) < len(norm.readers)  # one matrix, read along both axes
+        if not norm.readers or twice or offset in shifted:
+            continue
+        slots = [_slot_on(structure, name, axis) for name, axis in ((offset, 0), *norm.readers)]
+        gains = [] if gain is None else [_slot_on(structure, gain, 0)]
+        seen = [_slot_on(values, name, axis) for name, axis in norm.seen]
+        if not all(_moves_alike(structure, slots[0], slot) for slot in [*slots, *gains]) or None in seen:
+            notes.append(f"what reads the layer norm of the bias {offset} keeps its mean, as it moves in another way")
+            continue
+        assert slots[0] is not None
+        if all(_is_between(structure, slot, gain, power) for slot, power in _powers(slots, gain)):
+            found.append(Tilt(slots[0].size, offset, gain, tuple(norm.readers), tuple(norm.seen)))
+        else:
+            notes.append(
+                f"what reads the layer norm of the bias {offset} keeps its mean, as other gains are in between"
+            )
+    return found, notes
+
+
+def _slot_on(structure: Structure, name: str, axis: int) -> Slot | None:
+    """Return the one slot on an axis, if no slot is on several."""
+    own = structure.slots_of.get(name, [])
+    at = [slot for slot in own if slot.axes == (axis,)]
+    return at[0] if len(at) == 1 and all(len(slot.axes) == 1 for slot in own) else None
+
+
+def _moves_alike(structure: Structure, one: Slot | None, two: Slot | None) -> bool:
+    """Whether the units on two slots are the same, in the same order, and neither copies nor mixed by any matrix."""
+    if one is None or two is None or not np.array_equal(one.unit, two.unit):
+        return False
+    held = set(one.unit[one.unit >= 0].tolist())
+    copied = any(
+        structure.copies_of(index) is not None and not held.isdisjoint(units.tolist())
+        for index, units in enumerate(structure.orbits)
+    )
+    return not copied and two.kind == "value" and two.offset not in structure.dense_places
+
+
+def _powers(slots: list[Slot | None], gain: str | None) -> list[tuple[Slot, int]]:
+    powers = [1, *[-1] * (len(slots) - 1)] if gain is not None else [0] * len(slots)
+    return [(slot, power) for slot, power in zip(slots, powers, strict=True) if slot is not None]
+
+
+def _is_between(structure: Structure, slot: Slot, gain: str | None, power: int) -> bool:
+    """Whether rotations act on a slot between the norm's own gain, if they act there at all, and leave ones alone."""
+    turned = np.zeros(slot.size, bool)
+    for index, at, powers in structure.rotated_places.get(slot.offset, ()):
+        rotation = structure.rotations[index]
+        known = [(name, k, place) for (name, place), k in zip(rotation.gains, powers, strict=True) if k]
+        if [(name, k) for name, k, _ in known] != ([(gain, power)] if power else []):
+            return False
+        if not all(np.array_equal(place, at) for *_, place in known):
+            return False
+        if not rotation.fixes_ones:
+            return False
+        turned[at] = True
+    return bool(turned.all() or not turned.any())

@@ -1,0 +1,254 @@
+"""Stacks: experts and heads that are members of one parameter, chosen by a router or all used.
+
+Members change places together with what chooses them; inside each member its own units change places, with scales of
+their own (docs/theory/intertwiners.md, 2.13 and 2.14). The groups are derived by hand.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers import Program, parameter
+from symmetry_family_cases import EXACT, difference, randomise
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sym.symmetry import canonicalize, local_dimension, orbit_distance, trace_symmetry
+
+torch.set_num_threads(1)
+
+E, D, M, OUT = 3, 5, 4, 2
+GATED = {"r": (E, D), "g": (E, M, D), "u": (E, M, D), "w": (E, OUT, M)}
+HEADS = {"q": (3, D, 2), "k": (3, D, 2), "v": (3, D, 2), "o": (3, 2, D)}
+DEEP = {"r": (E, D), "g": (E, M, D), "b": (E, M), "mid": (E, M, M), "w": (E, OUT, M), "c": (E, OUT)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program on stacks.
+
+    Attributes:
+        parts: Shapes of its parameters.
+        shape: Of one sample.
+        orders: The orders of the factors of its group of permutations.
+        dimension: Of its group, with shifts.
+    """
+
+    program: Callable[[Any, Tensor], Tensor]
+    parts: dict[str, tuple[int, ...]]
+    shape: tuple[int, ...]
+    orders: tuple[int, ...]
+    dimension: int
+
+    def make(self) -> nn.Module:
+        return randomise(
+            Program(self.program, {name: parameter(*shape) for name, shape in self.parts.items()})
+        ).double()
+
+    def inputs(self, count: int) -> Tensor:
+        return torch.randn(count, *self.shape, dtype=torch.float64)
+
+
+CASES: dict[str, Case] = {}
+# Each expert's four units, with a scale of `u` against `w` each; the experts; and what a softmax takes off the router.
+WHOLE = ((6, 24, 24, 24), E * M + D)
+SHARED = ((6, 24), M + D)
+
+
+def case(group: tuple[tuple[int, ...], int], shape: tuple[int, ...] = (D,), **parts: tuple[int, ...]) -> Any:
+    def decorate(program: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+        CASES[program.__name__] = Case(program, parts or GATED, shape, *group)
+        return program
+
+    return decorate
+
+
+def router(s: Any, x: Tensor) -> Tensor:
+    return (x @ s.r.T).softmax(-1)
+
+
+def chosen(s: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """As transformers' batched_mm: the weights of the experts that were chosen, one after the other."""
+    count = index.shape[1]
+    x, index = x.repeat_interleave(count, 0)[..., None], index.reshape(-1)
+    h = F.silu((s.g[index] @ x).squeeze(-1)) * (s.u[index] @ x).squeeze(-1)
+    return ((s.w[index] @ h[..., None]).squeeze(-1) * weight.reshape(-1, 1)).view(-1, count, OUT).sum(1)
+
+
+def of_all(s: Any, x: Tensor) -> Tensor:
+    h = F.silu(torch.einsum("bd,emd->bem", x, s.g)) * torch.einsum("bd,emd->bem", x, s.u)
+    return torch.einsum("bem,eom->beo", h, s.w)
+
+
+@case(WHOLE)
+def two_largest(s: Any, x: Tensor) -> Tensor:
+    weight, index = router(s, x).topk(2, -1)
+    return chosen(s, x, index, weight / weight.sum(-1, keepdim=True))
+
+
+@case(WHOLE)
+def weights_gathered(s: Any, x: Tensor) -> Tensor:
+    index = router(s, x).topk(2, -1).indices
+    return chosen(s, x, index, router(s, x).gather(1, index))
+
+
+@case((WHOLE[0], E * M))
+def best_alone(s: Any, x: Tensor) -> Tensor:
+    scores = x @ s.r.T
+    index = scores.argmax(-1, keepdim=True)
+    return chosen(s, x, index, torch.sigmoid(scores).gather(1, index))
+
+
+@case(WHOLE)
+def mixture_of_all(s: Any, x: Tensor) -> Tensor:
+    return torch.einsum("be,beo->bo", router(s, x), of_all(s, x))
+
+
+@case(WHOLE)
+def batched_products(s: Any, x: Tensor) -> Tensor:
+    wide = x.expand(E, *x.shape)
+    h = F.silu(torch.bmm(wide, s.g.mT)) * torch.bmm(wide, s.u.mT)
+    return (torch.bmm(h, s.w.mT) * router(s, x).T[..., None]).sum(0)
+
+
+@case(WHOLE)
+def one_hot_dispatch(s: Any, x: Tensor) -> Tensor:
+    weight, index = router(s, x).topk(2, -1)
+    return ((F.one_hot(index, E) * weight[..., None]).sum(1)[..., None] * of_all(s, x)).sum(1)
+
+
+@case(WHOLE)
+def scattered_weights(s: Any, x: Tensor) -> Tensor:
+    weight, index = router(s, x).topk(2, -1)
+    return torch.einsum("be,beo->bo", x.new_zeros(len(x), E).scatter(1, index, weight), of_all(s, x))
+
+
+@case(WHOLE)
+def compared_with_numbers(s: Any, x: Tensor) -> Tensor:
+    weight, index = router(s, x).topk(2, -1)
+    dense = ((index[..., None] == torch.arange(E)) * weight[..., None]).sum(1)
+    return torch.einsum("be,beo->bo", dense, of_all(s, x))
+
+
+@case(WHOLE)
+def added_by_index(s: Any, x: Tensor) -> Tensor:
+    weight, index = router(s, x).topk(2, -1)
+    token, index = torch.arange(len(x)).repeat_interleave(2), index.reshape(-1)
+    wide = x[token][..., None]
+    h = F.silu((s.g[index] @ wide).squeeze(-1)) * (s.u[index] @ wide).squeeze(-1)
+    y = (s.w[index] @ h[..., None]).squeeze(-1) * weight.reshape(-1, 1)
+    return x.new_zeros(len(x), OUT).index_add(0, token, y)
+
+
+# Hidden units of two experts are added up: these have their units in common.
+@case(SHARED, **{**GATED, "w": (OUT, M)})
+def added_before_they_are_read(s: Any, x: Tensor) -> Tensor:
+    weight, index = router(s, x).topk(2, -1)
+    h = [(F.silu(s.g[i] @ x[..., None]) * (s.u[i] @ x[..., None])).squeeze(-1) for i in index.unbind(1)]
+    return (weight[:, :1] * h[0] + weight[:, 1:] * h[1]) @ s.w.T
+
+
+@case(SHARED, **{**GATED, "w": (OUT, M)})
+def mixed_before_they_are_read(s: Any, x: Tensor) -> Tensor:
+    h = F.silu(torch.einsum("bd,emd->bem", x, s.g)) * torch.einsum("bd,emd->bem", x, s.u)
+    return torch.einsum("be,bem->bm", router(s, x), h) @ s.w.T
+
+
+# A number of its own for each expert, which is none of the weights.
+@case(((24, 24, 24), E * M))
+def factors_tell_experts_apart(s: Any, x: Tensor) -> Tensor:
+    slopes = torch.arange(1.0, E + 1, dtype=x.dtype)
+    return torch.einsum("be,beo->bo", torch.sigmoid(x @ s.r.T) * slopes, of_all(s, x))
+
+
+# Nobody knows which expert it is now: none moves, and all have their units in common.
+@case(((24,), M + D))
+def index_with_something_added(s: Any, x: Tensor) -> Tensor:
+    weight, index = router(s, x).topk(2, -1)
+    return chosen(s, x, (index + 1) % E, weight)
+
+
+# Two hidden layers, with a scale for each unit; what a softmax takes off the router.
+@case(((6, *[24] * 6), 2 * E * M + D), **DEEP)
+def two_layers_in_each_expert(s: Any, x: Tensor) -> Tensor:
+    h = torch.relu(torch.einsum("bd,emd->bem", x, s.g) + s.b)
+    h = torch.relu(torch.einsum("bem,ekm->bek", h, s.mid))
+    return torch.einsum("be,beo->bo", router(s, x), torch.einsum("bek,eok->beo", h, s.w) + s.c)
+
+
+# Any matrix between queries and keys of a head, and between values and what reads them.
+@case(((6,), 6 * 4), (4, D), **HEADS)
+def heads_on_an_axis(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.einsum("btd,hde->bthe", x, w) for w in (s.q, s.k, s.v))
+    z = torch.einsum("bhts,bshe->bthe", torch.einsum("bthe,bshe->bhts", q, k).softmax(-1), v)
+    return torch.einsum("bthe,hed->btd", z, s.o)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_members_and_their_units_change_places(name: str) -> None:
+    """The whole group; elements keep the function in a fresh network, for another number of samples."""
+    torch.manual_seed(0)
+    own = CASES[name]
+    network = own.make()
+    symmetry = trace_symmetry(network, own.inputs(4))
+    assert math.isclose(symmetry.log10_permutations, sum(math.log10(order) for order in own.orders), abs_tol=1e-9)
+    assert symmetry.dimension == own.dimension, symmetry
+    x, generator = own.inputs(7), torch.Generator().manual_seed(1)
+    first, second = symmetry.sample(generator), symmetry.sample(generator)
+    moved, fresh = symmetry.act(first, network), own.make()
+    fresh.load_state_dict(moved.state_dict())
+    assert any(not torch.equal(one, two) for one, two in zip(fresh.parameters(), network.parameters(), strict=True))
+    assert difference(fresh(x), network(x)) < EXACT
+    # The group's laws.
+    for one, two in (
+        (symmetry.act(symmetry.compose(second, first), network), symmetry.act(second, moved)),
+        (symmetry.act(symmetry.inverse(first), moved), network),
+    ):
+        assert all(
+            torch.allclose(a, b, rtol=EXACT, atol=EXACT)
+            for a, b in zip(one.parameters(), two.parameters(), strict=True)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two_largest", "two_layers_in_each_expert", "heads_on_an_axis"])
+def test_planted_elements_are_found_again(name: str) -> None:
+    torch.manual_seed(2)
+    own = CASES[name]
+    network = own.make()
+    symmetry = trace_symmetry(network, own.inputs(4))
+    moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(3)), network)
+    forms = [canonicalize(symmetry, member).network for member in (network, moved)]
+    assert all(torch.allclose(a, b, atol=1e-8) for a, b in zip(*(form.parameters() for form in forms), strict=True))
+    bounds = orbit_distance(symmetry, network, moved)
+    assert bounds.lower <= bounds.upper < 1e-8
+
+
+@pytest.mark.parametrize("name", ["mixture_of_all", "heads_on_an_axis"])
+def test_dimension_is_the_nullity_of_the_jacobian(name: str) -> None:
+    torch.manual_seed(4)
+    own = CASES[name]
+    network = own.make()
+    symmetry = trace_symmetry(network, own.inputs(4))
+    assert local_dimension(symmetry, network, own.inputs(100)).nullity == symmetry.dimension
+
+
+def test_a_trace_inside_of_a_device_context_for_building() -> None:
+    with torch.device("meta"):
+        network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        symmetry = trace_symmetry(network, torch.randn(2, 5))
+    assert symmetry.dimension == 8
+
+
+def test_experts_that_look_at_values_are_refused_with_the_way_out() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=11, num_key_value_heads=2, num_local_experts=2, **sizes)
+    network = transformers.MixtralForCausalLM(config).eval()
+    network.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="set_experts_implementation"):
+        trace_symmetry(network, input_ids=torch.randint(11, (2, 4)))

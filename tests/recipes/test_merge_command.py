@@ -1,0 +1,377 @@
+"""``lightning-sym merge``: checkpoints in, the mean of aligned networks out."""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import call, succeed
+from helpers import assert_refused
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lightning_sym.connectivity import merge_checkpoints
+from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+
+NETS = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 4), nn.BatchNorm1d(8)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.example_input_array = torch.randint(9, (2, 3))
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        return self.head(hidden + self.down(torch.relu(self.norm(self.up(hidden).mT)).mT))
+"""
+MLP = (
+    "--network=MultiLayerPerceptron",
+    "--network.widths=[12,12]",
+    "--network.in_channels=1",
+    "--network.image_size=8",
+)
+X = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Named(nn.Sequential):
+    """A network that puts out its logits among other things."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"features": x.flatten(1), "logits": super().forward(x.flatten(1))}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("merge_nets.py").write_text(NETS)
+    monkeypatch.delitem(sys.modules, "merge_nets", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def perceptron(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MultiLayerPerceptron(widths=(12, 12), in_channels=1, image_size=8).eval()
+
+
+def tied(seed: int = 0) -> nn.Module:
+    import merge_nets
+
+    torch.manual_seed(seed)
+    found: nn.Module = merge_nets.Tied().eval()
+    found.norm.running_mean.normal_()
+    found.norm.running_var.uniform_(0.5, 2.0)
+    return found
+
+
+@functools.cache
+def symmetry_of_perceptron() -> Symmetry:
+    return trace_symmetry(perceptron(), X)
+
+
+def planted(symmetry: Symmetry, network: nn.Module, seed: int = 1, **settings: Any) -> nn.Module:
+    return symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed), **settings), network)
+
+
+def as_lightning(network: nn.Module, name: str) -> str:
+    content = {"state_dict": {f"model.{n}": t for n, t in network.state_dict().items()}, "epoch": 3}
+    torch.save(content, name)
+    return name
+
+
+def as_state_dict(network: nn.Module, name: str) -> str:
+    torch.save(network.state_dict(), name)
+    return name
+
+
+def as_shards(network: nn.Module, name: str, dtype: torch.dtype = torch.float32, prefix: str = "") -> str:
+    """Write two files of safetensors and their index, tied weights once; return the index."""
+    Path(name).mkdir(parents=True)
+    names = dict.fromkeys(dict(network.named_parameters()) | dict(network.named_buffers()))
+    state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in network.state_dict().items() if n in names}
+    files = {f"{prefix}{n}": f"model-0000{1 + i % 2}-of-00002.safetensors" for i, n in enumerate(state)}
+    for file in set(files.values()):
+        own = {f"{prefix}{n}": t.clone() for n, t in state.items() if files[f"{prefix}{n}"] == file}
+        save_file(own, Path(name) / file, {"format": "pt"})
+    index = Path(name) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return str(index)
+
+
+def read_shards(index: Path) -> dict[str, Tensor]:
+    files = set(json.loads(index.read_text())["weight_map"].values())
+    return {name: tensor for file in sorted(files) for name, tensor in load_file(index.parent / file).items()}
+
+
+@pytest.mark.parametrize("method", ["weights", "activations"])
+@pytest.mark.parametrize("save", [as_state_dict, as_lightning])
+def test_a_planted_element_is_found(save: Callable[[nn.Module, str], str], method: str) -> None:
+    a = perceptron()
+    files = save(a, "a.ckpt"), save(planted(symmetry_of_perceptron(), a), "b.ckpt")
+    data = ("--data=DigitsDataModule", "--data.max_samples=80", "--points=3") if method == "activations" else ()
+    for out, options in (("m", ()), ("aligned", ("--align-only",))):
+        result = succeed("merge", *files, *MLP, f"--method={method}", *options, *data, f"--out=new/{out}.safetensors")
+        found = load_file(f"new/{out}.safetensors")
+        assert found.keys() == a.state_dict().keys()
+        for name, tensor in a.state_dict().items():
+            assert torch.allclose(found[name], tensor, rtol=0, atol=1e-6)
+        rows = json.loads(Path(f"new/{out}-report/lines.json").read_text())["rows"]
+        before, after = (row["distance"] for row in rows)
+        assert after < 1e-5 < before
+        if data:
+            assert {row["alignment"]: row["loss_barrier"] < 1e-4 for row in rows} == {
+                "unmatched": False,
+                "activations": True,
+            }
+            assert Path(f"new/{out}-report/interpolation.png").is_file()
+        else:
+            assert "without data there are no losses, no barrier and no recalibration" in " ".join(result.out.split())
+
+
+def test_shards_keep_their_form_and_tied_weights_their_tie() -> None:
+    a = tied()
+    symmetry = trace_symmetry(a, torch.randint(9, (2, 3)))
+    b = planted(symmetry, a)
+    indices = as_shards(a, "a", prefix="model."), as_shards(b, "b")
+    common = ("merge", *indices, "--network=merge_nets.Tied")
+    result = succeed(*common, "--out=merged")
+    assert "belong to no network (--recalibrate)" in " ".join(result.out.split())
+    found = read_shards(Path("merged/model.safetensors.index.json"))
+    assert found.keys() == read_shards(Path(indices[0])).keys()
+    for name, tensor in a.state_dict().items():
+        if name != "head.weight":
+            assert torch.allclose(found[f"model.{name}"].float(), tensor.float(), rtol=0, atol=1e-5)
+    succeed(*common, "--out=aligned", "--align-only")
+    assert read_shards(Path("aligned/model.safetensors.index.json")).keys() == read_shards(Path(indices[1])).keys()
+    assert not list(Path().rglob("*.tmp"))
+
+
+def test_double_precision_is_kept() -> None:
+    a = perceptron().double()
+    b = planted(symmetry_of_perceptron(), a)
+    save_file(a.state_dict(), "a.safetensors")
+    data = DigitsDataModule(max_samples=80)
+    found = merge_checkpoints(
+        ["a.safetensors", as_state_dict(b, "b.pt")], "m.safetensors", network=perceptron(3), inputs=X, points=3,
+        data=data.test_dataloader(), train=data.curvature_dataloader(), method="activations",
+    )  # fmt: skip
+    for name, tensor in load_file("m.safetensors").items():
+        assert tensor.dtype == torch.float64
+        assert torch.allclose(tensor, a.state_dict()[name], rtol=0, atol=1e-12)
+    assert found.largest_change < 1e-10
+    assert found.distances[0][1] < 1e-12 < found.distances[0][0]
+
+
+@pytest.mark.slow
+def test_networks_with_several_outputs_are_evaluated_by_their_logits() -> None:
+    torch.manual_seed(0)
+    a = Named(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)).eval()
+    b = planted(trace_symmetry(a, X), a)
+    data = DigitsDataModule(max_samples=80).test_dataloader()
+    files = [as_state_dict(a, "a.pt"), as_state_dict(b, "b.pt")]
+    found = merge_checkpoints(files, "m.safetensors", network=a, inputs=X, points=2, data=data)
+    assert found.losses is not None
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    expected = nn.functional.cross_entropy(a(x)["logits"], y).item()
+    for name in ("a.pt", "b.pt", "mean, aligned"):
+        assert found.losses[name][0] == pytest.approx(expected, rel=1e-5)
+    assert abs(found.losses["mean as they are"][0] - expected) > 1e-3 * expected
+
+
+def trained(seed: int, data: DigitsDataModule) -> nn.Module:
+    network = perceptron(seed).train()
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
+    x, y = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return network.eval()
+
+
+@pytest.mark.slow
+def test_means_of_trained_networks_are_better_after_alignment() -> None:
+    data = DigitsDataModule()
+    files = [as_state_dict(trained(seed, data), f"{seed}.pt") for seed in range(3)]
+    result = succeed("merge", *files, *MLP, "--out=m.safetensors", "--data=DigitsDataModule", "--points=3")
+    rows = {row["weights"]: row for row in json.loads(Path("m-report/networks.json").read_text())["rows"]}
+    assert list(rows) == ["0.pt", "1.pt", "2.pt", "mean as they are", "mean, aligned"]
+    assert rows["mean, aligned"]["accuracy"] > rows["mean as they are"]["accuracy"] + 0.1
+    lines = json.loads(Path("m-report/lines.json").read_text())["rows"]
+    barriers = [[row["loss_barrier"] for row in lines if row["alignment"] == name] for name in ("unmatched", "weights")]
+    assert all(after < before for before, after in zip(*barriers, strict=True))
+    assert "mean, aligned" in result.out
+    # What was written is what was measured.
+    network = perceptron()
+    network.load_state_dict(load_file("m.safetensors"))
+    x, y = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
+    assert (network(x).argmax(1) == y).float().mean().item() == pytest.approx(rows["mean, aligned"]["accuracy"])
+
+
+@pytest.mark.slow
+def test_statistics_of_batch_norms_are_measured_anew() -> None:
+    ids = torch.randint(9, (64, 3), generator=torch.Generator().manual_seed(0))
+    a, b = tied(0), tied(1)
+    files = [as_state_dict(a, "a.pt"), as_state_dict(b, "b.pt")]
+    common = {"network": a, "inputs": ids[:2], "train": [(ids[:40], ids[:40]), (ids[40:], ids[40:])]}
+    merge_checkpoints(files, "plain.safetensors", **common)  # type: ignore[arg-type]
+    merge_checkpoints(files, "new.safetensors", **common, recalibrate=True)  # type: ignore[arg-type]
+    plain, new = load_file("plain.safetensors"), load_file("new.safetensors")
+    changed = {name for name in plain if not torch.equal(plain[name], new[name])}
+    assert changed - {"norm.num_batches_tracked"} == {"norm.running_mean", "norm.running_var"}
+    network = tied()
+    network.load_state_dict({**new, "head.weight": new["embed.weight"]})
+    seen: list[Tensor] = []
+    network.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    network(ids[:40])  # the batch of another size is left out
+    assert torch.allclose(seen[0].mean((0, 2)), network.norm.running_mean, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_networks_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2}
+    content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, "vocab_size": 14}
+    Path("config.json").write_text(json.dumps(content))
+    config = transformers.LlamaConfig(**sizes, vocab_size=14)
+    torch.manual_seed(0)
+    networks = [transformers.LlamaForCausalLM(config).eval() for _ in range(2)]
+    for network in networks:
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, std=0.5)
+    files = [as_shards(network, f"n{i}") for i, network in enumerate(networks)]
+    common = ("merge", *files, "--network=transformers:config.json")
+    succeed(*common, "--out=aligned", "--align-only")
+    succeed(*common, "--out=merged")
+    again = transformers.LlamaForCausalLM(config).eval()
+    again.load_state_dict(read_shards(Path("aligned/model.safetensors.index.json")))
+    ids = torch.randint(14, (2, 6))
+    before, after = networks[1](ids).logits, again(ids).logits
+    assert torch.allclose(before, after, atol=1e-3 * float(before.detach().abs().max()))
+    report = json.loads(Path("aligned-report/lines.json").read_text())
+    distances = [row["distance"] for row in report["rows"]]
+    assert distances[1] < distances[0]
+    assert report["largest_change"] < 1e-3
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("a.pt b.pt --network=X", "Missing: --out."),
+        ("a.pt b.pt --out=m.safetensors", "Missing: --network."),
+        ("a.pt --network=X --out=m.safetensors", "Expected two or more checkpoints, got a.pt."),
+        ("a.pt b.pt --network=X --out=m.safetensors --methd=weights", "merge has no option 'methd'. Did you mean"),
+        (
+            "a.pt b.pt --network=X --out=m.safetensors --method=both",
+            "--method takes weights or activations, got 'both'.",
+        ),
+        ("a.pt b.pt --network=X --out=m.safetensors --points=1", "--points takes a whole number >= 2, got 1."),
+        ("a.pt b.pt --network=X --out=m.safetensors --recalibrate=3", "--recalibrate takes no value, got 3."),
+        ("a.pt b.pt --network=X --out=m.safetensors --input=3,x", "--input takes a shape"),
+    ],
+)
+def test_command_lines_that_are_not_understood(options: str, says: str) -> None:
+    result = call("merge", *options.split())
+    assert result.status == 2
+    assert says in result.error
+
+
+@pytest.mark.parametrize("options", [(), ("--help",), ("-h",)])
+def test_help(options: tuple[str, ...]) -> None:
+    assert "--align-only " in succeed("merge", *options).out
+
+
+def test_misspelt_options_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from lightning_sym.cli import main; main(['merge', 'a', '--ot=b']); print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("a.pt none.pt --out=m.safetensors", "There is no file"),
+        ("a.pt nan.pt --out=m.safetensors", "nan.pt holds classifier.bias with values that are not finite"),
+        ("a.pt wide.pt --out=m.safetensors", "wide.pt holds 'linear1.weight' of shape [13, 64], and"),
+        (
+            "a.pt half.safetensors --out=m.safetensors",
+            "half.safetensors holds linear1.weight as torch.float16, and a.pt",
+        ),
+        ("a.pt bad.safetensors --out=m.safetensors", "bad.safetensors is damaged or no safetensors"),
+        ("a.pt b.pt --out=m.pt", "out is m.pt; expected a file that ends in .safetensors."),
+        ("a.pt b.pt --out=there.safetensors", "there.safetensors is there already"),
+        ("a.pt b.pt --out=old.safetensors", "old-report is there already"),
+        ("a.pt b.pt --out=m.safetensors --recalibrate", "recalibrate needs data to run the networks on; give data"),
+        ("a.pt b.pt --out=m.safetensors --method=activations", "method='activations' needs data"),
+        ("a.pt b.pt a.pt --out=m.safetensors --align-only", "files must be two checkpoints to align, got 3."),
+        ("a.pt b.pt --out=m.safetensors --recalibrate --data=DigitsDataModule", "of which the network has none"),
+        ("a.pt b.pt --out=m.safetensors --align-only --recalibrate --data=DigitsDataModule", "align_only writes none"),
+        ("a.pt b.pt --out=m.safetensors --data=DiabetesDataModule", "the network does not run on the example input"),
+        ("a.pt b.pt --out=m.safetensors --data=Digits", "There is no class 'Digits'."),
+        ("a.pt extra.pt --out=m.safetensors", "extra.pt holds 'more', which MultiLayerPerceptron has not"),
+        ("a.pt fewer.pt --out=m.safetensors", "fewer.pt does not hold"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(options: str, says: str) -> None:
+    state = perceptron().state_dict()
+    for name in ("a.pt", "b.pt"):
+        torch.save(state, name)
+    torch.save({**state, "classifier.bias": state["classifier.bias"] / 0}, "nan.pt")
+    torch.save({**state, "linear1.weight": torch.zeros(13, 64)}, "wide.pt")
+    torch.save({**state, "more": torch.zeros(3)}, "extra.pt")
+    torch.save({name: t for name, t in state.items() if name != "classifier.bias"}, "fewer.pt")
+    save_file({name: t.half() for name, t in state.items()}, "half.safetensors")
+    Path("bad.safetensors").write_bytes(b"x" * 100)
+    Path("there.safetensors").write_bytes(b"")
+    Path("old-report").mkdir()
+    before = set(Path().rglob("*"))
+    result = call("merge", *options.split(), *MLP)
+    assert result.status == 1
+    assert says in result.error
+    assert {path for path in Path().rglob("*") if "__pycache__" not in path.parts} <= before
+
+
+def test_shards_that_do_not_fit() -> None:
+    a = tied()
+    one, two = as_shards(a, "one"), as_shards(tied(1), "two")
+    common = {"network": a, "inputs": torch.randint(9, (2, 3))}
+    merge = functools.partial(merge_checkpoints, **common)
+    assert_refused(merge, [one, two], "m.safetensors", says="expected a folder for the shards of model.safetensors")
+    for place, heads in (("one", 2), ("two", 4)):
+        Path(place, "config.json").write_text(json.dumps({"model_type": "llama", "heads": heads, "dtype": place}))
+    assert_refused(merge, [one, two], "m", says=["two/config.json says heads: 4, and one/config.json 2"])
+    Path("two", "config.json").unlink()
+    state = a.state_dict()
+    torch.save({**state, "head.weight": state["head.weight"] + 1}, "untied.pt")
+    assert_refused(merge, [one, "untied.pt"], "m", says="of 'embed.weight', which are tied in Tied")
+    import merge_nets
+
+    assert_refused(
+        *(merge_checkpoints, [one, two], "m"), network=merge_nets.Tied(tied=False), inputs=torch.randint(9, (2, 3)),
+        says="does not hold 'head.weight' of Tied",
+    )  # fmt: skip
+    shard = Path("two", "model-00002-of-00002.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-4])
+    assert_refused(merge, [one, two], "m", says="model-00002-of-00002.safetensors is damaged")
+    shard.unlink()
+    assert_refused(merge, [one, two], "m", says="model-00002-of-00002.safetensors is missing beside")
+    assert not Path("m").exists()
