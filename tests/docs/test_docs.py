@@ -43,6 +43,9 @@ def run_blocks(text: str, have: Have) -> None:
     A block that begins with the name of a file, as in ``# my_networks.py``, is that module.
     """
     code = blocks(text, "python")
+    for package in ("transformers", "timm"):  # of the extra hf, which not every environment has
+        if any(re.search(rf"^(from|import) {package}\b", block, re.MULTILINE) for block in code):
+            pytest.importorskip(package)
     have(providers(text), {folder for block in code for folder in python_folders(block)[1]})
     namespace: dict[str, object] = {"__name__": "documentation"}
     for block in code:
