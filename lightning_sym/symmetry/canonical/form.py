@@ -1,9 +1,8 @@
 """Canonical forms: one member for each orbit of a network's symmetry group."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -22,6 +21,8 @@ from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tilting import to_gains
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.translations import nearest
+
+Scales = Literal["balanced", "unit"] | None
 
 # Scales and cells are balanced in turn until no matrix is further from the identity, and so many times at most.
 _MOST_SHIFTS = 8  # how often shifts and all else are found in turn
@@ -133,7 +134,7 @@ def canonicalize(
     symmetry: Symmetry,
     network: nn.Module,
     *,
-    scales: Literal["balanced", "unit"] | None = "balanced",
+    scales: Scales = "balanced",
     signs: bool = True,
     order: bool = True,
     inplace: bool = False,
@@ -203,99 +204,124 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
-    if not (symmetry.structure.rotations and scales == "balanced" and signs and order):
-        return _unturned(symmetry, network, scales, signs, order, inplace)
-    # Scales, shifts and cells do not depend on rotations, signs and order do.
-    form = _unturned(symmetry, network, scales, False, False, False)
-    flips = positive(symmetry, state_tensors(form.network))
-    current = symmetry.act(flips, form.network, inplace=True)
-    turn, notes = principal_turns(symmetry, state_tensors(current))
-    last = _unturned(symmetry, symmetry.act(turn, current, inplace=True), scales, signs, order, True)
-    turn = symmetry.compose(turn, flips)
-    element = symmetry.compose(last.element, symmetry.compose(turn, form.element))
-    result = symmetry.act(element, network, inplace=inplace)
-    return replace(last, network=result, element=element, dead=form.dead, notes=(*last.notes, *notes))
+    course = _Course(symmetry, network, scales)
+    if symmetry.structure.rotations and scales == "balanced" and signs and order:
+        # Scales, shifts and cells do not depend on rotations, signs and order do.
+        _up_to_rotations(course, signs=False, order=False)
+        course.move(positive(symmetry, course.tensors))
+        turn, notes = principal_turns(symmetry, course.tensors)
+        course.move(turn)
+        _up_to_rotations(course, signs=True, order=True)
+        course.notes += notes
+    else:
+        _up_to_rotations(course, signs=signs, order=order)
+    return CanonicalForm(
+        symmetry.act(course.element, network, inplace=inplace),
+        course.element,
+        course.dead or {},
+        course.sweeps,
+        course.residual,
+        course.converged,
+        tuple(dict.fromkeys(course.notes)),
+    )
 
 
-def _unturned(
-    symmetry: Symmetry,
-    network: nn.Module,
-    scales: Literal["balanced", "unit"] | None,
-    signs: bool,
-    order: bool,
-    inplace: bool,
-) -> CanonicalForm:
-    """Bring a network to its canonical form, up to rotations of streams."""
-    if scales is None or not (symmetry.structure.shifts or symmetry.structure.tilts):
-        return _of_shifted(symmetry, network, scales, signs, order, inplace)
+class _Course:
+    """A network's weights on their way to the canonical form.
+
+    Attributes:
+        element: What has brought them to where they are.
+        dead: As found where no unit had been moved yet.
+        sweeps: Of all passes together.
+        residual: Of the last pass, as `converged` and `notes`.
+    """
+
+    def __init__(self, symmetry: Symmetry, network: nn.Module, scales: Scales) -> None:
+        self.symmetry, self.scales = symmetry, scales
+        self.element = self.identity = symmetry.identity()
+        self.dead: dict[str, Tensor] | None = None
+        self.sweeps, self.residual, self.converged = 0, 0.0, True
+        self.notes: list[str] = []
+        self._tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
+        self._to_do: Element | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers where they are: as they were given, and in float64 once they have moved."""
+        if self._to_do is not None:
+            exact = {name: t.double() if t.is_floating_point() else t for name, t in self._tensors.items()}
+            self._tensors, self._to_do = self.symmetry.act_on(self._to_do, exact), None
+        return self._tensors
+
+    def move(self, element: Element) -> None:
+        """Let an element act, when somebody looks."""
+        self.element = self.symmetry.compose(element, self.element)
+        self._to_do = element if self._to_do is None else self.symmetry.compose(element, self._to_do)
+
+
+def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
+    """Bring weights to their canonical form, up to rotations of streams."""
+    structure = course.symmetry.structure
+    if course.scales is None or not (structure.shifts or structure.tilts):
+        return _up_to_shifts(course, signs=signs, order=order)
     # Shifts and all else in turn: biases that take up signs, or gains in a stream, say anew what shifts there are.
-    element, current = symmetry.identity(), network
-    dead: dict[str, Tensor] | None = None
-    for _ in range(_MOST_SHIFTS):
-        tensors = state_tensors(current)
-        tilts, untilted = to_gains(symmetry.structure, tensors)
-        tilt = replace(symmetry.identity(), tilt=tilts)
-        tensors = symmetry.act_on(tilt, tensors) if tilts else tensors
-        step = nearest(symmetry.structure.shifts, tensors)
-        if dead is not None and all(bool((v.abs() <= 1e-12).all()) for v in (*step, *tilts)):
+    untilted: list[str] = []
+    for count in range(_MOST_SHIFTS):
+        tilts, untilted = to_gains(structure, course.tensors)
+        tilt = replace(course.identity, tilt=tilts)
+        tensors = course.symmetry.act_on(tilt, course.tensors) if tilts else course.tensors
+        step = nearest(structure.shifts, tensors)
+        if count and all(bool((vector.abs() <= 1e-12).all()) for vector in (*step, *tilts)):
             break
-        shift = symmetry.compose(replace(symmetry.identity(), shift=step), tilt)
-        found = _of_shifted(symmetry, symmetry.act(shift, current), scales, signs, order, True)
-        current, element = found.network, symmetry.compose(found.element, symmetry.compose(shift, element))
-        dead = found.dead if dead is None else dead
-    result, notes = symmetry.act(element, network, inplace=inplace), (*found.notes, *untilted)
-    return replace(found, network=result, element=element, dead=dead or {}, notes=notes)
+        course.move(course.symmetry.compose(replace(course.identity, shift=step), tilt))
+        _up_to_shifts(course, signs=signs, order=order)
+    course.notes += untilted
 
 
-def _of_shifted(
-    symmetry: Symmetry,
-    network: nn.Module,
-    scales: Literal["balanced", "unit"] | None,
-    signs: bool,
-    order: bool,
-    inplace: bool,
-) -> CanonicalForm:
-    """Bring a network to its canonical form, up to shifts."""
-    if scales is None or not symmetry.structure.phases:
-        return _of_turned(symmetry, network, scales, signs, order, inplace)
+def _up_to_shifts(course: _Course, *, signs: bool, order: bool) -> None:
+    """Bring weights to their canonical form, up to rotations and shifts."""
+    if course.scales is None or not course.symmetry.structure.phases:
+        return _up_to_phases(course, signs=signs, order=order)
     # A phase changes no norm of a unit's: scales first, then phases, then signs and all else.
-    scaled = _of_turned(symmetry, network, scales, False, False, False)
-    phase, unclear = principal_phases(symmetry.structure, state_tensors(scaled.network))
-    turned = symmetry.compose(replace(symmetry.identity(), phase=phase), scaled.element)
-    form = _of_turned(symmetry, symmetry.act(turned, network), scales, signs, order, True)
-    element = symmetry.compose(form.element, turned)
-    notes = (f"{unclear.sum()} planes are not turned, as none of their axes is longer",) if unclear.any() else ()
-    result = symmetry.act(element, network, inplace=inplace)
-    return replace(form, network=result, element=element, dead=scaled.dead, notes=(*form.notes, *notes))
+    _up_to_phases(course, signs=False, order=False)
+    phase, unclear = principal_phases(course.symmetry.structure, course.tensors)
+    course.move(replace(course.identity, phase=phase))
+    _up_to_phases(course, signs=signs, order=order)
+    if unclear.any():
+        course.notes.append(f"{unclear.sum()} planes are not turned, as none of their axes is longer")
 
 
-def _of_turned(
-    symmetry: Symmetry,
-    network: nn.Module,
-    scales: Literal["balanced", "unit"] | None,
-    signs: bool,
-    order: bool,
-    inplace: bool,
-) -> CanonicalForm:
-    """Bring a network to its canonical form, up to shifts and phases."""
-    if scales is not None and symmetry.structure.dense:
-        cells, stay, notes = _balanced_cells(symmetry, network, scales)
-        form = _without_cells(
-            symmetry, symmetry.act(cells, network), scales=scales, signs=signs, order=order, inplace=True
-        )
-        element = symmetry.compose(form.element, cells)
-        if signs:
-            flips = reflections(symmetry.structure, {n: p.detach() for n, p in form.network.named_parameters()})
-            same = symmetry.identity().dense
-            dense = tuple(same[cell] if cell in stay else flip for cell, flip in enumerate(flips))
-            element = symmetry.compose(replace(symmetry.identity(), dense=dense), element)
-        result = symmetry.act(element, network, inplace=inplace)
-        return replace(form, network=result, element=element, notes=tuple(dict.fromkeys((*form.notes, *notes))))
-    return _without_cells(symmetry, network, scales=scales, signs=signs, order=order, inplace=inplace)
+def _up_to_phases(course: _Course, *, signs: bool, order: bool) -> None:
+    """Bring weights to their canonical form, up to rotations, shifts and phases."""
+    symmetry, scales = course.symmetry, course.scales
+    if scales is None or not symmetry.structure.dense:
+        return _up_to_cells(course, signs=signs, order=order)
+    cells, stay, notes = _balanced_cells(symmetry, course.tensors, scales)
+    course.move(cells)
+    _up_to_cells(course, signs=signs, order=order)
+    if signs:
+        parameters = {name: t for name, t in course.tensors.items() if name in symmetry.parameter_names}
+        flips = reflections(symmetry.structure, parameters)
+        same = course.identity.dense
+        dense = tuple(same[cell] if cell in stay else flip for cell, flip in enumerate(flips))
+        course.move(replace(course.identity, dense=dense))
+    course.notes += notes
+
+
+def _up_to_cells(course: _Course, *, signs: bool, order: bool) -> None:
+    """Bring weights to their canonical form, up to all but permutations, scales and signs."""
+    step = _pass(course, signs=signs, order=order)
+    if not signs:
+        return
+    # What biases take up of signs counts for all that comes after them: again, until no more signs change.
+    for _ in course.symmetry.structure.absorbed:
+        if bool((step.sign > 0).all()):
+            break
+        step = _pass(course, signs=signs, order=order)
 
 
 def _balanced_cells(
-    symmetry: Symmetry, network: nn.Module, scales: Literal["balanced", "unit"]
+    symmetry: Symmetry, tensors: Mapping[str, Tensor], scales: Scales
 ) -> tuple[Element, set[int], list[str]]:
     """Return the element after which what dense cells put out and what reads it have equal, diagonal Gram matrices.
 
@@ -308,7 +334,7 @@ def _balanced_cells(
     counted = {structure.slots[index].tensor for index in np.unique(plan.slot_of[plan.parameter]).tolist()}
     total = symmetry.identity()
     singular: set[int] = set()
-    tensors = {name: t.detach().double() for name, t in state_tensors(network).items() if t.is_floating_point()}
+    tensors = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
     for _ in range(_MOST_ROUNDS):
         gauge = ScaleGauge(symmetry, plan, Squares(plan, tensors), scales, folding(symmetry, tensors))
         step = replace(symmetry.identity(), log_scale=torch.from_numpy(gauge.log_scale))
@@ -344,55 +370,21 @@ def _only(tensors: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
-def _without_cells(
-    symmetry: Symmetry,
-    network: nn.Module,
-    *,
-    scales: Literal["balanced", "unit"] | None,
-    signs: bool,
-    order: bool,
-    inplace: bool,
-) -> CanonicalForm:
-    """Bring a network to its canonical form, up to shifts and invertible matrices."""
-    once = partial(_pass, symmetry, scales=scales, signs=signs, order=order)
-    if not (signs and symmetry.structure.absorbed):
-        return once(network, inplace=inplace)
-    # What biases take up of signs counts for all that comes after them: again, until no more signs change.
-    first = last = once(network)
-    element = first.element
-    for _ in symmetry.structure.absorbed:
-        if bool((last.element.sign > 0).all()):
-            break
-        last = once(last.network, inplace=True)
-        element = symmetry.compose(last.element, element)
-    result = symmetry.act(element, network, inplace=inplace)
-    return replace(last, network=result, element=element, dead=first.dead)
-
-
-def _pass(
-    symmetry: Symmetry,
-    network: nn.Module,
-    *,
-    scales: Literal["balanced", "unit"] | None,
-    signs: bool,
-    order: bool,
-    inplace: bool = False,
-) -> CanonicalForm:
-    """Bring a network to its canonical form, as if no bias took up what changes of sign add."""
-    tensors = state_tensors(network)
+def _pass(course: _Course, *, signs: bool, order: bool) -> Element:
+    """Find permutations, scales and signs, as if no bias took up what changes of sign add; return the step taken."""
+    symmetry, scales, tensors, notes = course.symmetry, course.scales, course.tensors, course.notes
     plan = plan_of(symmetry)
     squares = Squares(plan, tensors)
     _check_finite(tensors, squares)
     gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, tensors))
-    notes = list(gauge.notes)
+    notes[:] = gauge.notes
     # What has no scale of its own says nothing of the living units that it touches: it counts as absent.
     determined = plan.used @ gauge.dead.astype(np.float64) == 0
     gauged = Gauged(symmetry, plan, tensors, gauge.log_scale, determined)
     slices = squares.slices(gauged.scale**2 * determined)
     dead = _dead_units(symmetry, plan, slices, gauge.dead)
-    identity = symmetry.identity()
-    sign = find_signs(symmetry, plan, gauged) if signs else identity.sign.numpy()
-    permutation = identity.permutation.numpy()
+    sign = find_signs(symmetry, plan, gauged) if signs else course.identity.sign.numpy()
+    permutation = course.identity.permutation.numpy()
     if order:
         last = [dead.get(group.name, torch.zeros(group.size, dtype=torch.bool)).numpy() for group in symmetry.groups]
         permutation = find_order(symmetry, plan, slices, gauged, last, notes)
@@ -411,12 +403,12 @@ def _pass(
             f"{stiff} streams are not rotated (with scales='balanced', signs and order only, and between gains other "
             "than zero): the form is canonical up to these rotations only"
         )
+    course.dead = dead if course.dead is None else course.dead
+    course.sweeps, course.residual, course.converged = course.sweeps + gauge.sweeps, gauge.residual, gauge.converged
     units, scale, flips = (torch.from_numpy(array) for array in (permutation, gauge.log_scale, sign))
-    element = replace(identity, permutation=units, log_scale=scale, sign=flips)
-    result = symmetry.act(element, network, inplace=inplace)
-    return CanonicalForm(
-        result, element, dead, gauge.sweeps, gauge.residual, gauge.converged, tuple(dict.fromkeys(notes))
-    )
+    step = replace(course.identity, permutation=units, log_scale=scale, sign=flips)
+    course.move(step)
+    return step
 
 
 def _check_finite(tensors: dict[str, Tensor], squares: Squares) -> None:
