@@ -23,6 +23,7 @@ from lightning_sym.symmetry.moves.moved import Moved
 from lightning_sym.symmetry.moves.streams import rotate_stream, stream_axes
 from lightning_sym.symmetry.moves.tied import untie
 from lightning_sym.symmetry.moves.writers import center_writers
+from lightning_sym.symmetry.permutation_spec import PermutationSpec
 from lightning_sym.symmetry.tangents import OrbitTangents, orbit_tangents
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
@@ -48,6 +49,7 @@ __all__ = [
     "Occurrence",
     "OrbitDistance",
     "OrbitTangents",
+    "PermutationSpec",
     "Symmetry",
     "Tap",
     "Trace",

@@ -23,6 +23,7 @@ from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
 from lightning_sym.symmetry.elements import Element, Tap, axis_groups, described_blocks, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
+from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.phases import phases_after, phases_back, random_phases
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tilting import no_tilts, random_tilt, tilts_after, tilts_back
@@ -583,6 +584,24 @@ class Symmetry:
             keywords: Keyword arguments.
         """
         return Call.of(inputs, keywords, self.examples[0].output if self.examples else None)
+
+    def permutation_spec(self) -> PermutationSpec:
+        """Return which axes of which tensors are permuted together, in the formats of other tools.
+
+        Permutations of units that are no order of whole axes (heads, channels that are flattened with their pixels or
+        stand beside those of other layers) are left out, and the specification says which and why.
+
+        Example:
+            >>> from lightning_sym.symmetry.trace import trace_symmetry
+            >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> spec = trace_symmetry(network, torch.randn(2, 5)).permutation_spec()
+            >>> spec.perm_to_axes
+            {'0': [('0.weight', 0), ('0.bias', 0), ('2.weight', 1)]}
+            >>> spec.numbered()["2.weight"]
+            (2, 0)
+        """
+        shapes = {name: shape for name, (shape, _) in self.layout.items()}
+        return permutation_spec_of(self.groups, shapes, self.structure.blocks)
 
     def _tapped(self, tap: Tap | str) -> Tap:
         if isinstance(tap, str) and tap not in self.taps:

@@ -1,0 +1,89 @@
+"""The permutations of a symmetry in the formats of tools that read weights or match them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.elements import AxisGroup
+
+
+@dataclass(frozen=True)
+class PermutationSpec:
+    """Which axes of which tensors are permuted together.
+
+    Attributes:
+        perm_to_axes: For each permutation, by the name of its axis group, the tensors and axes on which it stands.
+        axes_to_perm: For each tensor on which units stand, the permutation of each of its axes, or None.
+        sizes: The number of units of each permutation.
+        left_out: The axis groups whose permutations no order of whole axes describes, and why. They keep their order.
+
+    References:
+        ``perm_to_axes`` and ``axes_to_perm`` are those of Git Re-Basin (Ainsworth et al. 2023, arXiv:2209.04836);
+        :meth:`numbered` is what universal neural functionals ask for (Zhou et al. 2024, arXiv:2402.05232).
+    """
+
+    perm_to_axes: Mapping[str, Sequence[tuple[str, int]]]
+    axes_to_perm: Mapping[str, tuple[str | None, ...]]
+    sizes: Mapping[str, int]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def numbered(self) -> dict[str, tuple[int, ...]]:
+        """Return an integer for each axis of each tensor: axes of one permutation share it, all others have their own.
+
+        Permutations are numbered from 0 in the order of the forward pass; then come the axes that are not permuted.
+        """
+        numbers: dict[str | tuple[str, int], int] = {name: index for index, name in enumerate(self.perm_to_axes)}
+        return {
+            tensor: tuple(
+                numbers.setdefault((tensor, axis) if name is None else name, len(numbers))
+                for axis, name in enumerate(names)
+            )
+            for tensor, names in self.axes_to_perm.items()
+        }
+
+
+def permutation_spec_of(
+    groups: Sequence[AxisGroup], shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[Ints]
+) -> PermutationSpec:
+    """Return the permutations that are an order of whole axes.
+
+    Args:
+        groups: The axis groups.
+        shapes: Of all parameters and buffers.
+        blocks: Units that change places with other ones as wholes.
+    """
+    in_blocks = np.unique(np.concatenate([np.zeros(0, np.int64), *(table.ravel() for table in blocks)]))
+    perm_to_axes: dict[str, list[tuple[str, int]]] = {}
+    sizes, left_out = {}, {}
+    for group in groups:
+        if reason := _why_not(group, shapes, in_blocks):
+            left_out[group.name] = reason
+            continue
+        sizes[group.name] = group.size
+        perm_to_axes[group.name] = list(dict.fromkeys((own.tensor, own.axis) for own in group.occurrences))
+    names = {place: name for name, places in perm_to_axes.items() for place in places}
+    tensors = dict.fromkeys(own.tensor for group in groups for own in group.occurrences)
+    axes_to_perm = {
+        tensor: tuple(names.get((tensor, axis)) for axis in range(len(shapes[tensor]))) for tensor in tensors
+    }
+    return PermutationSpec(perm_to_axes, axes_to_perm, sizes, left_out)
+
+
+def _why_not(group: AxisGroup, shapes: Mapping[str, tuple[int, ...]], in_blocks: Ints) -> str:
+    """Return why no order of whole axes describes a group's permutations; empty if one does."""
+    if not group.movable:
+        return "its units keep their order"
+    if int(group.cells.max()) > 0 or np.isin(group.units.numpy(), in_blocks).any():
+        return "its units change places inside of blocks or with their blocks"
+    order = group.occurrences[0].positions
+    for own in group.occurrences:
+        if own.further or own.positions.numel() != shapes[own.tensor][own.axis]:
+            return f"its units are a part of axis {own.axis} of {own.tensor}"
+        if own.positions.shape[1] != 1:
+            return f"each of its units stands on {own.positions.shape[1]} places of axis {own.axis} of {own.tensor}"
+        if not torch.equal(own.positions, order):
+            return f"its units stand in another order on axis {own.axis} of {own.tensor}"
+    return ""
