@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import rank, ranks, summed, wide
+from lightning_sym._text import name_of_callable
 from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Curve, curve_barriers, curve_losses
@@ -26,7 +27,6 @@ from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
 from lightning_sym.reports.curve import LINE, MATCHED, MeasuredPath, MeasuredPlane, Pair, curve_results
 from lightning_sym.tasks import CurveTask
-from lightning_sym.tasks.losses import name_of_loss
 
 # How far the grid of a plane reaches beyond the rectangle of its three points, as a share of its sides.
 _MARGIN = 0.2
@@ -147,7 +147,7 @@ class CurveReport(RunReport):
             **self.source(data),
         }
         title = f"{architecture_name(task.member(members[0]))}, {counted(len(task.pairs), 'pair')}"
-        loss = None if task.classifies else name_of_loss(task.loss_function)
+        loss = None if task.classifies else name_of_callable(task.loss_function)
         notes = [f"{task.names[number]} was stopped: {found['reason']}" for number, found in stopped.items()]
         return curve_results(paths, planes, title=title, about=about, notes=notes, loss=loss)
 

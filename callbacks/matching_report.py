@@ -10,6 +10,7 @@ from pytorch_lightning import Trainer
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
+from lightning_sym._text import name_of_callable
 from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
@@ -22,7 +23,6 @@ from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
 from lightning_sym.tasks import MatchingTask
-from lightning_sym.tasks.losses import name_of_loss
 from lightning_sym.tasks.matching import UNMATCHED
 from lightning_sym.zoo import rebuild_manifest, write_member
 
@@ -162,7 +162,7 @@ class MatchingReport(RunReport):
             task.symmetry,
             title=title,
             about=about,
-            loss=None if task.classifies else name_of_loss(task.loss_function),
+            loss=None if task.classifies else name_of_callable(task.loss_function),
             merged=[merged for merged, _ in means],
         )
 

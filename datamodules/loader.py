@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +10,10 @@ from torch.utils.data import SequentialSampler
 
 from lightning_sym._checks import check_integers, is_integer
 from lightning_sym._random import generator
+from lightning_sym._text import name_of_callable
+
+# Of (inputs, generator), and returns inputs; the command line does not take functions without annotations for more.
+Augmentation: TypeAlias = Callable[[Any, Any], Any]
 
 
 class EpochSampler(SequentialSampler):
@@ -142,12 +146,14 @@ class TensorLoader(EpochLoader):
 
     An iterable with a length: no worker processes, no per-image Python. A batch is one gather from the uint8
     images, followed by flip and normalisation, on the device on which the images lie. Inputs that are no uint8 images
-    are floats or tokens of any shape, with targets of any shape; they are neither shifted nor flipped.
+    are floats or tokens of any shape, with targets of any shape; they are neither shifted nor flipped, but functions
+    may be called on them.
 
     The order of seed ``s`` in epoch ``e`` is ``torch.randperm(N, generator=generator("order", s, e))`` and
     the augmentation of all ``N`` positions of the epoch is drawn from ``generator("augment", s, e)``, always
-    on the CPU. So a batch depends on ``(seed, epoch, position)`` only: not on the device, nor on how many
-    processes share the work, nor on which other members are trained beside this one.
+    on the CPU; functions get ``generator("augment", s, e, k)`` for global batch ``k``. So a batch depends on
+    ``(seed, epoch, position)`` only: not on the device, nor on how many processes share the work, nor on which other
+    members are trained beside this one.
 
     Batches are pairs ``(inputs, targets)``; of images float32, with labels, int64:
 
@@ -174,6 +180,9 @@ class TensorLoader(EpochLoader):
         shift_fill: Value of the pixels that a shift brings in: ``"mean"`` (the channel's mean, rounded to the
             nearest uint8) or a number in [0, 255], rounded.
         flip: Mirror each image left to right with probability 1/2. Needs seeds.
+        augmentations: Functions called in turn on the inputs of a batch before they are normalised, see
+            :func:`augmented`: with several processes each calls them on the whole global batch and takes its part.
+            Not for uint8 images. Needs seeds.
         rank: Index of this process, 0 <= rank < world_size.
         world_size: Number of processes that share the images.
         drop_last: Leave out the last batch if it is smaller than the others (with seeds: the last global
@@ -209,6 +218,7 @@ class TensorLoader(EpochLoader):
         shift: int = 0,
         shift_fill: float | Literal["mean"] = "mean",
         flip: bool = False,
+        augmentations: Sequence[Augmentation] = (),
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
@@ -228,8 +238,10 @@ class TensorLoader(EpochLoader):
             raise ValueError(f"shift and flip are for uint8 images, got {inputs.dtype}; leave them out.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, world_size), got rank {rank} of world_size {world_size}.")
-        if seeds is None and (shift > 0 or flip):
-            raise ValueError("shift and flip are random and need seeds; got seeds=None.")
+        if images and augmentations:
+            raise ValueError("augmentations are for floats and tokens; uint8 images have shift and flip.")
+        if seeds is None and (shift > 0 or flip or augmentations):
+            raise ValueError("shift, flip and augmentations are random and need seeds; got seeds=None.")
         if isinstance(seeds, Sequence) and len(seeds) == 0:
             raise ValueError("seeds must hold at least one seed, got an empty sequence.")
 
@@ -247,7 +259,7 @@ class TensorLoader(EpochLoader):
             raise ValueError(too_large_batch(batch_size, world_size, len(inputs)))
         device = inputs.device if device is None else torch.device(device)
         self._seeds = seeds if seeds is None or isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
-        self._shift, self._flip = shift, flip
+        self._shift, self._flip, self._augmentations = shift, flip, tuple(augmentations)
         self._reshuffle = reshuffle
         own = slice(None) if whole else slice(self._first, self._end)
         self._offset = 0 if whole else self._first
@@ -270,8 +282,10 @@ class TensorLoader(EpochLoader):
 
     def epoch_batches(self, epoch: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         """Return what makes the batches of an epoch from their numbers."""
-        draws = self._draw(epoch if self._reshuffle else 0)
-
+        epoch = epoch if self._reshuffle else 0
+        draws = self._draw(epoch)
+        if draws is not None and self._augmentations:
+            return lambda index: self._augmented(index, epoch, draws[0])
         return lambda index: self._batch(self.positions(index), draws)
 
     def _draw(self, epoch: int) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
@@ -310,6 +324,46 @@ class TensorLoader(EpochLoader):
         if flip is not None:
             inputs = torch.where(flip[..., positions, None, None, None], inputs.flip(-1), inputs)
         return self.normalize(inputs), self.targets[indices]
+
+    def _augmented(self, index: int, epoch: int, order: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this process's part of a global batch, which is augmented as a whole: processes do not matter."""
+        own, first = self.positions(index), index * self._stride
+        part = slice(own.start - first, own.stop - first)
+        seeds = [self._seeds] if isinstance(self._seeds, int) else self._seeds or ()
+        rows = []
+        for seed, indices in zip(seeds, order.view(len(seeds), -1)[:, first : first + self._stride], strict=True):
+            random = generator("augment", seed, epoch, index)
+            rows.append(augmented(self.inputs[indices], self._augmentations, random)[part])
+        inputs = rows[0] if isinstance(self._seeds, int) else torch.stack(rows)
+        return self.normalize(inputs), self.targets[order[..., own]]
+
+
+def augmented(inputs: Tensor, augmentations: Sequence[Augmentation], random: torch.Generator) -> Tensor:
+    """Call functions on the inputs of a batch, one after another.
+
+    Args:
+        inputs: Shape ``[B, ...]``, floats or tokens, before normalisation; may be changed in place.
+        augmentations: Each is called as ``augmentation(inputs, random)``, and returns as many inputs of the same shape
+            and type, in the same order.
+        random: Generator on the CPU, for all that they draw.
+
+    Returns:
+        What the last one returned.
+
+    Raises:
+        ValueError: If one returns something else.
+    """
+    for augmentation in augmentations:
+        changed = augmentation(inputs, random)
+        if not isinstance(changed, Tensor) or (changed.shape, changed.dtype) != (inputs.shape, inputs.dtype):
+            kind = type(changed).__name__
+            got = f"{changed.dtype} of shape {list(changed.shape)}" if isinstance(changed, Tensor) else f"a {kind}"
+            raise ValueError(
+                f"The augmentation {name_of_callable(augmentation)} must return inputs like those it got, "
+                f"{inputs.dtype} of shape {list(inputs.shape)}, got {got}."
+            )
+        inputs = changed
+    return inputs
 
 
 def _windows(images: Tensor, shift: int, fill: float | Literal["mean"], mean: Sequence[float]) -> Tensor:

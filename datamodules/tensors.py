@@ -11,8 +11,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._random import generator
+from lightning_sym._text import name_of_callable
 from lightning_sym.datamodules.base import DataSplit, InMemoryDataModule, LabelledInputs
-from lightning_sym.datamodules.loader import check_tensors, too_large_batch
+from lightning_sym.datamodules.loader import Augmentation, augmented, check_tensors, too_large_batch
 from lightning_sym.weights import read_weights
 
 Pair: TypeAlias = tuple[Any, Any]
@@ -29,9 +30,9 @@ class TensorDataModule(InMemoryDataModule):
     - targets of integers are class numbers, int64; floats are values, float32, of which a single one per input gets an
       axis of its own, ``[N, 1]``, as networks give it back. They are not standardised.
 
-    Batches, their order, members, processes and resuming are as with :class:`ImageDataModule`, but there is no
-    augmentation. Test data that are not given are held out of the training data by a draw that depends on nothing but
-    their number; validation data by one from ``data_seed``.
+    Batches, their order, members, processes and resuming are as with :class:`ImageDataModule`; what changes training
+    inputs anew in every epoch are ``augmentations``. Test data that are not given are held out of the training data by
+    a draw that depends on nothing but their number; validation data by one from ``data_seed``.
 
     A subclass may override :meth:`load` in place of giving ``train``.
 
@@ -54,6 +55,11 @@ class TensorDataModule(InMemoryDataModule):
         num_classes: Number of outputs of networks. None: one more than the largest class number; of values how many
             there are per input.
         class_names: Names of the classes. None: their numbers.
+        augmentations: Functions that change the inputs of training batches, and no others, in turn. Each is called as
+            ``augmentation(inputs, generator)`` with the inputs of one member's batch, ``[B, *input_shape]``, before
+            they are normalised, and returns as many of the same shape and type; it may change them in place. All that
+            it draws it draws from ``generator``, on the CPU, which depends on the seed, the epoch and the batch alone.
+            None: none.
 
     Attributes:
         input_shape: Shape of an input.
@@ -63,12 +69,12 @@ class TensorDataModule(InMemoryDataModule):
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If an argument is out of its range, inputs and targets do not fit each other or are not finite, or
-            a split would be empty or smaller than one batch.
+        ValueError: If an argument is out of its range, inputs and targets do not fit each other or are not finite, an
+            augmentation returns something else than it should, or a split would be empty or smaller than one batch.
 
     Note:
         The data are read when the datamodule is made. Nothing is logged. Checkpoints hold arguments other than the
-        data, of which :meth:`identity` has the fingerprint.
+        data, of which :meth:`identity` has the fingerprint, and of augmentations the names.
     """
 
     location_arguments: ClassVar[tuple[str, ...]] = ("train", "val", "test")
@@ -87,6 +93,7 @@ class TensorDataModule(InMemoryDataModule):
         standardize: bool = False,
         num_classes: int | None = None,
         class_names: Sequence[str] | None = None,
+        augmentations: list[Augmentation] | None = None,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, data_seed)
         check_numbers("in [0, 1)", val_fraction=val_fraction)
@@ -95,7 +102,10 @@ class TensorDataModule(InMemoryDataModule):
             if value is not None:
                 check_integers(**{name: value})
         given = {"train": train, "val": val, "test": test}
-        self.save_hyperparameters(ignore=["dataset", *given])
+        self.save_hyperparameters(ignore=["dataset", "augmentations", *given])
+        self._augmentations = _checked(augmentations)
+        if self._augmentations:
+            self.save_hyperparameters({"augmentations": list(map(name_of_callable, self._augmentations))})
         self.save_hyperparameters({name: data for name, data in given.items() if isinstance(data, str)})
         self._given: dict[str, Any] = given
         self._val_fraction, self._test_fraction, self._max_samples = val_fraction, test_fraction, max_samples
@@ -127,7 +137,13 @@ class TensorDataModule(InMemoryDataModule):
             ValueError: If inputs and targets do not fit each other, or the splits cannot be made.
         """
         super().setup(stage)
+        if self._given:
+            augmented(self._splits["train"][0][:2].clone(), self._augmentations, generator("augment"))
         self._given = {}  # what is in the splits need not be held twice
+
+    def augmentation(self) -> dict[str, Any]:
+        """Return the functions that change training inputs."""
+        return {"augmentations": self._augmentations}
 
     def __getattr__(self, name: str) -> Any:
         # What is known of data only once they are read; a subclass's load may need what its constructor sets later.
@@ -239,6 +255,7 @@ class DatasetDataModule(TensorDataModule):
         standardize: See there.
         num_classes: See there.
         class_names: See there.
+        augmentations: See there.
 
     Raises:
         TypeError: If an item is no pair of tensors, arrays or numbers.
@@ -261,6 +278,7 @@ class DatasetDataModule(TensorDataModule):
         standardize: bool = False,
         num_classes: int | None = None,
         class_names: Sequence[str] | None = None,
+        augmentations: list[Augmentation] | None = None,
     ) -> None:
         super().__init__(
             batch_size=batch_size,
@@ -272,6 +290,7 @@ class DatasetDataModule(TensorDataModule):
             standardize=standardize,
             num_classes=num_classes,
             class_names=class_names,
+            augmentations=augmentations,
         )
         self._given = {"train": dataset, "val": val, "test": test}
         self.setup()
@@ -281,6 +300,16 @@ class DatasetDataModule(TensorDataModule):
         train, val, test = (None if data is None else _stacked(data, name) for name, data in self._given.items())
         assert train is not None
         return train, val, test
+
+
+def _checked(augmentations: list[Augmentation] | None) -> tuple[Augmentation, ...]:
+    """Return the functions, or say that there is something else."""
+    if augmentations is not None and not (isinstance(augmentations, Sequence) and all(map(callable, augmentations))):
+        raise ValueError(
+            f"augmentations must be a list of functions of inputs and a generator, got {augmentations!r}; give the "
+            "functions themselves, or in a recipe their paths."
+        )
+    return tuple(augmentations or ())
 
 
 def _tensor(values: Any) -> Tensor:

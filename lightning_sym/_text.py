@@ -1,7 +1,9 @@
 """Sentences for the user, made in one place so that they read alike."""
 
+import functools
+import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
@@ -81,3 +83,29 @@ def other_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     differ = [name for name in now if name in was and was[name] != now[name] and not name.endswith("batch_size")]
     said = [f"--data.{name} is {json.dumps(now[name])[:40]}, and was {json.dumps(was[name])[:40]}" for name in differ]
     return f": {'; '.join(said)}" if said else ""
+
+
+def name_of_callable(function: Callable[..., Any]) -> str:
+    """Return what is called in words: its name and its settings, as far as these are numbers, words and the like.
+
+    Args:
+        function: A function, also with some arguments given (``functools.partial``), a module, or any object that is
+            called.
+
+    Example:
+        >>> name_of_callable(sorted), name_of_callable(functools.partial(sorted, reverse=True))
+        ('sorted', 'sorted(reverse=True)')
+    """
+    if isinstance(function, functools.partial):
+        name = name_of_callable(function.func)
+        settings = {**{f"argument {place}": value for place, value in enumerate(function.args)}, **function.keywords}
+    elif inspect.isroutine(function):
+        return getattr(function, "__qualname__", repr(function))
+    else:
+        name, settings = type(function).__qualname__, dict(getattr(function, "__dict__", {}))
+    said = [
+        f"{key}={value!r}"
+        for key, value in settings.items()
+        if isinstance(value, int | float | str | tuple | None) and not key.startswith("_") and key != "training"
+    ]
+    return f"{name}({', '.join(said)})"

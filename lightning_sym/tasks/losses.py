@@ -1,9 +1,6 @@
 """Losses of one member, which also take all members at once; see :meth:`lightning_sym.population.Population.step`."""
 
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,28 +50,3 @@ def is_cross_entropy(loss: object) -> bool:
     if isinstance(loss, functools.partial):
         return is_cross_entropy(loss.func)
     return loss is F.cross_entropy or isinstance(loss, CrossEntropy | nn.CrossEntropyLoss)
-
-
-def name_of_loss(loss: Callable[..., Any]) -> str:
-    """Return a loss in words: its name and its settings, as far as these are numbers, words and the like.
-
-    Args:
-        loss: A function, also with some arguments given (``functools.partial``), a module, or an object that is called.
-
-    Example:
-        >>> name_of_loss(CrossEntropy(0.1)), name_of_loss(functools.partial(F.huber_loss, delta=2.0))
-        ('CrossEntropy(label_smoothing=0.1)', 'huber_loss(delta=2.0)')
-    """
-    if isinstance(loss, functools.partial):
-        name = name_of_loss(loss.func)
-        settings = {**{f"argument {place}": value for place, value in enumerate(loss.args)}, **loss.keywords}
-    elif inspect.isroutine(loss):
-        return getattr(loss, "__qualname__", repr(loss))
-    else:
-        name, settings = type(loss).__qualname__, dict(getattr(loss, "__dict__", {}))
-    said = [
-        f"{key}={value!r}"
-        for key, value in settings.items()
-        if isinstance(value, int | float | str | tuple | None) and not key.startswith("_") and key != "training"
-    ]
-    return f"{name}({', '.join(said)})"

@@ -19,12 +19,12 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._tags import details
-from lightning_sym._text import ranges
+from lightning_sym._text import name_of_callable, ranges
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
 from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, scheduled
-from lightning_sym.tasks.losses import CrossEntropy, is_cross_entropy, name_of_loss
+from lightning_sym.tasks.losses import CrossEntropy, is_cross_entropy
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
 
@@ -210,7 +210,7 @@ class PopulationTask(LightningModule):
 
     @property
     def _loss_name(self) -> str:
-        return name_of_loss(type(self).loss if self._overrides_loss else self.loss_function)
+        return name_of_callable(type(self).loss if self._overrides_loss else self.loss_function)
 
     def member_title(self, number: int) -> str:
         """Return how messages call a member."""

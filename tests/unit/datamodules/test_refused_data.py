@@ -64,7 +64,7 @@ def loader(images=(20, 2, 5, 6), labels=None, dtype=torch.uint8, **settings):
         (loader, {"std": [0.1, NAN]}, r"std must lie in \(0, 1\]"),
         (loader, {"shift": 5, "seeds": 0}, "smaller than the image .5x6 pixels.*got 5"),
         (loader, {"shift": 1, "shift_fill": 256, "seeds": 0}, "shift_fill must be .*got 256"),
-        (loader, {"flip": True}, "shift and flip are random and need seeds"),
+        (loader, {"flip": True}, "shift, flip and augmentations are random and need seeds"),
         (loader, {"seeds": []}, "at least one seed"),
         (loader, {"rank": 2, "world_size": 2}, "got rank 2 of world_size 2"),
         (loader, {"batch_size": 21, "drop_last": True}, "batch_size 21 is more than the 20 .*at most 20"),

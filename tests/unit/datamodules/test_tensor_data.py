@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from lightning_sym._random import generator
 from lightning_sym.callbacks import MarginalLikelihood, ZooExport
 from lightning_sym.cli.checkpoints import RunCheckpoint
-from lightning_sym.datamodules import DatasetDataModule, DiabetesDataModule, TensorDataModule
+from lightning_sym.datamodules import DatasetDataModule, DiabetesDataModule, TensorDataModule, TensorLoader
 from lightning_sym.networks import MultiLayerPerceptron, Network
 from lightning_sym.tasks import MatchingTask, SquaredDistance, ZooTask
 from lightning_sym.zoo import ModelZoo
@@ -21,6 +22,22 @@ from lightning_sym.zoo import ModelZoo
 GENERATOR = torch.Generator().manual_seed(0)
 SPECTRA, LABELS = torch.randn(60, 2, 7, generator=GENERATOR) * 5 + 3, torch.arange(60) % 3
 VALUES = SPECTRA.mean((1, 2))
+
+
+def noisy(inputs, generator):
+    """Noise on every value, in place."""
+    return inputs.add_(torch.randn(inputs.shape, generator=generator), alpha=0.1)
+
+
+class Rolled:
+    """Every input moved along its last axis by its own number of places."""
+
+    def __init__(self, most=7):
+        self.most = most
+
+    def __call__(self, inputs, generator):
+        places = torch.randint(self.most, (len(inputs), 1, 1), generator=generator) + torch.arange(inputs.shape[-1])
+        return inputs.gather(-1, (places % inputs.shape[-1]).to(inputs.device).expand_as(inputs))
 
 
 def data(inputs=SPECTRA, targets=LABELS, **settings):
@@ -59,6 +76,32 @@ def test_values_have_the_shape_of_a_networks_outputs(targets, shape):
     assert (made.regression, made.num_classes) == (True, shape[0])
     _, batch = next(iter(made.val_dataloader()))
     assert (batch.dtype, batch.shape[1:]) == (torch.float32, shape)
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+def test_training_inputs_alone_are_augmented_by_seed_epoch_and_batch(standardize):
+    made, plain = (data(standardize=standardize, augmentations=one) for one in ([Rolled()], None))
+    assert_same(made.split_tensors("train"), plain.split_tensors("train"), "inputs as they were given")
+    for name in ("curvature", "val", "test"):
+        assert_same(*(list(getattr(one, f"{name}_dataloader")()) for one in (made, plain)), name)
+
+    def epoch(number, **settings):
+        inputs, targets = plain.split_tensors("train")
+        options = {"batch_size": 8, "seeds": [5, 9], "augmentations": [Rolled()], "drop_last": True}
+        loader = TensorLoader(inputs, targets, mean=made.mean, std=made.std, **options | settings)
+        loader.set_epoch(number)
+        return list(loader)
+
+    whole = epoch(3)
+    raw = plain.split_tensors("train").inputs[torch.randperm(43, generator=generator("order", 9, 3))]
+    expected = made.normalize(Rolled()(raw[8:16].clone(), generator("augment", 9, 3, 1)))
+    assert torch.equal(whole[1][0][1], expected)
+    assert_same(whole, epoch(3), "drawn again")
+    assert not torch.equal(whole[0][0], epoch(2)[0][0])
+    assert_same([(x[1], y[1]) for x, y in whole], epoch(3, seeds=9), "one seed alone")
+    shares = zip(*(epoch(3, batch_size=4, rank=rank, world_size=2) for rank in (0, 1)), strict=True)
+    together = [tuple(torch.cat(parts, 1) for parts in zip(*both, strict=True)) for both in shares]
+    assert_same(whole, together, "two processes")
 
 
 def test_splits_are_disjoint_and_the_test_split_depends_on_no_seed():
@@ -144,6 +187,12 @@ def test_files_data_sets_and_subclasses_give_the_same_data(tmp_path):
         ({"test": (SPECTRA[:, :1], LABELS)}, r"test: inputs must be like those for training, .*\['N', 2, 7\]"),
         ({"inputs": LABELS[:, None], "standardize": True}, "standardize is for floats"),
         ({"inputs": torch.ones(60, 1), "standardize": True}, "Channel 0 is constant"),
+        ({"augmentations": ["noisy"]}, r"augmentations must be a list of functions .*, got \['noisy'\]"),
+        (
+            {"augmentations": [lambda x, _: x[:1]]},
+            r"<lambda> must return inputs like .*, got .* \[1, 2, 7\]",
+        ),
+        ({"augmentations": [noisy, lambda x, _: None]}, "got a NoneType"),
     ],
 )
 def test_data_that_cannot_be_used_are_refused_when_the_datamodule_is_made(changes, says):
@@ -181,12 +230,15 @@ def regressors(**settings):
 
 def test_members_have_orders_of_their_own_and_are_exported_with_the_data(tmp_path):
     together, alone = regressors(), regressors(members=1, seed=1)
-    fit(together, data(targets=VALUES), ZooExport(str(tmp_path / "zoo")), folder=tmp_path)
-    fit(alone, data(targets=VALUES), folder=tmp_path)
+    changed = {"targets": VALUES, "augmentations": [Rolled(3), noisy]}
+    fit(together, data(**changed), ZooExport(str(tmp_path / "zoo")), folder=tmp_path)
+    fit(alone, data(**changed), folder=tmp_path)
     for name, weight in alone.population.member_state(1).items():
         torch.testing.assert_close(weight, together.population.member_state(1)[name], atol=1e-6, rtol=1e-5)  # float32
     zoo = ModelZoo.open(tmp_path / "zoo")
-    assert zoo.member(0).data == data(targets=VALUES).identity()
+    recorded = data(targets=VALUES).identity()
+    recorded["arguments"]["augmentations"] = ["Rolled(most=3)", "noisy"]
+    assert zoo.member(0).data == recorded
     for task in (ZooTask(together.network, members=1), MatchingTask(str(tmp_path / "zoo"))):
         assert_refused(fit, task, data(targets=VALUES), says="targets of TensorDataModule are values")
 
@@ -236,7 +288,7 @@ def perceptron(outputs):
 @pytest.mark.parametrize(
     ("make", "network", "loss"),
     [
-        (lambda: data(standardize=True), lambda: perceptron(3), None),
+        (lambda: data(standardize=True, augmentations=[noisy]), lambda: perceptron(3), None),
         (lambda: data(targets=VALUES, standardize=True), lambda: perceptron(1), SquaredDistance()),
         (lambda: DatasetDataModule(TensorDataset(SPECTRA, LABELS), batch_size=8), lambda: perceptron(3), None),
         (lambda: data(torch.arange(240).view(60, 4) % 11), lambda: Network.wrap(Words), None),
