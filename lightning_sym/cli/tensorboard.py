@@ -95,7 +95,8 @@ def _flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     for name, value in params.items():
         if isinstance(value, Mapping):
             # A class with its arguments: network, network/width.
-            kind = {"class_path": value["class_path"]} if "class_path" in value else None
+            path = str(value.get("class_path", ""))  # whole in the config; columns are narrow
+            kind = {"class_path": path.rpartition(".")[2]} if path else None
             inside = value if kind is None else kind | dict(value.get("init_args") or {})
             flat |= {f"{name}/{inner}".removesuffix("/class_path"): one for inner, one in _flat(inside).items()}
         elif value not in (None, [], ()):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._tags import details, overview
+from lightning_sym._tags import MOST_CURVES, details, overview
 from lightning_sym.networks import Network
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
@@ -222,7 +222,8 @@ class BranchTask(ZooUserTask):
     def quantities(self, metrics: Mapping[str, list[float]], split: str) -> dict[str, float]:
         """Return the mean penalties by kind, and by place and kind, of branches that go on.
 
-        Those of a place are details if nothing is trained there, so that they stay as they are, or if there are many.
+        Those of a place are details if nothing is trained there, so that they stay as they are, or if there are many:
+        half a page is left to the curves of the zoo, which people look at beside them.
         """
         prefix = "penalty" if split == "val" else f"{split}_penalty"
         kinds: dict[str, list[float]] = {}
@@ -234,7 +235,7 @@ class BranchTask(ZooUserTask):
                 at = trained if self.parameters_of(index) else still
                 at.setdefault(f"{prefix}/{place}/{kind}", []).append(penalty)
                 kinds.setdefault(f"{prefix}/{kind}", []).append(penalty)
-        return overview(_means(trained), _means(kinds)) | details(_means(still))
+        return overview(_means(trained), _means(kinds), MOST_CURVES // 2) | details(_means(still))
 
     def undecayed_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that have no weight decay; maps say which of theirs do not."""

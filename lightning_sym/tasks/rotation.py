@@ -91,7 +91,7 @@ class RotationTask(BranchTask):
 
     Logged after each epoch: ``train/loss`` (mean over all), and on the validation split, in fractions, the penalties as
     means over members, repeats and sites ``penalty/<kind>``, and for each site ``penalty/<site>/<kind>`` (where there
-    are up to 30 curves; otherwise as details); ``test_penalty/...`` when tested. In ``metrics.csv``, and in TensorBoard
+    are up to 15 curves; otherwise as details); ``test_penalty/...`` when tested. In ``metrics.csv``, and in TensorBoard
     with ``--log_details true``: ``details/member-0/<site>/<kind>/repeat-0/train_loss``, ``.../val_accuracy``,
     ``.../val_loss``.
 

@@ -114,7 +114,7 @@ class StitchingTask(BranchTask):
 
     Logged after each epoch: ``train/loss`` (mean over all), and on the validation split, in fractions, the penalties as
     means over pairs and sites ``penalty/<family>``, and over pairs ``penalty/<site>/<family>`` (for families that are
-    trained, where there are up to 30 curves; otherwise as details). In ``metrics.csv``, and in TensorBoard with
+    trained, where there are up to 15 curves; otherwise as details). In ``metrics.csv``, and in TensorBoard with
     ``--log_details true``: ``details/pair-0-1/<site>/<family>/train_loss``, ``.../val_accuracy``, ``.../val_loss``.
 
     Raises:

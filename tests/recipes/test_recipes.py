@@ -266,6 +266,7 @@ def test_tensorboard_shows_means_and_extremes_the_main_figure_and_the_config(dig
     assert [info.name.tag for info in experiment.metric_infos] == ["test/accuracy"]
     settings = metadata.parse_session_start_info_plugin_data(about[metadata.SESSION_START_INFO_TAG]).hparams
     assert settings["members"].number_value == 3
+    assert settings["network"].string_value == "MultiLayerPerceptron"
     infos = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG]).hparam_infos
     assert {"lr", "members", "network", "seed"} <= {info.name for info in infos if info.differs}  # the first columns
     assert {"execution", "network/activation"} < {info.name for info in infos if not info.differs}

@@ -9,6 +9,7 @@ import torch
 from helpers import assert_refused, assert_same, write_zoo
 from pytorch_lightning import Trainer
 
+from lightning_sym._tags import is_detail
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.stitching import FixedMap, IdentityMap
 from lightning_sym.tasks import RotationTask
@@ -182,7 +183,7 @@ def test_inside_a_block_the_skip_connection_passes(tmp_path):
 # ---- penalties
 
 
-def test_penalties_are_against_the_own_member(fitted):
+def test_penalties_are_against_the_own_member(fitted, monkeypatch):
     task, metrics = fitted
     count = len(task.branches)
     accuracies = [0.01 * index for index in range(count)] + [0.9, 0.8]
@@ -197,6 +198,10 @@ def test_penalties_are_against_the_own_member(fitted):
     assert float(metrics["penalty/undo"]) == 0.0
     by_site = [float(metrics[f"penalty/{site}/orthogonal"]) for site in ("activation1", "activation2")]
     assert float(metrics["penalty/orthogonal"]) == pytest.approx(sum(by_site) / 2, abs=1e-7)
+    monkeypatch.setattr(RotationTask, "label", lambda _, index: (f"site {index}", "kind"))
+    assert count > 15  # with as many places the means alone stand above the details, so that those of the zoo do, too
+    above = [name for name in task.quantities({"accuracy": accuracies}, "val") if not is_detail(name)]
+    assert above == ["penalty/kind"]
 
 
 def test_a_subclass_adds_a_kind(matching_zoo):
