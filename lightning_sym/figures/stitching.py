@@ -373,7 +373,7 @@ def _penalty_axis(panels: Sequence[Axes], ends: Sequence[Values], kind: str = "s
     for axes in panels:
         axes.grid(axis="y", alpha=0.25)
         axes.axhline(0, color=shared.INK, lw=0.9, zorder=3 if kind == "rotation" else 1)
-    label, first = f"{kind} penalty, points of accuracy", panels[0]
+    label, first = "penalty, points of accuracy", panels[0]  # what of, the title says
     if highest <= 2.5 * _LINEAR:
         margin = 0.05 * (highest - lowest)
         first.set_ylim(lowest - margin, highest + margin)
@@ -388,7 +388,7 @@ def _penalty_axis(panels: Sequence[Axes], ends: Sequence[Values], kind: str = "s
     first.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if bottom <= tick <= highest * 1.15]))
     first.yaxis.set_minor_locator(NullLocator())
     first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    return f"{label}\n(linear to {_LINEAR:.0f}, logarithmic above)"
+    return f"{label}\n(logarithmic above {_LINEAR:.0f})"
 
 
 def _site_width(sites: int) -> float:

@@ -41,7 +41,7 @@ def test_curves_are_in_points_with_error_bars():
     np.testing.assert_allclose(ends[0], [0.5, 2])  # the interval
     np.testing.assert_allclose(ends[1], [1, 3])  # the standard deviation, as one end is missing
     assert [tick.get_text() for tick in axes.get_xticklabels()] == SITES
-    assert axes.get_ylabel() == "stitching penalty, points of accuracy"
+    assert axes.get_ylabel() == "penalty, points of accuracy"
     assert axes.get_title() == "Myrtle"
     assert axes.get_yscale() == "linear"
     assert any(np.all(np.asarray(line.get_ydata()) == 0) for line in axes.lines)
@@ -70,7 +70,7 @@ def test_large_penalties_leave_room_for_small_ones():
     values = [family("full", [0.0005, 0.01, 0.02], std=[0.0001, 0.001, 0.001]), family("rank 1", [0.4, 0.8, 0.6])]
     (axes,) = drawn(penalty_curves([PenaltyPanel("a", SITES, values)])).axes
     assert axes.get_yscale() == "symlog"
-    assert "linear to 10, logarithmic above" in axes.get_ylabel()
+    assert "logarithmic above 10" in axes.get_ylabel()
     bottom, top = axes.get_ylim()
     assert bottom < 0
     assert top > 80
@@ -175,7 +175,7 @@ def test_rotation_has_bars_side_by_side():
     assert [bool(bar.get_hatch()) for bar in bars] == [False] * 6 + [True] * 3
     assert [text.get_text() for text in axes.texts] == ["0.0", "1.7", "1.3", "0.7", "4.6", "70.0", "70.0", "70.0"]
     assert labels(figure) == ["group", "orthogonal", "not trained"]
-    assert axes.get_ylabel().startswith("rotation penalty, points of accuracy")
+    assert axes.get_ylabel().startswith("penalty, points of accuracy")
 
 
 @pytest.mark.parametrize(
