@@ -121,7 +121,9 @@ def rates(
     for row in shift.balanced:
         offset = tensors[row.offset]
         ratio = offset if row.gain is None else offset / tensors[row.gain]
-        yield row.bias, -float(ratio.sum()) * sparse.identity(shift.size, format="csr")
+        size = tensors[row.bias].numel()
+        own = sparse.identity(size, format="csr") if shift.size == size else sparse.csr_matrix(np.ones((size, 1)))
+        yield row.bias, -float(ratio.sum()) * own
 
 
 def added_by(part: Added, size: int, tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
@@ -219,7 +221,7 @@ def _uniform(shifts: Sequence[Shift], weight: str, out: int) -> Iterable[tuple[i
     """Yield the shifts that add the same to all rows of a weight."""
     for number, shift in enumerate(shifts):
         for part in shift.added:
-            if part.tensor == weight and out not in part.axes:
+            if part.tensor == weight and out not in part.axes and part.axis in (None, out):
                 yield number, part
 
 

@@ -83,6 +83,17 @@ def norm_by_hand(s: Any, x: Tensor) -> Tensor:
     return s.second(x + s.bias)
 
 
+def tied_head(s: Any, tokens: Tensor) -> Tensor:
+    x = s.tokens(tokens) + s.positions
+    x = x + s.down(F.gelu(s.up(s.norm1(x))))
+    return F.linear(s.norm2(x), s.tokens.weight, getattr(s, "bias", None))
+
+
+def tied_to(norm: Callable[[], nn.Module], **more: Callable[[], nn.Parameter]) -> nn.Module:
+    parts = {"tokens": of(nn.Embedding, VOCABULARY, WIDTH), "positions": parameter(LENGTH, WIDTH), "norm2": norm}
+    return Program(tied_head, {**parts, "norm1": norm, "up": of(L, WIDTH, INNER), "down": of(L, INNER, WIDTH), **more})
+
+
 TOKENS, VECTOR, IMAGE = "tokens", (5,), (3, 4, 4)
 VISION = {
     "patches": of(nn.Conv2d, 3, WIDTH, 2, 2), "token": parameter(1, 1, WIDTH), "positions": parameter(1, 5, WIDTH),
@@ -107,6 +118,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     # Keys and values have no bias to take off what the rows add that read the norm: a softmax and the output's bias do.
     "attention without biases": (
         of(Language, biased=False, gain=True), TOKENS, 2 * (LAYER - 4 * WIDTH) + LENGTH),
+    # Rows of `up`, means of what is written, biases of the norms, and the embedding: all rows by one multiple of the
+    # last inverse gain, against positions; without gains each row by itself.
+    "tied to gains": (of(tied_to, of(N, WIDTH, bias=False)), TOKENS, INNER + (LENGTH + INNER + 1) + 1),
+    "tied to a norm": (of(tied_to, of(N, WIDTH, elementwise_affine=False)), TOKENS,
+        INNER + (LENGTH + INNER + 1) + VOCABULARY),
+    "tied, with a bias": (of(tied_to, of(N, WIDTH), bias=parameter(VOCABULARY)), TOKENS,
+        INNER + (LENGTH + INNER + 1) + 2 * WIDTH + 1),
     "norm by hand": (
         lambda: Program(norm_by_hand, {"first": of(L, 5, 4), "gain": parameter(4), "bias": parameter(4),
                                        "second": of(L, 4, 3)}), VECTOR, (5 + 1) + 4 + 3),
@@ -183,6 +201,9 @@ def test_group_laws_and_action(name: str) -> None:
         ("linear", 100, 7),
         ("instance norm", 20, 5),
         ("attention without biases", 40, WIDTH),
+        ("tied to gains", 40, WIDTH - 1),
+        ("tied to a norm", 40, WIDTH - 1),
+        ("tied, with a bias", 40, WIDTH),
         ("norm by hand", 40, 4),
         ("groups", 40, None),
     ],

@@ -131,7 +131,7 @@ class Backwards:
             else:
                 found: Invisible = None
                 for user in node.users:
-                    found = _met(found, self._asked(user, node))
+                    found = _met(found, self.asked(user, node))
                 self._at[node] = found
 
     def __call__(self, node: fx.Node) -> Invisible:
@@ -144,7 +144,7 @@ class Backwards:
         names = {"layer_norm", *SOFTMAX, "instance_norm", "batch_norm", "group_norm", "var", "std"}
         return name_of(user) not in names and centred_from(user) is not node
 
-    def _asked(self, user: fx.Node, node: fx.Node) -> Invisible:
+    def asked(self, user: fx.Node, node: fx.Node) -> Invisible:
         """Return what one reader of a value does not see of it."""
         shape = shape_of(node)
         if user.op == "output":

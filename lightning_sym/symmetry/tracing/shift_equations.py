@@ -5,7 +5,7 @@ See docs/theory/intertwiners.md, 3.6.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.equations import solve
-from lightning_sym.symmetry.tracing.invisible import Gains
+from lightning_sym.symmetry.tracing.invisible import Gains, Invisible
 from lightning_sym.symmetry.tracing.shifts import (
     LINEAR,
     NORM,
@@ -129,6 +129,8 @@ class Shifts:
         self.others: set[str] = set()  # biases that are not only those of linear layers
         self.writers: dict[str, dict[frozenset[int], Gains]] = {}
         self.readers: dict[str, set[Any]] = {}
+        self.read: set[str] = set()  # matrices whose rows are looked up, and that are read where that is seen
+        self.embedded: dict[str, list[Invisible]] = {}  # what is invisible of matrices whose rows are looked up, too
         self.values: dict[str, tuple[Tensor | None, bool]] = {}
         self.uses: dict[str, set[tuple[str | None, str | None] | None]] = {}  # of which layer norms tensors are parts
         self.rows: dict[str, Rows] = {}  # by weight
@@ -166,9 +168,10 @@ class Shifts:
             if biased or self.uses[name] != {rows.norm}:
                 self.unknowns.vanish(rows.numbers)
         taken = self._taken_off()
-        forms = solve(
-            self.unknowns.count, self.unknowns.equations, np.flatnonzero(self.unknowns.zero[: self.unknowns.count])
-        )
+        tied = {name: read for name in self.read if (read := self._tied(name)) is not None}
+        for name in self.read - tied.keys():
+            self.lose(name)
+        forms = self._solved(tied)
         shifts, columns = self._constant(forms, taken)
         for name, ways in self.writers.items():
             for axes, gains in ways.items():
@@ -177,13 +180,15 @@ class Shifts:
                 axis = min(axes) if gains else None
                 sizes = tuple(shape[other] for other in others)
                 shifts.append(Shift(WRITERS, math.prod(sizes), (Added(name, others, sizes, None, axis, gains),)))
+        looked_up: list[int] = []
         for name, read in self.readers.items():
-            if len(read) == 1 and None not in read:
+            if len(read) == 1 and None not in read and self._unseen_as_rows(name, *read):
                 ((bias, gain, offset, axis),) = read
                 out = 1 - axis
                 size = self.tensors[name].shape[out]
                 gains = ((gain, -1),) if gain is not None else ()
                 balanced = (Balanced(bias, gain, offset),) if offset is not None else ()
+                looked_up += [len(shifts)] * (name in self.embedded)
                 shifts.append(Shift(READERS, size, (Added(name, (out,), (size,), None, axis, gains),), (), balanced))
         if self.outputs:
             return shifts, {}
@@ -191,7 +196,119 @@ class Shifts:
         for index, (column, _) in enumerate(columns):
             shift_of[column] = index
         shown = {name: self._shown(forms, columns, shift_of, shifts, *value) for name, value in self.values.items()}
+        shown = {name: replace(own, unknown=(*own.unknown, *looked_up)) for name, own in shown.items()}
+        for name, read in tied.items():
+            found = self._common_row(name, read, self._solved([other for other in tied if other != name]), taken)
+            if found is None:
+                continue
+            shift, acting = found
+            for value, (numbers, _) in self.values.items():
+                if numbers is not None and acting[numbers.reshape(-1).numpy()].nnz:
+                    own = shown[value]
+                    shown[value] = replace(own, unknown=(*own.unknown, len(shifts)))
+            shifts.append(shift)
         return shifts, shown
+
+    def _solved(self, tied: Collection[str]) -> sparse.csr_matrix:
+        """Return all solutions in which nothing is added to the columns of some matrices."""
+        zero = self.unknowns.zero[: self.unknowns.count].copy()
+        for name in tied:
+            zero[self.sources[name].reshape(-1).numpy()] = True
+        return solve(self.unknowns.count, self.unknowns.equations, np.flatnonzero(zero))
+
+    def _tied(self, name: str) -> tuple[str | None, str | None, str | None, int] | None:
+        """Return how a matrix reads a layer norm (bias, gain, offset, axis) whose rows are looked up elsewhere.
+
+        None if the rows that are looked up may be changed one by one, as if the matrix were a reader only, or not at
+        all.
+        """
+        read = self.readers.get(name, set())
+        if len(read) != 1 or None in read or name in self.lost or self._unseen_as_rows(name, *read):
+            return None
+        ((bias, gain, offset, axis),) = read
+        return bias, gain, offset, axis
+
+    def _unseen_as_rows(self, name: str, read: tuple[str | None, str | None, str | None, int]) -> bool:
+        """Whether nobody sees multiples of a norm's inverse gain in the rows of a matrix where these are looked up."""
+        _, gain, _, axis = read
+        inverse: Gains = () if gain is None else ((gain, -1),)
+        ways = self.embedded.get(name, [])
+        return all(way is None or way.get(frozenset({axis})) == inverse for way in ways)
+
+    def _common_row(
+        self,
+        name: str,
+        read: tuple[str | None, str | None, str | None, int],
+        forms: sparse.csr_matrix,
+        taken: Sequence[tuple[str, str, int, int, Tensor]],
+    ) -> tuple[Shift, sparse.csr_matrix] | None:
+        """Return the shift of all rows of a tied embedding by a multiple of the inverse gain of the norm that it reads.
+
+        As a reader it may have any multiples; as an embedding the same for all rows, which others take off.
+
+        See docs/theory/intertwiners.md, 3.6.
+
+        Args:
+            name: The matrix.
+            read: As :meth:`_tied` returns it.
+            forms: All solutions.
+            taken: What enters linear layers.
+
+        Returns:
+            The shift, and what it adds to the unknowns: (unknowns, entries of a row). None if nothing takes it off.
+        """
+        bias, gain, offset, _ = read
+        rows = forms[self.sources[name].reshape(-1).numpy()].tocsc()
+        entering = [numbers.reshape(-1).numpy() for *_, numbers in taken]
+        entering += [own.numbers.numpy() for own in self.rows.values()]
+        seen = np.zeros(forms.shape[1], bool)
+        for numbers in entering:
+            seen[forms[numbers].indices] = True
+        single = np.flatnonzero((np.diff(rows.indptr) == 1) & ~seen)
+        entry, first = np.unique(rows.indices[rows.indptr[single]], return_index=True)
+        if len(entry) < rows.shape[0]:
+            return None
+        acting = (forms[:, single[first]] @ sparse.diags(1 / rows.data[rows.indptr[single[first]]])).tocsr()
+        added = []
+        for other, numbers in self.sources.items():
+            if acting[numbers.reshape(-1).numpy()].nnz:
+                part = self._along(other, acting, gain)
+                if part is None:
+                    return None
+                added.append(part)
+        added.sort(key=lambda part: part.tensor != name)
+        balanced = (Balanced(bias, gain, offset),) if offset is not None and bias is not None else ()
+        return Shift(OPPOSED, 1, tuple(added), (), balanced, np.zeros((1, 2), np.int64)), acting
+
+    def _along(self, name: str, acting: sparse.csr_matrix, gain: str | None) -> Added | None:
+        """Return what a vector adds to a tensor if it stands along one of its axes, times numbers along the others."""
+        numbers = self.sources[name]
+        for axis, size in enumerate(numbers.shape):
+            if size != acting.shape[1]:
+                continue
+            at = np.arange(numbers.numel()).reshape(tuple(numbers.shape))
+            lines = np.moveaxis(at, axis, -1).reshape(-1, size)
+            own = acting[numbers.reshape(-1).numpy()].tocsr()
+            factor = own[lines[:, 0]][:, [0]].toarray().ravel()
+            entries = own.tocoo()
+            line = np.zeros(numbers.numel(), np.int64)
+            line[lines] = np.arange(len(lines))[:, None]
+            entry = np.zeros(numbers.numel(), np.int64)
+            entry[lines] = np.arange(size)
+            whole = entries.nnz == size * np.count_nonzero(factor)
+            if (
+                not whole
+                or (entries.col != entry[entries.row]).any()
+                or (entries.data != factor[line[entries.row]]).any()
+            ):
+                continue
+            others = [other for other in _axes(numbers) if other != axis]
+            if (factor == factor[0]).all():
+                others, factor = [], factor[:1]
+            shape = tuple(numbers.shape[other] for other in others)
+            gains: Gains = () if gain is None else ((gain, -1),)
+            return Added(name, tuple(others), shape, sparse.csr_matrix(factor[:, None]), axis if gains else None, gains)
+        return None
 
     def alone(self) -> dict[tuple[str | None, str], Normed]:
         """Return the layer norms that only linear layers read, whose weights read nothing else, by gain and bias."""

@@ -581,14 +581,19 @@ class Walk:
             read = self._reading(user)
             matrix = len(self.shifts.tensors[name].shape) == 2
             uses.add(self._use(user, node, read))
+            if matrix and user not in self.unsafe and name_of(user) == "embedding" and user.args[0] is node:
+                self.shifts.embedded.setdefault(name, []).append(self.backwards.asked(user, node))
+                continue
             if read is None or read.weight != name or user in self.unsafe or not matrix:
                 if read is not None and read.weight == name and name in self.shifts.sources:
                     self.shifts.lose(name)
                 normed.add(None)
                 continue
             source = self.shifts.sources.get(name)
-            if source is not None and not (source.shape[1 - read.axis] == 1 and self._same_for_all_rows(user)):
+            if source is not None and source.shape[1 - read.axis] != 1:
                 self.shifts.lose(name)
+            elif source is not None and not self._same_for_all_rows(user):
+                self.shifts.read.add(name)
             own = self.capture.states.get(read.bias) if isinstance(read.bias, fx.Node) else None
             gain_and_offset = self.normed.get(read.entering) if isinstance(read.entering, fx.Node) else None
             # A layer norm's bias makes rows add a constant, which the layer's own bias has to take off.
