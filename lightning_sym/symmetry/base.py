@@ -21,7 +21,8 @@ from lightning_sym.symmetry.action import Action, ActivationAction
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
-from lightning_sym.symmetry.elements import Element, Tap, axis_groups, described_blocks, tap_of
+from lightning_sym.symmetry.described import described_blocks, described_shifts, described_table, joined, wrapped
+from lightning_sym.symmetry.elements import Element, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.phases import phases_after, phases_back, random_phases
@@ -175,41 +176,26 @@ class Symmetry:
         return rows
 
     def __str__(self) -> str:
-        rows = [("axis group", "size", "type", "dimension", "log10 permutations", "on the axes of")]
-        for row in self.table():
-            axes = row["parameters"]
-            shown = ", ".join(axes[:3]) + (f" and {len(axes) - 3} more" if len(axes) > 3 else "")
-            size, cells = row["size"], row["cells"]
-            sizes = f"{size}" if cells in (1, size) else f"{cells} x {size // cells}"
-            numbers = f"{row['dimension']}", f"{row['log10_permutations']:.1f}"
-            rows.append((row["group"], sizes, row["type"], *numbers, shown))
-        width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        layout = "  ".join(f"{{:{side}{size}}}" for side, size in zip("<><>>", width[:5], strict=True)) + "  {}"
-        lines = [layout.format(*row) for row in rows]
-        lines.insert(1, "-" * max(len(line) for line in lines))
         count = sum(group.size for group in self.groups)
         summary = (
             f"{len(self.groups)} axis groups, {count} units: 10^{self.log10_permutations:.1f} permutations, "
             f"{self.signs} signs, dimension {self.dimension}"
         )
-        shifts = [self._describe_shifts(kind, count) for kind, count in self.shift_kinds.items()]
-        shifts += [
+        tilts = (
             f"tilts, {tilt.size} of a layer norm's bias with what reads it: {tilt.offset}"
             for tilt in self.structure.tilts
-        ]
-        blocks = described_blocks(self.structure, self.groups)
+        )
         lower = f": it rounds to {self.precision}" if self.precision != torch.float64 else ""
         checked = (
             f"checked with {self.elements_tried} random elements: {self.worst_error:.1e} (tolerance "
             f"{self.tolerance:.1e}{lower})"
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
-        return "\n".join([*lines, summary, *shifts, *blocks, *checks, *(f"note: {note}" for note in self.notes)])
-
-    def _describe_shifts(self, kind: str, count: int) -> str:
-        names = list(dict.fromkeys(shift.names[0] for shift in self.structure.shifts if shift.kind == kind))
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"shifts, {count} {kind}: {shown}"
+        lines = [*described_table(self.table()), *wrapped(summary), *described_shifts(self.structure.shifts)]
+        lines += [line for tilt in tilts for line in wrapped(tilt)]
+        lines += described_blocks(self.structure, self.groups)
+        notes = (f"note: {note}" for note in joined(self.notes))
+        return "\n".join(lines + [line for text in (*checks, *notes) for line in wrapped(text)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -1,7 +1,7 @@
 """What a symmetry is made of: units that move together, where they stand and can be watched, and an element."""
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -271,24 +271,3 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
             rotations=tuple(rotation for rotation in structure.rotations if rotation.orbit == index),
             phase=bool(structure.phase_of[units[0]] >= 0),
         )
-
-
-def described_blocks(structure: Structure, groups: Sequence[AxisGroup]) -> list[str]:
-    """Return a line for each kind of blocks that change places as wholes, and of copies that do inside of blocks."""
-    members = [set(group.units.tolist()) for group in groups]
-    slots = [set() if (copies := structure.copies_of(index)) is None else set(copies.slots.ravel().tolist())
-             for index in range(len(groups))]  # fmt: skip
-    lines, copied = [], Counter[tuple[int, str]]()
-    for table in structure.blocks:
-        units = set(table.ravel().tolist())
-        standing = sum(any(unit in own for own in members) for unit in table[0].tolist())
-        if standing:
-            names = ", ".join(group.name for group, own in zip(groups, members, strict=True) if units & own)
-            lines.append(f"blocks that change places as wholes: {len(table)} of {standing} units, in {names}")
-        else:
-            names = ", ".join(group.name for group, own in zip(groups, slots, strict=True) if units & own)
-            copied[len(table), names] += 1
-    for (count, names), blocks in copied.items():
-        where = f"inside each of {blocks} blocks" if blocks > 1 else "as wholes"
-        lines.append(f"copies of units that change places {where}: {count}, in {names}")
-    return lines

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import constant_names, copied, state_tensors
+from lightning_sym.symmetry.tracing.capture import constant_names, containers_kept, copied, state_tensors
 from lightning_sym.symmetry.tracing.structure import Structure
 
 # The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
@@ -98,7 +98,8 @@ def _all_outputs(network: nn.Module, batches: Iterable[Call]) -> list[list[Tenso
         ValueError: If the network does not run.
     """
     try:
-        return [outputs_of(network, batch) for batch in batches]
+        with containers_kept(network):  # what modules make of their weights and keep is made anew of other weights
+            return [outputs_of(network, batch) for batch in batches]
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
@@ -135,8 +136,9 @@ def cropped(inputs: Any, size: int = 64) -> Any:
 def runs(network: nn.Module, calls: Iterable[Call]) -> bool:
     """Return whether a network takes some inputs."""
     try:
-        for call in calls:
-            outputs_of(network, call)
+        with containers_kept(network):
+            for call in calls:
+                outputs_of(network, call)
     except Exception:
         return False
     return True
@@ -166,7 +168,8 @@ def batches_of(network: nn.Module, inputs: Call, generator: torch.Generator, *, 
             return [few, around]  # the first run shows whether it can be had
         batches = [pytree.tree_unflatten(both, structure)]
         try:
-            outputs_of(network, batches[0])
+            with containers_kept(network):
+                outputs_of(network, batches[0])
         except Exception:
             pass
         else:

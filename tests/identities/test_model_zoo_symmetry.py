@@ -93,7 +93,7 @@ def test_function_is_kept_and_what_stays_fixed_is_listed(library: str, name: str
     case, network, symmetry = traced(library, name)
     other = case.inputs(True)
     change = symmetry.check(network, **other) if isinstance(other, dict) else symmetry.check(network, other)
-    assert change < (1e-6 if f"{library}: {name}" in RESIZED else symmetry.tolerance)
+    assert change < (1e-5 if f"{library}: {name}" in RESIZED else symmetry.tolerance)
     assert symmetry.dimension > 0
     notes = [note for note in symmetry.notes if not any(part in note for part in HARMLESS)]
     assert {reason(note) for note in notes} <= STAYS_FIXED.get(f"{library}: {name}", set())

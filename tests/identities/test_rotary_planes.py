@@ -202,6 +202,31 @@ def test_what_sees_single_coordinates_leaves_no_phase(name):
     assert symmetry.structure.phases == (E if turned_back else 0)
 
 
+class SharedKeys(nn.Module):
+    """All heads share keys that are turned, and have others of their own: both are written into one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.own = (nn.Linear(N, size, bias=False) for size in (2 * 2 * E, E, 2 * E))
+
+    def forward(self, x):
+        where = torch.arange(x.shape[1], dtype=torch.float64)
+        q, own = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.own))
+        k = halves(self.k(x), where)[:, None].expand(-1, 2, -1, -1)
+        keys = own.new_empty(*own.shape[:-1], 2 * E)
+        keys[..., :E].copy_(own)
+        keys[..., E:].copy_(k)
+        return (torch.cat([q[..., :E], halves(q[..., E:], where)], -1) @ keys.mT).sum(1)
+
+
+def test_a_modulus_that_units_share_leaves_no_phase_to_one_of_them():
+    torch.manual_seed(0)
+    network = SharedKeys().double()
+    symmetry = trace_symmetry(network, torch.randn(2, T, N, dtype=torch.float64))
+    assert symmetry.worst_error <= EXACT
+    assert symmetry.structure.phases in (0, E // 2)  # none, or one that turns the queries of all heads along
+
+
 def test_one_position_says_nothing():
     torch.manual_seed(0)
     network = Attention(halves).double()

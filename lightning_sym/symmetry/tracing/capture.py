@@ -161,8 +161,19 @@ def _is_causal_as_given(mask: Any, is_causal: bool | None = None, size: Any = No
 def attributes_kept(network: nn.Module) -> Iterator[None]:
     """Put back, afterwards, what modules keep in their attributes from one call to the next."""
     kept = {module: dict(vars(module)) for module in network.modules()}
-    # A dictionary or a list that is filled on the way (of biases by resolution, in LeViT) is put back in place.
-    caches = [held for attributes in kept.values() for held in attributes.values() if type(held) in (dict, list)]
+    try:
+        with containers_kept(network):
+            yield
+    finally:
+        for module, attributes in kept.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextlib.contextmanager
+def containers_kept(network: nn.Module) -> Iterator[None]:
+    """Empty, afterwards, the dictionaries and lists that modules fill on the way (with biases by resolution: LeViT)."""
+    caches = [held for module in network.modules() for held in vars(module).values() if type(held) in (dict, list)]
     before = [held.copy() for held in caches]
     try:
         yield
@@ -173,9 +184,6 @@ def attributes_kept(network: nn.Module) -> Iterator[None]:
                 held.update(content)
             else:
                 held.extend(content)
-        for module, attributes in kept.items():
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 class _Recorder:

@@ -100,6 +100,8 @@ class PlaneFinder:
             pairs = self._paired(matrix, places)
             one, two = (matrix[:, pairs[:, side]].ravel() for side in (0, 1))
             alike = 2 * len(pairs) == matrix.shape[1] and all((own[one] != own[two]).nnz == 0 for own in forms)
+            # A phase goes with its modulus: where that acts on other units too, nothing turns them along.
+            alike = alike and _act_nowhere_else(forms[0][: len(places.raw)], matrix)
             result.append(pairs if alike else NO_PAIRS)
         return tuple(result) if any(len(pairs) for pairs in result) else ()
 
@@ -137,3 +139,12 @@ class PlaneFinder:
         found = np.array(pairs, np.int64).reshape(-1, 2)
         ordered = np.sort(keys[:, found[:, 0]], axis=1)
         return NO_PAIRS if (ordered[:, 1:] == ordered[:, :-1]).any() else found
+
+
+def _act_nowhere_else(forms: sparse.csr_matrix, columns: Ints) -> bool:
+    """Whether the generators that act where some units stand act nowhere but at one of these units each."""
+    times = np.bincount(forms.indices, minlength=forms.shape[1])
+    own = forms[columns.ravel()]
+    unit = np.repeat(np.arange(columns.size) // columns.shape[1], np.diff(own.indptr))
+    (generator, _), count = np.unique(np.stack([own.indices, unit]), axis=1, return_counts=True)
+    return len(np.unique(generator)) == len(generator) and bool((count == times[generator]).all())

@@ -168,7 +168,7 @@ class Shifts:
             if biased or self.uses[name] != {rows.norm}:
                 self.unknowns.vanish(rows.numbers)
         taken = self._taken_off()
-        tied = {name: read for name in self.read if (read := self._tied(name)) is not None}
+        tied = {name: way for name in self.read if (way := self._tied(name)) is not None}
         for name in self.read - tied.keys():
             self.lose(name)
         forms = self._solved(tied)
@@ -197,8 +197,8 @@ class Shifts:
             shift_of[column] = index
         shown = {name: self._shown(forms, columns, shift_of, shifts, *value) for name, value in self.values.items()}
         shown = {name: replace(own, unknown=(*own.unknown, *looked_up)) for name, own in shown.items()}
-        for name, read in tied.items():
-            found = self._common_row(name, read, self._solved([other for other in tied if other != name]), taken)
+        for name, way in tied.items():
+            found = self._common_row(name, way, self._solved([other for other in tied if other != name]), taken)
             if found is None:
                 continue
             shift, acting = found
@@ -270,8 +270,8 @@ class Shifts:
             return None
         acting = (forms[:, single[first]] @ sparse.diags(1 / rows.data[rows.indptr[single[first]]])).tocsr()
         added = []
-        for other, numbers in self.sources.items():
-            if acting[numbers.reshape(-1).numpy()].nnz:
+        for other, source in self.sources.items():
+            if acting[source.reshape(-1).numpy()].nnz:
                 part = self._along(other, acting, gain)
                 if part is None:
                     return None

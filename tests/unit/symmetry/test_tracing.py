@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.described import joined
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing import rules
 from lightning_sym.symmetry.tracing.rules import register_rule
@@ -245,7 +246,7 @@ def test_networks_that_cannot_be_tested_to_full_precision() -> None:
     assert symmetry.dimension == 8
     assert symmetry.precision == torch.float32
     assert 1e-10 < symmetry.worst_error < symmetry.tolerance < 1e-3
-    assert "it rounds to torch.float32" in str(symmetry)
+    assert "it rounds to torch.float32" in " ".join(str(symmetry).split())
     assert_refused(trace_symmetry, network, X, tolerance=1e-10, says="allows too much", error=RuntimeError)
 
 
@@ -274,7 +275,7 @@ def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
     assert "linalg_qr" in note
     assert "no rule for this operation" in note
     assert "fixes 4 units" in note
-    assert note in str(symmetry)
+    assert note in " ".join(str(symmetry).split())
 
 
 def test_unknown_operation_names_its_module() -> None:
@@ -553,7 +554,7 @@ def test_print_and_table() -> None:
     assert rows[2]["parameters"] == ["4.weight[0]", "4.bias[0]", "6.weight[1]"]
     assert [r["log10_permutations"] for r in rows] == pytest.approx([4.6055, 0, 1.3802], abs=1e-4)
     assert sum(r["log10_permutations"] for r in rows) == pytest.approx(symmetry.log10_permutations)
-    text = str(symmetry)
+    text = " ".join(str(symmetry).split())
     for piece in ("axis group", "invertible matrices", "0.weight[0]", "and 4 more", "checked with 2 random elements"):
         assert piece in text
     summary = "3 axis groups, 18 units: 10^6.0 permutations, 18 signs, dimension 66"
@@ -564,6 +565,18 @@ def test_print_and_table() -> None:
     linear = trace_symmetry(network, X, shifts=False)
     assert (linear.shifts, linear.dimension) == (0, 52)
     assert "checked" not in str(trace_symmetry(network, X, check=False))
+
+
+def test_repeated_layers_have_one_line_and_no_line_is_wider_than_a_terminal() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 6, batch_first=True, norm_first=True)
+    network = nn.TransformerEncoder(layer, 11, enable_nested_tensor=False).eval()
+    lines = str(trace_symmetry(network, torch.randn(2, 4, 8), check=False)).splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = (line for line in lines if line.startswith("layers.0-10.self_attn (2)"))
+    assert row.split()[2:] == ["11", "2", "x", "4", "32", "0.0"]
+    for legend in ("alike: how many groups", "2 x 4: 2 parts (heads,", "(2): the second group"):
+        assert sum(line.startswith(legend) for line in lines) == 1
+    assert joined(["norms.0", "norms.2", "head"]) == ["norms.0,2", "head"]
 
 
 def test_occurrences_and_taps() -> None:
