@@ -6,6 +6,7 @@
 import functools
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ CASES = [
 # Parameters that evaluation never uses, outputs that do not count and rows of tables that no example reaches: these say
 # nothing of a rule.
 HARMLESS = ("parameters that evaluation never uses", "of the outputs", "no example reaches")
+# The reasons, as notes give them.
 TIED = "embeddings are tied, or values before and behind a gain are added up"
 HEADS = "meets numbers that tell units apart"  # linear biases, masks of windows, factors of one head's widths
 PLACES = "units that stand at different places meet"  # rotary pairs, and tables of relative positions
@@ -38,7 +40,24 @@ TOGETHER = "0 scales and 8 signs that only act together with others are left out
 CHOSEN = "units are chosen by their values"  # groups of experts
 EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
 OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
+ONE_AXIS = "two labelled axes became one"
+ALONG = "acts along an axis on which units live"
+MIXED = "an axis of units was mixed with another axis"
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
+# What they mean, for the guide.
+MEANING = {
+    TIED: "the stream is permuted, not rotated: a gain stands behind it that no reader takes up",
+    HEADS: "units or heads meet constants that differ: slopes of linear biases, masks of windows",
+    PLACES: "rotary pairs of a convention in which a unit meets itself, tables of relative positions",
+    TOGETHER: "signs of planes whose gains all heads share",
+    CHOSEN: "experts are chosen by groups first",
+    EQUAL: "and masked values may be equal",
+    ONE_AXIS: "two kinds of units are written side by side into one tensor",
+    OVERLAP: "attention over channels",
+    RELATIVE: "one table of relative positions for all heads, learned keys",
+    ALONG: "a convolution runs over the channels",
+    MIXED: "channels and places are folded into one axis",
+}
 STAYS_FIXED: dict[str, set[str]] = {
     f"{library}: {name}": reasons
     for library, names, reasons in (
@@ -51,17 +70,17 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("transformers", ("cohere",), {TIED, PLACES}),
         ("transformers", ("qwen3",), {TOGETHER}),
         ("transformers", ("qwen3-moe",), {TOGETHER}),
-        ("transformers", ("deepseek_v3",), {HEADS, PLACES, CHOSEN, EQUAL, "two labelled axes became one"}),
+        ("transformers", ("deepseek_v3",), {HEADS, PLACES, CHOSEN, EQUAL, ONE_AXIS}),
         ("timm", ("swin", "swinv2", "pvt_v2", "poolformer"), {TIED}),
         ("timm", ("eva02", "eva02, any size", "vit, rotary"), {PLACES}),
-        ("timm", ("vit, learned rotary",), {PLACES, "two labelled axes became one"}),
+        ("timm", ("vit, learned rotary",), {PLACES, ONE_AXIS}),
         ("timm", ("dinov3",), {HEADS}),
         ("timm", ("xcit", "davit", "coat", "edgenext"), {OVERLAP}),
         ("timm", ("sam", "botnet"), {RELATIVE}),
-        ("timm", ("lambda_resnet",), {RELATIVE, "acts along an axis on which units live"}),
-        ("timm", ("ecaresnet",), {"acts along an axis on which units live"}),
-        ("timm", ("tnt",), {TIED, "an axis of units was mixed with another axis"}),
-        ("timm", ("mobilevit",), {"an axis of units was mixed with another axis"}),
+        ("timm", ("lambda_resnet",), {RELATIVE, ALONG}),
+        ("timm", ("ecaresnet",), {ALONG}),
+        ("timm", ("tnt",), {TIED, MIXED}),
+        ("timm", ("mobilevit",), {MIXED}),
     )
     for name in names
 }
@@ -97,3 +116,22 @@ def test_function_is_kept_and_what_stays_fixed_is_listed(library: str, name: str
     assert symmetry.dimension > 0
     notes = [note for note in symmetry.notes if not any(part in note for part in HARMLESS)]
     assert {reason(note) for note in notes} <= STAYS_FIXED.get(f"{library}: {name}", set())
+
+
+def listed() -> str:
+    """The table of the guide: what stays fixed, why, and in which of the networks."""
+    lines = ["| note | why | networks |", "|---|---|---|"]
+    for note, why in MEANING.items():
+        held = [name.split(": ", 1) for name, reasons in STAYS_FIXED.items() if note in reasons]
+        both = [
+            f"{library}: " + ", ".join(f"`{name}`" for own, name in held if own == library)
+            for library in dict.fromkeys(own for own, _ in held)
+        ]
+        lines.append(f"| {note} | {why} | {'; '.join(both)} |")
+    return "\n".join(lines)
+
+
+def test_the_guide_lists_what_stays_fixed() -> None:
+    assert {reason for reasons in STAYS_FIXED.values() for reason in reasons} == set(MEANING)
+    guide = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    assert listed() in guide, f"docs/transformers.md should hold\n{listed()}"

@@ -202,6 +202,27 @@ def test_what_sees_single_coordinates_leaves_no_phase(name):
     assert symmetry.structure.phases == (E if turned_back else 0)
 
 
+class RepeatedBefore(Attention):
+    """Keys are repeated for the queries that share them before they are turned, and not behind."""
+
+    def forward(self, x):
+        where = torch.arange(x.shape[1], dtype=torch.float64)
+        q, k, v = (layer(x).unflatten(-1, (-1, E)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (y[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for y in (k, v))
+        mixed = F.scaled_dot_product_attention(self.turn(q, where), self.turn(k, where), v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("turn", [halves, neighbours])
+def test_copies_are_turned_as_what_they_are_copies_of(turn):
+    torch.manual_seed(0)
+    network, x = RepeatedBefore(turn, heads=4).double(), torch.randn(2, T, N, dtype=torch.float64)
+    symmetry, same = trace_symmetry(network, x), traced(turn, heads=4)[2]
+    assert (symmetry.structure.phases, symmetry.dimension) == (E, same.dimension)
+    assert symmetry.log10_permutations == same.log10_permutations > 0
+    assert symmetry.worst_error <= EXACT
+
+
 class SharedKeys(nn.Module):
     """All heads share keys that are turned, and have others of their own: both are written into one tensor."""
 

@@ -151,6 +151,16 @@ class Constraints:
         self.copies.append((atom, unique[0], unique[1]))
         return Label(label.axes, atom[inverse.ravel()].reshape(label.atom.shape), label.tag, label.scale)
 
+    def copied_from(self, atom: Ints) -> Ints:
+        """Return of which units some are copies; themselves, if of none."""
+        origin = np.arange(self.atoms)
+        for copies, of, _ in self.copies:
+            origin[copies] = of
+        found: Ints = atom
+        while not np.array_equal(found, origin[found]):
+            found = origin[found]
+        return found
+
     def resolve(self, label: Label) -> Label:
         """Return a label whose positions know their tags; those without one yet are their unit's only position."""
         unset = label.tag == UNSET

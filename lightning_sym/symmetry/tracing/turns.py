@@ -140,6 +140,9 @@ class Turns:
         atom, tag, scale = (part.ravel() for part in label.parts)
         first, second = atom[planes.first], atom[planes.second]
         constraints.turned.append((first, second))
+        one, two = (constraints.copied_from(part) for part in (first, second))
+        if (one != first).any():  # turned copies are turned units
+            constraints.turned.append((one, two))
         constraints.equate([(scale[planes.first], 1.0), (scale[planes.second], -1.0)])
         if planes.several:
             constraints.planes.append((first, second))

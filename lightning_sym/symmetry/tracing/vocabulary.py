@@ -121,6 +121,11 @@ def filled(number: Any, shape: Sequence[int]) -> Value:
     return Value(tuple(shape), concrete=torch.full(tuple(shape), number, dtype=torch.float64))
 
 
+def _positions(value: Value) -> int:
+    """Return how many positions the labels of a value have."""
+    return sum(label.size for label in value.labels)
+
+
 def numbered(label: Label) -> Ints:
     """Number the positions that one unit and tag hold, in order."""
     _, inverse = np.unique(np.stack([label.atom.ravel(), label.tag.ravel()]), axis=1, return_inverse=True)
@@ -866,6 +871,8 @@ class Trace:
     def pass_on(self, value: Value, result: Value, step: Callable[[Tensor], Tensor] | None = None) -> Value:
         """Say that a result holds elements of a value and nothing else, moved by a step; as for `carry`."""
         mixture = (value.mixture or Mixture.of(value)).moved(step) if value.labels else None
+        if mixture is not None and not mixture.opened and _positions(result) > _positions(value):
+            mixture = None  # copies of units (of keys that queries share) have coordinates of their own
         return replace(self.carry(value, result, step), mixture=mixture)
 
     def cut_by_size(self, value: Value) -> None:
