@@ -46,7 +46,8 @@ def run_blocks(text: str, have: Have) -> None:
     for package in ("transformers", "timm"):  # of the extra hf, which not every environment has
         if any(re.search(rf"^(from|import) {package}\b", block, re.MULTILINE) for block in code):
             pytest.importorskip(package)
-    have(providers(text), {folder for block in code for folder in python_folders(block)[1]})
+    folders = [python_folders(block) for block in code]
+    have(providers(text), {one for _, read in folders for one in read} - {one for made, _ in folders for one in made})
     namespace: dict[str, object] = {"__name__": "documentation"}
     for block in code:
         if file := re.match(r"# (\w+)\.py\n", block):
