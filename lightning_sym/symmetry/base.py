@@ -575,7 +575,7 @@ class Symmetry:
         """Return which axes of which tensors are permuted together, in the formats of other tools.
 
         Permutations of units that are no order of whole axes (heads, channels that are flattened with their pixels or
-        stand beside those of other layers) are left out, and the specification says which and why.
+        stand beside those of other layers) are left out, and what is returned says which and why.
 
         Example:
             >>> from lightning_sym.symmetry.trace import trace_symmetry
