@@ -4,6 +4,7 @@ See docs/theory/intertwiners.md, 2.15. The judge is the nullity of the Jacobian.
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sym.symmetry import canonicalize, orbit_distance, trace_symmetry
+from lightning_sym.symmetry import balance_heads, canonicalize, orbit_distance, trace_symmetry
 from lightning_sym.symmetry.dimension import local_dimension
 from lightning_sym.symmetry.tangents import orbit_tangents
 
@@ -200,6 +201,26 @@ def test_what_sees_single_coordinates_leaves_no_phase(name):
     assert symmetry.worst_error <= EXACT
     turned_back = name == "keys turned back"  # a rotation is a rotation
     assert symmetry.structure.phases == (E if turned_back else 0)
+
+
+def test_balanced_planes_have_queries_and_keys_of_one_norm():
+    network, x, symmetry = traced(neighbours, heads=4, bias=True)
+    moved, element = balance_heads(symmetry, network)
+    torch.testing.assert_close(moved(x), network(x), rtol=EXACT, atol=EXACT)
+
+    def norms(layer):
+        """Of each key's planes, the bias included."""
+        rows = torch.cat([layer.weight, layer.bias[:, None]], 1)
+        return rows.square().sum(1).reshape(2, -1, E // 2, 2).sum((1, 3))
+
+    torch.testing.assert_close(norms(moved.q), norms(moved.k), rtol=EXACT, atol=EXACT)
+    other = symmetry.act(replace(symmetry.sample(permutations=False), shift=symmetry.identity().shift), network)
+    torch.testing.assert_close(norms(balance_heads(symmetry, other).network.q), norms(moved.q), rtol=1e-8, atol=1e-8)
+    assert not element.phase.any()
+    zero = symmetry.act(symmetry.identity(), network)
+    with torch.no_grad():
+        zero.k.weight[0], zero.k.weight[1], zero.k.bias[:2] = 0.0, 0.0, 0.0
+    assert any("1 planes stay" in note for note in balance_heads(symmetry, zero).notes)
 
 
 class RepeatedBefore(Attention):

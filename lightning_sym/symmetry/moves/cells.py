@@ -1,14 +1,18 @@
 """Balances what heads put out against what reads it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.cells import balancing, gram_matrices
 from lightning_sym.symmetry.moves.moved import Moved, moved, require_weights
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.structure import Structure
 
 _SETTLED, _MOST_ROUNDS = 1e-12, 100
 
@@ -17,8 +21,9 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
     r"""Give values and outputs, queries and keys of every head equal Gram matrices.
 
     The member of least squared norm among those that invertible matrices in the heads make
-    (docs/theory/intertwiners.md, 5.5), by positive matrices: what orthogonal ones may still turn stays as it is. Heads
-    whose Gram matrices are singular stay, with a note; so do planes of rotary positions.
+    (docs/theory/intertwiners.md, 5.5), by positive matrices: what orthogonal ones may still turn stays as it is. In a
+    plane of rotary positions, which complex numbers multiply, queries and keys get one norm, and their phase stays.
+    Heads whose Gram matrices are singular, and planes of which one side is zero, stay, with a note.
 
     Args:
         symmetry: Of the network's architecture.
@@ -30,8 +35,8 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
 
     Raises:
         TypeError: If it is no network.
-        ValueError: If the network has other tensors or modules than the traced one, or no units that invertible
-            matrices mix.
+        ValueError: If the network has other tensors or modules than the traced one, or neither units that invertible
+            matrices mix nor planes.
         RuntimeError: If the function has changed.
 
     Example:
@@ -45,11 +50,13 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
     """
     require_weights(symmetry, network)
     structure, identity = symmetry.structure, symmetry.identity()
-    if not structure.dense:
+    if not structure.dense and not structure.phases:
         raise ValueError("no units of the network are mixed by invertible matrices; expected attention with heads")
     tensors = {name: tensor.detach() for name, tensor in state_tensors(double_copy(network)).items()}
     weights = [name for name in tensors if name in symmetry.parameter_names]
-    total, singular = identity, set[int]()
+    moduli, zeros = _balanced_moduli(structure, {name: tensors[name] for name in weights})
+    total, singular = replace(identity, log_scale=moduli), set[int]()
+    tensors = symmetry.act_on(total, tensors, shifts=False)
     for _ in range(_MOST_ROUNDS):
         dense, largest = list(identity.dense), 0.0
         grams = gram_matrices(structure, {name: tensors[name] for name in weights})
@@ -64,5 +71,32 @@ def balance_heads(symmetry: Symmetry, network: nn.Module, *, check: bool = True)
             break
         step = replace(identity, dense=tuple(dense))
         tensors, total = symmetry.act_on(step, tensors, shifts=False), symmetry.compose(step, total)
-    note = f"{len(singular)} heads stay as they are, as what they put out or what reads it has dependent units"
-    return moved(symmetry, network, total, check=check, notes=[note] if singular else [])
+    notes = [f"{len(singular)} heads stay as they are, as what they put out or what reads it has dependent units"]
+    notes = notes * bool(singular) + [f"{zeros} planes stay as they are, as queries or keys are 0 there"] * bool(zeros)
+    return moved(symmetry, network, total, check=check, notes=notes)
+
+
+def _balanced_moduli(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """Return the logarithms of the scales after which queries and keys have one norm in each plane.
+
+    Args:
+        structure: The group.
+        tensors: The network's parameters, by name.
+
+    Returns:
+        Shape (scales,), float64; and of how many planes one side is zero, which stay.
+    """
+    forms = structure.magnitudes
+    squares = np.zeros((2, forms.shape[1]))
+    for slot in structure.slots:
+        if slot.offset not in structure.turned_places or slot.tensor not in tensors:
+            continue
+        _, *coordinates = structure.turned_places[slot.offset]
+        at = np.concatenate(coordinates)
+        rows = tensors[slot.tensor].double().cpu().movedim(slot.axes[0], 0).reshape(slot.size, -1)
+        own = forms[slot.offset + at]  # one scale at each
+        np.add.at(squares, ((own.data < 0).astype(int), own.indices), rows.square().sum(1).numpy()[at])
+    acting, nonzero = squares.any(0), squares.all(0)
+    result = np.zeros(forms.shape[1])
+    result[nonzero] = np.log(squares[1, nonzero] / squares[0, nonzero]) / 4
+    return torch.from_numpy(result), int((acting & ~nonzero).sum())
