@@ -153,12 +153,11 @@ class Constraints:
 
     def copied_from(self, atom: Ints) -> Ints:
         """Return of which units some are copies; themselves, if of none."""
-        origin = np.arange(self.atoms)
-        for copies, of, _ in self.copies:
-            origin[copies] = of
-        found: Ints = atom
-        while not np.array_equal(found, origin[found]):
-            found = origin[found]
+        found: Ints = atom.copy()
+        for copies, of, _ in reversed(self.copies):  # of what was made before; copies are numbered in a row
+            if len(copies):
+                own = (found >= copies[0]) & (found <= copies[-1])
+                found[own] = of[found[own] - copies[0]]
         return found
 
     def resolve(self, label: Label) -> Label:
