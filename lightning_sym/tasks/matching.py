@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, combinations
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from rich.progress import track
@@ -28,6 +28,8 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
+from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
+from lightning_sym.symmetry.matching.directions import OrbitDirections
 from lightning_sym.tasks._members import (
     Pair,
     ZooUserTask,
@@ -41,33 +43,79 @@ from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.zoo import ModelZoo
 
 T = TypeVar("T")
-Method = Literal["weights", "activations", "straight_through"]
+Method = Literal[
+    "permutations",
+    "blocks",
+    "matrices",
+    "weights",
+    "activations",
+    "activations_weights",
+    "straight_through",
+    "orbit_descent",
+]
 
 UNMATCHED = "unmatched"
-METHODS: tuple[Method, ...] = ("weights", "activations", "straight_through")
+METHODS: tuple[Method, ...] = get_args(Method)
+USUAL: tuple[Method, ...] = ("weights", "activations", "straight_through")
+TRAINED: tuple[Method, ...] = ("straight_through", "orbit_descent")
+# Matching by weights within a part of the group: what it may do (docs/theory/matching.md, 1.7).
+PARTS: dict[Method, tuple[str, ...]] = {
+    "permutations": ("permutations",),
+    "blocks": ("permutations", "blocks"),
+    "matrices": ("permutations", "blocks", "matrices"),
+}
+
+
+class Coordinates(nn.Module):
+    """Coordinates of the group near the identity, as parameters; 0 between steps."""
+
+    def __init__(self, directions: OrbitDirections) -> None:
+        super().__init__()
+        zeros = {name: nn.Parameter(torch.zeros(shape)) for name, shape in directions.shapes.items()}
+        self.values = nn.ParameterDict(zeros)
+
+
+class _Along(torch.autograd.Function):
+    """Weights as they are, whose gradient goes to the coordinates of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, directions: OrbitDirections, weights: dict[str, Tensor], *coordinates: Tensor) -> Any:
+        ctx.directions, ctx.weights, ctx.like = directions, weights, coordinates
+        return tuple(tensor.detach().clone() for tensor in weights.values())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        found = ctx.directions.pulled_back(ctx.weights, dict(zip(ctx.weights, gradients, strict=True)))
+        return None, None, *(own.to(like) for own, like in zip(found.values(), ctx.like, strict=True))
 
 
 class MidpointPopulation(LoopPopulation):
     """Pairs of networks as the members of a population: a member runs the midpoint of its pair.
 
-    What is registered, and trained, is the latent network of each pair; see :class:`MatchingTask`.
+    What is registered, and trained, is the latent network of each pair, or coordinates of the group; see
+    :class:`MatchingTask`.
 
     Args:
         symmetry: That of all networks.
         pairs: The networks of each pair; a member's number is the place of its pair.
-        trained: Whether there are latent networks.
+        trained: By which method, ``"straight_through"`` or ``"orbit_descent"``; None if nothing is trained.
 
     Attributes:
         started: By number, the second network as the start has moved it.
         steps: By number, the element that has moved it on from there by now.
     """
 
-    def __init__(self, symmetry: Symmetry, pairs: Sequence[tuple[Network, Network]], *, trained: bool) -> None:
+    def __init__(self, symmetry: Symmetry, pairs: Sequence[tuple[Network, Network]], *, trained: Method | None) -> None:
+        directions = OrbitDirections(symmetry) if trained == "orbit_descent" else None
+
         def latent(number: int) -> nn.Module:
+            if directions is not None:
+                return Coordinates(directions)
             return copy.deepcopy(pairs[number][0]).requires_grad_() if trained else nn.Identity()
 
         super().__init__(latent, range(len(pairs)))
         self.symmetry = symmetry
+        self.directions = directions
         self.started: dict[int, nn.Module] = {}
         with torch.device("cpu"):  # where elements are; Lightning makes populations on its own device
             self.steps = dict.fromkeys(self.numbers, symmetry.identity())
@@ -77,6 +125,18 @@ class MidpointPopulation(LoopPopulation):
         """Return the latent network of a pair."""
         return self._member(number)
 
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Let the elements take up what steps have changed of coordinates, which are 0 again."""
+        if self.directions is None:
+            return
+        for number in self.numbers:
+            values: Any = self._member(number).values
+            if all(bool(own.isfinite().all()) for own in values.values()):
+                self.steps[number] = self.symmetry.compose(self.directions.element(values), self.steps[number])
+            for own in values.values():
+                own.zero_()
+
     def move_frozen(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the networks that are not registered."""
         pairs, runner = self._frozen
@@ -85,9 +145,14 @@ class MidpointPopulation(LoopPopulation):
 
     def run_member(self, number: int, prepared: Any) -> Tensor:
         """Return the logits of a pair's midpoint: its value is of the matched network, its gradient of the latent."""
-        moved = self.symmetry.act(self.steps[number], self.started[number]).named_parameters()
-        latent = dict(self.latent(number).named_parameters())
-        ends = {name: value + latent[name] - latent[name].detach() for name, value in moved}
+        moved = dict(self.symmetry.act(self.steps[number], self.started[number]).named_parameters())
+        if self.directions is not None:
+            values: Any = self._member(number).values
+            given = (values[name] for name in self.directions.shapes)
+            ends = dict(zip(moved, _Along.apply(self.directions, moved, *given), strict=True))  # type: ignore[no-untyped-call]
+        else:
+            latent = dict(self.latent(number).named_parameters())
+            ends = {name: value + latent[name] - latent[name].detach() for name, value in moved.items()}
         return self.run_midpoint(self.midpoint(number, ends), prepared)
 
     def midpoint(self, number: int, ends: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,23 +198,33 @@ class MatchingTask(ZooUserTask):
       element is kept whose midpoint has the lowest validation loss (training loss if there are no validation data),
       that of ``weights`` included.
 
+    - ``permutations``, ``blocks``, ``matrices``: as ``weights``, but in a part of the group, each larger than the one
+      before: permutations of units; blocks (heads) that change places, too; matrices inside heads and phases of planes,
+      too. What is left to ``weights`` are the rotations of streams.
+    - ``activations_weights``: as ``weights``, from where ``activations`` ends.
+    - ``orbit_descent``: from the best of all others that are there, by the validation loss of the midpoint (by weights,
+      until these are), the gradient of the midpoint's loss moves the element along the continuous part of the group:
+      rotations of streams, matrices inside heads, phases of planes, scales (docs/theory/matching.md, 3.1). Permutations
+      and signs stay as they are. What is kept is as for ``straight_through``, beside which it is not run.
+
     Batch norms use the statistics of the batch at midpoints, in training and validation. Without
-    ``straight_through`` the fit ends after one epoch. Pairs are the members of a population: what holds for all is said
-    at :class:`lightning_sym.tasks.PopulationTask`; of a pair whose latent network diverges the best element by then is
-    kept.
+    ``straight_through`` or ``orbit_descent`` the fit ends after one epoch. Pairs are the members of a population: what
+    holds for all is said at :class:`lightning_sym.tasks.PopulationTask`; of a pair whose training diverges the best
+    element by then is kept.
 
     Args:
         zoo: The zoo's folder, with two members or more.
         pairs: Numbers of the members of each pair; the second one is matched to the first. ``"all"``: every two
             members once, the lower number first.
-        methods: Some of ``"weights"``, ``"activations"``, ``"straight_through"``; default all.
+        methods: Some of those above; default ``"weights"``, ``"activations"``, ``"straight_through"``.
         restarts: From how many starting points weight matching is tried (the identity, then random ones); the best
             is kept. >= 1.
         matching_seed: Seed of the orders and starting points in weight matching. >= 0.
         scales: Whether units may be rescaled, where the activation allows it.
         signs: Whether units may change sign, where the activation allows it.
         loss: A network's mean loss on a batch, given outputs and targets; default the cross-entropy.
-        optimizer: Makes the optimizer of the latent networks; default SGD, learning rate 0.01, momentum 0.9.
+        optimizer: Makes the optimizer of the latent networks, or of ``orbit_descent``; default SGD with learning rate
+            0.01 and momentum 0.9, for ``orbit_descent`` Adam with learning rate 0.003.
         allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
 
     Attributes:
@@ -191,12 +266,16 @@ class MatchingTask(ZooUserTask):
         allow: Sequence[str] | None = None,
     ) -> None:
         super().__init__(loss=loss, optimizer=optimizer)
-        methods = METHODS if methods is None else methods
+        methods = USUAL if methods is None else methods
         for method in [methods] if isinstance(methods, str) else methods:
             if method not in METHODS:
                 raise ValueError(unknown("method", method, METHODS))
         if isinstance(methods, str) or not methods or len(set(methods)) < len(methods):
             raise ValueError(f"methods must be a list of different ones of {', '.join(METHODS)}, got {methods!r}.")
+        if set(TRAINED) <= set(methods):
+            raise ValueError(
+                "methods may hold straight_through or orbit_descent, not both: a pair is trained in one way; fit twice."
+            )
         check_integers(restarts=restarts)
         check_integers(0, matching_seed=matching_seed)
         self.pairs = [] if pairs == "all" else check_pairs(pairs)
@@ -211,7 +290,7 @@ class MatchingTask(ZooUserTask):
         self.save_hyperparameters({name: self.describe()[name] for name in ("_class_path", "loss_name")})
 
         self.elements: dict[Pair, dict[str, Element]] = {}
-        self._start: dict[Pair, Element] = {}  # where straight-through begins
+        self._start: dict[Pair, Element] = {}  # where training begins
         self._moments: dict[Pair, ActivationMoments] | None = None
         self._midpoints: dict[tuple[int, str], dict[str, Tensor]] = {}
         self._members: dict[int, Network] = {}
@@ -220,9 +299,9 @@ class MatchingTask(ZooUserTask):
     # ---- the zoo
 
     @property
-    def straight_through(self) -> bool:
-        """Whether latent networks are trained."""
-        return "straight_through" in self.methods
+    def trained(self) -> Method | None:
+        """The method by which something is trained, if any is."""
+        return next((method for method in self.methods if method in TRAINED), None)
 
     @property
     def model_zoo(self) -> ModelZoo:
@@ -281,7 +360,7 @@ class MatchingTask(ZooUserTask):
     def make_population(self, numbers: list[int]) -> Population:
         """Return the pairs as a population."""
         networks = [(self.member(first), self.member(second)) for first, second in self.pairs]
-        return MidpointPopulation(self.symmetry, networks, trained=self.straight_through)
+        return MidpointPopulation(self.symmetry, networks, trained=self.trained)
 
     def make_metric(self, split: str) -> PopulationLoss:
         """Return what adds up: in training the losses of pairs; else of all that is evaluated, with accuracies."""
@@ -291,7 +370,9 @@ class MatchingTask(ZooUserTask):
         return PopulationClassification(rows) if self.classifies else PopulationLoss(rows, self.loss)
 
     def default_optimizer(self, parameters: Any) -> Optimizer:
-        """Make the optimizer of the latent networks: SGD."""
+        """Make the optimizer of the latent networks: SGD; of coordinates Adam, as they are of several units."""
+        if self.trained == "orbit_descent":
+            return torch.optim.Adam(parameters, lr=0.003)
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
     def identity(self) -> dict[str, Any]:
@@ -337,13 +418,19 @@ class MatchingTask(ZooUserTask):
         self.to_device(self.device)
         if not self.elements:
             self.elements = {pair: {} for pair in self.pairs}
-            if set(self.methods) & {"weights", "straight_through"}:
-                for number, element in self._shared_out(self._match_weights, self.numbers, "matching weights").items():
-                    pair = self.pairs[number]
-                    self.elements[pair] = {method: element for method in self.methods if method != "activations"}
-                    if self.straight_through:
-                        self._start[pair] = element
-            if "activations" in self.methods:
+            by_weights = [method for method in self.methods if method in PARTS]
+            if set(self.methods) & {"weights", *TRAINED}:
+                by_weights.append("weights")
+            for number, found in self._shared_out(
+                lambda number: {method: self._match_weights(number, method) for method in by_weights},
+                self.numbers if by_weights else [],
+                "matching weights",
+            ).items():
+                pair = self.pairs[number]
+                self.elements[pair] |= found
+                if self.trained:
+                    self.elements[pair][self.trained] = self._start[pair] = found["weights"]
+            if set(self.methods) & {"activations", "activations_weights"}:
                 self._moments = {pair: self._new_moments(pair) for pair in self.pairs}
         self.population.started = {
             number: self._moved(pair, self._start[pair]) for number, pair in enumerate(self.pairs) if self._start
@@ -353,9 +440,10 @@ class MatchingTask(ZooUserTask):
     def _options(self) -> dict[str, Any]:
         return {"signs": self.signs, "seed": self.matching_seed}
 
-    def _match_weights(self, number: int) -> Element:
+    def _match_weights(self, number: int, method: Method) -> Element:
         a, b = map(self.member, self.pairs[number])
-        return weight_matching(self.symmetry, a, b, restarts=self.restarts, scales=self.scales, **self._options).element
+        options = {"restarts": self.restarts, "scales": self.scales, "freedom": PARTS.get(method, FREEDOM)}
+        return weight_matching(self.symmetry, a, b, **options, **self._options).element
 
     def _match_latent(self, number: int) -> Element:
         """Match the second network to the latent one, from where the step before left off."""
@@ -367,7 +455,7 @@ class MatchingTask(ZooUserTask):
         ).element
 
     def _element_now(self, number: int) -> Element:
-        """Return straight-through's element as it is by now."""
+        """Return the element that is trained as it is by now."""
         return self.symmetry.compose(self.population.steps[number], self._start[self.pairs[number]])
 
     def _new_moments(self, pair: Pair) -> ActivationMoments:
@@ -381,13 +469,18 @@ class MatchingTask(ZooUserTask):
         for found in moments.values():
             found.reduce()
 
-        def match(number: int) -> Element:
+        def match(number: int) -> dict[str, Element]:
             pair = self.pairs[number]
+            options = {"scales": self.scales, **self._options}
             a, b = map(self.member, pair)
-            return activation_matching(self.symmetry, a, b, moments[pair], scales=self.scales, **self._options).element
+            found = {"activations": activation_matching(self.symmetry, a, b, moments[pair], **options).element}
+            if "activations_weights" in self.methods:
+                more = weight_matching(self.symmetry, a, b, initial=found["activations"], **options)
+                found["activations_weights"] = more.element
+            return found
 
-        for number, element in self._shared_out(match, self.numbers).items():
-            self.elements[self.pairs[number]]["activations"] = element
+        for number, found in self._shared_out(match, self.numbers).items():
+            self.elements[self.pairs[number]] |= found
 
     # ---- training
 
@@ -396,7 +489,8 @@ class MatchingTask(ZooUserTask):
         with torch.no_grad():
             for moments in (self._moments or {}).values():
                 moments.update(batch[0])
-            if self.straight_through:
+            self.population.absorb()
+            if self.trained == "straight_through":
                 running = [number for number in self.numbers if number not in self.skipped]
                 with torch.autocast(self.device.type, enabled=False):
                     self.population.steps |= self._shared_out(self._match_latent, running)
@@ -411,30 +505,47 @@ class MatchingTask(ZooUserTask):
         """Log training losses; end the fit where nothing is trained."""
         self._match_activations()  # if max_steps ended the epoch
         super().on_train_epoch_end()
-        if not self.straight_through:
+        if not self.trained:
             self.trainer.should_stop = True
 
     def _keep(self, values: Mapping[str, list[float]]) -> None:
         """Keep the elements whose midpoint is the best so far; without validation by the training loss."""
-        if not self.straight_through:
+        if self.trained is None:
             return
         before = set(self.kept)
         super()._keep(values or {"loss": self.history["train/loss"][-1]})
         for number, record in self.kept.items():
-            start = {name: row[self._row("weights", number)] for name, row in values.items()}
-            if start and number not in before and self.score(start) >= self.score(record["metrics"]):  # it counts, too
-                record |= {"metrics": start, "state": record["state"] | _tensors(self.symmetry.identity())}
             pair = self.pairs[number]
+            if number not in before:  # where it begins counts, too
+                self._keep_start(number, values)
             step = _element(self.symmetry, record["state"])
-            self.elements[pair]["straight_through"] = self.symmetry.compose(step, self._start[pair])
+            self.elements[pair][self.trained] = self.symmetry.compose(step, self._start[pair])
+
+    def _keep_start(self, number: int, values: Mapping[str, list[float]]) -> None:
+        """Keep what weight matching found if it is better than what was trained; descend from the best of all."""
+        pair, record = self.pairs[number], self.kept[number]
+        others = [v for v in self._variants if v == "weights" or (self.trained == "orbit_descent" and v not in TRAINED)]
+        found = {v: {name: row[self._row(v, number)] for name, row in values.items()} for v in others if values}
+        found = {v: metrics for v, metrics in found.items() if v == UNMATCHED or v in self.elements[pair]}
+        best = max(found, key=lambda variant: self.score(found[variant]), default=None)
+        if best is None or self.score(found[best]) < self.score(record["metrics"]):
+            return
+        record |= {"metrics": found[best], "state": record["state"] | _tensors(self.symmetry.identity())}
+        if self.trained == "orbit_descent" and best != "weights":
+            self._start[pair] = self.symmetry.identity() if best == UNMATCHED else self.elements[pair][best]
+            self.population.started[number] = self._moved(pair, self._start[pair])
+            self.population.steps[number] = self.symmetry.identity()
+            for parameter in self.population.member_parameters(number):
+                for optimizer in self.trainer.optimizers:
+                    optimizer.state.pop(parameter, None)
 
     # ---- midpoints
 
     @property
     def _variants(self) -> list[str]:
         """What is evaluated: first what is trained; weight matching also where it is only the start of that."""
-        known = {UNMATCHED, *self.methods, *(["weights"] if self.straight_through else [])}
-        return [variant for variant in ("straight_through", UNMATCHED, "weights", "activations") if variant in known]
+        known = {UNMATCHED, *self.methods, *(["weights"] if self.trained else [])}
+        return [variant for variant in (*TRAINED, UNMATCHED, *METHODS[: -len(TRAINED)]) if variant in known]
 
     def _row(self, variant: str, number: int) -> int:
         """Return the place of a variant of a pair in the metric."""
@@ -444,16 +555,17 @@ class MatchingTask(ZooUserTask):
         """Return the elements to evaluate now, by variant; None moves nothing."""
         pair = self.pairs[number]
         found: dict[str, Element | None] = {UNMATCHED: None, **self.elements.get(pair, {})}
-        if pair in self._start:
-            found |= {"weights": self._start[pair], "straight_through": self._element_now(number)}
-        if number in self.stopped:
-            del found["straight_through"]
-        return found
+        if self.trained and pair in self._start:
+            found[self.trained] = self._element_now(number)
+            if number in self.stopped:
+                del found[self.trained]
+        return {variant: element for variant, element in found.items() if variant in self._variants}
 
     @torch.no_grad()
     def begin_evaluation(self) -> None:
         """Make the midpoints."""
         super().begin_evaluation()
+        self.population.absorb()
         self.to_device(self.trainer.strategy.root_device)
         for number, pair in enumerate(self.pairs):
             for variant, element in self._evaluated(number).items():
@@ -473,7 +585,7 @@ class MatchingTask(ZooUserTask):
     @property
     def shown(self) -> str:
         """The mean over pairs of what is trained."""
-        return "midpoint_loss/straight_through"
+        return f"midpoint_loss/{self.trained or self.methods[-1]}"
 
     def each(
         self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
@@ -501,7 +613,7 @@ class MatchingTask(ZooUserTask):
     # ---- checkpoints
 
     def member_records(self) -> dict[int, Any]:
-        """Return where straight-through is, by the pair's number."""
+        """Return where training is, by the pair's number."""
         return {number: vars(step) for number, step in self.population.steps.items()}
 
     def load_member_records(self, records: Mapping[int, Any]) -> None:

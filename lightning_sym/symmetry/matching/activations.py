@@ -22,9 +22,14 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     within_cells,
 )
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
-from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent, best_blocks, block_systems
+from lightning_sym.symmetry.matching.coordinate_descent import (
+    Descended,
+    Descent,
+    best_blocks,
+    block_systems,
+)
 from lightning_sym.symmetry.matching.streams import best_turn, stream_places, turn_of
-from lightning_sym.symmetry.matching.weights import Match, match_of
+from lightning_sym.symmetry.matching.weights import Match, match_of, nearer_by_forms
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.watching import watched
 
@@ -262,7 +267,7 @@ def activation_matching(
         gains = {
             group.index: _gain(moments, group, axis_group.name, measure, signs)
             for group, axis_group in zip(groups, symmetry.groups, strict=True)
-            if axis_group.name in moments.places and not group.dense
+            if axis_group.name in moments.places and not (group.dense or group.phase)
         }
         tables = {index: Tables(gain) for index, gain in gains.items()}
         chosen: dict[int, Chosen] = {}
@@ -274,7 +279,7 @@ def activation_matching(
         turns = {index: best_turn(rotations[index], moments.stream_product(index)) for index in moments.streams}
         for index in turns:
             chosen.pop(rotations[index].orbit, None)  # which are among the rotations
-        target, source, back = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
+        target, source, back, _ = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
         descent = Descent(symmetry, target, source, signs=signs, device=where)
         descent.restart(replace(descent.element_of(chosen), rotation=turn_of(symmetry, turns).rotation))
         undecided = {}
@@ -292,7 +297,10 @@ def activation_matching(
         identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in chosen}
         before, after = (sum(gains[i].of(own[i]) for i in chosen) for own in (identity, chosen))
         found = Descended(back(descent.element), (before, after), 1, (after,))
-        return match_of(symmetry, a, b, found, "activations", refine=where if scales and refine else None)
+        match = match_of(symmetry, a, b, found, "activations", refine=where if scales and refine else None)
+        if scales and balance and descent.suspicious(descent.element):
+            match = nearer_by_forms(symmetry, a, b, match)
+        return match
 
 
 def _gain(moments: ActivationMoments, group: MatchingGroup, name: str, measure: str, signs: bool) -> Gain:

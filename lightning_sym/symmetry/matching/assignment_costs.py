@@ -78,6 +78,7 @@ class MatchingGroup:
         cells: For each cell, the units' places in the group.
         movable: Whether units change places within their cells.
         dense: Whether any invertible matrix may mix the units of a cell.
+        phase: Whether the units are planes, which are turned by any angle.
         free: The columns of the table of signs whose generators belong to one unit alone.
         shared: The columns whose generators belong to a whole cell.
         slices: Where the units stand, by the free and shared signs that act there.
@@ -91,6 +92,7 @@ class MatchingGroup:
     cells: tuple[Ints, ...]
     movable: bool
     dense: bool
+    phase: bool
     free: tuple[int, ...]
     shared: tuple[int, ...]
     slices: dict[Pattern, tuple[Slices, ...]]
@@ -199,6 +201,7 @@ def _matched_group(symmetry: Symmetry, places: _Places, index: int, group: AxisG
         cells=cells,
         movable=group.movable,
         dense=group.dense,
+        phase=group.phase,
         free=free,
         shared=shared,
         slices={pattern: tuple(parts) for pattern, parts in slices.items()},
@@ -271,6 +274,10 @@ class Gain:
         choices = itertools.product((1.0, -1.0), repeat=len(self.shared))
         given = [dict(zip(self.shared, values, strict=True)) for values in choices]
         return [(signs, Gain(_folded(self.parts, signs), True)) for signs in given]
+
+    def plain(self) -> Tensor:
+        """Return the gain of each pair with all signs as they are. Shape (size, size)."""
+        return functools.reduce(torch.add, self.parts.values())
 
     def _split(self, parts: Mapping[Pattern, Tensor]) -> tuple[dict[Pattern, Tensor], dict[int, Tensor]]:
         """Return the parts on which signs meet (or none acts), and the part of each sign that is alone."""

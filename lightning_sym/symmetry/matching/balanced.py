@@ -50,22 +50,25 @@ def balanced(symmetry: Symmetry, network: nn.Module, *, signs: bool = True) -> t
 
 def comparable(
     symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True
-) -> tuple[nn.Module, nn.Module, Callable[[Element], Element]]:
+) -> tuple[nn.Module, nn.Module, Callable[[Element], Element], Callable[[Element], Element]]:
     """Return two networks as they are compared: balanced, or as they are.
 
     Returns:
-        Both, and a function: of an element for the second as it is compared it makes one for ``b`` as it is, which
-        brings it to the scales of ``a``.
+        Both, and two functions: of an element for the second as it is compared the first makes one for ``b`` as it is,
+        which brings it to the scales of ``a``; the other goes the opposite way.
     """
     if not balance:
-        return a, b, lambda element: element
+        return a, b, lambda element: element, lambda element: element
     (target, left), (source, right) = (balanced(symmetry, network, signs=signs) for network in (a, b))
 
     def back(element: Element) -> Element:
         scales = to_scales_of(symmetry, a, left, symmetry.act(element, source))
         return symmetry.compose(scales, symmetry.compose(element, right))
 
-    return target, source, back
+    def forth(element: Element) -> Element:
+        return symmetry.compose(left, symmetry.compose(element, symmetry.inverse(right)))
+
+    return target, source, back, forth
 
 
 def working(

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,10 +31,17 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     within_cells,
 )
 from lightning_sym.symmetry.matching.balanced import along, inner, working
-from lightning_sym.symmetry.matching.streams import best_turn, between_gains, turn_of, weight_products
+from lightning_sym.symmetry.matching.streams import best_turn, turn_of, weight_products
+from lightning_sym.symmetry.phases import phases_of
 
-# Relative to |A| |B|: what is smaller is rounding of inner products, and no improvement.
+# Which moves there are: docs/theory/matching.md, 1.7.
+FREEDOM = ("permutations", "blocks", "matrices", "rotations")
+
+# Relative to the squared distance: what is smaller is no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
+_ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
+# Squared distances this many times larger than norms of tensors call for: two networks of one orbit may not be matched.
+_SUSPICIOUS = 1e4
 
 
 @dataclass
@@ -81,21 +88,27 @@ def block_systems(symmetry: Symmetry, groups: list[MatchingGroup]) -> list[Block
 
 
 def best_blocks(
-    system: Blocks, tables: Mapping[int, Tables], raw: Mapping[int, Tensor]
+    system: Blocks, tables: Mapping[int, Tables], raw: Mapping[int, Tensor], *, mixing: bool = True
 ) -> tuple[Ints, dict[int, Chosen]]:
     """Return which block comes to which place, and for each group which of its units come to the places.
 
     The gain of a block at a place is that of the best assignment of its members; dense members count with the nuclear
-    norm, what the best rotation gives.
+    norm, what the best rotation gives, and planes with the modulus of the complex gain, what the best phase gives; both
+    as they are without `mixing`.
     """
     count = system.count
     total = np.zeros((count, count))
     for group, places in system.kinds:
+        index = torch.from_numpy(places)
         if group.dense:
             matrix = raw[group.index].double().cpu()
-            index = torch.from_numpy(places)
             pairs = matrix[index[:, None, :, None], index[None, :, None, :]]
-            total += torch.linalg.svdvals(pairs).sum(-1).numpy()
+            gained = torch.linalg.svdvals(pairs) if mixing else pairs.diagonal(dim1=-2, dim2=-1)
+            total += gained.sum(-1).numpy()
+            continue
+        if group.phase:
+            planes = raw[group.index].cpu()[index[:, None], index[None]]
+            total += (planes.abs() if mixing else planes.real).sum(-1).numpy()
             continue
         for new, old in itertools.product(range(count), repeat=2):
             total[new, old] += tables[group.index].best(places[new], places[old])[0]
@@ -104,7 +117,7 @@ def best_blocks(
     for group, places in system.kinds:
         own = chosen.setdefault(group.index, Chosen(np.arange(len(group.units)), {}))
         for new, old in enumerate(order):
-            if group.dense:
+            if group.dense or group.phase:
                 own.source[places[new]] = places[old]
             else:
                 tables[group.index].put(own, places[new], places[old])
@@ -120,6 +133,7 @@ class Descent:
         b: The network that is moved.
         signs: Whether signs may change.
         device: Where gains are computed, in A's dtypes.
+        freedom: Some of :data:`FREEDOM`: which moves there are.
 
     Attributes:
         target: A's parameters, by name.
@@ -130,11 +144,21 @@ class Descent:
         systems: What blocks change places.
     """
 
-    def __init__(self, symmetry: Symmetry, a: nn.Module, b: nn.Module, *, signs: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        a: nn.Module,
+        b: nn.Module,
+        *,
+        signs: bool,
+        device: torch.device,
+        freedom: Collection[str] = FREEDOM,
+    ) -> None:
         self.symmetry = symmetry
         self.signs = signs
+        self.freedom = frozenset(freedom)
         self.groups = matched_groups(symmetry)
-        self.systems = block_systems(symmetry, self.groups)
+        self.systems = block_systems(symmetry, self.groups) if "blocks" in self.freedom else []
         self._held: set[int] = set()  # the groups that keep their assignment
         self._kept_signs: dict[int, set[int]] = {}  # by group, the columns of signs that are not to be flipped alone
         self.target = working(a, symmetry, device)
@@ -142,7 +166,7 @@ class Descent:
         self.current = dict(self.start)
         # By group, the numbers of the rotations that may be chosen; emptied where they are given.
         self.rotations: dict[int, list[int]] = {}
-        for index in rotatable(symmetry.structure, self.start):
+        for index in rotatable(symmetry.structure, self.start) if "rotations" in self.freedom else ():
             self.rotations.setdefault(symmetry.structure.rotations[index].orbit, []).append(index)
         self._settled_signs = self._positive_gains()
         self.element = symmetry.identity()
@@ -151,14 +175,14 @@ class Descent:
         for bias, weight, _, _ in symmetry.structure.absorbed:
             self._absorbing.setdefault(weight, []).append(bias)
         self._absorbers = {bias for biases in self._absorbing.values() for bias in biases}
-        # The only ones whose norm changes: those, and what is rotated between gains.
-        self._varying = self._absorbers | between_gains(symmetry.structure)
         used = {name for group in self.groups for name in group.tensors} | self._absorbers
         self._moving = [name for name in self.target if name in used]
-        norm = math.prod(math.sqrt(sum(inner(t, t) for t in tensors.values())) for tensors in (self.target, self.start))
+        both = [math.fsum(inner(t, t) for t in tensors.values()) for tensors in (self.target, self.start)]
+        self._half = sum(both) / 2
         dtypes = {tensor.dtype for tensor in self.target.values()}
-        self._tolerance = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0) * max(norm, 1e-300)
-        self._products = {name: self._product(name, self.current[name]) for name in self.target}
+        self._negligible = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0)
+        self._rounding = max((_ROUNDING * torch.finfo(dtype).eps for dtype in dtypes), default=0.0) * both[0] ** 0.5
+        self._squares = {name: self._square(name, self.current[name]) for name in self.target}
         self._rows: dict[tuple[int, Pattern], Tensor] = {}
         # By group, those whose gains change with its units' places: its own, too, if it stands on two axes at once.
         self._neighbours = {
@@ -180,23 +204,43 @@ class Descent:
             )
         }
 
-    def _product(self, name: str, tensor: Tensor) -> float:
-        product = inner(self.target[name], tensor)
-        if name in self._varying:
-            product += (inner(self.start[name], self.start[name]) - inner(tensor, tensor)) / 2
-        return product
+    def _square(self, name: str, tensor: Tensor) -> float:
+        # Of the difference, which is exact where both are nearly equal; in inner products half of the digits are lost.
+        difference = self.target[name] - tensor
+        return inner(difference, difference)
+
+    @property
+    def squared_distance(self) -> float:
+        """The square of the distance of A's parameters and the current ones."""
+        return math.fsum(self._squares.values())
 
     @property
     def objective(self) -> float:
         """The inner product of A's parameters with the current ones, less half of what their square has grown."""
-        return math.fsum(self._products.values())
+        return self._half - self.squared_distance / 2
+
+    def _no_improvement(self, square: float) -> float:
+        """Return by how much a squared distance has to fall, that it is not rounding."""
+        return self._negligible * square + self._rounding * math.sqrt(square) + self._rounding**2
+
+    def suspicious(self, element: Element) -> bool:
+        """Whether a member of B's orbit is much farther from A than norms of tensors, which no move changes, ask for.
+
+        Then both may be of one orbit, or nearly so; a member that is near says so by itself.
+        """
+        if not self.signs or self.freedom != set(FREEDOM):
+            return False
+        self.restart(element)
+        pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.start.items())
+        least = math.fsum(float(one - two) ** 2 for one, two in pairs)
+        return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
 
     def restart(self, element: Element) -> None:
         """Begin again at a member of B's orbit."""
         self.element = element
         self.current.update(self._moved(element, self.start, self._moving))
         for name in self._moving:
-            self._products[name] = self._product(name, self.current[name])
+            self._squares[name] = self._square(name, self.current[name])
 
     def hold(self, cells: Mapping[int, tuple[Ints, ...]], signs: Mapping[int, set[int]]) -> None:
         """Keep some groups as they are.
@@ -216,21 +260,40 @@ class Descent:
 
     # Gains.
 
-    def gain(self, group: MatchingGroup) -> Gain:
-        """Return what is won where a group's units change places, all other groups as they are."""
+    def gain(self, group: MatchingGroup, current: Mapping[str, Tensor] | None = None) -> Gain:
+        """Return what is won where a group's units change places, all other groups as they are.
+
+        Args:
+            group: The group.
+            current: The parameters of B; by default the current ones.
+        """
+        current = self.current if current is None else current
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
         for pattern, slices in group.slices.items():
             key = (group.index, pattern)
             if key not in self._rows:
                 self._rows[key] = stacked(slices, self.target, size)
-            parts[pattern] = self._rows[key] @ stacked(slices, self.current, size).T
+            parts[pattern] = self._rows[key] @ stacked(slices, current, size).T
         for joint in group.joints:
-            part = joint.of(self.target[joint.tensor]) @ joint.of(self.current[joint.tensor]).T
+            part = joint.of(self.target[joint.tensor]) @ joint.of(current[joint.tensor]).T
             index = torch.from_numpy(joint.members).to(part.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=part.dtype, device=part.device))
             total.index_put_((index[:, None], index[None, :]), part, accumulate=True)
         return Gain(parts, self.signs and group.index not in self._settled_signs, group.shared)
+
+    def plane_gain(self, group: MatchingGroup) -> Tensor:
+        """Return what is won where planes change places, as complex numbers z: turned by an angle, Re(z exp(-i angle)).
+
+        Returns:
+            Shape (planes, planes), complex128.
+        """
+        structure = self.symmetry.structure
+        phase = torch.zeros(structure.phases, dtype=torch.float64)
+        phase[torch.from_numpy(structure.phase_of[group.units])] = math.pi / 2
+        turned = self._moved(replace(self.symmetry.identity(), phase=phase), self.current, group.tensors)
+        real, imaginary = (self.gain(group, {**self.current, **tensors}).plain() for tensors in ({}, turned))
+        return torch.complex(real.double(), imaginary.double())
 
     # Moves.
 
@@ -239,12 +302,12 @@ class Descent:
         names = dict.fromkeys(name for name in tensors if name in self.current)
         names |= dict.fromkeys(bias for name in names for bias in self._absorbing.get(name, ()))
         moved = self._moved(element, self.current, names)
-        products = {name: self._product(name, tensor) for name, tensor in moved.items()}
-        change = math.fsum(products[name] - self._products[name] for name in products)
-        if not change > self._tolerance:
+        squares = {name: self._square(name, tensor) for name, tensor in moved.items()}
+        won = math.fsum(self._squares[name] - square for name, square in squares.items())
+        if not won > self._no_improvement(math.fsum(self._squares[name] for name in squares)):
             return False
         self.current.update(moved)
-        self._products.update(products)
+        self._squares.update(squares)
         self.element = self.symmetry.compose(element, self.element)
         return True
 
@@ -261,8 +324,13 @@ class Descent:
 
     def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or turn them."""
+        mixing = "matrices" in self.freedom
         if group.dense:
-            return self._rotate(group)
+            return mixing and self._rotate(group)
+        if group.phase and mixing and self._turn_planes(group):
+            return True
+        if "permutations" not in self.freedom:
+            return False
         gain = self.gain(group)
         if not gain.parts:
             return False
@@ -277,6 +345,14 @@ class Descent:
             for index in self.rotations.get(group.index, ())
         }
         return bool(turns) and self._try(turn_of(self.symmetry, turns), group.tensors)
+
+    def _turn_planes(self, group: MatchingGroup) -> bool:
+        """Turn planes by the best angles, each being the argument of its complex inner product."""
+        structure = self.symmetry.structure
+        phase = torch.zeros(structure.phases, dtype=torch.float64)
+        angles = self.plane_gain(group).diagonal().angle().cpu()
+        phase[torch.from_numpy(structure.phase_of[group.units])] = angles
+        return self._try(replace(self.symmetry.identity(), phase=phase), group.tensors)
 
     def _rotate(self, group: MatchingGroup) -> bool:
         """Turn dense cells by the best rotation (orthogonal Procrustes)."""
@@ -297,19 +373,25 @@ class Descent:
         gains = {index: self.gain(group) for index, group in groups.items()}
         if not all(gain.parts for gain in gains.values()):
             return False
-        tables = {i: Tables(gain) for i, gain in gains.items() if not groups[i].dense}
+        tables = {i: Tables(gain) for i, gain in gains.items() if not (groups[i].dense or groups[i].phase)}
         raw = {i: g.parts[()] for i, g in gains.items() if groups[i].dense}
-        order, chosen = best_blocks(system, tables, raw)
+        raw |= {i: self.plane_gain(group) for i, group in groups.items() if group.phase}
+        mixing = "matrices" in self.freedom
+        order, chosen = best_blocks(system, tables, raw, mixing=mixing)
         if np.array_equal(order, np.arange(system.count)):
             return False
         element = self.element_of(chosen)
         element.permutation[torch.from_numpy(system.slots)] = torch.from_numpy(system.slots[order])
-        dense = list(element.dense)
-        for group, places in system.kinds:
+        dense, structure = list(element.dense), self.symmetry.structure
+        for group, places in system.kinds if mixing else ():
+            if group.phase:
+                for new, old in enumerate(order):
+                    pairs = raw[group.index].cpu()[torch.from_numpy(places[new]), torch.from_numpy(places[old])]
+                    element.phase[torch.from_numpy(structure.phase_of[group.units[places[old]]])] = pairs.angle()
             if group.dense:
                 for new, old in enumerate(order):
                     units = group.units[places[old]]
-                    cell = int(self.symmetry.structure.cell_of[units[0]])
+                    cell = int(structure.cell_of[units[0]])
                     rows, columns = (torch.from_numpy(places[i]).to(raw[group.index].device) for i in (new, old))
                     dense[cell] = polar_factor(raw[group.index][rows[:, None], columns[None, :]])
         tensors = frozenset().union(*(group.tensors for group in groups.values()))
@@ -376,7 +458,7 @@ class Descent:
         Yields:
             The objective after each sweep.
         """
-        able = {g.index for g in self.groups if g.movable or g.free or g.shared} - self._held
+        able = {g.index for g in self.groups if g.movable or g.free or g.shared or g.phase} - self._held
         dirty = set(able)
         dirty_systems = set(range(len(self.systems)))
         turning = set(self.rotations) & able
@@ -458,6 +540,7 @@ def descend(
                 dense = tuple(polar_factor(matrix) for matrix in initial.dense)
                 start = replace(start, permutation=initial.permutation, sign=initial.sign)
                 start = replace(start, dense=dense, rotation=initial.rotation)
+                start = replace(start, phase=phases_of(symmetry.structure, initial))
             elif number:
                 start = symmetry.sample(generator, scale=0.0, signs=False, mixing=False, shifts=False)
             descent.restart(start)

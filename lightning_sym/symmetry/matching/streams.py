@@ -104,9 +104,3 @@ def weight_products(
     for (_, left), (_, right) in zip(ours, theirs, strict=True):
         total += (left @ right.T).double().cpu()
     return total
-
-
-def between_gains(structure: Structure) -> set[str]:
-    """Return the tensors that rotations change between gains."""
-    places = structure.rotated_places
-    return {slot.tensor for slot in structure.slots if any(any(powers) for *_, powers in places.get(slot.offset, ()))}

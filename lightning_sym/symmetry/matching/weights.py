@@ -5,6 +5,7 @@ them, was found by tracing.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +13,12 @@ from torch import nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of
+from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
-from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent, descend
+from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
 
 
@@ -73,6 +76,7 @@ def weight_matching(
     max_sweeps: int = 100,
     balance: bool = True,
     refine: bool = False,
+    freedom: Collection[str] = FREEDOM,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Match:
@@ -95,7 +99,10 @@ def weight_matching(
       that several restarts are worth while.
     - A group on two axes of one parameter makes the problem quadratic: it is linearised, and only improvements are
       taken. The same holds for blocks, and for more than three free signs that meet on one parameter.
-    - Cells on which any invertible matrix acts are rotated (orthogonal Procrustes); other matrices are not searched.
+    - Cells on which any invertible matrix acts are rotated (orthogonal Procrustes), planes turned by the argument of
+      their complex inner product, and streams rotated last; other matrices are not searched.
+    - If the distance is far above what norms of tensors ask for, canonical forms are compared, too: what was planted
+      is found to rounding.
     - Buffers are left out of the gain, and move along.
 
     Args:
@@ -107,13 +114,16 @@ def weight_matching(
         restarts: Number of descents, >= 1; the best is taken. The first begins at ``initial``, the others at random
             permutations (if ``initial`` is given, all there, and only the order of the groups differs).
         seed: Seed of the order of groups and of the restarts; no other generator is used or changed.
-        initial: Where to begin, an element for ``b``; only its permutation, signs and matrices are used.
+        initial: Where to begin, an element for ``b``; its scales and shifts are not used.
         max_sweeps: Most sweeps over all groups in a descent, >= 1.
         balance: Whether both networks are brought to the balanced gauge first; ignored without ``scales``.
         refine: Whether, at the end, every scale is adjusted to the least distance to ``a`` (and shifts, exactly), in
             closed form, one after another; ignored without ``scales``. Scales with exponents other than +1 and -1
             stay. For distances, not for interpolation: of networks that are not alike it makes the incoming weights of
             unmatched units small, and the loss between the networks grows.
+        freedom: Which parts of the group are searched (docs/theory/matching.md, 1.7): "permutations" of units within
+            cells, "blocks" (heads) that change places, "matrices" inside heads and phases of planes, "rotations" of
+            streams. By default all. Without "matrices" networks that have such cells are not balanced.
         device: Where gains are computed, in the dtype of ``a`` (half precision in float32); by default, where ``a``
             is. Assignments are solved on the CPU in float64.
         progress: Whether to show a progress bar.
@@ -137,16 +147,22 @@ def weight_matching(
     check_networks(symmetry, a=a, b=b)
     if initial is not None:
         symmetry._own(initial)
+    if unknown_words := sorted(set(freedom) - set(FREEDOM)):
+        raise ValueError(unknown("freedom", unknown_words[0], FREEDOM))
+    structure = symmetry.structure
+    if (structure.dense or structure.phases) and "matrices" not in freedom:
+        balance = False  # which turns cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
 
     def matched(balance: bool) -> Match:
-        target, source, back = comparable(symmetry, a, b, balance=balance, signs=signs)
-        descent = Descent(symmetry, target, source, signs=signs, device=where)
-        found = descend(
-            descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=initial, progress=progress
-        )
+        target, source, back, forth = comparable(symmetry, a, b, balance=balance, signs=signs)
+        descent = Descent(symmetry, target, source, signs=signs, device=where, freedom=freedom)
+        start = None if initial is None else forth(initial)
+        found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
+        doubtful = initial is None and balance and descent.suspicious(found.element)
         found = replace(found, element=back(found.element))
-        return match_of(symmetry, a, b, found, "weights", refine=where if scales and refine else None)
+        match = match_of(symmetry, a, b, found, "weights", refine=where if scales and refine else None)
+        return nearer_by_forms(symmetry, a, b, match) if doubtful else match
 
     with torch.no_grad():
         match = matched(scales and balance)
@@ -156,6 +172,23 @@ def weight_matching(
             stay = replace(match, element=symmetry.identity())
             match = match_of(symmetry, a, b, stay, "weights", refine=None)
         return match
+
+
+def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Match) -> Match:
+    """Return a match, or that of the canonical forms, which agree on one orbit, if these are nearer.
+
+    Descents take many steps there, or miss what they have no move for: queries of one key that change places, tilts.
+    """
+    own, theirs = (canonicalize(symmetry, network).element for network in (a, b))
+    other = match_of(
+        symmetry,
+        a,
+        b,
+        replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)),
+        match.method,
+        refine=None,
+    )
+    return other if other.distance_after < match.distance_after else match
 
 
 def match_of(

@@ -1,0 +1,123 @@
+"""Elements of every kind that were planted in transformers are found by matching, to rounding."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sym.networks import CompactTransformer, VisionTransformer
+from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
+from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
+from lightning_sym.symmetry.matching.directions import OrbitDirections
+
+EXACT = 1e-8  # relative to the norm of the weights; after gauges found by iteration
+
+
+class Logits(nn.Module):
+    """A language model whose only output are logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens).logits
+
+
+def vision(**options):
+    sizes = {"in_channels": 1, "image_size": 8, "patch_size": 2, "width": 16, "depth": 2, "heads": 2}
+    return VisionTransformer(**sizes, **options)
+
+
+def compact():
+    return CompactTransformer(variant="2/3x1", in_channels=1, image_size=8, width=16, heads=2)
+
+
+def language(kind, **options):
+    transformers = pytest.importorskip("transformers")
+    tokens = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    if kind == "GPT2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "n_positions": 6}
+        return Logits(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens, **options)))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Logits(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **tokens, **options)))
+
+
+CASES = {
+    "vit": functools.partial(vision),
+    "vit_rotary": functools.partial(vision, norm="rms", positions="rotary", activation="swiglu", layer_scale=0.5),
+    "cct": compact,
+    "gpt2_tied": functools.partial(language, "GPT2", tie_word_embeddings=True),
+    "gpt2": functools.partial(language, "GPT2", tie_word_embeddings=False),
+    "llama": functools.partial(language, "Llama", tie_word_embeddings=False),
+    "llama_grouped": functools.partial(language, "Llama", num_key_value_heads=2, tie_word_embeddings=False),
+}
+
+
+@functools.cache
+def planted(name):
+    """Return a network of generic weights, what an element of every kind makes of it, their symmetry, and inputs."""
+    torch.manual_seed(0)
+    network = CASES[name]().double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    images = name.startswith(("vit", "cct"))
+    inputs = torch.randn(64, 1, 8, 8).double() if images else torch.randint(0, 20, (64, 6))
+    symmetry = trace_symmetry(network, inputs[:2])
+    element = symmetry.sample(torch.Generator().manual_seed(1))
+    return network, symmetry.act(element, network), symmetry, inputs
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", ["weights", "activations"])
+def test_planted_elements_of_every_kind_are_found(name, method):
+    a, b, symmetry, inputs = planted(name)
+    if method == "weights":
+        match = weight_matching(symmetry, a, b)
+    else:
+        match = activation_matching(symmetry, a, b, inputs.split(16))
+    size = float(sum(p.detach().square().sum() for p in a.parameters())) ** 0.5
+    assert match.distance_after <= EXACT * size < match.distance_before
+    assert parameter_distance(match.network, symmetry.act(match.element, b)) == 0
+
+
+@pytest.mark.parametrize("name", ["vit", "vit_rotary", "cct"])
+def test_gradients_on_the_orbit_are_derivatives_along_it(name):
+    """Of a linear function of the weights, against differences: streams, matrices, phases and scales at once."""
+    network, _, symmetry, _ = planted(name)
+    directions, weights = OrbitDirections(symmetry), dict(network.named_parameters())
+    generator = torch.Generator().manual_seed(2)
+    slopes = {n: torch.randn(p.shape, dtype=torch.float64, generator=generator) for n, p in weights.items()}
+    found = directions.pulled_back(weights, slopes)
+    assert {"scales", "matrix 0"} <= set(found)
+    assert ("rotation 0" in found, "phases" in found) == (name != "cct", name == "vit_rotary")
+    for kind, gradient in found.items():
+        along = {k: torch.zeros(shape, dtype=torch.float64) for k, shape in directions.shapes.items()}
+        along[kind] = torch.randn(gradient.shape, dtype=torch.float64, generator=generator)
+
+        def value(step, along=along):
+            element = directions.element({name: step * own for name, own in along.items()})
+            moved = symmetry.act(element, network)
+            return sum(float((slopes[n] * p.detach()).sum()) for n, p in moved.named_parameters())
+
+        slope = (value(1e-5) - value(-1e-5)) / 2e-5
+        assert slope == pytest.approx(float((gradient * along[kind]).sum()), rel=1e-6, abs=1e-6), kind
+
+
+def test_parts_of_the_group_move_what_they_may():
+    a, _, symmetry, _ = planted("vit")
+    torch.manual_seed(1)
+    b = CASES["vit"]().double().eval()
+    allowed, before = [], parameter_distance(a, b)
+    for word in FREEDOM:
+        allowed.append(word)
+        element = weight_matching(symmetry, a, b, freedom=allowed).element
+        matrices = any(bool((matrix - matrix.diag().diag()).any()) for matrix in element.dense)
+        assert matrices == ("matrices" in allowed)
+        assert any(len(turn) for turn in element.rotation) == ("rotations" in allowed)
+        moved = parameter_distance(a, symmetry.act(element, b))
+        assert moved <= before + 1e-9
+    with pytest.raises(ValueError, match="blocks"):
+        weight_matching(symmetry, a, b, freedom=["block"])
