@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, combinations
 from typing import Any, Literal, TypeVar, get_args
 
@@ -265,8 +266,10 @@ class MatchingTask(ZooUserTask):
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         allow: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(loss=loss, optimizer=optimizer)
         methods = USUAL if methods is None else methods
+        if optimizer is None and "orbit_descent" in methods:  # coordinates have several units
+            optimizer = partial(torch.optim.Adam, lr=0.003)
+        super().__init__(loss=loss, optimizer=optimizer)
         for method in [methods] if isinstance(methods, str) else methods:
             if method not in METHODS:
                 raise ValueError(unknown("method", method, METHODS))
@@ -370,9 +373,7 @@ class MatchingTask(ZooUserTask):
         return PopulationClassification(rows) if self.classifies else PopulationLoss(rows, self.loss)
 
     def default_optimizer(self, parameters: Any) -> Optimizer:
-        """Make the optimizer of the latent networks: SGD; of coordinates Adam, as they are of several units."""
-        if self.trained == "orbit_descent":
-            return torch.optim.Adam(parameters, lr=0.003)
+        """Make the optimizer of the latent networks: SGD."""
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
     def identity(self) -> dict[str, Any]:

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.ddp
 class Unlucky(MatchingTask):
     """Something fails on the second process only."""
 
-    def _match_weights(self, number):
+    def _match_weights(self, number, method):
         if self.trainer.global_rank == 1:
             raise ValueError("unlucky")
-        return super()._match_weights(number)
+        return super()._match_weights(number, method)
 
 
 def scenarios(run, matching_zoo):

@@ -12,7 +12,8 @@ from pytorch_lightning import Trainer
 
 from lightning_sym.connectivity import barrier
 from lightning_sym.datamodules import Resized
-from lightning_sym.networks import MyrtleCNN
+from lightning_sym.networks import MyrtleCNN, VisionTransformer
+from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import MatchingTask, StitchingTask
 from lightning_sym.zoo import ModelZoo
 
@@ -137,3 +138,54 @@ def test_other_datamodules_will_do(matching_zoo):
     task = MatchingTask(str(matching_zoo), methods=["weights", "activations"])
     fit(task, fits.Theirs())
     assert set(task.elements[0, 1]) == {"weights", "activations"}
+
+
+# ---- transformers
+
+
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory):
+    """A zoo of three small vision transformers; member 1 is member 0 moved by an element of every kind."""
+    data, folder = digits(), tmp_path_factory.mktemp("transformers")
+    options = {"patch_size": 4, "width": 8, "depth": 1, "heads": 2, "positions": "rotary", "norm": "rms"}
+    first, third = (VisionTransformer(1, 8, **options).fresh(seed).eval() for seed in (0, 2))
+    symmetry = trace_symmetry(first, torch.randn(2, 1, 8, 8))
+    moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0), scale=0.2), first)
+    return write_zoo(folder, [first, moved, third], data)
+
+
+def test_descent_on_the_orbit_is_no_worse_than_all_others_and_changes_no_function(transformers, tmp_path):
+    methods = ["permutations", "blocks", "matrices", "weights", "activations", "activations_weights", "orbit_descent"]
+    task = MatchingTask(str(transformers), pairs=[[0, 1], [0, 2]], methods=methods)
+    trainer = fit(task, max_epochs=3, default_root_dir=tmp_path)
+    metrics = trainer.callback_metrics
+    data = digits()
+    images = data.normalize(data.split_tensors("test").images)
+    for number, pair in enumerate(task.pairs):
+        before = task.member(pair[1])(images)
+        best = task.kept[number]["metrics"]["loss"]
+        for method in methods:
+            torch.testing.assert_close(task.matched(pair, method)(images), before, atol=1e-3, rtol=1e-3)
+            if method != "orbit_descent":
+                name = f"details/pair-{pair[0]}-{pair[1]}/{method}/midpoint_loss"
+                assert best <= metrics[name] + 1e-6
+    assert best < metrics["details/pair-0-2/weights/midpoint_loss"]
+    for a, b in zip(task.member(0).parameters(), task.matched((0, 1), "weights").parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_descent_on_the_orbit_goes_on_where_it_was(transformers, tmp_path):
+    def run(epochs, *callbacks, path=None):
+        task = MatchingTask(str(transformers), pairs=[[0, 2]], methods=["activations", "orbit_descent"])
+        fits.fit(task, digits(), *callbacks, ckpt_path=path, max_epochs=epochs)
+        return vars(task.elements[0, 2]["orbit_descent"])
+
+    whole = run(3)
+    run(1, fits.saving(tmp_path))
+    assert_same(run(3, path=tmp_path / "last.ckpt"), whole)
+
+
+def test_two_trained_methods_at_once_are_refused(matching_zoo):
+    with pytest.raises(ValueError, match="straight_through or orbit_descent, not both"):
+        MatchingTask(str(matching_zoo), methods=["straight_through", "orbit_descent"])
