@@ -422,11 +422,12 @@ class MatchingTask(ZooUserTask):
             by_weights = [method for method in self.methods if method in PARTS]
             if set(self.methods) & {"weights", *TRAINED}:
                 by_weights.append("weights")
-            for number, found in self._shared_out(
-                lambda number: {method: self._match_weights(number, method) for method in by_weights},
-                self.numbers if by_weights else [],
-                "matching weights",
-            ).items():
+
+            def match(number: int) -> dict[str, Element]:
+                return {method: self._match_weights(number, method) for method in by_weights}
+
+            numbers = self.numbers if by_weights else []
+            for number, found in self._shared_out(match, numbers, "matching weights").items():
                 pair = self.pairs[number]
                 self.elements[pair] |= found
                 if self.trained:
@@ -443,8 +444,10 @@ class MatchingTask(ZooUserTask):
 
     def _match_weights(self, number: int, method: Method) -> Element:
         a, b = map(self.member, self.pairs[number])
-        options = {"restarts": self.restarts, "scales": self.scales, "freedom": PARTS.get(method, FREEDOM)}
-        return weight_matching(self.symmetry, a, b, **options, **self._options).element
+        freedom = PARTS.get(method, FREEDOM)
+        return weight_matching(
+            self.symmetry, a, b, restarts=self.restarts, scales=self.scales, freedom=freedom, **self._options
+        ).element
 
     def _match_latent(self, number: int) -> Element:
         """Match the second network to the latent one, from where the step before left off."""
@@ -467,8 +470,8 @@ class MatchingTask(ZooUserTask):
         if self._moments is None:
             return
         moments, self._moments = self._moments, None
-        for found in moments.values():
-            found.reduce()
+        for own in moments.values():
+            own.reduce()
 
         def match(number: int) -> dict[str, Element]:
             pair = self.pairs[number]

@@ -125,6 +125,7 @@ SLOW = (
     "stitching/mnist5k",
     "stitching/mnist5k_cct",
     "matching/mnist5k_cnn",
+    "matching/mnist5k_vit",
     "similarity/width",
     "similarity/activations",
 )

@@ -178,10 +178,10 @@ class Descent:
         used = {name for group in self.groups for name in group.tensors} | self._absorbers
         self._moving = [name for name in self.target if name in used]
         both = [math.fsum(inner(t, t) for t in tensors.values()) for tensors in (self.target, self.start)]
-        self._half = sum(both) / 2
+        self._half: float = sum(both) / 2
         dtypes = {tensor.dtype for tensor in self.target.values()}
         self._negligible = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0)
-        self._rounding = max((_ROUNDING * torch.finfo(dtype).eps for dtype in dtypes), default=0.0) * both[0] ** 0.5
+        self._rounding = max((_ROUNDING * torch.finfo(dtype).eps for dtype in dtypes), default=0.0) * math.sqrt(both[0])
         self._squares = {name: self._square(name, self.current[name]) for name in self.target}
         self._rows: dict[tuple[int, Pattern], Tensor] = {}
         # By group, those whose gains change with its units' places: its own, too, if it stands on two axes at once.

@@ -37,10 +37,10 @@ class OrbitDirections:
         inside = [t.ravel() for u, t in zip(structure.orbits, structure.scale_table, strict=True)
                   if structure.cell_of[u[0]] >= 0]  # fmt: skip
         self._of_matrices = np.concatenate([np.zeros(0, np.int64), *inside])
-        found = {"scales": (symmetry.scales,), "phases": (structure.phases,)}
+        found: dict[str, tuple[int, ...]] = {"scales": (symmetry.scales,), "phases": (structure.phases,)}
         found |= {f"rotation {i}": (own.size, own.size) for i, own in enumerate(structure.rotations)}
         found |= {f"matrix {i}": (len(cell), len(cell)) for i, cell in enumerate(structure.dense)}
-        self.shapes: dict[str, tuple[int, ...]] = {name: shape for name, shape in found.items() if shape[0]}
+        self.shapes = {name: shape for name, shape in found.items() if shape[0]}
 
     def element(self, coordinates: Mapping[str, Tensor]) -> Element:
         """Return the element of the group at these coordinates: the exponential of each kind by itself."""
@@ -86,8 +86,8 @@ class OrbitDirections:
             if slot.tensor not in weights:
                 continue
             if "scales" in found and structure.magnitudes[slot.rows].nnz:
-                products = along(weights[slot.tensor] * gradients[slot.tensor], slot.axes).reshape(-1)
-                found["scales"] += torch.from_numpy(structure.magnitudes[slot.rows].T @ products)
+                inner = along(weights[slot.tensor] * gradients[slot.tensor], slot.axes).reshape(-1)
+                found["scales"] += torch.from_numpy(structure.magnitudes[slot.rows].T @ inner)
             if slot.offset in structure.turned_places:
                 phase, *places = structure.turned_places[slot.offset]
                 (x, y), (along_x, along_y) = (
