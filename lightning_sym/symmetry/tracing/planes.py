@@ -88,6 +88,7 @@ class PlaneFinder:
         # Whatever stands in a plane belongs to one unit.
         standing = np.bincount(plane[plane >= 0], minlength=self._planes)
         self._flip = np.ones(self._planes, np.int64)
+        times = np.bincount(forms[0].indices[: forms[0].indptr[len(places.raw)]], minlength=forms[0].shape[1])
         result = []
         for matrix in columns:
             own = plane[matrix] if matrix.size else matrix
@@ -101,7 +102,7 @@ class PlaneFinder:
             one, two = (matrix[:, pairs[:, side]].ravel() for side in (0, 1))
             alike = 2 * len(pairs) == matrix.shape[1] and all((own[one] != own[two]).nnz == 0 for own in forms)
             # A phase goes with its modulus: where that acts on other units too, nothing turns them along.
-            alike = alike and _act_nowhere_else(forms[0][: len(places.raw)], matrix)
+            alike = alike and _act_nowhere_else(forms[0], times, matrix)
             result.append(pairs if alike else NO_PAIRS)
         return tuple(result) if any(len(pairs) for pairs in result) else ()
 
@@ -141,9 +142,14 @@ class PlaneFinder:
         return NO_PAIRS if (ordered[:, 1:] == ordered[:, :-1]).any() else found
 
 
-def _act_nowhere_else(forms: sparse.csr_matrix, columns: Ints) -> bool:
-    """Whether the generators that act where some units stand act nowhere but at one of these units each."""
-    times = np.bincount(forms.indices, minlength=forms.shape[1])
+def _act_nowhere_else(forms: sparse.csr_matrix, times: Ints, columns: Ints) -> bool:
+    """Whether the generators that act where some units stand act nowhere but at one of these units each.
+
+    Args:
+        forms: Exponents, by position.
+        times: At how many positions each generator acts.
+        columns: The positions of the units.
+    """
     own = forms[columns.ravel()]
     unit = np.repeat(np.arange(columns.size) // columns.shape[1], np.diff(own.indptr))
     (generator, _), count = np.unique(np.stack([own.indices, unit]), axis=1, return_counts=True)
