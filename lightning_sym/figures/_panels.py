@@ -71,6 +71,12 @@ def readable(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     return drawn
 
 
+def least_size(figure: Figure, pixels: tuple[float, float]) -> float:
+    """Return the size in points of letters that are 9 pixels high in a picture that fits into so many pixels."""
+    width, height = figure.get_size_inches()
+    return float(1.01 * _LEAST * 72 / min(pixels[0] / width, pixels[1] / height))
+
+
 def enlarge_words(figure: Figure, pixels: tuple[float, float]) -> None:
     """Make titles and names of axes at least 9 pixels high in a picture that fits into so many pixels.
 
@@ -79,7 +85,7 @@ def enlarge_words(figure: Figure, pixels: tuple[float, float]) -> None:
         pixels: Width and height.
     """
     width, height = figure.get_size_inches()
-    least = 1.01 * _LEAST * 72 / min(pixels[0] / width, pixels[1] / height)
+    least = least_size(figure, pixels)
     for text, room in ((figure._suptitle, width), (figure._supxlabel, width), (figure._supylabel, height)):  # type: ignore[attr-defined]
         if text is not None:
             _enlarge(text, least, room)

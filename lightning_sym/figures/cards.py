@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import SubplotSpec
+from matplotlib.ticker import FixedLocator
 
 from lightning_sym.figures import _panels as shared
 
@@ -12,6 +13,8 @@ from lightning_sym.figures import _panels as shared
 CARD = (374, 215)
 # Inches of a panel that is taken out of its figure.
 _WIDE, _SQUARE = (6.4, 4.0), (5.4, 4.4)
+# So many names of so many letters at an axis can be as large as titles.
+_FEW, _SHORT = 8, 14
 
 
 def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
@@ -33,6 +36,8 @@ def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
     panels = [axes for axes in used if axes.get_subplotspec() and axes not in bars]
     if len(panels) < 2:
         shared.enlarge_words(figure, CARD)
+        if panels:
+            _enlarge_names(panels[0], figure.get_figwidth())
         yield "", figure
         return
     _name_each(figure, panels)
@@ -46,6 +51,7 @@ def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
         panel.set_subplotspec(figure.add_gridspec(1, 1)[0])
         figure.set_size_inches(*(_WIDE if panel.get_aspect() == "auto" else _SQUARE))
         shared.enlarge_words(figure, CARD)
+        _enlarge_names(panel, _WIDE[0])
         yield f"{number:0{len(str(len(panels)))}}", figure
 
 
@@ -67,6 +73,23 @@ def _name_each(figure: Figure, panels: Sequence[Axes]) -> None:
         axes.tick_params(labelbottom=True, labelleft=True)
         if not legends and axes.get_legend() is None:
             shared.legend_of_some(axes)
+
+
+def _enlarge_names(panel: Axes, inches: float) -> None:
+    """Make a few names at the horizontal axis (of sites) as high as titles, slanted if they would collide."""
+    if panel.name == "3d" or not isinstance(panel.xaxis.get_major_locator(), FixedLocator):
+        return
+    names = panel.get_xticklabels()
+    longest = max((len(name.get_text()) for name in names), default=0)
+    if not 0 < len(names) <= _FEW or not 2 < longest <= _SHORT:
+        return
+    size = max(shared.least_size(panel.figure, CARD), *(float(name.get_fontsize()) for name in names))
+    room = 72 * inches / 2 / len(names)  # a legend may take the other half
+    slanted = longest * 0.6 * size > room
+    for name in names:
+        name.set_fontsize(size)
+        if slanted and name.get_rotation() == 0:
+            name.set(rotation=30, ha="right", rotation_mode="anchor")
 
 
 def _place(axes: Axes) -> SubplotSpec:

@@ -1,6 +1,7 @@
 """What TensorBoard shows of figures: a picture for each panel, whose words can be read on a card."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -92,6 +93,20 @@ def test_each_panel_is_a_picture_that_can_be_read(name):
         found[number] = panel.get_title(), *words
     assert list(found) == ([""] if count == 1 else [str(number) for number in range(1, count + 1)])
     assert len(set(found.values())) == count or name == "views"
+
+
+def test_names_of_a_few_sites_can_be_read():
+    for sites, slant in ((["relu1", "relu2"], 0), ([f"activation{number}" for number in range(1, 5)], 30)):
+        family = PenaltyFamily("full", np.zeros(len(sites)), *[np.zeros(len(sites))] * 3)
+        for _, card in cards(penalty_curves([PenaltyPanel(title, sites, [family]) for title in "ab"])):
+            card.savefig(io.BytesIO())
+            (panel,) = (axes for axes in card.axes if axes.get_visible())
+            per_point = min(CARD[0] / card.get_figwidth(), CARD[1] / card.get_figheight()) / 72
+            names = panel.get_xticklabels()
+            assert [name.get_text() for name in names] == sites
+            assert all(name.get_fontsize() * per_point >= 9 and name.get_rotation() == slant for name in names)
+            boxes = [name.get_window_extent() for name in names]
+            assert slant or all(one.x1 < two.x0 for one, two in itertools.pairwise(boxes))
 
 
 def test_what_only_outer_panels_name_is_on_every_card():
