@@ -1,5 +1,6 @@
 """What an element does: to parameters, buffers and an optimiser's state, and to the values inside the network."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from lightning_sym.symmetry.arrays import Floats, Ints, apart, odd, on_axes, tog
 from lightning_sym.symmetry.elements import Element, Tap
 from lightning_sym.symmetry.groups import GroupElement
 from lightning_sym.symmetry.phases import phases_of, turn
+from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.shifts import Fold, ratio
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 from lightning_sym.symmetry.translations import additions
@@ -90,23 +92,6 @@ class ActivationAction:
         return values
 
 
-class _Scratch:
-    """Memory for what is needed only for a moment: fresh memory costs more than the work done in it."""
-
-    def __init__(self) -> None:
-        self.memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def select(self, tensor: Tensor, axis: int, source: Ints) -> Tensor:
-        """Return `tensor.index_select(axis, source)`, valid until the next call."""
-        key = (tensor.dtype, tensor.device)
-        held = self.memory.get(key)
-        if held is None or held.numel() < tensor.numel() or held.data_ptr() == tensor.data_ptr():
-            held = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            self.memory[key] = held
-        index = torch.from_numpy(source).to(tensor.device)
-        return torch.index_select(tensor, axis, index, out=held[: tensor.numel()].view(tensor.shape))
-
-
 class Action:
     """What one element does.
 
@@ -117,7 +102,6 @@ class Action:
 
     def __init__(self, structure: Structure, element: Element) -> None:
         self.structure, self.element = structure, element
-        self._scratch = _Scratch()
         self._gains: dict[str, Tensor] = {}
 
     @cached_property
@@ -154,7 +138,7 @@ class Action:
             source, scale = self.source_in(slot), self.scale[slot.rows]
             element = GroupElement._of(torch.from_numpy(source), torch.from_numpy(scale))
             self._require_planes(tap, slot)
-            if slot.offset in self.structure.dense_places or self._is_rotated(slot) or self._is_turned(slot):
+            if self._is_mixed(slot) or self._is_rotated(slot) or self._is_turned(slot):
                 if tap.squared and self._is_rotated(slot):
                     raise ValueError(
                         f"{tap.name} holds squares of units that the element rotates, on which no matrix acts; "
@@ -234,7 +218,7 @@ class Action:
                     values = values / (1 + float(self.element.tilt[self.structure.tilted_places[slot.offset][0]].sum()))
                 continue
             at = axes.index(slot.axes[0])
-            if slot.offset in self.structure.dense_places:
+            if self._is_mixed(slot):
                 values = self._mixed(values, slot, at)
             if self._is_rotated(slot):
                 values = self._rotated(values, slot, at, folded=True)
@@ -257,13 +241,13 @@ class Action:
         self.learn_gains(tensors)
         added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
         for name, summand in self._added(tensors).items():
-            added.setdefault(name, []).append(summand)
+            added.setdefault(name, []).append(Summand(summand))
         for name, tensor in tensors.items():
             if name in self.structure.slots_of:
                 yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name, ()))
 
     def moved(
-        self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Sequence[Tensor] = ()
+        self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Sequence[Summand] = ()
     ) -> Tensor:
         """Return what becomes of one tensor.
 
@@ -279,44 +263,38 @@ class Action:
         if len(stacked) == 1:  # as a tensor of one axis for all units of all members
             axes = stacked[0].axes
             slots = [_beside(slot, axes) for slot in slots]
-            tensor, *added = (together(part, axes) for part in (tensor, *added))
+            tensor = together(tensor, axes)
+            added = [Summand(together(summand.whole, axes)) for summand in added]
         elif stacked:
             return self._moved_in_stack(tensor, slots, power)
         result = tensor.detach()
-        for index, summand in enumerate(added):
-            result = result.add_(summand) if index else result + summand
-        for slot in slots:
-            if slot.offset in self.structure.dense_places:
-                result = self._mixed(result, slot, slot.axes[0])
-            if self._is_rotated(slot):
-                result = self._rotated(result, slot, slot.axes[0])
-            if self._is_tilted(slot):
-                result = self._tilted(result, slot, slot.axes[0])
-            if self._is_turned(slot):
-                result = self._turned(result, slot, slot.axes[0])
+        matrices = [slot for slot in slots if self._acts_by_matrices(slot)]
         joint = next((slot for slot in slots if len(slot.axes) == 2 and not slot.of_stack), None)
+        if matrices or joint is not None:
+            for summand in added:
+                result = summand.added_to(result)
+            added = ()
+        for slot in matrices:
+            result = self._by_matrices(result, slot, slot.axes[0])
         if joint is not None:
             scale = _powered(self.scale[joint.rows], power)
             result = self._moved_jointly(result * _on_axis(scale, joint, result), joint)
-        else:
-            moves = [(slot.axes[0], self.source_in(slot)) for slot in slots if slot.axes]
-            moves = [(axis, source) for axis, source in moves if (source != np.arange(len(source))).any()]
-            for axis, source in moves[:-1]:
-                result = self._scratch.select(result, axis, source)
-            if moves:
-                axis, source = moves[-1]
-                result = result.index_select(axis, torch.from_numpy(source).to(result.device))
-        if result.data_ptr() == tensor.data_ptr():
-            result = result.clone()
+        sources, scales, variance = {}, {}, None
         for slot in slots:
             if slot is joint:
                 continue
-            scale = self.scale[self.source[slot.rows]]
+            source = self.source_in(slot)
+            if joint is None and slot.axes and (source != np.arange(len(source))).any():
+                sources[slot.axes[0]] = source
+            scale = self.scale[slot.rows][source]
             if slot.kind == "variance" and shifted:
-                square = _on_axis(scale**2, slot, result)
-                result.add_(slot.epsilon).mul_(square).sub_(slot.epsilon)
+                variance = slot, scale
             elif not np.all(scale == 1):
-                result.mul_(_on_axis(_powered(scale, power), slot, result))
+                scales[slot.axes[0] if slot.axes else 0] = _powered(scale, power)
+        result = rearranged(result, sources, scales, added)
+        if variance is not None:
+            slot, scale = variance
+            result.add_(slot.epsilon).mul_(_on_axis(scale**2, slot, result)).sub_(slot.epsilon)
         if stacked:
             result = apart(result, stacked[0].axes, stacked[0].shape).contiguous()
         return result
@@ -365,18 +343,53 @@ class Action:
         column = np.take_along_axis(order, rank, axis=1)
         return tensor[torch.from_numpy(row)[:, None].to(tensor.device), torch.from_numpy(column).to(tensor.device)]
 
+    def _acts_by_matrices(self, slot: Slot) -> bool:
+        """Whether more than a permutation and scales acts on a slot."""
+        return self._is_mixed(slot) or self._is_rotated(slot) or self._is_tilted(slot) or self._is_turned(slot)
+
+    def _by_matrices(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
+        """Let all that is no permutation or scale act on one axis."""
+        if self._is_mixed(slot):
+            tensor = self._mixed(tensor, slot, axis)
+        if self._is_rotated(slot):
+            tensor = self._rotated(tensor, slot, axis)
+        if self._is_tilted(slot):
+            tensor = self._tilted(tensor, slot, axis)
+        return self._turned(tensor, slot, axis)
+
+    @cached_property
+    def _mixes(self) -> bool:
+        """Whether a dense matrix of this element is no identity."""
+        return any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
+
+    def _is_mixed(self, slot: Slot) -> bool:
+        """Whether a dense matrix of this element changes what stands in a slot."""
+        return slot.offset in self.structure.dense_places and self._mixes
+
     def _mixed(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
-        for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
-            matrices = torch.stack([self.element.dense[cell] for cell in cells])
-            matrices = (torch.linalg.inv(matrices).mT if read else matrices).to(tensor)
-            moved = tensor.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
-            for at in positions:  # (cells, size)
+        shape, size = tensor.shape, tensor.shape[axis]
+        lines = tensor.reshape(math.prod(shape[:axis]), size, -1)
+        acting = [
+            (cells, at, read)
+            for cells, positions, read in self.structure.dense_places.get(slot.offset, ())
+            for at in positions  # (cells, size)
+        ]
+        # What no matrix reaches stays.
+        result = torch.empty_like(lines) if sum(at.size for _, at, _ in acting) == size else lines.clone()
+        for cells, at, read in acting:
+            inner = np.argsort(at[:, 0])  # blocks in a row need not be looked for
+            cells, at = [cells[index] for index in inner], at[inner]
+            own = self.element.inverse_transposes if read else self.element.dense
+            matrices = torch.stack([own[cell] for cell in cells]).to(tensor)
+            first, count = int(at[0, 0]), at.size
+            if np.array_equal(at.ravel(), np.arange(first, first + count)):
+                _multiply(matrices, lines.narrow(1, first, count), result.narrow(1, first, count))
+            else:
                 index = torch.from_numpy(at.ravel()).to(tensor.device)
-                old = moved.index_select(0, index).reshape(*at.shape, -1)
-                moved.index_copy_(0, index, torch.bmm(matrices, old).reshape(len(index), *moved.shape[1:]))
-            tensor = moved.movedim(0, axis)
-        return tensor
+                old = lines.index_select(1, index)
+                result.index_copy_(1, index, _multiply(matrices, old, torch.empty_like(old)))
+        return result.reshape(shape)
 
     # Rotations.
 
@@ -534,10 +547,7 @@ class Action:
         """Move an optimiser's state: gradients by the inverse scale, their squares by its square, steps as weights."""
         structure = self.structure
         names = {tensor: name for name, tensor in tensors.items()}
-        mixes = any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
-        mixed = set(structure.dense_places) if mixes else set()
-        changed = (self._is_rotated, self._is_tilted, self._is_turned)
-        mixed |= {slot.offset for slot in structure.slots if any(is_changed(slot) for is_changed in changed)}
+        mixed = {slot.offset for slot in structure.slots if self._acts_by_matrices(slot)}
         moved: list[tuple[Tensor, Tensor]] = []
         for group in optimizer.param_groups:
             powers = dict(_POWERS)
@@ -570,6 +580,24 @@ def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:
     if slot.axes == axes:
         return replace(slot, axes=(0,), shape=(slot.size,))
     return replace(slot, axes=tuple(axis + 1 - sum(other < axis for other in axes) for axis in slot.axes))
+
+
+def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:
+    """Multiply matrices to blocks of an axis.
+
+    Args:
+        matrices: Shape (blocks, size, size).
+        lines: Shape (before, blocks x size, after).
+        out: Where the product goes, of the shape of `lines`.
+    """
+    blocks, size, _ = matrices.shape
+    old, new = (each.unflatten(1, (blocks, size)) for each in (lines, out))
+    if lines.shape[2] == 1:
+        new.copy_(torch.bmm(old[..., 0].movedim(1, 0), matrices.mT).movedim(0, 1)[..., None])
+    else:
+        for number in range(len(lines)):
+            new[number] = torch.bmm(matrices, old[number])
+    return out
 
 
 def _on_axis(vector: Floats, slot: Slot, tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import contextlib
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -473,6 +473,10 @@ class Symmetry:
             action = Action(self.structure, element)
             return write_moved(shards, named, action.on_weights, self.structure.slots_of, out)
 
+    def _weights(self, element: Element, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what becomes of the parameters and buffers that move; each may then be overwritten."""
+        return Action(self.structure, element).on_weights(tensors)
+
     def _moved(self, element: Element, network: nn.Module) -> nn.Module:
         """Return a changed copy of a network, whatever its function."""
         old = state_tensors(network)
@@ -676,5 +680,12 @@ class Symmetry:
             if not calls:
                 batches = [batch for example in batches for batch in batches_of(exact, example, generator)]
             return largest_change(
-                self, exact, [batches], samples=samples, scale=scale, generator=generator, noise=(perturb,)
+                self,
+                exact,
+                [batches],
+                own=network.state_dict(),
+                samples=samples,
+                scale=scale,
+                generator=generator,
+                noise=(perturb,),
             )[0]

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -33,6 +33,8 @@ class Group(Protocol):
     def _random_permutation(self, generator: torch.Generator | None, *, cycles: bool = False) -> Any: ...
 
     def _moved(self, element: Element, network: nn.Module) -> nn.Module: ...
+
+    def _weights(self, element: Element, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 def tolerance_of(precision: torch.dtype) -> float:
@@ -238,6 +240,7 @@ def largest_change(
     network: nn.Module,
     batches: Sequence[Sequence[Call]],
     *,
+    own: Mapping[str, Tensor],
     samples: int,
     scale: float,
     generator: torch.Generator,
@@ -253,6 +256,7 @@ def largest_change(
         symmetry: The group.
         network: In float64 and evaluation mode; its weights are replaced.
         batches: What it is run on: for the first, second, ... element, then again from the first.
+        own: The state dict to which it goes back where noise makes its outputs infinite.
         samples: How many elements are tried.
         scale: Standard deviation of the logarithms of their magnitudes.
         generator: Where randomness comes from.
@@ -269,22 +273,22 @@ def largest_change(
     worst, seen, precision = 0.0, False, torch.float64
     signs: Tensor | None = None
     for sample in range(samples):
-        own, amount = batches[sample % len(batches)], noise[sample % len(noise)]
+        these, amount = batches[sample % len(batches)], noise[sample % len(noise)]
         lowest = LowestPrecision()
         try:
             with lowest if not sample else contextlib.nullcontext():
-                before = _perturbed_outputs(symmetry, network, own, amount, generator)
+                before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
         except ValueError:  # some operations (torch.cond) do not run while others watch: then nothing lower is allowed
-            before = _perturbed_outputs(symmetry, network, own, amount, generator)
+            before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
         precision = lowest.dtype if not sample else precision
         seen = seen or any(_informative(outputs) for outputs in before)
         element = moving_element(symmetry, generator, scale, signs)
         signs = element.sign
-        network.load_state_dict(symmetry._moved(element, network).state_dict())
-        after = _all_outputs(network, own)
+        _move(symmetry, element, network)
+        after = _all_outputs(network, these)
         found = max(change(old, new) for old, new in zip(before, after, strict=True))
         if found > (tolerance if tolerance is not None else tolerance_of(precision)):
-            found = _looked_at_closely(network, own, before, after, precision, generator)
+            found = _looked_at_closely(network, these, before, after, precision, generator)
         worst = max(worst, found)
     if not seen:
         raise ValueError(
@@ -318,20 +322,36 @@ def change_between(
     return found, lowest.dtype
 
 
+def _move(symmetry: Group, element: Element, network: nn.Module) -> None:
+    """Let an element act on a network by way of its state dict: what that does not hold stays.
+
+    Tensor by tensor, unless the state dict holds other things than the network's own tensors.
+    """
+    tensors = state_tensors(network)
+    state = network.state_dict(keep_vars=True)
+    held = {id(tensor) for tensor in state.values()}
+    if all(id(tensors[name]) in held for name in symmetry.structure.slots_of):
+        for name, tensor in symmetry._weights(element, tensors):
+            tensors[name].copy_(tensor)
+        network.load_state_dict(state)
+    else:
+        network.load_state_dict(symmetry._moved(element, network).state_dict())
+
+
 def _perturbed_outputs(
     symmetry: Group,
     network: nn.Module,
     batches: Sequence[Call],
     amount: float,
     generator: torch.Generator,
+    own: Mapping[str, Tensor],
 ) -> list[list[Tensor]]:
-    """Add noise to the weights, and return the outputs: less of it where they are not finite.
+    """Add noise to the weights, and return the outputs: less of it, around their own, where they are not finite.
 
     Some networks need weights that are like their own (a positive one under a logarithm or a root).
     """
     if not amount:
         return _all_outputs(network, batches)
-    kept = _detached(network)
     usual: int | None = None  # how many finite numbers the network puts out with its own weights
     for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
         if less:
@@ -340,7 +360,7 @@ def _perturbed_outputs(
         if not less or _finite(outputs) == sum(t.numel() for found in outputs for t in found):
             break
         noisy_weights = _detached(network)
-        network.load_state_dict(kept)
+        network.load_state_dict(own)
         usual = usual if usual is not None else _finite(_all_outputs(network, batches))
         if _finite(outputs) >= usual:
             network.load_state_dict(noisy_weights)
@@ -379,19 +399,22 @@ def _looked_at_closely(
                 "expected a network that draws no random numbers then (check F.dropout without training=self.training)"
             )
     rounding = max(torch.finfo(precision).eps, 1e-14)
-    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     least = math.inf
     for _ in range(4):  # what is nothing but rounding may by chance come out the same with weights rounded otherwise
-        for tensor in network.state_dict().values():
+        factors = {}
+        for name, tensor in network.state_dict().items():
             if tensor.is_floating_point():
                 drawn = torch.randn(tensor.shape[-1:], dtype=tensor.dtype, generator=generator).to(tensor.device)
-                tensor.mul_(1 + rounding * drawn)
+                factors[name] = 1 + rounding * drawn
+                tensor.mul_(factors[name])
         rounded = _all_outputs(network, batches)
-        network.load_state_dict(kept)
         found = max(change(*outputs, rounding) for outputs in zip(before, after, rounded, strict=True))
         least = min(least, found)
         if least <= tolerance_of(precision):
             break
+        for name, tensor in network.state_dict().items():  # back, up to much less
+            if name in factors:
+                tensor.div_(factors[name])
     return least
 
 

@@ -222,6 +222,7 @@ def _prove(symmetry: Symmetry, network: nn.Module, tolerance: float | None, *, t
                     symmetry,
                     exact,
                     [batches[::2], batches[1::2]] if few else [batches],
+                    own=network.state_dict(),
                     samples=2,
                     scale=0.5,
                     generator=generator,

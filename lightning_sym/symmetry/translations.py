@@ -15,6 +15,7 @@ from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.equations import solve
 from lightning_sym.symmetry.tracing.shifts import NORM, Added, Fold, Shift
 
@@ -22,7 +23,7 @@ Vectors = tuple[Tensor, ...]
 _SETTLED = 1e-13  # steps that are smaller than that, relative to the tensors, are rounding
 
 
-def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, Tensor]) -> dict[str, list[Summand]]:
     """Return what shifts add to tensors.
 
     Args:
@@ -47,8 +48,10 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
         times = shift.times(tensors)
         for part in shift.added:
             if (tensor := tensors.get(part.tensor)) is not None and all(gain in tensors for gain in part.needed):
-                summand = _thin(part, vector, tensor, tensors) * _direction(part, tensors)
-                found.setdefault(part.tensor, []).append(summand * (1.0 if part.axis is not None else times))
+                values = _thin(part, vector, tensor, tensors) * (1.0 if part.axis is not None else times)
+                direction = _direction(part, tensors)
+                summand = Summand(values) if isinstance(direction, float) else Summand(values, direction)
+                found.setdefault(part.tensor, []).append(summand)
         for off in shift.taken_off:
             if off.bias in tensors and all(name in tensors for name in off.needed):
                 weight = tensors[off.weight].detach()
@@ -57,12 +60,12 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
                 taken = torch.tensordot(flat, entering, ([off.axis], [0]))
                 if shift.norm is not None:
                     taken = times * _without_mean(taken, means.get(off.bias), tensors)
-                found.setdefault(off.bias, []).append(-taken)
+                found.setdefault(off.bias, []).append(Summand(-taken))
         for row in shift.balanced:
             if row.bias in tensors and row.offset in tensors and (row.gain is None or row.gain in tensors):
                 offset = tensors[row.offset].detach().double().cpu() + moved.get(row.offset, 0.0)
                 ratio = offset if row.gain is None else offset / tensors[row.gain].detach().double().cpu()
-                found.setdefault(row.bias, []).append((-vector * ratio.sum()).to(tensors[row.bias]))
+                found.setdefault(row.bias, []).append(Summand((-vector * ratio.sum()).to(tensors[row.bias])))
     return found
 
 
@@ -279,7 +282,7 @@ def nearest(
             only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
             for name, summands in additions(shifts, only, current).items():
                 for summand in summands:
-                    current[name] = current[name] + summand
+                    current[name] = summand.added_to(current[name])
             vectors = product(shifts, vectors, only)
         if largest == 0.0:
             break
