@@ -591,7 +591,7 @@ def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:
         out: Where the product goes, of the shape of `lines`.
     """
     blocks, size, _ = matrices.shape
-    old, new = (each.unflatten(1, (blocks, size)) for each in (lines, out))
+    old, new = (each.view(len(lines), blocks, size, -1) for each in (lines, out))
     if lines.shape[2] == 1:
         new.copy_(torch.bmm(old[..., 0].movedim(1, 0), matrices.mT).movedim(0, 1)[..., None])
     else:

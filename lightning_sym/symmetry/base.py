@@ -3,7 +3,7 @@
 import contextlib
 import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -56,8 +56,6 @@ class Symmetry:
         precision: The lowest precision to which the network rounds when it is run in float64.
         elements_tried: How many random elements the self-test tried.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
-        common_shift: How many more dimensions there are if a softmax reads the outputs: what adds one number to all
-            logits.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
     """
 
@@ -72,7 +70,7 @@ class Symmetry:
         constants: Mapping[str, Tensor] | None = None,
         examples: Sequence[Call] = (),
         shown: Mapping[str, Shown] | None = None,
-        common_shift: int = 0,
+        common_shift: Callable[[], int] | None = None,
         norms: Sequence[Norm] = (),
     ) -> None:
         self.structure = structure
@@ -82,7 +80,7 @@ class Symmetry:
         self.tolerance = tolerance_of(torch.float64)
         self.elements_tried = 0
         self.examples = tuple(examples)
-        self.common_shift = common_shift
+        self._common_shift = common_shift
         self.norms = tuple(norms)
         self.architecture = Architecture(network, constants or {})
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = self.architecture.layout
@@ -117,6 +115,11 @@ class Symmetry:
     def shifts(self) -> int:
         """The dimension of the shifts: of what may be added to weights (docs/theory/intertwiners.md, 3.6)."""
         return size_of(self.structure.shifts)
+
+    @cached_property
+    def common_shift(self) -> int:
+        """How many more dimensions there are if a softmax reads the outputs: what adds one number to all logits."""
+        return 0 if self._common_shift is None else self._common_shift()
 
     @property
     def shift_kinds(self) -> dict[str, int]:

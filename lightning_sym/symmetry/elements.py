@@ -244,9 +244,10 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
     """
     starts = np.array([slot.offset for slot in structure.slots], np.int64)
     names: set[str] = set()
-    tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by unit
+    firsts = np.array([units[0] for units in structure.orbits], np.int64)
+    tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by the first unit of an orbit
     for tap in taps:
-        for unit in _units_in(tap.seen).tolist():
+        for unit in np.intersect1d(firsts, _units_in(tap.seen)).tolist():
             tapped[unit].append(tap)
     for index, units in enumerate(structure.orbits):
         columns, table = structure.columns[index], structure.scale_table[index]

@@ -159,10 +159,13 @@ def trace_symmetry(
         note = f"parameters that evaluation never uses stay as they are, whatever reads them in training: {names}"
         notes.insert(0, note)
         warnings.warn(note, stacklevel=2)
-    common = 0
-    if shifts:  # what a softmax behind the outputs does not see
-        further, more, _ = find_shifts(captures, states, unsaved, keep=flipped, outputs=True)
-        common = size_of(away_from(joint, further, more)[0]) - size_of(found)
+    shapes = {name: _without_values(tensor) for name, tensor in states.items()}
+
+    def common_shift() -> int:
+        """Return how many more shifts a softmax behind the outputs does not see."""
+        further, more, _ = find_shifts(captures, shapes, unsaved, keep=flipped, outputs=True)
+        return size_of(away_from(joint, further, more)[0]) - size_of(found)
+
     symmetry = Symmetry(
         structure,
         seen,
@@ -173,7 +176,7 @@ def trace_symmetry(
         examples=examples,
         shown=shown,
         norms=find_norms(captures, dict(network.named_parameters())),
-        common_shift=common,
+        common_shift=common_shift if shifts else None,
     )
     if check and weightless:
         note = "not checked: tensors on meta have no values; symmetry.check(network) tries elements on one that has"
@@ -183,6 +186,12 @@ def trace_symmetry(
         volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
         _prove(symmetry, network, tolerance, thrifty=volume > _LARGE)
     return symmetry
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same kind and shape without memory."""
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 # The options of `trace_symmetry`, which are no arguments of the network.

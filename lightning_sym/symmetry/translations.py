@@ -38,7 +38,7 @@ def additions(shifts: Sequence[Shift], vectors: Vectors, tensors: Mapping[str, T
     Raises:
         ValueError: If a gain by which a summand would have to be divided holds a zero.
     """
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, list[Summand]] = {}
     acting = [(shift, vector) for shift, vector in zip(shifts, vectors, strict=True) if bool(vector.any())]
     moved = _moved_offsets(acting, tensors)
     means = _means(shifts)

@@ -408,11 +408,12 @@ def _source(where: Tensor, axis: int, shape: tuple[int, ...]) -> tuple[int, bool
         if length != size:
             continue
         stride = math.prod(shape[before + 1 :])
-        at = where // stride % length
-        lines = at.movedim(axis, -1).reshape(-1, size)
-        rest = (where - at * stride).movedim(axis, -1).reshape(-1, size)
-        if bool((lines == lines[:1]).all()) and bool((rest == rest[:, :1]).all()):
-            first = lines[0]
-            if torch.equal(first.sort().values, torch.arange(size)) and (size > 1 or len(shape) == where.ndim):
-                return before, torch.equal(first, torch.arange(size))
+        lines = where.movedim(axis, -1)
+        first = lines[(0,) * (where.ndim - 1)] // stride % length
+        if not torch.equal(first.sort().values, torch.arange(size)) or (size == 1 and len(shape) != where.ndim):
+            continue
+        # All other lines go along the axis in the same way, and along no other one.
+        apart = lines - first * stride
+        if bool((apart == apart[..., :1]).all()) and not bool((apart[..., 0] // stride % length).any()):
+            return before, torch.equal(first, torch.arange(size))
     return None

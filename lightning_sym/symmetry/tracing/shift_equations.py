@@ -354,19 +354,13 @@ class Shifts:
                 off.append((bias, weight, axis, out, whole))
         read = {(name,): forms[rows.numbers.numpy()] for name, rows in self.rows.items()}  # one may be added to, too
         read = {key: own for key, own in read.items() if own.nnz}
-        keys: dict[int, list[Any]] = {}
-        for index, own in [*read.items(), *added.items(), *enumerate(entry[-1] for entry in off)]:
-            for column in np.unique(own.indices).tolist():
-                keys.setdefault(column, []).append(index)
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for column, key in keys.items():
-            if any(isinstance(index, (str, tuple)) for index in key):  # what is added to no tensor changes nothing
-                groups.setdefault(tuple(key), []).append(column)
+        groups = _alike([*read.items(), *added.items(), *enumerate(entry[-1] for entry in off)], forms.shape[1])
+        # What is added to no tensor changes nothing.
+        groups = {key: own for key, own in groups.items() if any(isinstance(index, (str, tuple)) for index in key)}
         order: dict[Any, int] = {name: place for place, name in enumerate(self.tensors)}
         order |= {(name,): place for name, place in order.items()}
         shifts, columns = [], []
-        for kind, members in sorted(groups.items(), key=lambda item: min(order[n] for n in item[0] if n in order)):
-            column = np.array(sorted(members))
+        for kind, column in sorted(groups.items(), key=lambda item: min(order[n] for n in item[0] if n in order)):
             names = sorted((n for n in kind if isinstance(n, str)), key=order.__getitem__)
             parts = [(name, self.sources[name], added[name][:, column].tocsr()) for name in names]
             rows = [(key[0], self.rows[key[0]], read[key][:, column].tocsr()) for key in kind if isinstance(key, tuple)]
@@ -416,6 +410,29 @@ class Shifts:
         shown = tuple((index, matrix) for index, matrix in parts if matrix.nnz)
         norms = tuple((index, norm) for index, _ in shown if (norm := shifts[index].norm) is not None)
         return Shown(_axes(numbers), shown, unknown, norms)
+
+
+def _alike(found: Sequence[tuple[Any, sparse.csr_matrix]], number: int) -> dict[tuple[Any, ...], Ints]:
+    """Group free numbers by the places where they are added.
+
+    Args:
+        found: Places, and what is added there: (positions, free numbers).
+        number: How many free numbers there are.
+
+    Returns:
+        The free numbers, rising, by all their places; in the order of the first place, then of the numbers.
+    """
+    group, keys = np.zeros(number, np.int64), [tuple[Any, ...]()]
+    begin = np.zeros(number, np.int64)
+    for place, (index, matrix) in enumerate(found):
+        members = np.unique(matrix.indices)
+        old, which = np.unique(group[members], return_inverse=True)
+        begin[members] = np.where(group[members] == 0, place * number + members, begin[members])
+        group[members] = len(keys) + which
+        keys += [(*keys[before], index) for before in old.tolist()]
+    order = np.lexsort((np.arange(number), group))
+    parts = np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if number else []
+    return {keys[group[own[0]]]: own for own in sorted(parts, key=lambda own: int(begin[own].min(initial=0)))}
 
 
 def _reading(name: str, rows: Rows, matrix: sparse.csr_matrix) -> Added:

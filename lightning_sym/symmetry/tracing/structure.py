@@ -397,7 +397,7 @@ def build_structure(
     """Solve all constraints.
 
     Args:
-        constraints: All demands, and what was seen.
+        constraints: All demands, and what was seen. Equations and pairs are let go of once they are solved.
         axis_labels: By parameter or buffer, its labels.
         grouped: By weight of a grouped convolution, the label over its two first axes.
         kinds: By buffer, see :class:`Slot`.
@@ -414,6 +414,8 @@ def build_structure(
     finder = PlaneFinder(constraints, root, list(grouped.values()))
     magnitudes = solve(constraints.scales, constraints.magnitude_equations, flat(constraints.fixed_magnitudes))
     signs = solve(constraints.scales, constraints.sign_equations, flat(constraints.fixed_signs), modulo_two=True)
+    for equations in (constraints.magnitude_equations, constraints.sign_equations):
+        equations.clear()  # of large networks they fill as much memory as anything that follows
     # Every place at which units are seen: first the parameters' axes, then the values of the graph.
     places = [Sighting(constraints.pending(label), name) for name, labels in axis_labels.items() for label in labels]
     parameters = len(places)
@@ -426,17 +428,22 @@ def build_structure(
         [np.zeros(0, np.int32), *(place.label.atom.ravel() for place in places)], dtype=np.int32, casting="same_kind"
     )
     tag = flat([place.label.tag for place in places])
-    first_tag = tag.copy() if finder.any else tag
+    # What two coordinates of a plane have in common is asked of parameters and of named values only.
+    named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
+    at = flat([np.arange(offset[index], offset[index + 1]) for index in named])
+    of_planes = np.r_[np.arange(own), at] if finder.any else np.zeros(0, np.int64)
+    standing_raw = raw[of_planes]
+    same_place = _key(where[of_planes], tag[of_planes])
+    if finder.any:
+        same_place ^= mix(finder.family[standing_raw])
     tag, unknown = _told_apart(raw, root, where, tag, offset, merges)
     atom = root.astype(np.int32)[raw]
-    standing_raw = raw if finder.any else np.zeros(0, np.int32)
-    del raw
-    same_place = _key(where, first_tag) ^ mix(finder.family[standing_raw]) if finder.any else np.zeros(0, np.uint64)
+    del raw, merges
+    for met_pairs in (constraints.merges, constraints.contracted, constraints.turned):
+        met_pairs.clear()
     fixed = marked(number, root[flat(constraints.fixed_atoms)], unknown)
 
     # Scales at all positions: of parameters, of grouped weights, and of values inside the network that have a name.
-    named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
-    at = flat([np.arange(offset[index], offset[index + 1]) for index in named])
     of_positions = [*(place.label for place in places[:parameters]), *grouped.values()]
     end = sum(label.size for label in of_positions)
     scale = flat([label.scale for label in [*of_positions, *(places[index].label for index in named)]])
@@ -475,7 +482,8 @@ def build_structure(
         tag[held_at] = (_key(folded.mark[atom[held_at]], tag[held_at]) >> np.uint64(1)).astype(np.int64)
         copy_at = folded.copy.astype(np.int32)[atom]
         if finder.any:
-            same_place = mix(same_place ^ _key(folded.mark[atom], copy_at.astype(np.int64)))
+            copied = _key(folded.mark[atom[of_planes]], copy_at[of_planes].astype(np.int64))
+            same_place = mix(same_place ^ copied)
         root, atom = folded.origin[root], folded.origin.astype(np.int32)[atom]
         pairs = np.unique(folded.origin[pairs], axis=1)
     parent, member = pairs
@@ -501,6 +509,7 @@ def build_structure(
     ]
     forms = (position_magnitudes, position_signs)
     orbits, cells, movable, columns = _together(orbits, cells, movable, columns, where, copy_at, forms)
+    del forms
     blocks, parents, number_of = _blocks(parent, member, total, fixed, unit_of, folded)
     slots_of = [_slots_of(roots[group], number_of, folded) for group in orbits]
     units = len(roots) if folded is None else max(len(roots), number_of[folded.all_atoms].max(initial=-1) + 1)
@@ -578,7 +587,7 @@ def build_structure(
             for own, matrix in zip(copies, value_columns, strict=False)
         ),
         parents=parents,
-        planes=finder.of_values(planes, value_columns, Places(standing_raw[at], same_place[at])) if planes else (),
+        planes=finder.of_values(planes, value_columns, Places(standing_raw[own:], same_place[own:])) if planes else (),
     )
     return structure, values, Met(*met)
 
