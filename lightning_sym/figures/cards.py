@@ -37,7 +37,7 @@ def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
     if len(panels) < 2:
         shared.enlarge_words(figure, CARD)
         if panels:
-            _enlarge_names(panels[0], figure.get_figwidth())
+            _enlarge_names(figure, panels[0])
         yield "", figure
         return
     _name_each(figure, panels)
@@ -51,7 +51,7 @@ def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
         panel.set_subplotspec(figure.add_gridspec(1, 1)[0])
         figure.set_size_inches(*(_WIDE if panel.get_aspect() == "auto" else _SQUARE))
         shared.enlarge_words(figure, CARD)
-        _enlarge_names(panel, _WIDE[0])
+        _enlarge_names(figure, panel)
         yield f"{number:0{len(str(len(panels)))}}", figure
 
 
@@ -75,7 +75,7 @@ def _name_each(figure: Figure, panels: Sequence[Axes]) -> None:
             shared.legend_of_some(axes)
 
 
-def _enlarge_names(panel: Axes, inches: float) -> None:
+def _enlarge_names(figure: Figure, panel: Axes) -> None:
     """Make a few names at the horizontal axis (of sites) as high as titles, slanted if they would collide."""
     if panel.name == "3d" or not isinstance(panel.xaxis.get_major_locator(), FixedLocator):
         return
@@ -83,8 +83,8 @@ def _enlarge_names(panel: Axes, inches: float) -> None:
     longest = max((len(name.get_text()) for name in names), default=0)
     if not 0 < len(names) <= _FEW or not 2 < longest <= _SHORT:
         return
-    size = max(shared.least_size(panel.figure, CARD), *(float(name.get_fontsize()) for name in names))
-    room = 72 * inches / 2 / len(names)  # a legend may take the other half
+    size = max(shared.least_size(figure, CARD), *(float(name.get_fontsize()) for name in names))
+    room = 72 * figure.get_figwidth() / 2 / len(names)  # a legend may take the other half
     slanted = longest * 0.6 * size > room
     for name in names:
         name.set_fontsize(size)
