@@ -94,6 +94,11 @@ class Symmetry:
         watched = [tap for tap in self.taps.values() if tap.module in leaves]
         self.groups = tuple(axis_groups(structure, self.parameter_names, watched))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: the common shift as a number, without the graphs that it is found in."""
+        number = self.common_shift
+        return {**self.__dict__, "_common_shift": None, "common_shift": number}
+
     # What there is.
 
     @property

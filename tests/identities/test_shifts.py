@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +219,9 @@ def test_all_of_it_is_there(name: str, samples: int, common: int | None, log_sof
     assert found.orbit_dimension - symmetry.dimension == symmetry.common_shift * log_softmax
     assert found.gap > 1e6
     assert name in ("instance norm", "groups") or symmetry.common_shift == common
+    copied = pickle.loads(pickle.dumps(symmetry))  # to other processes, too
+    assert (copied.common_shift, copied.dimension) == (symmetry.common_shift, symmetry.dimension)
+    assert copied.fingerprint == symmetry.fingerprint
 
 
 def test_shifts_do_not_commute() -> None:
