@@ -362,6 +362,18 @@ class Action:
         """Whether a dense matrix of this element is no identity."""
         return any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
 
+    @cached_property
+    def _inverse_transposes(self) -> tuple[Tensor, ...]:
+        """What the dense matrices do to what reads their units. Each of shape (size, size), float64."""
+        dense = self.element.dense
+        found = list(dense)
+        for size in {len(matrix) for matrix in dense}:
+            alike = [index for index, matrix in enumerate(dense) if len(matrix) == size]
+            inverses = torch.linalg.inv(torch.stack([dense[index] for index in alike])).mT
+            for index, inverse in zip(alike, inverses.unbind(), strict=True):
+                found[index] = inverse
+        return tuple(found)
+
     def _is_mixed(self, slot: Slot) -> bool:
         """Whether a dense matrix of this element changes what stands in a slot."""
         return slot.offset in self.structure.dense_places and self._mixes
@@ -380,7 +392,7 @@ class Action:
         for cells, at, read in acting:
             inner = np.argsort(at[:, 0])  # blocks in a row need not be looked for
             cells, at = [cells[index] for index in inner], at[inner]
-            own = self.element.inverse_transposes if read else self.element.dense
+            own = self._inverse_transposes if read else self.element.dense
             matrices = torch.stack([own[cell] for cell in cells]).to(tensor)
             first, count = int(at[0, 0]), at.size
             if np.array_equal(at.ravel(), np.arange(first, first + count)):

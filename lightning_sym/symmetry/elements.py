@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -181,17 +180,6 @@ class Element:
     rotation: tuple[Tensor, ...] = ()
     tilt: tuple[Tensor, ...] = ()
     phase: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-
-    @cached_property
-    def inverse_transposes(self) -> tuple[Tensor, ...]:
-        """What the dense matrices do to what reads their units. Each of shape (size, size), float64."""
-        found: list[Tensor] = [torch.empty(0)] * len(self.dense)
-        for size in {len(matrix) for matrix in self.dense}:
-            alike = [index for index, matrix in enumerate(self.dense) if len(matrix) == size]
-            inverses = torch.linalg.inv(torch.stack([self.dense[index] for index in alike])).mT
-            for index, inverse in zip(alike, inverses.unbind(), strict=True):
-                found[index] = inverse
-        return tuple(found)
 
     def __repr__(self) -> str:
         moved = int((self.permutation != torch.arange(len(self.permutation))).sum())
