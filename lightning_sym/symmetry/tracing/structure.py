@@ -473,11 +473,12 @@ def build_structure(
     member = root[flat([m for _, m in constraints.blocks])]
     pairs = np.unique(np.stack([parent, member]), axis=1) if len(parent) else np.zeros((2, 0), np.int64)
     folded, copy_at = None, np.full(len(atom), -1, np.int32)
+    total = signatures(atom, tag)
+    shared = _shared(pairs, total, marked(number, atom[:own])) if pairs.size else np.zeros(0, np.int64)
     if constraints.copies:
-        total = signatures(atom, tag)
-        role = mix(total ^ sum_by(pairs[1], mix(total[pairs[0]]), number))
+        role, pairs_apart = _roles(pairs, total, shared)
         grouped_atoms = marked(number, root[flat([label.atom for label in grouped.values()])])
-        folded = fold(constraints.copies, root, pairs, role, fixed, grouped_atoms, mix)
+        folded = fold(constraints.copies, root, pairs_apart, role, fixed, grouped_atoms, mix)
         held_at = np.flatnonzero((folded.mark > 0)[atom])
         tag[held_at] = (_key(folded.mark[atom[held_at]], tag[held_at]) >> np.uint64(1)).astype(np.int64)
         copy_at = folded.copy.astype(np.int32)[atom]
@@ -485,7 +486,8 @@ def build_structure(
             copied = _key(folded.mark[atom[of_planes]], copy_at[of_planes].astype(np.int64))
             same_place = mix(same_place ^ copied)
         root, atom = folded.origin[root], folded.origin.astype(np.int32)[atom]
-        pairs = np.unique(folded.origin[pairs], axis=1)
+        pairs, shared = np.unique(folded.origin[pairs], axis=1), folded.origin[shared]
+        total = signatures(atom, tag)
     parent, member = pairs
 
     # Which of the roots are units: those that stand in a parameter and may move or be scaled.
@@ -495,7 +497,6 @@ def build_structure(
     unit_of = np.full(number, -1)
     unit_of[roots] = np.arange(len(roots))
 
-    total = signatures(atom, tag)
     cell_key = mix(total ^ sum_by(member, mix(parent.astype(np.uint64)), number))
     # A parent (a head) moves with its members only: it is a cell of its own.
     cell_key[parent] = mix(parent)
@@ -510,7 +511,7 @@ def build_structure(
     forms = (position_magnitudes, position_signs)
     orbits, cells, movable, columns = _together(orbits, cells, movable, columns, where, copy_at, forms)
     del forms
-    blocks, parents, number_of = _blocks(parent, member, total, fixed, unit_of, folded)
+    blocks, parents, number_of = _blocks(pairs, shared, total, fixed, unit_of, folded)
     slots_of = [_slots_of(roots[group], number_of, folded) for group in orbits]
     units = len(roots) if folded is None else max(len(roots), number_of[folded.all_atoms].max(initial=-1) + 1)
     dense = _dense(orbits, cells, columns, movable, position_magnitudes, constraints, root, roots, grouped)
@@ -772,15 +773,49 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
     return table, np.array(found, np.int64)
 
 
+def _shared(pairs: Ints, total: Hashes, standing: NDArray[np.bool_]) -> Ints:
+    """Return which parents stay where they are while blocks change places: gains that all heads share.
+
+    Such a gain is the parent of one unit in each head. Of all that hangs together through it, several parents are
+    alike, where a block has one of each kind.
+
+    Args:
+        pairs: Parents and members. Shape (2, pairs).
+        total: For each root, what it is like.
+        standing: For each root, whether it stands in a parameter.
+    """
+    component = components(len(total), [(pairs[0], pairs[1])])
+    own = np.unique(pairs[0])
+    _, kind, count = np.unique(
+        np.stack([component[own].astype(np.uint64), total[own]]), axis=1, return_inverse=True, return_counts=True
+    )
+    several = marked(len(total), component[own[count[kind.ravel()] > 1]])
+    found: Ints = own[several[component[own]] & standing[own]]
+    return found
+
+
+def _roles(pairs: Ints, total: Hashes, shared: Ints) -> tuple[Hashes, Ints]:
+    """Return what each root is in its block: its orbit, those of its parents, and the shared parents themselves.
+
+    With the pairs of parents and members, but for shared parents.
+    """
+    parent, member = pairs
+    role = mix(total ^ sum_by(member, mix(total[parent]), len(total)))
+    among = np.isin(parent, shared)
+    if among.any():
+        role = mix(role ^ sum_by(member[among], mix(parent[among].astype(np.uint64)), len(total)))
+    return role, pairs[:, ~among]
+
+
 def _blocks(
-    parent: Ints, member: Ints, total: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, folded: Folded | None
+    pairs: Ints, shared: Ints, total: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, folded: Folded | None
 ) -> tuple[tuple[Ints, ...], tuple[Ints, ...], Ints]:
     """Find blocks that may change places as wholes; number their parents behind the units, and tell both by atom.
 
     What slots are made of is numbered first, right behind the units.
     """
     number, number_of = len(unit_of), unit_of.copy()
-    if not len(parent):
+    if not pairs.size:
         return (), (), number_of
     slot_of = np.full(number, -1)
     result, carried = [], []
@@ -791,11 +826,10 @@ def _blocks(
             slot_of[atoms] = index
         result = [number_of[np.stack([folded.atoms[slot] for slot in system])] for system in folded.systems]
         carried = [np.zeros((len(system), 0), np.int64) for system in folded.systems]
+    role, (parent, member) = _roles(pairs, total, shared)
     # Parents that share members form one block, together with all their members.
     component = components(number, [(parent, member)])
     involved = np.unique(np.r_[parent, member])
-    # What a block is made of: of each unit its orbit and the orbits of its parents.
-    role = mix(total ^ sum_by(member, mix(total[parent]), number))
     blocks: dict[int, list[int]] = {}
     for index in involved:
         blocks.setdefault(int(component[index]), []).append(int(index))
