@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from commands import call, succeed
 from helpers import assert_refused
 from safetensors.torch import load_file, save_file
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from lightning_sym.connectivity import merge_checkpoints
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
 from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.zoo import ModelZoo
 
 NETS = """
 import torch
@@ -140,6 +142,42 @@ def test_a_planted_element_is_found(save: Callable[[nn.Module, str], str], metho
             assert Path(f"new/{out}-report/interpolation.png").is_file()
         else:
             assert "without data there are no losses, no barrier and no recalibration" in " ".join(result.out.split())
+
+
+@pytest.mark.slow
+def test_residual_networks_of_torchvision() -> None:
+    torch.manual_seed(0)
+    a = torchvision.models.resnet18(num_classes=10).eval()
+    x = torch.randn(2, 3, 32, 32)
+    files = as_state_dict(a, "a.pt"), as_state_dict(planted(trace_symmetry(a, x), a), "b.pt")
+    options = "--network=torchvision:resnet18", "--network.num_classes=10", "--input=3,32,32"
+    succeed("merge", *files, *options, "--out=m.safetensors")
+    merged = torchvision.models.resnet18(num_classes=10).eval()
+    merged.load_state_dict(load_file("m.safetensors"))
+    torch.testing.assert_close(merged(x), a(x), rtol=1e-3, atol=1e-3)
+    succeed("merge", *reversed(files), *options, "--align-only", "--out=aligned.safetensors")
+    aligned = load_file("aligned.safetensors")
+    weights = dict(torch.load("b.pt", weights_only=True))
+    for name in dict(a.named_parameters()):
+        torch.testing.assert_close(aligned[name], weights[name], rtol=1e-2, atol=1e-3)
+
+
+def test_members_of_a_zoo_of_vision_transformers() -> None:
+    torch.manual_seed(0)
+    settings = {"in_channels": 1, "image_size": 8, "width": 8, "depth": 1, "heads": 2}
+    a = VisionTransformer(**settings).eval()
+    with torch.no_grad():
+        for parameter in a.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    b = planted(trace_symmetry(a, X), a)
+    ModelZoo.add("zoo", [a, b], network=a)
+    files = [f"zoo/member-000{number}.safetensors" for number in range(2)]
+    options = [f"--network.{name}={value}" for name, value in settings.items()]
+    succeed("merge", *files, "--network=VisionTransformer", *options, "--input=1,8,8", "--out=m.safetensors")
+    merged = VisionTransformer(**settings).eval()
+    merged.load_state_dict(load_file("m.safetensors"))
+    torch.testing.assert_close(merged(X), a(X), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(dict(merged.named_parameters()), dict(a.named_parameters()), rtol=1e-2, atol=1e-3)
 
 
 def test_shards_keep_their_form_and_tied_weights_their_tie() -> None:
