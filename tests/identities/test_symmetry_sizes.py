@@ -204,7 +204,7 @@ MODELS: dict[str, Model] = {
         8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, shifts=40949, dense=4416 * 2 * 31,
         rotations=(191, 383, 767), tilts=4 * (96 + 192 + 384), notes=1),
 }  # fmt: skip
-SLOW = {"vgg11_bn"}  # 130 million weights, twice in float64
+SLOW = {"vgg11_bn", "vit_b_16"}  # 130 and 86 million weights, twice in float64
 
 
 @pytest.mark.parametrize(
