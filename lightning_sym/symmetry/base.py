@@ -350,7 +350,7 @@ class Symmetry:
         """
         self._own(second, first)
         permutation = first.permutation.numpy()
-        after = (second.dense[self._cell_after(cell, permutation)] for cell in self.structure.dense)
+        after = (second.dense[place] for place in self._cells_after(permutation))
         dense = tuple(later @ earlier for later, earlier in zip(after, first.dense, strict=True))
         # g2 n2 g1 n1 = g2 g1 (g1^-1 n2 g1) n1
         back = Action(self.structure, self._inverse_without_shifts(first))
@@ -367,9 +367,11 @@ class Symmetry:
             phases_after(self.structure, second, first),
         )
 
-    def _cell_after(self, cell: Ints, permutation: Ints) -> int:
-        """Return the dense cell in whose place the given one stands after a permutation."""
-        return int(self.structure.cell_of[np.argsort(permutation)[cell[0]]])
+    def _cells_after(self, permutation: Ints) -> list[int]:
+        """Return for each dense cell the one in whose place it stands after a permutation."""
+        first = np.array([cell[0] for cell in self.structure.dense], np.int64)
+        after: list[int] = self.structure.cell_of[np.argsort(permutation)[first]].tolist()
+        return after
 
     def inverse(self, element: Element) -> Element:
         """Return the element that undoes another one."""
@@ -383,8 +385,8 @@ class Symmetry:
         inverse = torch.argsort(element.permutation)
         back = inverse.numpy()
         dense: list[Tensor] = [torch.empty(0)] * len(element.dense)
-        for index, cell in enumerate(self.structure.dense):
-            dense[self._cell_after(cell, element.permutation.numpy())] = torch.linalg.inv(element.dense[index])
+        for index, place in enumerate(self._cells_after(element.permutation.numpy())):
+            dense[place] = torch.linalg.inv(element.dense[index])
         return Element(
             self.fingerprint,
             inverse,
