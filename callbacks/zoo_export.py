@@ -92,8 +92,15 @@ class ZooExport(AfterFit):
         mine = task.member_seeds if task.member_parallel or trainer.is_global_zero else []
 
         def write() -> None:
-            for number in mine:
-                if number not in task.stopped:
+            lasting = [number for number in mine if number not in task.stopped]
+            if unseen := [number for number in lasting if number not in task.kept]:
+                warnings.warn(
+                    f"Member{'s' * (len(unseen) > 1)} {ranges(unseen)} could not be written: training ended before the "
+                    'first validation, which decides what is kept; train longer, or set keep="last".',
+                    stacklevel=2,
+                )
+            for number in lasting:
+                if number in task.kept:
                     _write(self.path, number, trainer, task, data.identity(), results)
 
         together(write)
@@ -133,13 +140,6 @@ def _write(
     path: Path, number: int, trainer: Trainer, task: ZooTask, data: dict[str, Any], results: Mapping[str, Any]
 ) -> None:
     """Write a member; a warning says why one cannot be, and the others are written all the same."""
-    if number not in task.kept:
-        warnings.warn(
-            f"Member {number} was not written: training ended before the first validation, which decides "
-            'what is kept; train longer, or set keep="last".',
-            stacklevel=2,
-        )
-        return
     row = task.numbers.index(number)
     metrics = {
         split: {name: float(values[name][row]) for name in ("accuracy", "loss") if name in values}

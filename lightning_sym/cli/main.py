@@ -3,10 +3,12 @@
 Only what a command needs is imported: help and the list of recipes do not wait for torch.
 """
 
+import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,7 +165,8 @@ def _misunderstood(message: str, usage: str = USAGE) -> int:
 
 def _import(args: list[str]) -> int:
     def start() -> None:
-        from lightning_sym.cli.importing import import_members
+        with _no_collection():
+            from lightning_sym.cli.importing import import_members
 
         import_members(args)
 
@@ -180,7 +183,14 @@ def _merge(args: list[str]) -> int:
         asked = merging.read_merge_options(args)
     except ValueError as error:
         return _misunderstood(str(error), merging.USAGE)
-    return _guarded(lambda: merging.merge_files(asked))
+
+    def start() -> None:
+        with _no_collection():
+            import lightning_sym.cli.models  # noqa: F401 (what merging needs of PyTorch)
+
+        merging.merge_files(asked)
+
+    return _guarded(start)
 
 
 def _symmetry(args: list[str]) -> int:
@@ -193,16 +203,41 @@ def _symmetry(args: list[str]) -> int:
         asked = symmetry.read_symmetry_options(args)
     except ValueError as error:
         return _misunderstood(str(error), symmetry.USAGE)
-    return _guarded(lambda: symmetry.print_symmetry(asked))
+
+    def start() -> None:
+        with _no_collection():
+            import lightning_sym.cli.models  # noqa: F401 (what tracing needs of PyTorch)
+
+        symmetry.print_symmetry(asked)
+
+    return _guarded(start)
 
 
 def _run(args: list[str]) -> int:
     def start() -> None:
-        from lightning_sym.cli.lightning import RecipeCLI
+        with _no_collection():
+            from lightning_sym.cli.lightning import RecipeCLI
 
         RecipeCLI(args=args)
 
     return _guarded(start)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Import without looking for garbage: a million objects are made, all of them stay, and the search takes seconds.
+
+    Later searches pass them over as well. A process that has imported PyTorch before, such as a test, is left alone.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _guarded(start: Callable[[], None]) -> int:

@@ -1,5 +1,6 @@
 """The command line: what it says, what it refuses, and what it does to a run folder."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -468,6 +469,20 @@ def test_data_that_do_not_fit_a_checkpoint_are_named(digits_run):
     result = call("test", checkpoint, "--data=DigitsDataModule", "--data.transforms+=Quadrant")
     assert result.status == 1
     assert "is set to (8, 8), but follows from the data: (16, 16) with DigitsDataModule" in result.error
+
+
+def test_imports_are_not_searched_for_garbage_and_later_searches_pass_them_over(monkeypatch):
+    no_collection = sys.modules["lightning_sym.cli.main"]._no_collection
+    with no_collection():
+        assert gc.isenabled()  # PyTorch is there already: this process is not the command's own
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with no_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_main_returns_a_status_and_never_exits(monkeypatch, capsys):

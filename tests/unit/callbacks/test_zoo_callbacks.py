@@ -133,10 +133,7 @@ def test_full_disk_while_exporting_leaves_whole_files_only(tmp_path, monkeypatch
 
 
 def test_training_that_ends_before_the_first_validation_says_what_is_missing(tmp_path):
-    with (
-        pytest.warns(UserWarning, match="Member 1 was not written: training ended before the first validation"),
-        pytest.warns(UserWarning, match="Member 0 was not written"),
-    ):
+    with pytest.warns(UserWarning, match="Members 0-1 could not be written: training ended before the first"):
         fit(tmp_path, ZooExport(), max_epochs=None, max_steps=1)
     assert not list((tmp_path / "zoo").glob("member-*"))
 

@@ -1,0 +1,60 @@
+"""How long commands take before they begin, beside importing what every script of the field imports.
+
+Each is a process of its own on one thread, in turn; seconds of the CPU, its children included. Run it::
+
+    python benchmarks/startup.py
+
+Prints a table and writes it to ``benchmarks/results/startup-cpu.json`` and ``.md``.
+
+Variants:
+    plain     ``import torch, pytorch_lightning``
+    fit       a recipe with the data read, one training step, validation, tables and pictures
+    options   what a recipe would run with: ``--print_config``
+    symmetry  the symmetry of torchvision's ResNet-18
+    recipes   the list of recipes
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from _timing import parser, result, run, timed
+
+
+def seconds_of_children() -> float:
+    """Return the seconds that processes started from here have had of the CPU."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def measure(rounds: int, folder: str) -> list[dict[str, object]]:
+    """Time the commands in turn."""
+    command = [sys.executable, "-m", "lightning_sym.cli"]
+    fit = [*command, "fit", "--config", "zoo/digits_mlp"]
+    once = ["--trainer.max_steps", "1", "--run_dir", folder, "--overwrite", "true"]
+    commands = {
+        "plain": [sys.executable, "-c", "import torch, pytorch_lightning"],
+        "fit": [*fit, *once],
+        "options": [*fit, "--print_config"],
+        "symmetry": [*command, "symmetry", "torchvision:resnet18"],
+        "recipes": [*command, "recipes"],
+    }
+    threads = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    call = partial(subprocess.run, env=threads, cwd=Path(folder).parent, check=True, capture_output=True)
+    runs: dict[str, Callable[[], object]] = {name: partial(call, words) for name, words in commands.items()}
+    return [result("Commands, from their start to their end", timed(runs, rounds, clock=seconds_of_children))]
+
+
+def main() -> None:
+    """Run the benchmark and write the results."""
+    options = parser(__doc__, 5).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run("startup", {"commands": partial(measure, options.rounds, f"{folder}/run")}, None, "cpu", options.rounds)
+
+
+if __name__ == "__main__":
+    main()
