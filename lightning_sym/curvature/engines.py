@@ -47,11 +47,11 @@ def factors(
             another number of batches, or none. The result does not depend on the batches.
         likelihood: ``"classification"``: logits and class indices ``[N]``. ``"regression"``: means and targets
             ``[N, K]``. There are no class weights: with them a loss is no log likelihood.
-        engine: ``"autograd"``: any architecture, K backward passes. ``"backpack"``: the same numbers by BackPACK, for
+        engine: ``"autograd"``: any architecture, by backward passes. ``"backpack"``: the same numbers by BackPACK, for
             networks of ``nn.Sequential``, :class:`~lightning_sym.layers.ResidualPathways` and modules that call
             their children one after the other, which includes ours without skip connections.
-        samples: None for the exact matrix, in K backward passes; otherwise Monte Carlo with that many
-            combinations of the columns of the exact square root, with random signs, >= 1: unbiased, in as many
+        samples: None for the exact matrix, in K - 1 backward passes (regression: K); otherwise Monte Carlo with that
+            many combinations of the columns of an exact square root, with random signs, >= 1: unbiased, in as many
             backward passes. (Labels drawn from the network's own predictions, as KFAC has them, are unbiased, too, but
             a confident network then shows next to no curvature most of the time: its evidence came out as -0.02
             nats per datum where it was -3.5.)

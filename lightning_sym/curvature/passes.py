@@ -202,7 +202,8 @@ def loss_and_columns(
         outputs: Logits or means. Shape ``[N, K]``.
         targets: Class indices, shape ``[N]``, or values, shape ``[N, K]``.
         likelihood: ``"classification"`` or ``"regression"``.
-        samples: None for the exact square root with V = K; otherwise V Monte Carlo columns.
+        samples: None for an exact square root, with V = K for regression and K - 1 for classification (1 if K is 1);
+            otherwise V Monte Carlo columns.
         generator: Generator for the random signs, on the CPU or the device of the outputs.
 
     Returns:
@@ -239,10 +240,35 @@ def loss_and_columns(
     if not probabilities.isfinite().all():
         raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
     if samples is None:
-        eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
-        return loss, probabilities.T.sqrt()[:, :, None] * (eye[:, None] - probabilities)
+        return loss, softmax_root(probabilities)
     mixed = _signs(samples, outputs, generator) * probabilities.sqrt()
     return loss, (mixed - probabilities * mixed.sum(2, keepdim=True)) / samples**0.5
+
+
+def softmax_root(probabilities: Tensor) -> Tensor:
+    r"""Return K - 1 columns with :math:`\sum_v s_v s_v^\top = \mathrm{diag}(p) - p p^\top`.
+
+    With :math:`u = \sqrt p` that is :math:`\mathrm{diag}(u) (I - u u^\top) \mathrm{diag}(u)`, and the reflection that
+    takes :math:`u` to the axis of the likeliest class gives a basis of what the projection in the middle leaves.
+    Nothing is subtracted that cancels, so that the columns of a confident network keep all of their digits.
+
+    Args:
+        probabilities: Shape ``[N, K]``, rows of sum 1.
+
+    Returns:
+        Shape ``[max(K - 1, 1), N, K]``.
+    """
+    width = probabilities.shape[1]
+    if width == 1:
+        return torch.zeros_like(probabilities)[None]
+    largest = probabilities.argmax(1)
+    columns = torch.arange(width - 1, device=probabilities.device)[:, None]
+    columns = columns + (columns >= largest)  # [K - 1, N], the classes but the likeliest
+    root = probabilities.sqrt()
+    mirror = root + F.one_hot(largest, width).to(root)
+    others = root.expand(width - 1, -1, -1).gather(2, columns[:, :, None])  # [K - 1, N, 1]
+    halved = 1 + root.gather(1, largest[:, None])  # half of the mirror's squared length
+    return root * (F.one_hot(columns, width).to(root) - mirror * (others / halved))
 
 
 def _signs(samples: int, outputs: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_sym.curvature import factors, find_rule
 from lightning_sym.curvature.blocks import in_parameter_order
-from lightning_sym.curvature.passes import loss_and_columns
+from lightning_sym.curvature.passes import loss_and_columns, softmax_root
 from lightning_sym.curvature.rules import gram
 from lightning_sym.layers import (
     CircularConv,
@@ -364,6 +364,24 @@ def test_monte_carlo_is_unbiased(likelihood):
         assert relative_error(once[name].out_factor, block.out_factor) > 0.1, "one draw is noise"
         if block.in_factor is not None:
             assert relative_error(drawn[name].in_factor, block.in_factor) < 1e-12
+
+
+@pytest.mark.parametrize("classes", [1, 2, 3, 10])
+def test_the_exact_square_root_of_a_softmax_has_one_column_less_than_classes(classes):
+    logits = 3 * torch.randn(50, classes, generator=torch.Generator().manual_seed(classes), dtype=torch.float64)
+    logits[:10] = logits[:10].round()  # ties
+    _, root = loss_and_columns(logits, torch.zeros(50).long(), "classification", None, None)
+    assert root.shape == (max(classes - 1, 1), 50, classes)
+    p = logits.softmax(1)
+    torch.testing.assert_close(
+        torch.einsum("vni,vnj->nij", root, root), p.diag_embed() - p[:, :, None] * p[:, None], rtol=1e-12, atol=1e-16
+    )
+
+
+def test_the_square_root_of_a_confident_network_keeps_its_digits_in_single_precision():
+    logits = torch.tensor([[30.0, 0.0, 1.0, -5.0], [0.0, 18.0, 2.0, 17.0]])
+    found, exact = (softmax_root(given.softmax(1)) for given in (logits, logits.double()))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_a_single_draw_shows_the_curvature_of_a_confident_network():
