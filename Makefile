@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow pretend-device lint format types board wheel-test recipes-page clean
+.PHONY: help demo test test-slow pretend-device lint format types board wheel-test recipes-page results-page clean
 
 help:
 	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, pictures, TensorBoard logs"
@@ -15,6 +15,7 @@ help:
 	@echo "make types       mypy"
 	@echo "make wheel-test  build the wheel and run it from another folder"
 	@echo "make recipes-page  write docs/recipes.md from the recipes' headers"
+	@echo "make results-page  write docs/results.md from the files of published results in miniature"
 
 demo: $(VENV)/.installed
 	$(BIN)/lightning-sym fit --config zoo/mnist5k --overwrite true
@@ -52,6 +53,9 @@ wheel-test: $(VENV)/.installed
 
 recipes-page: $(VENV)/.installed
 	$(BIN)/python tests/docs/recipes_page.py
+
+results-page: $(VENV)/.installed
+	PYTHONPATH=examples $(BIN)/python -m published.page
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed, this is ' + sys.version.split()[0] + '; make PYTHON=python3.12 ...' if sys.version_info < (3, 11) else 0)"

@@ -1,10 +1,12 @@
-"""Means over pairs of models, with intervals that know that pairs share models."""
+"""Means over models and over pairs of models, with intervals that know that pairs share models."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import t as student
 
 from lightning_sym._checks import check_integers, check_numbers
 
@@ -100,6 +102,37 @@ def bootstrap_over_models(
     means, redrawn = _resampled_means(models, ends, table, samples, np.random.default_rng(seed))
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return Interval(mean, std, low, high, len(table), models, redrawn)
+
+
+def student_interval(values: ArrayLike, *, level: float = 0.95) -> tuple[float, float]:
+    r"""Return Student's interval for the mean of independent values, such as one of each seed.
+
+    Args:
+        values: At least two finite values, at any scale. Shape ``[N]``, converted to float64.
+        level: Coverage, in (0, 1).
+
+    Returns:
+        Lower and upper end, :math:`\bar v \mp t_{N-1} s / \sqrt N`.
+
+    Raises:
+        ValueError: If there are fewer than two values, one is not finite, or ``level`` is out of its range.
+
+    Note:
+        Exact if the values are normal. With few values it is wider than an interval from resampled ones, which is too
+        narrow then. Pairs that share a model are not independent: :func:`bootstrap_over_models` is for these.
+
+    Example:
+        >>> low, high = student_interval([1.0, 2.0, 3.0])
+        >>> round(low, 2), round(high, 2)
+        (-0.48, 4.48)
+    """
+    table = np.asarray(values, dtype=np.float64)
+    check_numbers("in (0, 1)", level=level)
+    if table.ndim != 1 or len(table) < 2 or not np.isfinite(table).all():
+        raise ValueError(f"values must be at least two finite numbers, got {np.array2string(table, threshold=8)}.")
+    mean, error = float(table.mean()), float(table.std(ddof=1)) / math.sqrt(len(table))
+    reach = float(student.ppf((1 + level) / 2, len(table) - 1)) * error
+    return mean - reach, mean + reach
 
 
 def _check(

@@ -1,5 +1,6 @@
 """Data of a finished run in, tables, figures and a summary out; no Lightning. One file for each experiment."""
 
+from lightning_sym._statistics import bootstrap_over_models, student_interval
 from lightning_sym.reports.table import ResultTable, RunResults
 
-__all__ = ["ResultTable", "RunResults"]
+__all__ = ["ResultTable", "RunResults", "bootstrap_over_models", "student_interval"]

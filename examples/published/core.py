@@ -1,0 +1,456 @@
+"""What a published result in miniature consists of, and how it is run: resumable, from recipes to one JSON file."""
+
+import csv
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lightning_sym.reports import bootstrap_over_models, student_interval
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "benchmarks" / "results" / "papers"
+Pair = tuple[int, int]
+Word = Literal["agrees", "partly", "disagrees", "not decided"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published text.
+
+    Attributes:
+        authors: As it is cited, ``"Godfrey et al."``.
+        year: Of publication.
+        title: Its title.
+        where: ``"arXiv 2205.14258"``, or an address.
+    """
+
+    authors: str
+    year: int
+    title: str
+    where: str
+
+
+SOURCES = {
+    "genni": Source(
+        "Lengyel et al.",
+        2020,
+        "GENNI: Visualising the Geometry of Equivalences for Neural Network Identifiability",
+        "arXiv 2011.07407",
+    ),
+    "intertwiners": Source(
+        "Godfrey et al.",
+        2022,
+        "On the Symmetries of Deep Learning Models and their Internal Representations",
+        "arXiv 2205.14258",
+    ),
+    "notebook": Source(
+        "Shalizi", 2023, "Notebooks: Symmetries of Neural Networks", "bactra.org/notebooks/symmetries-of-nnets.html"
+    ),
+    "rashomon": Source(
+        "A post of the SERI MATS research sprint",
+        2022,
+        "on weights that differ and functions that do not (the Rashomon manifold)",
+        "no arXiv number",
+    ),
+    "equivariance": Source(
+        "van der Ouderaa et al.",
+        2023,
+        "Learning Layer-wise Equivariances Automatically using Gradients",
+        "arXiv 2310.06131",
+    ),
+    "git-re-basin": Source(
+        "Ainsworth et al.", 2023, "Git Re-Basin: Merging Models modulo Permutation Symmetries", "arXiv 2209.04836"
+    ),
+    "repair": Source(
+        "Jordan et al.", 2023, "REPAIR: REnormalizing Permuted Activations for Interpolation Repair", "arXiv 2211.08403"
+    ),
+    "mode-connectivity": Source(
+        "Garipov et al.", 2018, "Loss Surfaces, Mode Connectivity, and Fast Ensembling of DNNs", "arXiv 1802.10026"
+    ),
+    "swa": Source(
+        "Izmailov et al.", 2018, "Averaging Weights Leads to Wider Optima and Better Generalization", "arXiv 1803.05407"
+    ),
+    "peers": Source("Packages of others", 2026, "run beside ours, in one process", "their versions are given"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of ``lightning-sym fit``, or of a script of ``examples/``.
+
+    Runs of different results that are equal share one folder: a zoo is trained once for all of them.
+
+    Attributes:
+        name: Its folder below that of all runs, and the key under which ``measure`` finds it.
+        recipe: ``"stitching/mnist5k"``, or ``"similarity_tests.py"``.
+        options: As on the command line; ``{other-name}`` is the folder of another run of the same result that comes
+            before, and ``{folder}`` its own, for scripts.
+        seed: ``--seed_everything``; of no use to scripts.
+    """
+
+    name: str
+    recipe: str
+    options: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A measured number with its population.
+
+    Attributes:
+        label: What it is; claims look it up by this.
+        values: One for each member, pair or seed, in the same order in all quantities that are compared.
+        unit: What it is measured in: ``"nats"``, ``"points of accuracy"``, ``"1"``.
+        over: The population: ``"5 pairs"``, ``"3 seeds"``; ``"one run"`` for a single value.
+        pairs: The two models of each value, where pairs share models; then models are resampled for the interval.
+    """
+
+    label: str
+    values: tuple[float, ...]
+    unit: str
+    over: str
+    pairs: tuple[Pair, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.values or not all(math.isfinite(value) for value in self.values):
+            raise ValueError(f"The values of {self.label!r} must be finite numbers, got {self.values}.")
+        if self.pairs and len(self.pairs) != len(self.values):
+            raise ValueError(f"{self.label!r} has {len(self.values)} values of {len(self.pairs)} pairs.")
+
+    @property
+    def mean(self) -> float:
+        """The mean over the population."""
+        return math.fsum(self.values) / len(self.values)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean: of resampled models for pairs, Student's otherwise; None if there is none."""
+        if len(self.values) < 2:
+            return None
+        if not self.pairs:
+            return student_interval(self.values)
+        found = bootstrap_over_models(self.pairs, self.values)
+        return None if found.note else (float(found.low), float(found.high))
+
+    def less(self, other: "Quantity") -> "Quantity":
+        """Return the differences of paired values, ``self - other``."""
+        if (len(self.values), self.pairs) != (len(other.values), other.pairs):
+            raise ValueError(f"{self.label!r} and {other.label!r} are not of the same members, in the same order.")
+        differences = tuple(a - b for a, b in zip(self.values, other.values, strict=True))
+        return Quantity(f"{self.label} less {other.label}", differences, self.unit, self.over, self.pairs)
+
+    def __str__(self) -> str:
+        interval = self.interval
+        spread = "" if interval is None else f" [{short(interval[0])}, {short(interval[1])}]"
+        return f"{short(self.mean)}{spread}{'' if self.unit == '1' else ' ' + self.unit}"
+
+
+class Verdict(NamedTuple):
+    """Whether a claim holds here.
+
+    Attributes:
+        word: One of four.
+        reason: One sentence, made from the figures.
+    """
+
+    word: Word
+    reason: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the page.
+
+    Attributes:
+        says: What is said by the source, one sentence.
+        paper: The published values with their place, ``"table 3: 96.1 and 88.2 %"``; or ``"a figure, no number"``.
+        holds: Decides from quantities, by label; never from a number of ours that was typed.
+    """
+
+    says: str
+    paper: str
+    holds: Callable[[Mapping[str, Quantity]], Verdict]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A published result in miniature.
+
+    Attributes:
+        name: Of its JSON file.
+        source: Key of :data:`SOURCES`.
+        place: Where in the source: ``"table 3"``.
+        title: Heading on the page.
+        measure: Returns quantities, given the folder of each run by its name.
+        claims: What the source says of them.
+        runs: In the order in which they are made.
+        full: The same with the source's own recipes; empty if those are what ``runs`` are, or there are none.
+        needs: What the full runs need that is not here: ``"CIFAR-10 and a GPU"``.
+        remark: Why ours differs, if a reader has to know.
+    """
+
+    name: str
+    source: str
+    place: str
+    title: str
+    measure: Callable[[Mapping[str, Path]], Sequence[Quantity]]
+    claims: tuple[Claim, ...]
+    runs: tuple[Run, ...] = ()
+    full: tuple[Run, ...] = ()
+    needs: str = ""
+    remark: str = ""
+
+
+# ---- what claims and measures are made of
+
+
+def short(value: float) -> str:
+    """Return a number with three digits, as it is shown everywhere."""
+    if 100 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return "0" if value == 0 else f"{value:#.3g}".rstrip(".")
+
+
+def positive(quantity: Quantity) -> Verdict:
+    """Say whether a mean is above zero, by its interval."""
+    interval = quantity.interval
+    if interval is None:
+        return Verdict("not decided", f"{quantity.label}: {quantity}, of {quantity.over}, which has no interval")
+    word: Word = "agrees" if interval[0] > 0 else "disagrees" if interval[1] < 0 else "not decided"
+    return Verdict(word, f"{quantity.label}: {quantity} over {quantity.over}")
+
+
+def below(lower: Quantity, upper: Quantity) -> Verdict:
+    """Say whether one mean is below another, of the same members: by the interval of the differences."""
+    word, reason = positive(upper.less(lower))
+    difference = reason.rpartition(": ")[2]
+    return Verdict(word, f"{lower.label} {lower}, {upper.label} {upper}; difference {difference}")
+
+
+def within(quantity: Quantity, low: float, high: float) -> Verdict:
+    """Say whether a quantity is in a range that is known beforehand: from theory, or from the source.
+
+    A population agrees if its interval is inside, disagrees if it is outside, and is not decided between.
+    """
+    ends = quantity.interval or (quantity.mean, quantity.mean)
+    inside, outside = low <= ends[0] and ends[1] <= high, ends[1] < low or ends[0] > high
+    word: Word = "agrees" if inside else "disagrees" if outside else "not decided"
+    bounds = f"at least {short(low)}" if high == math.inf else f"at most {short(high)}"
+    if math.isfinite(low) and math.isfinite(high) and low > 0:
+        bounds = f"between {short(low)} and {short(high)}" if low < high else short(low)
+    return Verdict(word, f"{quantity.label} {quantity} over {quantity.over}; {bounds} is asked for")
+
+
+def together(*verdicts: Verdict) -> Verdict:
+    """Return one verdict of several: all agree, some (partly), or none of them; reasons one after another."""
+    words = {verdict.word for verdict in verdicts}
+    word = words.pop() if len(words) == 1 else "partly" if "agrees" in words else "not decided"
+    return Verdict(word, "; ".join(dict.fromkeys(verdict.reason for verdict in verdicts)))
+
+
+def rows(run: Path, table: str, **where: object) -> list[dict[str, Any]]:
+    """Return the rows of ``results/TABLE.json`` of a run (or of its CSV) whose columns are as given.
+
+    Raises:
+        ValueError: If there is no such row.
+    """
+    file = run / "results" / f"{table}.json"
+    content = json.loads(file.read_text())
+    found: Iterable[dict[str, Any]] = content["rows"] if isinstance(content, dict) else content
+    chosen = [row for row in found if all(row[name] == value for name, value in where.items())]
+    if not chosen:
+        raise ValueError(f"{file} has no row with {where}.")
+    return chosen
+
+
+def csv_rows(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with file.open(newline="") as content:
+        return list(csv.DictReader(content))
+
+
+def over_pairs(
+    label: str, unit: str, found: Sequence[Mapping[str, Any]], column: str, *, factor: float = 1.0
+) -> Quantity:
+    """Return a column of rows that have ``first`` and ``second``, the models of a pair, sorted by pair."""
+    ordered = sorted(found, key=lambda row: (row["first"], row["second"]))
+    pairs = tuple((row["first"], row["second"]) for row in ordered)
+    values = tuple(factor * row[column] for row in ordered)
+    return Quantity(label, values, unit, f"{len(pairs)} pairs of {len({m for p in pairs for m in p})} networks", pairs)
+
+
+# ---- running
+
+
+def arguments_of(run: Run, folder: Path) -> list[str]:
+    """Return what a run is called with; the names of folders are filled in.
+
+    Raises:
+        ValueError: If an option names a run that is none.
+    """
+
+    def filled(option: str) -> str:
+        return re.sub(
+            r"\{([a-z][a-z0-9-]*)\}", lambda m: str(folder / (run.name if m[1] == "folder" else m[1])), option
+        )
+
+    options = [filled(option) for option in run.options]
+    if run.recipe.endswith(".py"):
+        return [str(ROOT / "examples" / run.recipe), *options]
+    fixed = ["--run_dir", str(folder / run.name), "--seed_everything", str(run.seed)]
+    return ["fit", "--config", run.recipe, *fixed, "--trainer.enable_progress_bar=false", *options]
+
+
+def finish(run: Run, folder: Path, say: Callable[[str], None]) -> float:
+    """Make a run, or go on with it, unless it is complete; return the minutes of one core that it took.
+
+    Beside its folder stands ``<name>.json`` with its arguments, and its minutes once it is complete. A run that had
+    other arguments is made anew. Two processes never make one run: the second waits, also for a child of a killed one.
+
+    Raises:
+        RuntimeError: If the run fails, with what it said last.
+    """
+    own, record = folder / run.name, folder / f"{run.name}.json"
+    arguments = arguments_of(run, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{run.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{run.name}: waits for another process, which is making it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        known = json.loads(record.read_text()) if record.is_file() else {}
+        if known.get("arguments") == arguments and known["complete"]:
+            return float(known["minutes"])
+        going_on = known.get("arguments") == arguments and (own / "checkpoints" / "last.ckpt").is_file()
+        spent = float(known["minutes"]) if going_on else 0.0
+        save(record, {"arguments": arguments, "minutes": spent, "complete": False})
+        if run.recipe.endswith(".py"):
+            command = [sys.executable, *arguments]
+        else:
+            resume = ["--ckpt_path", "last"] if going_on else ["--overwrite", "true"]
+            command = [str(Path(sys.executable).with_name("lightning-sym")), *arguments, *resume]
+        say(f"{run.name}: {'goes on' if going_on else 'begins'}")
+        log = folder / f"{run.name}.log"
+        minutes, status = _call(command, log, lock.fileno())
+        save(record, {"arguments": arguments, "minutes": spent + minutes, "complete": status == 0})
+        if status:
+            last = log.read_text(errors="replace").strip().splitlines()[-4:]
+            raise RuntimeError(f"{run.name} failed ({' '.join(command[1:])}): {' '.join(last)} (all of it: {log})")
+        say(f"{run.name}: complete, {minutes:.1f} minutes of one core")
+        return spent + minutes
+
+
+def _call(command: Sequence[str], log: Path, lock: int) -> tuple[float, int]:
+    """Run a command with one thread; return the minutes of processor time, and its exit status."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    with log.open("wb") as output:
+        # The child holds the lock too, so that it is not made twice where its parent was killed.
+        child = subprocess.Popen(
+            command, env={**os.environ, **threads}, stdout=output, stderr=subprocess.STDOUT, pass_fds=(lock,)
+        )
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    return (used.ru_utime + used.ru_stime) / 60, child.returncode
+
+
+_MEASURING = threading.Lock()  # torch's seeds and thread counts belong to the process
+
+
+def make(result: Result, folder: Path, say: Callable[[str], None], *, full: bool = False) -> dict[str, Any]:
+    """Make all runs of a result, measure, and return what its JSON file holds.
+
+    Raises:
+        RuntimeError: If a run fails.
+    """
+    runs = result.full if full else result.runs
+    minutes = sum(finish(run, folder, say) for run in runs)
+    with _MEASURING:
+        start = time.thread_time()
+        quantities = result.measure({run.name: folder / run.name for run in runs})
+        minutes += (time.thread_time() - start) / 60
+    options = " --full" if full else ""
+    return judged(
+        result,
+        {
+            "name": result.name,
+            "command": f"python examples/papers.py --only {result.name}{options}",
+            "minutes": round(minutes, 2),
+            "cores": 1,
+            "seeds": sorted({run.seed for run in runs}),
+            "recipes": list(dict.fromkeys(run.recipe for run in runs)),
+            "versions": versions(),
+            "quantities": [
+                {"label": q.label, "values": list(q.values), "unit": q.unit, "over": q.over, "pairs": q.pairs}
+                for q in quantities
+            ],
+        },
+    )
+
+
+def judged(result: Result, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a JSON file with means, intervals and verdicts as the definitions have them now."""
+    quantities = quantities_of(found)
+    about = {key: value for key, value in found.items() if key not in ("quantities", "claims")}
+    verdicts = [(claim, claim.holds({quantity.label: quantity for quantity in quantities})) for claim in result.claims]
+    return {
+        **about,
+        "quantities": [
+            {
+                "label": q.label,
+                "mean": q.mean,
+                "interval": None if q.interval is None else list(q.interval),
+                "unit": q.unit,
+                "over": q.over,
+                "values": list(q.values),
+                "pairs": [list(pair) for pair in q.pairs],
+            }
+            for q in quantities
+        ],
+        "claims": [
+            {"says": claim.says, "paper": claim.paper, "verdict": verdict.word, "reason": verdict.reason}
+            for claim, verdict in verdicts
+        ],
+    }
+
+
+def quantities_of(found: Mapping[str, Any]) -> list[Quantity]:
+    """Return the quantities of a JSON file."""
+    return [
+        Quantity(q["label"], tuple(q["values"]), q["unit"], q["over"], tuple((a, b) for a, b in q["pairs"]))
+        for q in found["quantities"]
+    ]
+
+
+def file_of(result: Result, *, full: bool = False) -> Path:
+    """Return the JSON file of a result."""
+    return (MEASURED / "full" if full else MEASURED) / f"{result.name}.json"
+
+
+def versions() -> dict[str, str]:
+    """Return what the figures were made with."""
+    commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    packages = {name: version(name) for name in ("torch", "pytorch-lightning", "lightning-sym")}
+    return {"python": platform.python_version(), **packages, "commit": commit.stdout.strip() or "unknown"}
+
+
+def save(file: Path, content: Mapping[str, Any] | str) -> None:
+    """Write a JSON file, or text, so that it appears whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)

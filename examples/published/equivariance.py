@@ -1,0 +1,5 @@
+"""Layer-wise equivariances learned by the evidence."""
+
+from published.core import Result
+
+RESULTS: tuple[Result, ...] = ()

@@ -1,0 +1,155 @@
+"""The page of published results, its files and its definitions agree; runs go on where they were."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+import papers
+from published import RESULTS, core
+from published.core import Claim, Quantity, Result, Run, Source, Verdict, below, file_of, finish, together, within
+from published.page import PAGE, page, refreshed
+
+FOUND = refreshed()
+
+
+def test_page_and_files_are_those_of_the_definitions():
+    for result in RESULTS:
+        for full in (False, True):
+            file = file_of(result, full=full)
+            if file.is_file():
+                assert json.loads(file.read_text()) == FOUND[result.name, full], f"make results-page: {file} is stale"
+    assert PAGE.read_text() == page(FOUND), "make results-page: docs/results.md is stale"
+    known = {file_of(result, full=full) for result in RESULTS for full in (False, True)}
+    assert set(core.MEASURED.rglob("*.json")) <= known
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.name)
+def test_results_name_runs_that_come_before(result, tmp_path):
+    assert isinstance(core.SOURCES[result.source], Source)
+    assert bool(result.full) == bool(result.needs)
+    for runs in (result.runs, result.full):
+        made = []
+        for run in runs:
+            arguments = " ".join(core.arguments_of(run, tmp_path))
+            others = {other.name for other in runs if f"{tmp_path / other.name}/" in arguments.replace(" ", "/ ") + "/"}
+            assert others - {run.name} <= set(made), f"{run.name} takes what comes after it"
+            made.append(run.name)
+
+
+SLOW = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(exist_ok=True)
+with (folder / "starts").open("a") as file: file.write("x")
+time.sleep(float(sys.argv[2]))
+(folder / "done").write_text("yes")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "slow.py").write_text(SLOW)
+    monkeypatch.setattr(core, "ROOT", tmp_path)
+    return "slow.py"
+
+
+def test_a_complete_run_is_not_made_again_and_a_changed_one_is(script, tmp_path):
+    said = []
+    for seconds in ("0", "0", "0.01"):
+        finish(Run("a", script, ("{folder}", seconds)), tmp_path / "runs", said.append)
+    assert (tmp_path / "runs" / "a" / "starts").read_text() == "xx"
+    assert [line.split(",")[0] for line in said] == ["a: begins", "a: complete"] * 2
+
+
+def test_a_run_whose_parent_was_killed_is_waited_for(script, tmp_path):
+    run = Run("a", script, ("{folder}", "1.5"))
+    code = (
+        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from published import core\n"
+        "core.ROOT = pathlib.Path(sys.argv[2])\n"
+        "core.finish(core.Run('a', 'slow.py', ('{folder}', '1.5')), core.ROOT / 'runs', print)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, os.path.dirname(papers.__file__), str(tmp_path)])
+    while not (tmp_path / "runs" / "a" / "starts").exists():
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    said = []
+    finish(run, tmp_path / "runs", lambda line: said.append((line, (tmp_path / "runs" / "a" / "done").exists())))
+    assert said[0] == ("a: waits for another process, which is making it", False)
+    assert said[1] == ("a: begins", True)  # a script has no checkpoint; nobody else writes there any more
+
+
+def result(name, **others):
+    claim = Claim("more is more", "a figure, no number", lambda q: below(q["less"], q["more"]))
+    quantities = [
+        Quantity(label, values, "1", "3 seeds") for label, values in (("less", (1, 2, 3)), ("more", (4, 5, 7)))
+    ]
+    return Result(name, "genni", "figure 1", name, lambda runs: quantities, (claim,), **others)
+
+
+def test_one_result_fails_in_a_sentence_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    bad = result("bad", runs=(Run("bad", "no/such_recipe"),))
+    monkeypatch.setattr(papers, "RESULTS", (bad, result("good")))
+    monkeypatch.setattr(papers, "write", lambda: tmp_path / "results.md")
+    monkeypatch.setattr(core, "MEASURED", tmp_path / "measured")
+    assert papers.main(["--folder", str(tmp_path / "runs"), "--jobs", "2"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("bad was not made: bad failed (fit --config no/such_recipe")
+    assert "1 of 2 results are there" in said.out
+    found = json.loads((tmp_path / "measured" / "good.json").read_text())
+    assert found["claims"][0]["verdict"] == "agrees"
+    assert {"command", "minutes", "versions", "seeds", "cores"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--only", "rebasin-mpl"], "papers.py: No result is called 'rebasin-mpl'; did you mean rebasin-mlp"),
+        (["--only", "zzz"], "papers.py: No result is called 'zzz'; --list shows all.\n"),
+        (["--jobs", "0"], "papers.py: --jobs must be at least 1, got 0.\n"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments, sentence, capsys):
+    assert papers.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_verdicts_come_from_intervals():
+    low, high = (
+        Quantity("low", (1.0, 2.0, 3.0), "nats", "3 seeds"),
+        Quantity("high", (1.1, 2.1, 3.1), "nats", "3 seeds"),
+    )
+    assert below(low, high).word == "agrees"  # paired: means differ by less than their own intervals are wide
+    assert below(high, low).word == "disagrees"
+    noisy = replace(high, values=(4.0, 1.0, 3.0))
+    assert below(low, noisy).word == "not decided"
+    assert within(low, -3, 7).word == "agrees"
+    assert within(low, 0, 7).word == "not decided"
+    assert within(low, 5, 7).word == "disagrees"
+    yes, no = Verdict("agrees", "a"), Verdict("disagrees", "b")
+    assert together(yes, no) == Verdict("partly", "a; b")
+    assert together(no, no).word == "disagrees"
+    with pytest.raises(ValueError, match="not of the same members"):
+        low.less(Quantity("two", (1.0, 2.0), "nats", "2 seeds"))
+    with pytest.raises(ValueError, match="finite"):
+        Quantity("none", (float("nan"),), "nats", "one run")
+
+
+def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(core, "_call", lambda command, log, lock: (called.append(command), log.touch(), (0.5, 1))[-1])
+    run = Run("zoo", "zoo/digits_mlp")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="zoo failed"):
+            finish(run, tmp_path, lambda line: None)
+        (tmp_path / "zoo" / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "zoo" / "checkpoints" / "last.ckpt").touch()
+    assert called[0][-2:] == ["--overwrite", "true"]
+    assert called[1][-2:] == ["--ckpt_path", "last"]
+    assert json.loads((tmp_path / "zoo.json").read_text())["minutes"] == 1.0
