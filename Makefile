@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow pretend-device lint format types board wheel-test recipes-page results-page clean
+.PHONY: help demo test test-slow pretend-device lint format types board wheel-test recipes-page results-page docs docs-serve clean
 
 help:
 	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, pictures, TensorBoard logs"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint        ruff; make format puts right what it can"
 	@echo "make types       mypy"
 	@echo "make wheel-test  build the wheel and run it from another folder"
+	@echo "make docs        build the site into site/; make docs-serve shows it"
 	@echo "make recipes-page  write docs/recipes.md from the recipes' headers"
 	@echo "make results-page  write docs/results.md from the files of published results in miniature"
 
@@ -44,8 +45,7 @@ format: $(VENV)/.installed-lint
 
 # mypy does not follow package-dir: it sees the packages through a folder of links.
 types: $(VENV)/.installed-types
-	rm -rf .links && mkdir -p .links/lightning_sym
-	for part in lightning_sym/* callbacks datamodules recipes; do ln -s "$(CURDIR)/$$part" .links/lightning_sym/; done
+	$(BIN)/python tools/packages.py
 	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache
 
 wheel-test: $(VENV)/.installed
@@ -56,6 +56,13 @@ recipes-page: $(VENV)/.installed
 
 results-page: $(VENV)/.installed
 	PYTHONPATH=examples $(BIN)/python -m published.page
+# Strict: a warning (a dead link, a page that the navigation leaves out) is an error. Nothing is fetched.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "  open    site/index.html, or make docs-serve"
+
+docs-serve: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed, this is ' + sys.version.split()[0] + '; make PYTHON=python3.12 ...' if sys.version_info < (3, 11) else 0)"
@@ -71,4 +78,4 @@ $(VENV)/.installed-%: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .links build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .links build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,57 @@
+"""Docstrings for the site: roles of reStructuredText become Markdown, formulas become MathML.
+
+An extension of griffe, which mkdocstrings reads the package with.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocstrings loads this file by its path
+from mathematics import mathml
+
+_ROLE = re.compile(r":(?:class|func|meth|attr|data|mod):`~?\.?([^`]+)`")
+_INLINE = re.compile(r":math:`([^`]+)`")
+_BLOCK = re.compile(r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 +\S)))*)", re.MULTILINE)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites every docstring before mkdocstrings parses it."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of a class, function, attribute or module."""
+        if obj.docstring is not None:
+            obj.docstring.value = markdown(obj.docstring.value, obj)
+
+
+def markdown(text: str, obj: griffe.Object) -> str:
+    """Return a docstring in Markdown."""
+    text = _BLOCK.sub(lambda match: f"\n{match[1]}{mathml(_joined(match[2]), block=True)}\n", text)
+    text = _INLINE.sub(lambda match: mathml(_joined(match[1])), text)
+    return _ROLE.sub(lambda match: _reference(match[1], obj), text)
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text).strip()
+
+
+def _reference(name: str, obj: griffe.Object) -> str:
+    """Return a link to an object, by its name where it is not on the site (torch's, private ones)."""
+    named = re.fullmatch(r"(.*) <(.+)>", _joined(name))
+    name = named[2] if named else _joined(name)
+    where = name if name.startswith("lightning_sym.") else _resolved(name, obj)
+    shown = named[1] if named else name.rpartition(".")[2]
+    return f'<autoref identifier="{where}" optional><code>{shown}</code></autoref>'
+
+
+def _resolved(name: str, obj: griffe.Object) -> str:
+    """Return the full path of a name that a docstring uses as its file does."""
+    scope = obj if obj.is_class or obj.is_module else obj.parent
+    while scope is not None:
+        if name.partition(".")[0] in scope.members:
+            return f"{scope.path}.{name}"
+        scope = scope.parent
+    return name

@@ -1,0 +1,45 @@
+"""Which packages the API reference shows, and the folder of links through which tools see them in one tree."""
+
+import ast
+import shutil
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_TOP = ("callbacks", "datamodules", "recipes")  # top-level folders, imported as lightning_sym.<name>
+
+
+def link_packages(folder: Path) -> None:
+    """Make a folder in which all packages are below ``lightning_sym``, as they are imported."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "lightning_sym").mkdir(parents=True)
+    for part in [*sorted((ROOT / "lightning_sym").iterdir()), *(ROOT / name for name in _TOP)]:
+        (folder / "lightning_sym" / part.name).symlink_to(part)
+
+
+def api_pages() -> dict[str, tuple[str, str]]:
+    """Return, by import name, what each public package holds in one line, and its page.
+
+    Public are packages that say what they hold in ``__all__``, and the modules of ``lightning_sym`` itself.
+    """
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    files = {name: _folder(name) / "__init__.py" for name in settings["tool"]["setuptools"]["packages"]}
+    files = {name: file for name, file in files.items() if "__all__" in file.read_text(encoding="utf-8")}
+    modules = (ROOT / "lightning_sym").glob("[a-z]*.py")
+    files |= {f"lightning_sym.{file.stem}": file for file in modules}
+    files.pop("lightning_sym", None)
+    found = {}
+    for name, file in sorted(files.items()):
+        says = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        found[name] = (says, f"# {name}\n\n::: {name}\n")
+    return found
+
+
+def _folder(name: str) -> Path:
+    first, _, rest = name.partition(".")
+    path = rest.replace(".", "/")
+    return ROOT / path if rest.partition(".")[0] in _TOP else ROOT / first / path
+
+
+if __name__ == "__main__":
+    link_packages(ROOT / ".links")

@@ -1,0 +1,120 @@
+"""What the site needs and Markdown on its own does not do; MkDocs calls these functions when it builds.
+
+Pages stay as they are read in the repository. Formulas become MathML. A link to a file outside ``docs/`` leads to a
+page that shows that file. A page of the API reference is written for each package.
+"""
+
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+from mathematics import blocks_to_mathml  # noqa: E402
+from packages import api_pages, link_packages  # noqa: E402
+
+_LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
+_LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash", ".cff": "yaml"}
+_LARGEST = 100_000  # characters of a file that is shown; longer ones are data
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Make the folder of links through which the packages are read, and put the API's pages into the navigation."""
+    link_packages(ROOT / ".links")
+    for entry in config.nav or []:
+        if isinstance(entry, dict) and "API" in entry:
+            entry["API"] = ["api/index.md", *(f"api/{name}.md" for name in api_pages())]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the API's pages, and pages for files outside ``docs/`` that others link to; the search leaves these out."""
+    pages = api_pages()
+    rows = [f"| [`{name}`]({name}.md) | {says} |" for name, (says, _) in pages.items()]
+    index = "# API\n\nWhat can be imported, made from the docstrings.\n\n| package | what it holds |\n|---|---|\n"
+    files.append(File.generated(config, "api/index.md", content=index + "\n".join(rows) + "\n"))
+    for name, (_, text) in pages.items():
+        files.append(File.generated(config, f"api/{name}.md", content=text))
+    shown: set[Path] = set()
+    pages_on_disk = [file for file in files if file.abs_src_path and file.is_documentation_page()]
+    waiting = [(Path(str(file.abs_src_path)), file.content_string) for file in pages_on_disk]
+    while waiting:
+        origin, text = waiting.pop()
+        for _, target, _ in _LINK.findall(text):
+            path = _outside(origin, target)
+            if path is not None and path not in shown:
+                shown.add(path)
+                content = _shown(path)
+                unsearched = f"---\nsearch: {{exclude: true}}\n---\n{content}"
+                files.append(File.generated(config, _page_of(path), content=unsearched))
+                if path.suffix == ".md":
+                    waiting.append((path, content))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Turn formulas into MathML, and links that leave ``docs/`` into links to the pages that show those files."""
+    here = page.file.src_uri
+    shows_file = here.startswith("source/")
+    origin = ROOT / here.removeprefix("source/").removesuffix(".md") if shows_file else ROOT / "docs" / here
+
+    def inside(match: re.Match[str]) -> str:
+        target = match[2]
+        if "://" in target:
+            return match[0]
+        path = _outside(origin, target)
+        if path is None and shows_file:  # from a file outside docs/ to a page
+            path = (origin.parent / target).resolve()
+            there = path.relative_to(ROOT / "docs").as_posix()
+        elif path is None:
+            return match[0]
+        else:
+            there = _page_of(path)
+        return f"{match[1]}{posixpath.relpath(there, posixpath.dirname(here))}{match[3]}"
+
+    return blocks_to_mathml(_LINK.sub(inside, markdown) if not _is_code(origin) else markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep the dashes of an option with its name where code is broken into lines."""
+    option = r'<span class="nobreak">\g<0></span>'
+    return re.sub(r"<code>[^<]*</code>", lambda code: re.sub(r"--\w", option, code[0]), html)
+
+
+def _is_code(path: Path) -> bool:
+    return path.suffix in _LANGUAGES
+
+
+def _outside(origin: Path, target: str) -> Path | None:
+    """Return the file that a link leads to, if it is in the repository and no page of ``docs/``."""
+    if "://" in target or target.startswith(("#", "mailto:")):
+        return None
+    path = Path(os.path.normpath(origin.parent / target))
+    if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "docs") or not path.exists():
+        return None
+    return path
+
+
+def _page_of(path: Path) -> str:
+    """Return the name of the page that shows a file."""
+    return f"source/{path.relative_to(ROOT).as_posix()}.md"
+
+
+def _shown(path: Path) -> str:
+    """Return a page that shows a file: Markdown as it is, code as code, of a folder the list of its files."""
+    name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        names = sorted(one.name + "/" * one.is_dir() for one in path.iterdir() if not one.name.startswith(("_", ".")))
+        return f"# {name}/\n\nA folder of the repository.\n\n" + "".join(f"- `{one}`\n" for one in names)
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return text
+    if len(text) > _LARGEST:
+        text = text[:_LARGEST] + "\n... (the file goes on)\n"
+    return f"# {path.name}\n\n`{name}` in the repository.\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
