@@ -447,10 +447,19 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, "commit": commit.stdout.strip() or "unknown"}
 
 
+_NUMBERS = re.compile(r"(?<=\[)[\s\d.,e+\[\]-]+(?=\])")  # lists of numbers, which take one line
+
+
 def save(file: Path, content: Mapping[str, Any] | str) -> None:
     """Write a JSON file, or text, so that it appears whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
-    text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    text = (
+        content
+        if isinstance(content, str)
+        else _NUMBERS.sub(
+            lambda found: re.sub(r"\s+", " ", found[0]), json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        )
+    )
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)

@@ -168,7 +168,12 @@ RESULTS = (
             Run(
                 "geometry-digits",
                 "curve/digits_geometry",
-                ("--model.zoo={zoo-digits}/zoo", _pairs(PAIRS), "--model.kinds=[bezier]"),
+                (
+                    "--model.zoo={zoo-digits}/zoo",
+                    _pairs(PAIRS),
+                    "--model.kinds=[bezier]",
+                    f"--trainer.callbacks.pairs={len(PAIRS)}",
+                ),
             ),
         ),
     ),

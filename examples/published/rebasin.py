@@ -1,9 +1,15 @@
 """Are networks the same up to the order of their units: barriers before and after matching, canonical forms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from published.core import Claim, Quantity, Result, Run, below, over_pairs, rows, together, within
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.landscape import weight_vector
+from lightning_sym.networks import LeNet5, MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.symmetry import Symmetry, canonicalize, local_dimension, orbit_distance, trace_symmetry
+from published.core import Claim, Quantity, Result, Run, Verdict, below, over_pairs, rows, together, within
 
 MLPS = Run("zoo-mlps", "zoo/mnist5k_mlp", ("--model.members=4",))  # six pairs
 CNNS = Run("zoo-cnns", "zoo/mnist5k", ("--model.members=5",))
@@ -67,11 +73,131 @@ def _vits(runs: Mapping[str, Path]) -> Sequence[Quantity]:
     return _barriers(runs["match-vits"], "", TRANSFORMERS)
 
 
+_SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "MLP": (lambda: MultiLayerPerceptron(widths=(16, 16), in_channels=1, image_size=8), 8),
+    "LeNet": (LeNet5, 28),
+    "CNN with batch norm": (lambda: MyrtleCNN(width=4, in_channels=1), 32),
+}
+_ELEMENTS = _NETWORKS = 20
+_NEARBY = 1e-3  # of the norm
+
+
+def _network(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return a network with random weights, biases and gains, in double precision."""
+    torch.manual_seed(seed)
+    network = make().double().eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return network
+
+
+def _canonical(symmetry: Symmetry, network: nn.Module) -> Tensor:
+    return weight_vector(canonicalize(symmetry, network).network).detach()
+
+
+def _canonical_forms(runs: Mapping[str, Path]) -> Sequence[Quantity]:
+    found = []
+    for name, (make, side) in _SMALL.items():
+        networks = [_network(make, seed) for seed in range(_NETWORKS)]
+        symmetry = trace_symmetry(networks[0], torch.randn(2, 1, side, side, dtype=torch.float64))
+        forms = [_canonical(symmetry, network) for network in networks]
+        size = float(forms[0].norm())
+        generator = torch.Generator().manual_seed(0)
+        moved = [symmetry.act(symmetry.sample(generator), networks[0]) for _ in range(_ELEMENTS)]
+        same = tuple(float((_canonical(symmetry, one) - forms[0]).norm()) / size for one in moved)
+        other = tuple(
+            min(float((form - forms[b]).norm()) for b in range(_NETWORKS) if b != a) / size
+            for a, form in enumerate(forms)
+        )
+        found += [
+            Quantity(f"{name}: relative distance of the forms of one function", same, "1", f"{_ELEMENTS} elements"),
+            Quantity(f"{name}: the same to the nearest other network's", other, "1", f"{_NETWORKS} networks"),
+        ]
+    make, side = _SMALL["MLP"]
+    networks = [_network(make, seed) for seed in range(_NETWORKS)]
+    symmetry = trace_symmetry(networks[0], torch.randn(2, 1, side, side, dtype=torch.float64))
+    jumps, distances = [], []
+    for network in networks:
+        near = _network(make, 0)
+        step = torch.randn_like(weight_vector(network).detach())
+        step *= _NEARBY * weight_vector(network).detach().norm() / step.norm()
+        nn.utils.vector_to_parameters(weight_vector(network).detach() + step, near.parameters())
+        jump = (_canonical(symmetry, near) - _canonical(symmetry, network)).norm()
+        jumps.append(float(jump / step.norm()))
+        distances.append(orbit_distance(symmetry, network, near).upper / float(step.norm()))
+    inputs = torch.randn(400, 1, side, side, dtype=torch.float64)
+    free = [float(local_dimension(symmetry, network, inputs).nullity) for network in networks[:5]]
+    over = f"{_NETWORKS} MLPs, each moved by {_NEARBY:g} of its norm"
+    return [
+        *found,
+        Quantity("distance of canonical forms over that of the weights", tuple(jumps), "1", over),
+        Quantity("distance between the orbits over that of the weights", tuple(distances), "1", over),
+        Quantity("dimension of the set of equivalent MLPs, by rank", tuple(free), "1", "5 MLPs"),
+        Quantity("dimension of the MLP's group", (float(symmetry.dimension),), "1", "exact"),
+    ]
+
+
+def _decides(q: Mapping[str, Quantity]) -> Verdict:
+    verdicts = []
+    for name in _SMALL:
+        same = q[f"{name}: relative distance of the forms of one function"]
+        other = q[f"{name}: the same to the nearest other network's"]
+        word = "agrees" if max(same.values) < 1e-9 < min(other.values) else "disagrees"
+        verdicts.append(
+            Verdict(
+                word,
+                f"{name}: at most {max(same.values):.1g} over {same.over}, at least {min(other.values):.2g} between "
+                f"{other.over}",
+            )
+        )
+    return together(*verdicts)
+
+
+def _dimension(q: Mapping[str, Quantity]) -> Verdict:
+    free, group = q["dimension of the set of equivalent MLPs, by rank"], q["dimension of the MLP's group"]
+    equal = sum(value == group.mean for value in free.values)
+    word = "agrees" if equal == len(free.values) else "partly" if equal else "disagrees"
+    more = "" if equal == len(free.values) else f"; more by up to {max(free.values) - group.mean:g} elsewhere"
+    return Verdict(word, f"{group} for the group, and by the rank of the Jacobian of {equal} of {free.over}{more}")
+
+
 def _match(name: str, zoo: str) -> Run:
     return Run(name, "matching/mnist5k_mlp", (f"--model.zoo={{{zoo}}}/zoo", "--model.methods=[weights]"))
 
 
 RESULTS = (
+    Result(
+        "canonical-forms",
+        "notebook",
+        "partial identification",
+        "A canonical member of each class of equivalent weights",
+        _canonical_forms,
+        (
+            Claim(
+                "One could pick out a canonical member of each equivalence class (and so decide whether two are one).",
+                "a question",
+                _decides,
+            ),
+            Claim(
+                "The classes are many copies of one continuous set, whose dimension can be said.",
+                "a hunch",
+                _dimension,
+            ),
+            Claim(
+                "If two different weights are close, so are their canonical versions.",
+                "a wish",
+                lambda q: within(q["distance of canonical forms over that of the weights"], 0, 2),
+            ),
+            Claim(
+                "A distance between classes is never larger than that of their members.",
+                "implied",
+                lambda q: within(q["distance between the orbits over that of the weights"], 0, 1.001),
+            ),
+        ),
+        remark="Random weights in double precision. Canonical forms sort units, so that close weights may sort "
+        "differently; for closeness there is `orbit_distance` ([guide](symmetry.md#one-weight-for-one-function)).",
+    ),
     Result(
         "rebasin-mlp",
         "git-re-basin",
