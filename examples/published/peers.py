@@ -196,8 +196,8 @@ RESULTS = (
             ),
         ),
         (DIGITS,),
-        remark="Eigenvalues come from two Lanczos processes, each to its own tolerance: hence 1e-6. Ours keeps the graph "
-        "of the gradient between products with the same weights, the others build it anew.",
+        remark="Eigenvalues come from two Lanczos processes, each to its own tolerance: hence 1e-6. Ours keeps the "
+        "graph of the gradient between products with the same weights, the others build it anew.",
     ),
     Result(
         "peers-laplace",
