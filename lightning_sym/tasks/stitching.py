@@ -32,6 +32,7 @@ from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_
 from lightning_sym.tasks.population import check_words
 from lightning_sym.zoo import ModelZoo
 
+_IMAGES_AT_ONCE = 125  # when maps are fitted to features
 Family = str | Callable[[Port], StitchingMap]
 SitePair = tuple[str, str]
 
@@ -349,16 +350,15 @@ class StitchingTask(BranchTask):
         above = {place[1]: self._targets[place[1]] for place in places}
 
         def gather() -> None:
-            for images, _ in data.curvature_dataloader():  # type: ignore[union-attr]
-                images = images.to(self.device, self.dtype)
-                below, values = (
-                    self.population.prepared(images),
-                    {key: cut.values(images) for key, cut in above.items()},
-                )
-                for (lower, target, site, target_site), branch in places.items():
-                    branch.add_moments(
-                        below[lower][site], values[target][target_site], moments[lower, target, site, target_site]
-                    )
+            for batch, _ in data.curvature_dataloader():  # type: ignore[union-attr]
+                # What crosses every cut of all members is there together: a batch for evaluation takes a gigabyte.
+                for images in batch.to(self.device, self.dtype).split(_IMAGES_AT_ONCE):
+                    below = self.population.prepared(images)
+                    values = {key: cut.values(images) for key, cut in above.items()}
+                    for (lower, target, site, target_site), branch in places.items():
+                        branch.add_moments(
+                            below[lower][site], values[target][target_site], moments[lower, target, site, target_site]
+                        )
 
         together(gather)  # what fails on one rank, such as features that are not finite, is raised on all
         for found in moments.values():
