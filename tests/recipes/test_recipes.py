@@ -20,6 +20,7 @@ import lightning_sym.datamodules
 from lightning_sym._tags import is_detail
 from lightning_sym.cli import main
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
+from lightning_sym.datamodules.base import LabelledImages
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
 from lightning_sym.zoo import ModelZoo, read_member
 
@@ -45,6 +46,10 @@ def class_paths(node):
     if isinstance(node, dict):
         return [*([node["class_path"]] if "class_path" in node else []), *class_paths(list(node.values()))]
     return [path for item in node for path in class_paths(item)] if isinstance(node, list) else []
+
+
+def arguments(recipe):
+    return recipe["model"]["init_args"]
 
 
 # One for each set of classes: what the whole configuration of a class holds does not depend on the values.
@@ -164,6 +169,37 @@ def test_embedded_recipes_run(name):
     result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", *QUIET)
     assert result.err == ""
     assert list(Path().iterdir()) == []  # a trial leaves nothing behind
+
+
+def _made_up_images(module):
+    """Return random images in place of those that would be downloaded."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        LabelledImages(
+            torch.randint(256, (count, *module.source_shape), generator=generator, dtype=torch.uint8),
+            torch.randint(10, (count,), generator=generator),
+        )
+        for count in (700, 300)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_another_process")
+@pytest.mark.parametrize("name", DOWNLOADED)
+def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
+    monkeypatch.setattr(DownloadedDataModule, "prepare_data", lambda self: None)
+    monkeypatch.setattr(DownloadedDataModule, "load", _made_up_images)
+    for module in {data_class(name) for name in DOWNLOADED}:
+        monkeypatch.setattr(module, "source_sizes", None)
+    recipe = settings(name)
+    few = [
+        f"--model.{option}={count}" for option, count in (("members", 2), ("pairs", 1)) if option in arguments(recipe)
+    ]
+    requires = {option: f"{made} --model.members 2" for option, made in recipe.get("requires", {}).items()}
+    if requires:
+        few += [f"--requires={json.dumps(requires)}", *(f"--{option}=few-{option}/zoo" for option in requires)]
+    result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", *few, *QUIET)
+    assert result.err == ""
 
 
 @pytest.mark.parametrize("name", ABSENT)
