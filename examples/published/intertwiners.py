@@ -315,7 +315,7 @@ STITCHING = (
                 MYRTLE.name,
                 (*LASSO, "group(euclidean)"),
                 "--model.sites=[activation1,activation3,activation4]",
-                # Sizes of steps, summed, are those of the paper; the last ones are small, so that entries come to 0.
+                # Steps as long as the paper's, about, if summed; the last ones are so short that entries come to 0.
                 "--trainer.max_epochs=3",
                 "--trainer.gradient_clip_val=20",
                 "--model.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR",
