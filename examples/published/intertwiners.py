@@ -264,17 +264,17 @@ STITCHING = (
         (
             Claim(
                 "Any matrix loses least, then a permutation with scales, then a matrix of rank 1, at every layer.",
-                "a figure: 1.2, 1.7, 2.5, 2.5; 8.3, 7.4, 16.5, 5.8; 42.2, 53.4, 57.1, 62.1 points",
+                "read off a figure: 1.2, 1.7, 2.5, 2.5; 8.3, 7.4, 16.5, 5.8; 42.2, 53.4, 57.1, 62.1 points",
                 lambda q: together(_each(q, FULL, GROUP), _each(q, GROUP, "rank 1")),
             ),
             Claim(
                 "Permutations with scales lose less than matrices of rank 2 and 4, which have more degrees of freedom.",
-                "a figure: 21.1, 28.1, 40.5, 31.4 (rank 2); 8.7, 13.7, 26.5, 16.1 points (rank 4)",
+                "read off a figure: 21.1, 28.1, 40.5, 31.4 (rank 2); 8.7, 13.7, 26.5, 16.1 points (rank 4)",
                 lambda q: together(_each(q, GROUP, "rank 2"), _each(q, GROUP, "rank 4")),
             ),
             Claim(
                 "Permutations with scales lose less than 10 points at all layers but one.",
-                "section 4: 8.3, 7.4, 16.5, 5.8",
+                "section 4; read off a figure: 8.3, 7.4, 16.5, 5.8",
                 _few_points,
             ),
         ),
@@ -388,7 +388,7 @@ STITCHING = (
             Claim(
                 "The nearer the activation to the identity (whose group is all invertible matrices), the more do "
                 "permutations with scales lose beyond any matrix.",
-                "a figure, no number that we could read",
+                "asked there; no number that we could read",
                 lambda q: together(
                     *(
                         below(q[f"{GROUP} less {FULL}, slope {a}"], q[f"{GROUP} less {FULL}, slope {b}"])
@@ -502,7 +502,7 @@ def _rotation(name: str, zoo: Run, *options: str) -> tuple[Run, Run]:
 
 _GROUP_BELOW = Claim(
     "Layers above can undo an element of the group more easily than a rotation, at every layer.",
-    "section 3.3, a figure: 0.0 and 0.7, 1.7 and 4.6, 1.3 and 8.3 points",
+    "read off the figure: 0.0 and 0.7, 1.7 and 4.6, 1.3 and 8.3 points",
     lambda q: _each(q, KINDS["group"], KINDS["orthogonal"]),
 )
 
