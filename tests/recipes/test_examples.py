@@ -5,6 +5,7 @@ from helpers import example
 
 from lightning_sym.zoo import ModelZoo
 
+
 def test_a_zoo_of_regressors_learns_and_is_written(tmp_path):
     module = example("pixel_regression")
     task, data = module.train(tmp_path, members=2, epochs=6)
