@@ -137,6 +137,7 @@ def _block_share(one: Any, block: str) -> float:
 def _engine(name: str) -> Run:
     options = (*_epochs(2), "--trainer.callbacks.burn_in=2", "--trainer.callbacks.every_n_epochs=2")
     exact = ("--trainer.callbacks.samples=null", f"--trainer.callbacks.engine={name}")
+    exact = (*exact, "--trainer.callbacks.lr_schedule=constant")  # a cosine has come to 0 by then
     return Run(f"equivariance-engine-{name}", "equivariance/digits_digit", (*options, *exact))
 
 
