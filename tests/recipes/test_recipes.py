@@ -256,6 +256,8 @@ def test_a_run_leaves_what_the_design_promises(digits_run):
         "checkpoints/last.ckpt",
         "results/members.csv",
         "results/members.json",
+        "results/numbers.csv",
+        "results/numbers.json",
         "results/validation_curves.png",
         "results/confusion.png",
         "terminal.txt",
