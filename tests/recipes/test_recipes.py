@@ -5,14 +5,18 @@ import re
 import shlex
 import shutil
 import warnings
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from commands import QUIET, call, succeed
-from helpers import read_csv
+from helpers import dead_charts, read_csv
+from pytorch_lightning import Trainer
+from pytorch_lightning.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams import metadata
 
 import lightning_sym.callbacks
@@ -165,10 +169,22 @@ def without_another_process(monkeypatch, trials, tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EMBEDDED]
 )
-def test_embedded_recipes_run(name):
+def test_embedded_recipes_run(name, monkeypatch):
+    logged, charts = set(), {}
+    monkeypatch.setattr(DummyLogger, "log_metrics", lambda _, metrics, step=None: logged.update(metrics))
+    real = Trainer.fit
+
+    @wraps(real)
+    def fit(self, model, *args, **kwargs):
+        real(self, model, *args, **kwargs)
+        charts.clear()  # those of a zoo that is made first
+        charts.update(getattr(model, "charts", {}))
+
+    monkeypatch.setattr(Trainer, "fit", fit)
     result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", *QUIET)
     assert result.err == ""
     assert list(Path().iterdir()) == []  # a trial leaves nothing behind
+    assert dead_charts(charts, logged) == []
 
 
 def _made_up_images(module):
@@ -300,6 +316,13 @@ def test_tensorboard_shows_means_and_extremes_the_main_figure_and_the_config(dig
         call("fit", "--config", file, "--print_config").out for file in (digits_run / "config.yaml", "shown.yaml")
     )
     assert short == whole
+    (layout,) = events.Tensors("custom_scalars__config__")
+    (first,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
+    assert first.title == "ZooTask"
+    charts = {chart.title: chart.multiline.tag[0] for chart in first.chart}
+    assert list(charts) == ["accuracy", "accuracy, lowest and highest", "loss", "loss, lowest and highest"]
+    assert dead_charts(charts, of_splits) == []
+    assert dead_charts({"none": "val/f1$"}, of_splits) == ["none"]
     about = events.PluginTagToContent("hparams")
     experiment = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG])
     assert [info.name.tag for info in experiment.metric_infos] == ["test/accuracy"]
