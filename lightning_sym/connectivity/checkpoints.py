@@ -15,7 +15,7 @@ from lightning_sym.connectivity.network_files import NetworkFiles, with_tensors
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.files import Shards, named_for, write_moved, write_new
+from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_moved, write_new
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.proof import all_finite, change, double, double_copies, double_copy, outputs_of
@@ -250,6 +250,7 @@ def merge_checkpoints(
         evaluated = _Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
         losses = evaluated.losses([file.name for file in paths], networks, result, align_only)
         barriers = evaluated.barriers(networks, aligned, method)
+        notes += _warnings(losses, barriers, method, align_only)
     place = checkpoints[1 if align_only else 0].write(result, out)
     distances = [
         (parameter_distance(networks[0], own), parameter_distance(aligned[0], moved))
@@ -284,7 +285,8 @@ def _check_out(out: Path, written: Path) -> None:
     if several == (out.suffix == ".safetensors"):
         expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
-    if out.exists() and (not several or not out.is_dir() or any(out.iterdir())):
+    # What a run that was killed leaves is hidden, and in nobody's way.
+    if out.exists() and not (several and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
         raise ValueError(f"{out} is there already; expected {'an empty' if several else 'a'} place.")
 
 
@@ -383,6 +385,28 @@ def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bo
     if batch_norms(result) and not settled:
         notes.append("the statistics of its batch norms are means, and belong to no network (--recalibrate)")
     return (*notes, *symmetry.notes)
+
+
+def _warnings(
+    losses: Mapping[str, tuple[float, float | None]],
+    barriers: Mapping[str, Sequence[Barrier]],
+    method: str,
+    align_only: bool,
+) -> tuple[str, ...]:
+    """Return what has to be said where alignment has made things worse on these data."""
+    if align_only:
+        what, before, after = "the barrier", barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
+        than = "before"
+    else:
+        before, after = losses["mean as they are"][0], losses["mean, aligned"][0]
+        what, than = "the loss of the mean", "of the checkpoints as they are"
+    if not after > before:
+        return ()
+    other = "activations" if method == "weights" else "weights"
+    return (
+        f"after alignment {what} on these data is higher than {than} ({after:.3g}, not {before:.3g}); try --method "
+        f"{other}, or checkpoints that were trained longer or are wider",
+    )
 
 
 class _Readable(nn.Module):

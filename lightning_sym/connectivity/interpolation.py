@@ -84,9 +84,7 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
     return result
 
 
-def mean_tensors(
-    networks: Sequence[nn.Module], weights: Sequence[float] | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def mean_tensors(networks: Sequence[nn.Module], weights: Sequence[float] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Return, one after the other, the weighted means of floating parameters and buffers, as :func:`average` does.
 
     Args:

@@ -1,5 +1,7 @@
-"""Networks whose weights lie in files, so that memory holds of them what is at work, and the system may drop the rest."""
+"""Networks whose weights lie in files: memory holds what is at work, and the system may drop it."""
 
+import contextlib
+import ctypes
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +29,12 @@ def with_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module
             new = tensors[name].detach()
             made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     return copied(network, made)
+
+
+def give_back_memory() -> None:
+    """Return to the system what was freed: glibc keeps it in case it is asked for as much again."""
+    with contextlib.suppress(OSError, AttributeError):  # other libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class NetworkFiles:
@@ -67,7 +75,9 @@ class NetworkFiles:
         if self.folder is None:
             return {name: tensor.detach().clone() for name, tensor in tensors}
         try:
-            return dict(self._mapped(tensors, self.folder))
+            found = dict(self._mapped(tensors, self.folder))
+            give_back_memory()
+            return found
         except OSError as error:
             reason = error.strerror or str(error)
             raise OSError(
@@ -77,6 +87,10 @@ class NetworkFiles:
             ) from error
 
     @staticmethod
+    def _write(file: Any, tensor: Tensor) -> None:
+        file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+
+    @staticmethod
     def _mapped(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[str, Tensor]]:
         places: list[tuple[str, int, torch.dtype, torch.Size]] = []
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -84,7 +98,7 @@ class NetworkFiles:
                 own = tensor.detach().cpu().contiguous()
                 file.write(bytes(-file.tell() % _ALIGNED))
                 places.append((name, file.tell(), own.dtype, own.shape))
-                file.write(memoryview(own.reshape(-1).view(torch.uint8).numpy()))
+                NetworkFiles._write(file, own)
             file.flush()
             whole = mmap.mmap(file.fileno(), 0) if file.tell() else None
         for name, begin, dtype, shape in places:

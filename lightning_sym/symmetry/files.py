@@ -4,7 +4,7 @@ import contextlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -158,6 +158,11 @@ class _Weights(Mapping[str, Tensor]):
         return len(self.places)
 
 
+def is_temporary(path: Path) -> bool:
+    """Return whether a name is one under which checkpoints are written here, before they are whole."""
+    return path.name.startswith(".") and path.suffix == ".tmp"
+
+
 def named_for(
     shards: Shards,
     shapes: Mapping[str, tuple[int, ...]],
@@ -252,11 +257,12 @@ def write_moved(
     places = {name: shards.tensors[key] for key, name in reversed(list(named.items()))}
     order = dict.fromkeys(named[key] for key in shards.tensors if key in named)
     weights = _Weights(shards, {name: places[name] for name in order})
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".{secrets.token_hex(8)}.tmp"
+    at_once = index is not None and not folder.exists()  # the whole folder is there, or nothing
+    base = folder.parent if at_once else folder
+    made = [path for path in (base, *base.parents) if not path.exists()]
+    scratch = base / f".{secrets.token_hex(8)}.tmp"
     try:
-        scratch.mkdir()
+        scratch.mkdir(parents=True)
         results = moved(weights)
         written: dict[str, tuple[Path, int]] = {}
         for file in shards.files:
@@ -275,20 +281,28 @@ def write_moved(
                     else:
                         _write(new, _next(results, name, stored, shards))
                         written[name] = (scratch / file.name, begin)
-        for file, target in targets.items():
-            (scratch / file.name).rename(target)
-        if index is not None and shards.index is not None:  # last, as readers begin with it
+        if index is not None and shards.index is not None:
             shutil.copyfile(shards.index, scratch / index.name)
-            (scratch / index.name).rename(index)
-    except BaseException:
+        if at_once:
+            scratch.rename(folder)
+        else:
+            for file, target in targets.items():
+                (scratch / file.name).rename(target)
+            if index is not None:  # last, as readers begin with it
+                (scratch / index.name).rename(index)
+            scratch.rmdir()
+    except BaseException as error:
         for target in targets.values():
             target.unlink(missing_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
-        for path in made:
-            with contextlib.suppress(OSError):  # of others, who came in the meantime
-                path.rmdir()
+        _remove(made)
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+            raise OSError(
+                error.errno,
+                f"Cannot write {out}: {reason}; nothing was left behind. Free space or choose another folder",
+            ) from error
         raise
-    scratch.rmdir()
     return index if index is not None else targets[shards.files[0]]
 
 
@@ -322,8 +336,20 @@ def write_new(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], o
         for name in order:
             _write(file, _fitting(tensors[name].cpu(), types[name], name))
 
-    write_atomically(out, write)
+    made = [path for path in out.parents if not path.exists()]
+    try:
+        write_atomically(out, write)
+    except BaseException:
+        _remove(made)
+        raise
     return out
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, each before the one that it is in."""
+    for path in folders:
+        with contextlib.suppress(OSError):  # of others, who came in the meantime
+            path.rmdir()
 
 
 def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shards: Shards) -> Tensor:
