@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from lightning_sym.networks import Network, WrappedNetwork
 
 
-def read_weights(file: str | Path) -> dict[str, Tensor]:
+def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]:
     """Read all tensors of a file; nothing in it can run code.
 
     Args:
         file: What ``torch.save`` or ``safetensors`` wrote: a state dict, a Lightning checkpoint, or any nesting of
             dictionaries with tensors in them.
+        mapped: Whether to leave the numbers in the file until somebody looks, where it can be mapped into memory (as
+            files of safetensors always are); it has to stay as it is then.
 
     Returns:
         The tensors, on the CPU; names of nested dictionaries are joined by dots: ``"state_dict.model.fc.weight"``.
@@ -40,7 +42,8 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():  # of a pickle that torch.save did not write; whether it is read is said below
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            archive = mapped and zipfile.is_zipfile(file)  # of which alone torch makes a map
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=archive)
     except OSError:
         raise
     except Exception as error:  # whatever the bytes of another file make of the unpickler
@@ -99,11 +102,11 @@ def fit_weights(
     """
     module = network.module if isinstance(network, WrappedNetwork) else network
     own = "module." if module is not network else ""
-    kind, wanted = type(module).__name__, module.state_dict()
+    kind, wanted = type(module).__name__, module.state_dict(keep_vars=True)  # whose identity tells what is tied
     needed = [name for name in wanted if not name.endswith("num_batches_tracked")]
     if not needed:
         raise ValueError(f"{kind} has no parameters, so that it has no weights to be read.")
-    tied = {name: _tied(name, wanted) for name in needed}
+    tied = {name: names for name, names in _tied(wanted).items() if name in needed}
     if prefix is None:
         found = [name[: len(name) - len(end)] for end in tied[needed[0]] for name in tensors if name.endswith(end)]
         candidates = [start for start in dict.fromkeys(found) if not start or start.endswith(".")]
@@ -140,7 +143,7 @@ def fit_weights(
                 f"{source} holds {start + name!r} of shape {list(tensors[start + name].shape)}, and {kind} has it of "
                 f"shape {list(wanted[name].shape)}; give the arguments that the network was built with."
             )
-    return {own + name: tensors.get(start + name, value) for name, value in wanted.items()}
+    return {own + name: tensors.get(start + name, value.detach()) for name, value in wanted.items()}
 
 
 def as_network(network: Any) -> Network:
@@ -164,12 +167,18 @@ def as_network(network: Any) -> Network:
     return built if isinstance(built, Network) else WrappedNetwork(built, network)
 
 
-def _tied(name: str, wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of a tensor: its own first, then those of tensors that are the same in memory."""
-    own = wanted[name]
-    place = (own.data_ptr(), own.shape, own.stride())
-    same = [other for other, value in wanted.items() if (value.data_ptr(), value.shape, value.stride()) == place]
-    return [name, *(other for other in same if other != name and own.numel() and own.data_ptr())]
+def _tied(wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Return the names of each tensor: its own first, then those of tensors that are the same in memory."""
+
+    def place(tensor: Tensor) -> tuple[object, ...]:
+        known = tensor.numel() and tensor.data_ptr()  # not on torch's meta device
+        return (tensor.data_ptr(), tensor.shape, tensor.stride()) if known else (id(tensor),)
+
+    places = {name: place(tensor) for name, tensor in wanted.items()}
+    sharing: dict[tuple[object, ...], list[str]] = {}
+    for name, where in places.items():
+        sharing.setdefault(where, []).append(name)
+    return {name: [name, *(one for one in sharing[where] if one != name)] for name, where in places.items()}
 
 
 def _tensors(content: object, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -4,10 +4,11 @@ What was asked is read here, without importing torch.
 """
 
 import contextlib
+import functools
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from lightning_sym._text import nearest
 from lightning_sym.cli.given import class_of, merge, read_given, separated, shape_of
 
 USAGE = (
-    "usage: lightning-sym merge A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...] --out FILE.safetensors "
-    "[--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] [--recalibrate] [--align-only]"
+    "usage: lightning-sym merge {ZOO | A B [C ...] --network NETWORK [--network.ARGUMENT VALUE ...]} "
+    "--out FILE.safetensors [--data DATAMODULE [--data.ARGUMENT VALUE ...]] [--method weights|activations] "
+    "[--recalibrate] [--align-only]"
 )
 HELP = f"""{USAGE}
 
@@ -27,6 +29,7 @@ allows), checks that each computes what it did, and writes the mean.
 
   A B C ...            state dicts, Lightning checkpoints, .safetensors, or the index of several shards
                        (model.safetensors.index.json); nothing in them is run
+  ZOO                  the folder of a zoo: all of its members, whose network it knows by itself
   --network NETWORK    torchvision:resnet18, timm:NAME, transformers:path/to/config.json, or a class by its full path
                        (one of ours: by its name)
   --network.ARGUMENT   an argument of that class
@@ -53,8 +56,8 @@ class Asked:
     """What the command line asks for.
 
     Attributes:
-        files: The checkpoints.
-        network: The class or the model, with its arguments.
+        files: The checkpoints, and folders of zoos.
+        network: The class or the model, with its arguments; None for that of a zoo.
         out: Where the result goes.
         data: The class of the data with its arguments; None for none.
         method: "weights" or "activations".
@@ -100,8 +103,9 @@ def read_merge_options(args: Sequence[str]) -> Asked:
     for name in given:
         if name not in _OPTIONS:
             raise ValueError(f"merge has no option '{name}'.{nearest(name, _OPTIONS)}")
+    zoos = [file for file in files if Path(file).is_dir()]
     for name in ("network", "out"):
-        if not class_of(given.get(name)):
+        if not class_of(given.get(name)) and not (name == "network" and name not in given and zoos):
             raise ValueError(f"Missing: --{name}.")
     for name in _FLAGS:
         if given.get(name, True) is not True:
@@ -114,11 +118,11 @@ def read_merge_options(args: Sequence[str]) -> Asked:
     method = given.get("method", "weights")
     if method not in ("weights", "activations"):
         raise ValueError(f"--method takes weights or activations, got {method!r}.")
-    if len(files) < 2:
+    if len(files) < 2 and not zoos:
         raise ValueError(f"Expected two or more checkpoints, got {', '.join(files) or 'none'}.")
     return Asked(
         files=tuple(files),
-        network=given["network"],
+        network=given.get("network"),
         out=Path(str(given["out"])),
         data=given.get("data"),
         method=method,
@@ -142,7 +146,6 @@ def merge_files(asked: Asked) -> None:
         ValueError: If something does not fit; nothing is written then.
         OSError: If a file is missing or cannot be written.
     """
-    import torch
     from rich.console import Console
 
     import lightning_sym.datamodules
@@ -154,11 +157,14 @@ def merge_files(asked: Asked) -> None:
 
     if asked.report.exists():
         raise ValueError(f"{asked.report} is there already; expected a place without an earlier report.")
-    torch.manual_seed(0)
-    arguments = {key: value for key, value in _arguments(asked.network).items() if key != "class_path"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = build_model(class_of(asked.network), arguments)
+    files, architecture = _members(asked.files)
+    if asked.network is None:
+        name, arguments = architecture["class_path"], architecture.get("init_args", {})
+        model = _built(functools.partial(_of_zoo, architecture))
+    else:
+        name = class_of(asked.network)
+        arguments = {key: value for key, value in _arguments(asked.network).items() if key != "class_path"}
+        model = _built(functools.partial(build_model, name, arguments))
     data = None if asked.data is None else construct(asked.data, lightning_sym.datamodules, "data")()
     loss = SquaredDistance() if getattr(data, "regression", False) else None
     if data is not None and asked.shape is None:
@@ -167,7 +173,7 @@ def merge_files(asked: Asked) -> None:
         inputs = example_of(model, asked.shape, asked.tokens)
     with _named(model.name, data):
         found = merge_checkpoints(
-            asked.files,
+            files,
             asked.out,
             network=model.network,
             inputs=inputs,
@@ -182,7 +188,7 @@ def merge_files(asked: Asked) -> None:
             seed=asked.seed,
             progress=sys.stderr.isatty(),
         )
-    about = {"network": class_of(asked.network), "arguments": arguments, "seed": asked.seed}
+    about = {"network": name, "arguments": arguments, "seed": asked.seed}
     if data is not None:
         about["data"] = data.identity()
     results = merging_results(found, about, None if loss is None else "mean squared distance")
@@ -206,6 +212,63 @@ def merge_files(asked: Asked) -> None:
 
 def _arguments(node: Any) -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
+
+
+def _members(given: Sequence[str]) -> tuple[list[str], Mapping[str, Any]]:
+    """Return the checkpoints, those of zoos among them, and the architecture of the first zoo (empty without one)."""
+    from lightning_sym.zoo import ModelZoo
+
+    files: list[str] = []
+    architecture: Mapping[str, Any] = {}
+    for name in given:
+        if Path(name).is_dir():
+            zoo = ModelZoo.open(name)
+            files += [str(zoo.path / member.file) for member in zoo]
+            architecture = architecture or zoo.architecture
+        else:
+            files.append(name)
+    return files, architecture
+
+
+def _of_zoo(architecture: Mapping[str, Any], *, meta: bool) -> Any:
+    """Build the network of a zoo."""
+    from lightning_sym.cli.models import Model
+    from lightning_sym.networks import build
+    from lightning_sym.symmetry import without_weights
+
+    path = architecture["class_path"]
+    try:
+        with without_weights() if meta else contextlib.nullcontext():
+            network = build(architecture)
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}; give --network with its arguments.") from error
+    return Model(path, "", network.eval(), network.image_shape())
+
+
+def _built(build: Callable[..., Any]) -> Any:
+    """Build a model, without memory for its weights where all that it has besides them is there nevertheless."""
+    import torch
+
+    for meta in (True, False):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(), contextlib.suppress(Exception) if meta else contextlib.nullcontext():
+            warnings.simplefilter("ignore")
+            model = build(meta=meta)
+            if not meta or _needs_no_values(model.network):
+                return model
+    raise AssertionError("the second attempt returns or raises")
+
+
+def _needs_no_values(network: Any) -> bool:
+    """Return whether only parameters of a network are without values, and a state dict fills them all."""
+    from torch import Tensor, nn
+    from torch.utils import _pytree as pytree
+
+    from lightning_sym.symmetry.tracing.capture import first_names
+
+    held = (leaf for module in network.modules() for leaf in pytree.tree_leaves(vars(module)))
+    others = (leaf for leaf in held if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
+    return not any(tensor.is_meta for tensor in others) and network.state_dict().keys() <= first_names(network).keys()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """From checkpoints on disk to their mean, or to one in the order of another, on disk again."""
 
-import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,19 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from lightning_sym._files import write_atomically
-from lightning_sym.connectivity.interpolation import Barrier, Loss, average, barrier, curve_losses
+from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses, mean_tensors
 from lightning_sym.connectivity.merging import merge
+from lightning_sym.connectivity.network_files import NetworkFiles, with_tensors
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
-from lightning_sym.symmetry.files import Shards, named_for, write_moved
+from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_moved, write_new
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
-from lightning_sym.symmetry.proof import change, double, double_copy, outputs_of
+from lightning_sym.symmetry.proof import all_finite, change, double, double_copies, double_copy, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
@@ -52,31 +50,45 @@ class Checkpoint:
     dtypes: Mapping[str, torch.dtype]
 
     @classmethod
-    def read(cls, file: str | Path, network: nn.Module, prefix: str | None = None) -> "Checkpoint":
+    def read(
+        cls, file: str | Path, network: nn.Module, prefix: str | None = None, copies: NetworkFiles | None = None
+    ) -> "Checkpoint":
         """Read a checkpoint into a copy of a network.
+
+        Its tensors stay in the file, which is mapped into memory; but what has another type there is converted.
 
         Args:
             file: A state dict, a Lightning checkpoint, a file of safetensors or the index of several.
-            network: Whose weights they are. Not changed.
+            network: Whose weights they are; it may be without weights, on torch's meta device. Not changed.
             prefix: What the names of the weights begin with, where several prefixes fit.
+            copies: Keeps what is converted; None for memory.
 
         Raises:
             FileNotFoundError: If there is no such file.
             ValueError: If it is damaged, not finite, or of another configuration.
+            OSError: If there is no space for what is converted.
         """
         file = Path(file)
         shards = Shards(file) if file.suffix in (".json", ".safetensors") else None
-        tensors = read_weights(file) if shards is None else {k: shards.read(s) for k, s in shards.tensors.items()}
+        tensors = read_weights(file, mapped=True) if shards is None else shards.read_all()
         state = fit_weights(tensors, network, prefix=prefix, source=str(file))
         floating = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         for name, tensor in floating.items():
-            if not bool(tensor.isfinite().all()):
+            if not all_finite(tensor):
                 raise ValueError(f"{file} holds {name} with values that are not finite; expected finite weights.")
-        found = copy.deepcopy(network).eval()
-        if floating and all(tensor.dtype == torch.float64 for tensor in floating.values()):
-            found = found.double()
-        found.load_state_dict(state)
-        return cls(file, found, shards, {name: tensor.dtype for name, tensor in floating.items()})
+        exact = bool(floating) and all(tensor.dtype == torch.float64 for tensor in floating.values())
+        names, held = first_names(network), {}
+        for name, tensor in state.items():
+            held.setdefault(names[name], tensor)
+        types = {
+            name: torch.float64 if exact and own.is_floating_point() else own.dtype
+            for name, own in state_tensors(network).items()
+        }
+        others = ((name, own.to(types[name])) for name, own in held.items() if own.dtype != types[name])
+        held |= (copies if copies is not None else NetworkFiles()).placed(others)
+        found = with_tensors(network, held).eval()
+        dtypes = {name: tensor.dtype for name, tensor in floating.items()}
+        return cls(file, found.double() if exact else found, shards, dtypes)
 
     def write(self, network: nn.Module, out: str | Path) -> Path:
         """Write another network's weights in the form of this checkpoint: names, types, shards and metadata.
@@ -95,16 +107,12 @@ class Checkpoint:
             OSError: If it cannot be written. Nothing is left behind.
         """
         out = Path(out)
-        tensors = {name: tensor.detach().cpu() for name, tensor in state_tensors(network).items()}
+        tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
         names = first_names(network)
         if self.shards is None:
             held = {name: tensors[name] for name in network.state_dict() if names.get(name) == name}
-            kept = {name: tensor.to(self.dtypes.get(name, tensor.dtype)) for name, tensor in held.items()}
-            for name, tensor in kept.items():
-                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                    raise ValueError(f"{name} would hold numbers that {tensor.dtype} does not.")
-            write_atomically(out, save({name: tensor.contiguous() for name, tensor in kept.items()}))
-            return out
+            types = {name: self.dtypes.get(name, tensor.dtype) for name, tensor in held.items()}
+            return write_new(held, types, out)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         needed = [name for name, _ in network.named_parameters()]
         named = named_for(self.shards, shapes, names, needed, ())
@@ -207,22 +215,27 @@ def merge_checkpoints(
     if recalibrate and not batch_norms(network):
         raise ValueError("recalibrate is for batch norms, of which the network has none; leave it out.")
     _check_configurations(paths)
-    checkpoints = [Checkpoint.read(file, network, prefix) for file in paths]
+    copies = NetworkFiles(_existing(Path(out).absolute().parent))
+    checkpoints = [Checkpoint.read(file, network, prefix, copies) for file in paths]
     _check_types(checkpoints)
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
     example = _call(inputs, dtype)
-    symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
+    with double_copies(copies.placed):
+        symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
     if align_only:
         match = _match(symmetry, networks, method, statistics, seed, progress)
         elements: tuple[Element, ...] = (symmetry.identity(), match.element)
-        result, aligned = match.network, [networks[0], match.network]
+        result = copies.keep(match.network)
+        aligned = [networks[0], result]
+        del match
     else:
-        merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed)
+        merged = merge(symmetry, networks, method=method, batches=statistics, seed=seed, files=copies)
         elements, result = merged.elements, merged.network
-        aligned = [symmetry.act(element, own) for element, own in zip(elements, networks, strict=True)]
-    largest = max(_change_of(symmetry, element, own) for element, own in zip(elements, networks, strict=True))
+        aligned = [symmetry.act(e, copies.keep(own), inplace=True) for e, own in zip(elements, networks, strict=True)]
+    with double_copies(copies.placed):
+        largest = max(_change_of(symmetry, e, own) for e, own in zip(elements, networks, strict=True))
     allowed = max(symmetry.tolerance, _UNCHANGED)
     if not largest <= allowed:
         raise ValueError(
@@ -234,9 +247,10 @@ def merge_checkpoints(
         recalibrate_batch_norm(result, statistics)
     losses, barriers = None, None
     if data is not None:
-        evaluated = _Evaluation(Inputs(data, dtype), statistics, loss, points, progress)
+        evaluated = _Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
         losses = evaluated.losses([file.name for file in paths], networks, result, align_only)
         barriers = evaluated.barriers(networks, aligned, method)
+        notes += _warnings(losses, barriers, method, align_only)
     place = checkpoints[1 if align_only else 0].write(result, out)
     distances = [
         (parameter_distance(networks[0], own), parameter_distance(aligned[0], moved))
@@ -271,8 +285,14 @@ def _check_out(out: Path, written: Path) -> None:
     if several == (out.suffix == ".safetensors"):
         expected = f"a folder for the shards of {written.name}" if several else "a file that ends in .safetensors"
         raise ValueError(f"out is {out}; expected {expected}.")
-    if out.exists() and (not several or not out.is_dir() or any(out.iterdir())):
+    # What a run that was killed leaves is hidden, and in nobody's way.
+    if out.exists() and not (several and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
         raise ValueError(f"{out} is there already; expected {'an empty' if several else 'a'} place.")
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the one that it would be made in."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def _check_configurations(files: Sequence[Path]) -> None:
@@ -367,6 +387,28 @@ def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bo
     return (*notes, *symmetry.notes)
 
 
+def _warnings(
+    losses: Mapping[str, tuple[float, float | None]],
+    barriers: Mapping[str, Sequence[Barrier]],
+    method: str,
+    align_only: bool,
+) -> tuple[str, ...]:
+    """Return what has to be said where alignment has made things worse on these data."""
+    if align_only:
+        what, before, after = "the barrier", barriers["unmatched"][0].loss_barrier, barriers[method][0].loss_barrier
+        than = "before"
+    else:
+        before, after = losses["mean as they are"][0], losses["mean, aligned"][0]
+        what, than = "the loss of the mean", "of the checkpoints as they are"
+    if not after > before:
+        return ()
+    other = "activations" if method == "weights" else "weights"
+    return (
+        f"after alignment {what} on these data is higher than {than} ({after:.3g}, not {before:.3g}); try --method "
+        f"{other}, or checkpoints that were trained longer or are wider",
+    )
+
+
 class _Readable(nn.Module):
     """A network whose output is one tensor: the logits, where there are several outputs."""
 
@@ -388,6 +430,7 @@ class _Evaluation:
         loss: Of outputs and targets.
         points: On a line.
         progress: Whether to show progress bars.
+        copies: Keeps the networks that are made.
     """
 
     data: Inputs
@@ -395,6 +438,7 @@ class _Evaluation:
     loss: Loss | None
     points: int
     progress: bool
+    copies: NetworkFiles
 
     def losses(
         self, names: Sequence[str], networks: Sequence[nn.Module], result: nn.Module, align_only: bool
@@ -404,13 +448,13 @@ class _Evaluation:
         found = self._found(networks, titles, recalibrate=False)
         if align_only:
             return found | self._found([result], [f"{titles[1]}, aligned"], recalibrate=False)
-        means = [average(networks), result]
+        means = [self.copies.copy(networks[0], mean_tensors(networks)), result]
         return found | self._found(means, ["mean as they are", "mean, aligned"], recalibrate="auto")
 
     def _found(
         self, networks: Sequence[nn.Module], names: Sequence[str], *, recalibrate: bool | Literal["auto"]
     ) -> dict[str, tuple[float, float | None]]:
-        scratch = _Readable(copy.deepcopy(networks[0]))
+        scratch = _Readable(self.copies.copy(networks[0], state_tensors(networks[0]).items()))
 
         def place(number: float) -> None:
             scratch.network.load_state_dict(networks[int(number)].state_dict())

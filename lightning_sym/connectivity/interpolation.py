@@ -76,6 +76,27 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
     networks = list(networks)
     if not networks:
         raise ValueError("networks must have at least one network, got none.")
+    means = mean_tensors(networks, weights)
+    result = copy.deepcopy(networks[0])
+    with torch.no_grad():
+        for (_, mean), target in zip(means, _floating(result).values(), strict=True):
+            target.copy_(mean)
+    return result
+
+
+def mean_tensors(networks: Sequence[nn.Module], weights: Sequence[float] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Return, one after the other, the weighted means of floating parameters and buffers, as :func:`average` does.
+
+    Args:
+        networks: At least one.
+        weights: One number for each.
+
+    Returns:
+        By their first names; each in the dtype and on the device of the first network's.
+
+    Raises:
+        ValueError: As for :func:`average`; at once.
+    """
     given = [1.0] * len(networks) if weights is None else list(map(float, weights))
     if len(given) != len(networks):
         raise ValueError(f"weights must have one number for each of {len(networks)} networks, got {len(given)}.")
@@ -84,16 +105,16 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
         raise ValueError(f"weights must be finite with a sum other than 0, got {given}.")
     for network in networks[1:]:
         check_same_structure(networks[0], network)
-    result = copy.deepcopy(networks[0])
-    others = [_floating(network) for network in networks]
-    with torch.no_grad():
-        for name, target in _floating(result).items():
-            dtype = torch.promote_types(target.dtype, wide(target.device))
-            mean = torch.zeros_like(target, dtype=dtype)
-            for weight, tensors in zip(given, others, strict=True):
-                mean.add_(tensors[name].to(target.device, dtype), alpha=weight / total)
-            target.copy_(mean)
-    return result
+    first, *others = [_floating(network) for network in networks]
+
+    def mean_of(name: str, target: Tensor) -> Tensor:
+        dtype = torch.promote_types(target.dtype, wide(target.device))
+        mean = torch.zeros_like(target, dtype=dtype)
+        for weight, tensors in zip(given, (first, *others), strict=True):
+            mean.add_(tensors[name].to(target.device, dtype), alpha=weight / total)
+        return mean.to(target.dtype)
+
+    return ((name, mean_of(name, target)) for name, target in first.items())
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,12 @@ from torch import nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches
-from lightning_sym.connectivity.interpolation import average
+from lightning_sym.connectivity.interpolation import mean_tensors
+from lightning_sym.connectivity.network_files import NetworkFiles
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.activations import activation_matching
-from lightning_sym.symmetry.matching.balanced import balanced, check_networks
+from lightning_sym.symmetry.matching.balanced import balanced, check_networks, squared_distance
 from lightning_sym.symmetry.matching.proportion import to_scales_of
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 
@@ -57,6 +58,7 @@ def merge(
     balance: bool = True,
     seed: int = 0,
     device: torch.device | str | None = None,
+    files: NetworkFiles | None = None,
 ) -> Merged:
     """Align networks to one another, and return their mean.
 
@@ -82,12 +84,14 @@ def merge(
         balance: Whether to balance; ignored without ``scales``.
         seed: Seed of the order of networks and of groups.
         device: As for :func:`weight_matching`.
+        files: Keeps the copies of networks that come into being, which are on the CPU then; None for memory.
 
     Returns:
         The mean, and how it came about.
 
     Raises:
         ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
+        OSError: If there is no space for copies.
 
     References:
         Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
@@ -115,14 +119,21 @@ def merge(
             symmetry, target, start, scales=False, signs=signs, seed=seed + salt, initial=begin, device=device
         )
 
+    files = files if files is not None else NetworkFiles()
+
+    def form_of(network: nn.Module) -> tuple[nn.Module, Element]:
+        form, gauge = balanced(symmetry, network)
+        return files.keep(form), gauge
+
     with torch.no_grad():
         identity = symmetry.identity()
-        forms = [balanced(symmetry, own) if scales and balance else (own, identity) for own in networks]
+        forms = [form_of(own) if scales and balance else (own, identity) for own in networks]
         gauges = [gauge for _, gauge in forms]
         rounds = max_rounds if method == "weights" and len(networks) > 2 else 1
-        found = _Alignment([start for start, _ in forms], identity, match)
+        found = _Alignment([start for start, _ in forms], identity, match, files)
+        del forms
         distances = found.run(reference, rounds, torch.Generator().manual_seed(seed))
-        merged = average(found.networks)
+        merged = files.copy(found.networks[0], mean_tensors(found.networks))
         gauge = gauges[reference]
         back = to_scales_of(symmetry, networks[reference], gauge, merged) if scales and balance else identity
         merged = symmetry.act(back, merged, inplace=True)
@@ -140,6 +151,7 @@ class _Alignment:
         starts: The networks.
         identity: The element that changes nothing.
         match: Matches to a target a network, begun at an element (None: anywhere), with this number for the seed.
+        files: Keeps copies of networks.
 
     Attributes:
         networks: The members of the orbits that they have come to.
@@ -151,8 +163,9 @@ class _Alignment:
         starts: list[nn.Module],
         identity: Element,
         match: Callable[[nn.Module, nn.Module, Element | None, int], Match],
+        files: NetworkFiles,
     ) -> None:
-        self.starts, self.match = starts, match
+        self.starts, self.match, self.files = starts, match, files
         self.networks = list(starts)
         self.elements = [identity for _ in starts]
 
@@ -173,8 +186,8 @@ class _Alignment:
         for salt in range(2, rounds + 1):
             for number in torch.randperm(len(self.starts), generator=generator).tolist():
                 if number in others:
-                    mean = average([network for i, network in enumerate(self.networks) if i != number])
-                    self._align(number, mean, self.elements[number], salt)
+                    near = [network for i, network in enumerate(self.networks) if i != number]
+                    self._align(number, self.files.copy(near[0], mean_tensors(near)), self.elements[number], salt)
             distances.append(min(self._spread(), distances[-1]))  # greater by rounding only
             if not distances[-1] < distances[-2] * (1 - 1e-9):
                 break
@@ -184,9 +197,15 @@ class _Alignment:
         match = self.match(target, self.starts[number], begin, salt)
         distance = parameter_distance(target, self.networks[number])
         if begin is None or match.distance_after < distance * (1 - 1e-12):
-            self.elements[number], self.networks[number] = match.element, match.network
+            self.elements[number], self.networks[number] = match.element, self.files.keep(match.network)
 
     def _spread(self) -> float:
         """Return the root of the mean squared distance to the mean."""
-        mean = average(self.networks)
-        return math.sqrt(sum(parameter_distance(own, mean) ** 2 for own in self.networks) / len(self.networks))
+        parameters = [dict(own.named_parameters()) for own in self.networks]
+        squares = (
+            squared_distance({name: mean}, own)
+            for name, mean in mean_tensors(self.networks)
+            if name in parameters[0]
+            for own in parameters
+        )
+        return math.sqrt(math.fsum(squares) / len(self.networks))

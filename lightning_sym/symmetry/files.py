@@ -4,7 +4,7 @@ import contextlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,9 +14,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest
 
 _CHUNK = 1 << 24
+# How the format calls its types.
+_TYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.bool: "BOOL", torch.complex64: "C64"},
+}
 # Every dtype of a format in which numbers can be moved; in the shorter ones they are moved in single precision.
 _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -77,6 +84,15 @@ class Shards:
         with safe_open(stored.file, "pt") as file:  # type: ignore[no-untyped-call]
             tensor: Tensor = file.get_tensor(stored.key)
         return tensor
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Return all tensors, by name; they stay in the files, which are mapped into memory."""
+        found: dict[str, Tensor] = {}
+        for file in self.files:
+            with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+                for stored in (one for one in self.tensors.values() if one.file == file):
+                    found[stored.key] = opened.get_tensor(stored.key)
+        return found
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -140,6 +156,11 @@ class _Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.places)
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a name is one under which checkpoints are written here, before they are whole."""
+    return path.name.startswith(".") and path.suffix == ".tmp"
 
 
 def named_for(
@@ -236,11 +257,12 @@ def write_moved(
     places = {name: shards.tensors[key] for key, name in reversed(list(named.items()))}
     order = dict.fromkeys(named[key] for key in shards.tensors if key in named)
     weights = _Weights(shards, {name: places[name] for name in order})
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".{secrets.token_hex(8)}.tmp"
+    at_once = index is not None and not folder.exists()  # the whole folder is there, or nothing
+    base = folder.parent if at_once else folder
+    made = [path for path in (base, *base.parents) if not path.exists()]
+    scratch = base / f".{secrets.token_hex(8)}.tmp"
     try:
-        scratch.mkdir()
+        scratch.mkdir(parents=True)
         results = moved(weights)
         written: dict[str, tuple[Path, int]] = {}
         for file in shards.files:
@@ -259,33 +281,89 @@ def write_moved(
                     else:
                         _write(new, _next(results, name, stored, shards))
                         written[name] = (scratch / file.name, begin)
-        for file, target in targets.items():
-            (scratch / file.name).rename(target)
-        if index is not None and shards.index is not None:  # last, as readers begin with it
+        if index is not None and shards.index is not None:
             shutil.copyfile(shards.index, scratch / index.name)
-            (scratch / index.name).rename(index)
-    except BaseException:
+        if at_once:
+            scratch.rename(folder)
+        else:
+            for file, target in targets.items():
+                (scratch / file.name).rename(target)
+            if index is not None:  # last, as readers begin with it
+                (scratch / index.name).rename(index)
+            scratch.rmdir()
+    except BaseException as error:
         for target in targets.values():
             target.unlink(missing_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
-        for path in made:
-            with contextlib.suppress(OSError):  # of others, who came in the meantime
-                path.rmdir()
+        _remove(made)
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+            raise OSError(
+                error.errno,
+                f"Cannot write {out}: {reason}; nothing was left behind. Free space or choose another folder",
+            ) from error
         raise
-    scratch.rmdir()
     return index if index is not None else targets[shards.files[0]]
+
+
+def write_new(tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], out: Path) -> Path:
+    """Write tensors into a new file of safetensors, one after the other.
+
+    Args:
+        tensors: By name.
+        types: Of each in the file.
+        out: The file.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: If a number does not fit into its type, or a type into the format. Nothing is left behind.
+        OSError: If it cannot be written. Nothing is left behind.
+    """
+    if name := next((name for name, dtype in types.items() if dtype not in _TYPES), None):
+        raise ValueError(f"{name} is of type {types[name]}, which files of safetensors do not hold.")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    order, end = sorted(tensors, key=lambda name: -types[name].itemsize), 0  # so that each begins where its type may
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * types[name].itemsize
+        header[name] = {"dtype": _TYPES[types[name]], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+
+    def write(file: BinaryIO) -> None:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in order:
+            _write(file, _fitting(tensors[name].cpu(), types[name], name))
+
+    made = [path for path in out.parents if not path.exists()]
+    try:
+        write_atomically(out, write)
+    except BaseException:
+        _remove(made)
+        raise
+    return out
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, each before the one that it is in."""
+    for path in folders:
+        with contextlib.suppress(OSError):  # of others, who came in the meantime
+            path.rmdir()
 
 
 def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shards: Shards) -> Tensor:
     """Return the next tensor, in the type in which it was stored."""
     found, tensor = next(results)
     assert found == name, f"{found} came in place of {name}"
-    dtype = shards.read(stored).dtype
+    return _fitting(tensor, shards.read(stored).dtype, stored.key)
+
+
+def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor in another type, whose numbers have to be finite there."""
     tensor = tensor.to(dtype)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise ValueError(
-            f"{stored.key} would hold numbers that {dtype} does not; expected an element of smaller scales."
-        )
+        raise ValueError(f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales.")
     return tensor
 
 

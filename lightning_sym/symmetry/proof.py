@@ -3,9 +3,10 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +78,38 @@ def double(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
 
 
+# What makes of tensors that come one by one those that copies in float64 hold.
+Place: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
+_PLACE: ContextVar[Place] = ContextVar("place", default=dict)
+
+
+@contextlib.contextmanager
+def double_copies(place: Place) -> Iterator[None]:
+    """Let copies in float64 hold their parameters and buffers elsewhere than in memory.
+
+    Args:
+        place: Called with these, by name, one after the other; returns them where they shall be.
+    """
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
 def double_copy(network: nn.Module) -> nn.Module:
     """Return a copy in float64, without a copy in between; tensors that are plain attributes of modules, too."""
     kept = [value for module in network.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     made: dict[int, Any] = {id(tensor): tensor.detach().double() for tensor in kept if tensor.is_floating_point()}
-    for tensor in state_tensors(network).values():
-        if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor):
-            exact = tensor.detach().to(torch.float64, copy=True)
-            made[id(tensor)] = nn.Parameter(exact, tensor.requires_grad) if type(tensor) is nn.Parameter else exact
+    states = {
+        name: tensor
+        for name, tensor in state_tensors(network).items()
+        if tensor.is_floating_point() and type(tensor) in (nn.Parameter, Tensor)
+    }
+    exact = _PLACE.get()((name, tensor.detach().to(torch.float64, copy=True)) for name, tensor in states.items())
+    for name, tensor in states.items():
+        keeps = type(tensor) is nn.Parameter
+        made[id(tensor)] = nn.Parameter(exact[name], tensor.requires_grad) if keeps else exact[name]
     return copied(network, made).double()
 
 

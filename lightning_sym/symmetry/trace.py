@@ -264,6 +264,7 @@ def _trials(network: nn.Module, examples: Sequence[Call]) -> Iterator[tuple[Sequ
         exact = double_copy(network)
         with torch.no_grad(), evaluating(exact):
             takes_parts = runs(exact, parts)
+        del exact  # while the parts are tried on another copy
         if takes_parts:
             yield parts, True
     yield examples, True

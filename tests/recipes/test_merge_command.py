@@ -1,10 +1,17 @@
 """``lightning-sym merge``: checkpoints in, the mean of aligned networks out."""
 
+import errno
 import functools
+import gc
 import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +23,15 @@ from helpers import assert_refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_sym.connectivity import merge_checkpoints
+from lightning_sym.connectivity import average, merge_checkpoints
+from lightning_sym.connectivity.checkpoints import Checkpoint
+from lightning_sym.connectivity.interpolation import mean_tensors
+from lightning_sym.connectivity.network_files import NetworkFiles, give_back_memory
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
-from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry import Symmetry, trace_symmetry, without_weights
+from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.symmetry.proof import double_copies
 from lightning_sym.zoo import ModelZoo
 
 NETS = """
@@ -174,6 +186,9 @@ def test_members_of_a_zoo_of_vision_transformers() -> None:
     files = [f"zoo/member-000{number}.safetensors" for number in range(2)]
     options = [f"--network.{name}={value}" for name, value in settings.items()]
     succeed("merge", *files, "--network=VisionTransformer", *options, "--input=1,8,8", "--out=m.safetensors")
+    succeed("merge", "zoo", "--out=whole.safetensors")
+    for name, tensor in load_file("m.safetensors").items():
+        assert torch.equal(load_file("whole.safetensors")[name], tensor)
     merged = VisionTransformer(**settings).eval()
     merged.load_state_dict(load_file("m.safetensors"))
     torch.testing.assert_close(merged(X), a(X), rtol=1e-3, atol=1e-3)
@@ -196,6 +211,163 @@ def test_shards_keep_their_form_and_tied_weights_their_tie() -> None:
     succeed(*common, "--out=aligned", "--align-only")
     assert read_shards(Path("aligned/model.safetensors.index.json")).keys() == read_shards(Path(indices[1])).keys()
     assert not list(Path().rglob("*.tmp"))
+
+
+def as_file(network: nn.Module, name: str, dtype: torch.dtype) -> str:
+    """Write one file of safetensors, of tied weights the second name only."""
+    state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in network.state_dict().items()}
+    del state["embed.weight"]
+    save_file(state, f"{name}.safetensors", {"epoch": "3"})
+    return f"{name}.safetensors"
+
+
+def as_pickle(network: nn.Module, name: str, dtype: torch.dtype) -> str:
+    torch.save({n: t.to(dtype) if t.is_floating_point() else t for n, t in network.state_dict().items()}, f"{name}.pt")
+    return f"{name}.pt"
+
+
+@pytest.mark.parametrize(
+    ("save", "count", "dtype", "tolerance"),
+    [
+        (as_pickle, 2, torch.float64, 1e-12),
+        (as_pickle, 3, torch.float16, 1e-2),
+        (as_file, 2, torch.bfloat16, 5e-2),
+        (as_file, 3, torch.float32, 1e-5),
+        (as_shards, 3, torch.float32, 1e-5),
+        (as_shards, 2, torch.bfloat16, 5e-2),
+    ],
+)
+def test_what_is_written_is_the_mean_of_networks_that_elements_act_on(
+    save: Callable[[nn.Module, str, torch.dtype], str], count: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    networks = [tied(seed).to(dtype) for seed in range(count)]
+    files = [save(network, f"n{seed}", dtype) for seed, network in enumerate(networks)]
+    types = {name: tensor.dtype for name, tensor in networks[0].state_dict().items()}
+    out = "m" if save is as_shards else "m.safetensors"
+    with without_weights():
+        empty = tied()
+    found = merge_checkpoints(files, out, network=empty, inputs=torch.randint(9, (2, 3)))
+    moved = [found.symmetry.act(e, own.double()) for e, own in zip(found.elements, networks, strict=True)]
+    written = read_shards(found.out) if save is as_shards else load_file(found.out)
+    assert written.keys() | {"embed.weight", "head.weight"} == types.keys()
+    expected = average(moved).state_dict()
+    for name, tensor in written.items():
+        assert tensor.dtype == types[name]
+        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=tolerance, atol=tolerance)
+    assert found.distances[0][1] < found.distances[0][0]
+
+
+def peak_of(function: Callable[[], object]) -> float:
+    """Return how much more memory of its own a process takes at most while it calls a function, in bytes."""
+
+    def own() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+    def measure(connection: Connection) -> None:
+        gc.collect()
+        give_back_memory()
+        before, peaks, done = own(), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.005):
+                peaks[0] = max(peaks[0], own() - before)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            function()
+        finally:
+            done.set()
+            watching.join()
+        connection.send(peaks[0])
+
+    theirs, ours = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=measure, args=(ours,))
+    child.start()
+    ours.close()
+    peak: int = theirs.recv()
+    child.join()
+    return peak
+
+
+ON_LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs to know what memory is its own")
+
+
+def deep(width: int, depth: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, 8))
+
+
+@ON_LINUX
+def test_all_but_matching_needs_the_memory_of_a_few_tensors() -> None:
+    for seed in range(2):
+        save_file(deep(512, 30, seed).state_dict(), f"{seed}.safetensors")
+    with without_weights():
+        empty = deep(512, 30)
+
+    def work() -> None:
+        copies = NetworkFiles(Path())
+        one, two = (Checkpoint.read(f"{seed}.safetensors", empty, None, copies) for seed in range(2))
+        with double_copies(copies.placed):
+            symmetry = trace_symmetry(one.network, torch.randn(2, 512))
+        mean = copies.copy(one.network, mean_tensors([one.network, two.network]))
+        one.write(symmetry.act(symmetry.sample(), mean, inplace=True), Path("m.safetensors"))
+
+    symmetry_of_perceptron()  # what tracing imports is no part of it
+    # Three networks, two of them in double precision for a while, and what the tracing keeps.
+    assert peak_of(work) < 1.5 * Path("0.safetensors").stat().st_size
+
+
+@pytest.mark.slow
+@ON_LINUX
+def test_merging_holds_no_checkpoint_but_for_the_matching() -> None:
+    a = deep(512, 24)
+    symmetry = trace_symmetry(a, torch.randn(2, 512))
+    save_file(a.state_dict(), "a.safetensors")
+    save_file(planted(symmetry, a).state_dict(), "b.safetensors")
+    with without_weights():
+        empty = deep(512, 24)
+    files, inputs = ["a.safetensors", "b.safetensors"], torch.randn(2, 512)
+    peak = peak_of(lambda: merge_checkpoints(files, "m.safetensors", network=empty, inputs=inputs))
+    assert peak < 7.5 * Path("a.safetensors").stat().st_size
+
+
+def test_vision_transformers_are_merged_by_activations() -> None:
+    data = DigitsDataModule(max_samples=300)
+    x, y = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
+    settings = {"in_channels": 1, "image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        network = VisionTransformer(**settings)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(x), y).backward()
+            optimizer.step()
+        as_state_dict(network, f"{seed}.pt")
+    options = [f"--network.{name}={value}" for name, value in settings.items()]
+    succeed(
+        *("merge", "0.pt", "1.pt", "2.pt", "--network=VisionTransformer", *options, "--method=activations"),
+        *("--data=DigitsDataModule", "--data.max_samples=300", "--points=3", "--out=m.safetensors"),
+    )
+    lines = json.loads(Path("m-report/lines.json").read_text())["rows"]
+    barriers = [[r["loss_barrier"] for r in lines if r["alignment"] == name] for name in ("unmatched", "activations")]
+    assert all(after < before for before, after in zip(*barriers, strict=True))
+    rows = {row["weights"]: row["loss"] for row in json.loads(Path("m-report/networks.json").read_text())["rows"]}
+    assert rows["mean, aligned"] < rows["mean as they are"]
+
+
+def test_a_mean_that_alignment_makes_worse_is_said_to_be() -> None:
+    a = perceptron()
+    files = as_state_dict(a, "a.pt"), as_state_dict(planted(symmetry_of_perceptron(), a), "b.pt")
+    data = DigitsDataModule(max_samples=80).test_dataloader()
+    merge = functools.partial(merge_checkpoints, files, network=a, inputs=X, data=data, points=2)
+    found = merge("m.safetensors", loss=lambda outputs, _: outputs.var())  # small where units cancel one another
+    assert "after alignment the loss of the mean on these data is higher" in found.notes[-1]
+    assert "try --method activations" in found.notes[-1]
+    assert not any("higher" in note for note in merge("n.safetensors").notes)
 
 
 def test_double_precision_is_kept() -> None:
@@ -413,3 +585,59 @@ def test_shards_that_do_not_fit() -> None:
     shard.unlink()
     assert_refused(merge, [one, two], "m", says="model-00002-of-00002.safetensors is missing beside")
     assert not Path("m").exists()
+
+
+def fails_at(place: str, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Let the second tensor that is written at a place fail."""
+    target, name = {
+        "copies": (NetworkFiles, "_write"),
+        "result": (symmetry_files, "_write"),
+    }[place]
+    write, count = getattr(target, name), iter(range(100_000))
+
+    def failing(*arguments: Any) -> None:
+        if next(count) == 1:
+            action()
+        write(*arguments)
+
+    monkeypatch.setattr(target, name, staticmethod(failing) if target is NetworkFiles else failing)
+
+
+def disk_is_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("place", ["copies", "result"])
+@pytest.mark.parametrize(
+    ("save", "out"), [(as_pickle, "a/m.safetensors"), (as_file, "m.safetensors"), (as_shards, "m")]
+)
+def test_a_full_disk_leaves_nothing_behind(
+    save: Callable[[nn.Module, str, torch.dtype], str], out: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [save(tied(seed), f"n{seed}", torch.float32) for seed in range(2)]
+    before = sorted(Path().rglob("*"))
+    fails_at(place, monkeypatch, disk_is_full)
+    merge = functools.partial(merge_checkpoints, files, out, network=tied(), inputs=torch.randint(9, (2, 3)))
+    says = "copy of the weights" if place == "copies" else f"Cannot write {out}"
+    assert_refused(merge, says=(says, "No space left on device; nothing was left behind"), error=OSError)
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("place", ["copies", "result"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_run_that_is_killed_is_in_nobodys_way(place: str, existing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [as_shards(tied(seed), f"n{seed}") for seed in range(2)]
+    if existing:
+        Path("m").mkdir()
+    before = set(Path().rglob("*"))
+    merge = functools.partial(merge_checkpoints, files, "m", network=tied(), inputs=torch.randint(9, (2, 3)))
+    with monkeypatch.context() as patch:
+        fails_at(place, patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        child = multiprocessing.get_context("fork").Process(target=merge)
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    left = set(Path().rglob("*")) - before
+    assert bool(left) == (place == "result")
+    assert all(any(part.startswith(".") for part in path.parts) for path in left)
+    assert read_shards(merge().out).keys() == read_shards(Path(files[0])).keys()

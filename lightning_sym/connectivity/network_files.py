@@ -1,0 +1,108 @@
+"""Networks whose weights lie in files: memory holds what is at work, and the system may drop it."""
+
+import contextlib
+import ctypes
+import mmap
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym.symmetry.tracing.capture import copied, state_tensors
+
+_ALIGNED = 64  # bytes
+
+
+def with_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of a network that holds other tensors, which are not copied.
+
+    Args:
+        network: Not changed; it may be without weights, on torch's meta device.
+        tensors: Parameters and buffers by their first names; those that are missing are copied.
+    """
+    made: dict[int, Any] = {}
+    for name, old in state_tensors(network).items():
+        if name in tensors:
+            new = tensors[name].detach()
+            made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    return copied(network, made)
+
+
+def give_back_memory() -> None:
+    """Return to the system what was freed: glibc keeps it in case it is asked for as much again."""
+    with contextlib.suppress(OSError, AttributeError):  # other libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class NetworkFiles:
+    """Keeps tensors in files that have no name, so that nothing is left of them when the process ends, however it does.
+
+    Args:
+        folder: On whose disk they lie; None for memory.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+    def keep(self, network: nn.Module) -> nn.Module:
+        """Return a copy of a network whose tensors lie in a file, or the network itself where memory keeps them."""
+        return network if self.folder is None else self.copy(network, state_tensors(network).items())
+
+    def copy(self, network: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> nn.Module:
+        """Return a copy of a network that holds other tensors, of which it does what it likes.
+
+        Args:
+            network: Not changed.
+            tensors: New parameters and buffers by their first names, each written as it comes; the others are copied.
+
+        Raises:
+            OSError: If the disk is full.
+        """
+        return with_tensors(network, self.placed(tensors))
+
+    def placed(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return tensors with the same numbers that lie in one file.
+
+        Args:
+            tensors: By name; each is written as it comes.
+
+        Raises:
+            OSError: If the disk is full.
+        """
+        if self.folder is None:
+            return {name: tensor.detach().clone() for name, tensor in tensors}
+        try:
+            found = dict(self._mapped(tensors, self.folder))
+            give_back_memory()
+            return found
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(
+                error.errno,
+                f"Cannot keep a copy of the weights in {self.folder}: {reason}; nothing was left behind. Free space, "
+                "or write the result to another disk",
+            ) from error
+
+    @staticmethod
+    def _write(file: Any, tensor: Tensor) -> None:
+        file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+
+    @staticmethod
+    def _mapped(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[str, Tensor]]:
+        places: list[tuple[str, int, torch.dtype, torch.Size]] = []
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for name, tensor in tensors:
+                own = tensor.detach().cpu().contiguous()
+                file.write(bytes(-file.tell() % _ALIGNED))
+                places.append((name, file.tell(), own.dtype, own.shape))
+                NetworkFiles._write(file, own)
+            file.flush()
+            whole = mmap.mmap(file.fileno(), 0) if file.tell() else None
+        for name, begin, dtype, shape in places:
+            if whole is None or not shape.numel():
+                yield name, torch.empty(shape, dtype=dtype)
+            else:
+                yield name, torch.frombuffer(whole, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
