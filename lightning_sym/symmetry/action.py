@@ -239,12 +239,17 @@ class Action:
             shifted: As for :meth:`moved`.
         """
         self.learn_gains(tensors)
-        added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
-        for name, summand in self._added(tensors).items():
-            added.setdefault(name, []).append(Summand(summand))
+        added = self.summands(tensors, shifted=shifted)
         for name, tensor in tensors.items():
             if name in self.structure.slots_of:
                 yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name, ()))
+
+    def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
+        """Return what is added to tensors before they move, by name; the arguments are those of :meth:`on_weights`."""
+        added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
+        for name, summand in self._added(tensors).items():
+            added.setdefault(name, []).append(Summand(summand))
+        return added
 
     def moved(
         self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Sequence[Summand] = ()
@@ -365,14 +370,7 @@ class Action:
     @cached_property
     def _inverse_transposes(self) -> tuple[Tensor, ...]:
         """What the dense matrices do to what reads their units. Each of shape (size, size), float64."""
-        dense = self.element.dense
-        found = list(dense)
-        for size in {len(matrix) for matrix in dense}:
-            alike = [index for index, matrix in enumerate(dense) if len(matrix) == size]
-            inverses = torch.linalg.inv(torch.stack([dense[index] for index in alike])).mT
-            for index, inverse in zip(alike, inverses.unbind(), strict=True):
-                found[index] = inverse
-        return tuple(found)
+        return tuple(inverse.mT for inverse in inverted(self.element.dense))
 
     def _is_mixed(self, slot: Slot) -> bool:
         """Whether a dense matrix of this element changes what stands in a slot."""
@@ -592,6 +590,17 @@ def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:
     if slot.axes == axes:
         return replace(slot, axes=(0,), shape=(slot.size,))
     return replace(slot, axes=tuple(axis + 1 - sum(other < axis for other in axes) for axis in slot.axes))
+
+
+def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inverses of square matrices, those of one size found together."""
+    found = list(matrices)
+    for size in {len(matrix) for matrix in matrices}:
+        alike = [index for index, matrix in enumerate(matrices) if len(matrix) == size]
+        inverses = torch.linalg.inv(torch.stack([matrices[index] for index in alike]))
+        for index, inverse in zip(alike, inverses.unbind(), strict=True):
+            found[index] = inverse
+    return found
 
 
 def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:
