@@ -107,9 +107,13 @@ class Action:
     @cached_property
     def scale(self) -> Floats:
         """For each position of all slots by what it is multiplied, before it moves."""
-        scale: Floats = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
-        flips = self.structure.signs @ (self.element.sign.numpy() < 0).astype(np.float64)
-        return np.where(odd(flips), -scale, scale)
+        scale = np.ones(self.structure.magnitudes.shape[0])
+        if bool(self.element.log_scale.any()):
+            scale = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
+        if bool((negative := self.element.sign < 0).any()):
+            flips = self.structure.signs @ negative.numpy().astype(np.float64)
+            scale = np.where(odd(flips), -scale, scale)
+        return scale
 
     @cached_property
     def source(self) -> Ints:
@@ -365,16 +369,29 @@ class Action:
     @cached_property
     def _mixes(self) -> bool:
         """Whether a dense matrix of this element is no identity."""
-        return any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
+        return bool(self._mixing)
+
+    @cached_property
+    def _mixing(self) -> set[int]:
+        """The numbers of the dense cells whose matrices of this element are no identities."""
+        pairs = enumerate(zip(self.element.dense, self.structure.same, strict=True))
+        return {cell for cell, (own, same) in pairs if not (own is same or torch.equal(own, same))}
 
     @cached_property
     def _inverse_transposes(self) -> tuple[Tensor, ...]:
         """What the dense matrices do to what reads their units. Each of shape (size, size), float64."""
-        return tuple(inverse.mT for inverse in inverted(self.element.dense))
+        found = list(self.element.dense)
+        mixing = sorted(self._mixing)
+        for cell, inverse in zip(mixing, inverted([found[cell] for cell in mixing]), strict=True):
+            found[cell] = inverse.mT
+        return tuple(found)
 
     def _is_mixed(self, slot: Slot) -> bool:
         """Whether a dense matrix of this element changes what stands in a slot."""
-        return slot.offset in self.structure.dense_places and self._mixes
+        if not self._mixes:
+            return False
+        acting = self.structure.dense_places.get(slot.offset, ())
+        return any(not self._mixing.isdisjoint(cells) for cells, _, _ in acting)
 
     def _mixed(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""

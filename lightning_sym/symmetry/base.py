@@ -220,7 +220,7 @@ class Symmetry:
             torch.arange(self.units),
             torch.zeros(self.scales, dtype=torch.float64),
             torch.ones(self.signs, dtype=torch.float64),
-            tuple(torch.eye(len(cell), dtype=torch.float64) for cell in self.structure.dense),
+            self.structure.same,
             tuple(torch.zeros(shift.size, dtype=torch.float64) for shift in self.structure.shifts),
             (NO_TURN,) * len(self.structure.rotations),
             no_tilts(self.structure),
@@ -350,8 +350,11 @@ class Symmetry:
         """
         self._own(second, first)
         permutation = first.permutation.numpy()
-        after = (second.dense[place] for place in self._cells_after(permutation))
-        dense = tuple(later @ earlier for later, earlier in zip(after, first.dense, strict=True))
+        after = (second.dense[place] for place in self._cells_after(permutation)) if second.dense else ()
+        dense = tuple(
+            earlier if later is same else later if earlier is same else later @ earlier
+            for later, earlier, same in zip(after, first.dense, self.structure.same, strict=True)
+        )
         # g2 n2 g1 n1 = g2 g1 (g1^-1 n2 g1) n1
         pulled = second.shift
         if any(bool(vector.any()) for vector in pulled):

@@ -366,7 +366,9 @@ def _balanced_cells(
     """
     structure, plan = symmetry.structure, plan_of(symmetry)
     counted = {structure.slots[index].tensor for index in np.unique(plan.slot_of[plan.parameter]).tolist()}
-    mixed = {slot.tensor for slot in structure.slots if slot.offset in structure.dense_places and slot.tensor in tensors}
+    mixed = {
+        slot.tensor for slot in structure.slots if slot.offset in structure.dense_places and slot.tensor in tensors
+    }
     total = symmetry.identity()
     singular: set[int] = set()
     squares = Squares(plan, tensors, dtype)

@@ -96,9 +96,7 @@ class Comparison:
         return self.symmetry.compose(self.left, self.symmetry.compose(element, self.symmetry.inverse(self.right)))
 
 
-def comparable(
-    symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True
-) -> Comparison:
+def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True) -> Comparison:
     """Return how two networks are compared: balanced, or as they are."""
     if not balance:
         return Comparison(symmetry, a, b)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,9 +38,13 @@ FREEDOM = ("permutations", "blocks", "matrices", "rotations")
 
 # Relative to the squared distance: what is smaller is no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
+# Of the squared distance: what turning streams again has to win, as everything else has to be looked at again then.
+_WORTH = 2e-3
+_MOST_TURNS = 10  # of streams and cells, before all else is assigned again
 _ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
 # Squared distances this many times larger than norms of tensors call for: two networks of one orbit may not be matched.
 _SUSPICIOUS = 1e4
+_ALIKE = 1e-4  # norms of tensors on one orbit agree to rounding; those of networks from two seeds differ more than that
 
 
 @dataclass
@@ -224,7 +228,8 @@ class Descent:
         self.restart(element)
         pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.current.items())
         least = math.fsum(float(one - two) ** 2 for one, two in pairs)
-        return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
+        alike = least <= _ALIKE**2 * 2 * self._half
+        return alike and self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
 
     def restart(self, element: Element) -> None:
         """Begin again at a member of B's orbit."""
@@ -333,6 +338,25 @@ class Descent:
         chosen = within_cells(group, Tables(gain))
         del gain
         return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+
+    def _turn_streams(self, indices: Sequence[int]) -> set[int]:
+        """Rotate some groups' streams, and the cells that read and write them, in turn while that is worth while.
+
+        Returns:
+            The groups that have moved.
+        """
+        moved: set[int] = set()
+        for _ in range(_MOST_TURNS):
+            before = self.squared_distance
+            turned = {index for index in indices if self._turn(self.groups[index])}
+            near = set().union(*(self._neighbours[index] for index in turned))
+            cells = {
+                i for i in sorted(near - self._held) if self.groups[i].dense and self._improve_group(self.groups[i])
+            }
+            moved |= turned | cells
+            if not self.squared_distance <= (1 - _WORTH) * before or before == 0:
+                break
+        return moved
 
     def _turn(self, group: MatchingGroup) -> bool:
         """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
@@ -471,15 +495,16 @@ class Descent:
             turning.update((near | indices) & able & set(self.rotations))
             dirty_systems.update(n for n, system in enumerate(self.systems) if (near | indices) & set(system.groups))
 
+        last = math.inf  # the squared distance when streams were turned last
         for _ in range(most):
             if not (dirty or dirty_systems):
-                if not turning:
+                now = self.squared_distance
+                if not turning or not now <= (1 - _WORTH) * last:
                     return
                 # Streams last of all: while they are as they were, assignments can still recognise units.
-                for index in sorted(turning):
-                    turning.discard(index)
-                    if self._turn(self.groups[index]):
-                        touch({index})
+                touch(self._turn_streams(sorted(turning)))
+                turning -= set(self.rotations)
+                last = now
                 yield self.objective
                 continue
             for number in sorted(dirty_systems):

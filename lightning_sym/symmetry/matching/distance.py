@@ -17,7 +17,7 @@ from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
 from lightning_sym.symmetry.canonical.form import canonical_element
 from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
-from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
+from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.tracing.structure import Structure
 
@@ -92,15 +92,16 @@ def orbit_distance(
     with torch.no_grad():
         compared = comparable(symmetry, a, b, balance=balance)
         descent = Descent(compared, signs=signs, device=where)
-        found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)
+        found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
         if symmetry.structure.dense or symmetry.structure.rotations:
             ours, theirs = (canonical_element(symmetry, network) for network in (a, b))
             initial = compared.forth(symmetry.compose(symmetry.inverse(ours), theirs))
-            other = descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial)
-            found = max(found, other, key=lambda one: one.objective[-1])
-        descent.restart(found.element)
-        # Subtracted, not computed from inner products: near 0 these cancel.
-        upper = math.sqrt(squared_distance(descent.target, descent.current))
+            found.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial))
+        upper = math.inf
+        for one in found:
+            descent.restart(one.element)
+            # Subtracted, not computed from inner products: near 0 these cancel.
+            upper = min(upper, math.sqrt(descent.squared_distance))
         start = compared.start(where)
         tensors = (descent.target, start) if balance else ()
         free = {cell for own in tensors for cell in unbalanced(symmetry.structure, own)}

@@ -234,9 +234,7 @@ def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found
     Descents take many steps there, or miss what they have no move for: queries of one key that change places, tilts.
     """
     own, theirs = (canonical_element(symmetry, network) for network in (a, b))
-    other = measured(
-        symmetry, a, b, replace(match, element=symmetry.compose(symmetry.inverse(own), theirs))
-    )
+    other = measured(symmetry, a, b, replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)))
     return other if other.distance_after < match.distance_after else match
 
 
