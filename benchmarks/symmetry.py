@@ -6,7 +6,7 @@ Variants take turns, so that a machine whose speed drifts does so for all. Run i
     python benchmarks/symmetry.py --only trace act    # parts of it
     python benchmarks/symmetry.py --device cuda       # gains of the matching on the GPU
 
-Large transformers are matched once, in processes of their own, so that the most memory can be read; times are seconds of the CPU.
+Large networks are matched once, in processes of their own, so that the most memory can be read; in seconds of the CPU.
 
 Prints tables and writes them to ``benchmarks/results/symmetry-<device>.json`` and ``.md``.
 
@@ -275,8 +275,8 @@ def measure_large_matching() -> Results:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         plain, seconds, memory, sweeps, before, after = (float(word) for word in done.stdout.split())
         note = (
-            f"Two random initialisations; seconds of the CPU. Most memory beyond that of the two networks: {memory:.1f} "
-            f"times one of them, the moved network included. {sweeps:.0f} sweeps, from a distance of {before:.4g} to "
+            f"Two random initialisations; seconds of the CPU. Most memory beyond the two networks: {memory:.1f} times "
+            f"one of them, the moved network included. {sweeps:.0f} sweeps, from a distance of {before:.4g} to "
             f"{after:.4g}. Plain: one assignment of {units} units."
         )
         rows = [row("plain", [plain], [plain]), row("ours", [seconds], [plain])]

@@ -391,7 +391,7 @@ class Tables:
 
 
 def best_assignment(gain: Floats) -> Ints:
-    """Return for each row its column; rows keep their own where that is as good. For a while changes the gain's sign."""
+    """Return for each row its column; rows keep their own where that is as good. The gain's sign changes meanwhile."""
     np.negative(gain, out=gain)  # to maximise it, the solver would copy it
     rows, columns = linear_sum_assignment(gain)
     np.negative(gain, out=gain)

@@ -83,7 +83,7 @@ class Comparison:
         return working(self.b, self.symmetry, device, like=state_tensors(self.a), element=element)
 
     def back(self, element: Element) -> Element:
-        """Return the element for ``b`` as it is, which brings it to the scales of ``a``, for one of what is compared."""
+        """Return the element of ``b`` as it is for one of what is compared; it brings ``b`` to the scales of ``a``."""
         if self.left is None or self.right is None:
             return element
         whole = self.symmetry.compose(element, self.right)
