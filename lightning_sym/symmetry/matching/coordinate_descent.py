@@ -39,7 +39,7 @@ FREEDOM = ("permutations", "blocks", "matrices", "rotations")
 # Relative to the squared distance: what is smaller is no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
 # Of the squared distance: what turning streams again has to win, as everything else has to be looked at again then.
-_WORTH = 2e-3
+_WORTH = 5e-3
 _MOST_TURNS = 10  # of streams and cells, before all else is assigned again
 _ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
 # Squared distances this many times larger than norms of tensors call for: two networks of one orbit may not be matched.
