@@ -150,7 +150,7 @@ def squared_difference(one: Tensor, two: Tensor) -> float:
     if one.numel() <= _AT_ONCE:
         difference = one - two
         return inner(difference, difference)
-    ones, twos = (tensor.reshape(-1).split(_AT_ONCE) for tensor in (one, two))
+    ones, twos = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (one, two))
     return math.fsum(squared_difference(*pair) for pair in zip(ones, twos, strict=True))
 
 
@@ -160,7 +160,7 @@ def squared_distance(ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]) -> 
 
 
 def _squared_distance(one: Tensor, two: Tensor) -> float:
-    parts = zip(*(tensor.detach().reshape(-1).split(_AT_ONCE) for tensor in (one, two)), strict=True)
+    parts = zip(*(torch.split(tensor.detach().reshape(-1), _AT_ONCE) for tensor in (one, two)), strict=True)
     return math.fsum(float((x - y).square().sum(dtype=wide(x.device))) for x, y in parts)
 
 

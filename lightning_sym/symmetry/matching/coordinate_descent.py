@@ -168,7 +168,7 @@ class Descent:
         self.target = compared.target(device)
         self.current: dict[str, Tensor] = {}
         self._squares: dict[str, float] = {}
-        self.identity = symmetry.identity()
+        self.element = self.identity = symmetry.identity()
         self.restart(self.identity)
         # By group, the numbers of the rotations that may be chosen; emptied where they are given.
         self.rotations: dict[int, list[int]] = {}
