@@ -6,6 +6,8 @@ Variants take turns, so that a machine whose speed drifts does so for all. Run i
     python benchmarks/symmetry.py --only trace act    # parts of it
     python benchmarks/symmetry.py --device cuda       # gains of the matching on the GPU
 
+Large networks are matched once, in processes of their own, so that the most memory can be read; in seconds of the CPU.
+
 Prints tables and writes them to ``benchmarks/results/symmetry-<device>.json`` and ``.md``.
 
 Plain references:
@@ -13,7 +15,8 @@ Plain references:
     transformers  one forward of GPT-2; building the Llama on the meta device
     act     ``copy.deepcopy(network)``
     match   coordinate descent as it is usually written (all gains of a group from freshly permuted float64 weights,
-            group after group until nothing changes), on the same axis groups
+            group after group until nothing changes), on the same axis groups; for large networks one assignment of
+            as many units as the largest group has
     canonicalize  one sweep that gives every convolution's rows norm 1, written by hand for this one architecture
 """
 
@@ -221,6 +224,66 @@ def measure_matching(rounds: int, device: str) -> Results:
     return found
 
 
+LARGE: dict[str, tuple[str, tuple[int, int, int], int]] = {
+    "ViT-B/16": ("torchvision.models.vit_b_16(weights=None)", (3, 224, 224), 3072),
+    "CCT-7/3x1": ("CompactTransformer()", (3, 32, 32), 512),
+    "ResNet-50": ("torchvision.models.resnet50(weights=None)", (3, 64, 64), 2048),
+    "MLP of four layers of 2,000 units": (
+        "nn.Sequential(nn.Flatten(), nn.Linear(784, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.ReLU(), "
+        "nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 10))",
+        (1, 28, 28),
+        2000,
+    ),
+}
+_MATCHING = """
+import gc, time, torch, torchvision
+from pathlib import Path
+from scipy.optimize import linear_sum_assignment
+from torch import nn
+from lightning_sym.networks import CompactTransformer
+from lightning_sym.symmetry import trace_symmetry, weight_matching
+
+def status(word):
+    return int(Path("/proc/self/status").read_text().split(word + ":")[1].split()[0]) * 1024
+
+networks = []
+for seed in (0, 1):
+    torch.manual_seed(seed)
+    networks.append({make}.eval())
+a, b = networks
+symmetry = trace_symmetry(a, torch.randn(2, *{shape}), check=False)
+size = sum(tensor.numel() * tensor.element_size() for tensor in a.state_dict().values())
+gains = torch.randn({units}, {units}, dtype=torch.float64).numpy()
+start = time.process_time()
+linear_sum_assignment(gains)
+plain = time.process_time() - start
+del gains
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+before, start = status("VmRSS"), time.process_time()
+match = weight_matching(symmetry, a, b)
+seconds = time.process_time() - start
+print(plain, seconds, (status("VmHWM") - before) / size, match.sweeps, match.distance_before, match.distance_after)
+"""
+
+
+def measure_large_matching() -> Results:
+    """Time weight matching of large networks, and measure its memory, each in a process of its own (on Linux)."""
+    found = []
+    for title, (make, shape, units) in LARGE.items():
+        code = _MATCHING.format(make=make, shape=shape, units=units)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        plain, seconds, memory, sweeps, before, after = (float(word) for word in done.stdout.split())
+        note = (
+            f"Two random initialisations; seconds of the CPU. Most memory beyond the two networks: {memory:.1f} times "
+            f"one of them, the moved network included. {sweeps:.0f} sweeps, from a distance of {before:.4g} to "
+            f"{after:.4g}. Plain: one assignment of {units} units."
+        )
+        rows = [row("plain", [plain], [plain]), row("ours", [seconds], [plain])]
+        found.append(result(f"Match two {title} by weights", rows, note=note))
+    return found
+
+
 @torch.no_grad()
 def plain_gauge(network: nn.Module) -> nn.Module:
     """Give the rows of every convolution of a ResNet norm 1, and let its batch norm follow: one gauge, by hand."""
@@ -254,7 +317,9 @@ def measure_canonical_forms(rounds: int) -> Results:
 def main() -> None:
     """Run the benchmark and write the results."""
     options = parser(__doc__, 3)
-    options.add_argument("--only", nargs="+", choices=["trace", "transformers", "act", "match", "canonicalize"])
+    options.add_argument(
+        "--only", nargs="+", choices=["trace", "transformers", "act", "match", "large", "canonicalize"]
+    )
     arguments = options.parse_args()
     rounds, device = arguments.rounds, arguments.device
     warnings.simplefilter("ignore")
@@ -263,6 +328,7 @@ def main() -> None:
         "transformers": partial(measure_transformers, rounds),
         "act": partial(measure_acting, rounds),
         "match": partial(measure_matching, rounds, device),
+        "large": measure_large_matching,
         "canonicalize": partial(measure_canonical_forms, rounds),
     }
     run("symmetry", parts, arguments.only, device, rounds)

@@ -107,9 +107,13 @@ class Action:
     @cached_property
     def scale(self) -> Floats:
         """For each position of all slots by what it is multiplied, before it moves."""
-        scale: Floats = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
-        flips = self.structure.signs @ (self.element.sign.numpy() < 0).astype(np.float64)
-        return np.where(odd(flips), -scale, scale)
+        scale = np.ones(self.structure.magnitudes.shape[0])
+        if bool(self.element.log_scale.any()):
+            scale = np.exp(self.structure.magnitudes @ self.element.log_scale.numpy())
+        if bool((negative := self.element.sign < 0).any()):
+            flips = self.structure.signs @ negative.numpy().astype(np.float64)
+            scale = np.where(odd(flips), -scale, scale)
+        return scale
 
     @cached_property
     def source(self) -> Ints:
@@ -239,12 +243,17 @@ class Action:
             shifted: As for :meth:`moved`.
         """
         self.learn_gains(tensors)
-        added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
-        for name, summand in self._added(tensors).items():
-            added.setdefault(name, []).append(Summand(summand))
+        added = self.summands(tensors, shifted=shifted)
         for name, tensor in tensors.items():
             if name in self.structure.slots_of:
                 yield name, self.moved(tensor, name, shifted=shifted, added=added.get(name, ()))
+
+    def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
+        """Return what is added to tensors before they move, by name; the arguments are those of :meth:`on_weights`."""
+        added = additions(self.structure.shifts, self.element.shift, tensors) if shifted else {}
+        for name, summand in self._added(tensors).items():
+            added.setdefault(name, []).append(Summand(summand))
+        return added
 
     def moved(
         self, tensor: Tensor, name: str, *, power: float = 1.0, shifted: bool = True, added: Sequence[Summand] = ()
@@ -360,23 +369,29 @@ class Action:
     @cached_property
     def _mixes(self) -> bool:
         """Whether a dense matrix of this element is no identity."""
-        return any(not torch.equal(m, torch.eye(len(m), dtype=m.dtype)) for m in self.element.dense)
+        return bool(self._mixing)
+
+    @cached_property
+    def _mixing(self) -> set[int]:
+        """The numbers of the dense cells whose matrices of this element are no identities."""
+        pairs = enumerate(zip(self.element.dense, self.structure.same, strict=True))
+        return {cell for cell, (own, same) in pairs if not (own is same or torch.equal(own, same))}
 
     @cached_property
     def _inverse_transposes(self) -> tuple[Tensor, ...]:
         """What the dense matrices do to what reads their units. Each of shape (size, size), float64."""
-        dense = self.element.dense
-        found = list(dense)
-        for size in {len(matrix) for matrix in dense}:
-            alike = [index for index, matrix in enumerate(dense) if len(matrix) == size]
-            inverses = torch.linalg.inv(torch.stack([dense[index] for index in alike])).mT
-            for index, inverse in zip(alike, inverses.unbind(), strict=True):
-                found[index] = inverse
+        found = list(self.element.dense)
+        mixing = sorted(self._mixing)
+        for cell, inverse in zip(mixing, inverted([found[cell] for cell in mixing]), strict=True):
+            found[cell] = inverse.mT
         return tuple(found)
 
     def _is_mixed(self, slot: Slot) -> bool:
         """Whether a dense matrix of this element changes what stands in a slot."""
-        return slot.offset in self.structure.dense_places and self._mixes
+        if not self._mixes:
+            return False
+        acting = self.structure.dense_places.get(slot.offset, ())
+        return any(not self._mixing.isdisjoint(cells) for cells, _, _ in acting)
 
     def _mixed(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Let dense matrices act on one axis: A where units are put out, its inverse transposed where they are read."""
@@ -592,6 +607,17 @@ def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:
     if slot.axes == axes:
         return replace(slot, axes=(0,), shape=(slot.size,))
     return replace(slot, axes=tuple(axis + 1 - sum(other < axis for other in axes) for axis in slot.axes))
+
+
+def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inverses of square matrices, those of one size found together."""
+    found = list(matrices)
+    for size in {len(matrix) for matrix in matrices}:
+        alike = [index for index, matrix in enumerate(matrices) if len(matrix) == size]
+        inverses = torch.linalg.inv(torch.stack([matrices[index] for index in alike]))
+        for index, inverse in zip(alike, inverses.unbind(), strict=True):
+            found[index] = inverse
+    return found
 
 
 def _multiply(matrices: Tensor, lines: Tensor, out: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.action import Action, ActivationAction
+from lightning_sym.symmetry.action import Action, ActivationAction, inverted
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.channels import ChannelGroup, channel_group
@@ -220,7 +220,7 @@ class Symmetry:
             torch.arange(self.units),
             torch.zeros(self.scales, dtype=torch.float64),
             torch.ones(self.signs, dtype=torch.float64),
-            tuple(torch.eye(len(cell), dtype=torch.float64) for cell in self.structure.dense),
+            self.structure.same,
             tuple(torch.zeros(shift.size, dtype=torch.float64) for shift in self.structure.shifts),
             (NO_TURN,) * len(self.structure.rotations),
             no_tilts(self.structure),
@@ -350,11 +350,16 @@ class Symmetry:
         """
         self._own(second, first)
         permutation = first.permutation.numpy()
-        after = (second.dense[place] for place in self._cells_after(permutation))
-        dense = tuple(later @ earlier for later, earlier in zip(after, first.dense, strict=True))
+        after = (second.dense[place] for place in self._cells_after(permutation)) if second.dense else ()
+        dense = tuple(
+            earlier if later is same else later if earlier is same else later @ earlier
+            for later, earlier, same in zip(after, first.dense, self.structure.same, strict=True)
+        )
         # g2 n2 g1 n1 = g2 g1 (g1^-1 n2 g1) n1
-        back = Action(self.structure, self._inverse_without_shifts(first))
-        pulled = carried(self.structure.shifts, second.shift, back.along)
+        pulled = second.shift
+        if any(bool(vector.any()) for vector in pulled):
+            back = Action(self.structure, self._inverse_without_shifts(first))
+            pulled = carried(self.structure.shifts, pulled, back.along)
         return Element(
             self.fingerprint,
             first.permutation[second.permutation],
@@ -385,8 +390,9 @@ class Symmetry:
         inverse = torch.argsort(element.permutation)
         back = inverse.numpy()
         dense: list[Tensor] = [torch.empty(0)] * len(element.dense)
-        for index, place in enumerate(self._cells_after(element.permutation.numpy())):
-            dense[place] = torch.linalg.inv(element.dense[index])
+        places = self._cells_after(element.permutation.numpy())
+        for place, matrix in zip(places, inverted(element.dense), strict=True):
+            dense[place] = matrix
         return Element(
             self.fingerprint,
             inverse,

@@ -18,6 +18,7 @@ from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.equations import solve
 from lightning_sym.symmetry.tracing.shifts import NORM, Added, Fold, Shift
+from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 Vectors = tuple[Tensor, ...]
 _SETTLED = 1e-13  # steps that are smaller than that, relative to the tensors, are rounding
@@ -265,28 +266,77 @@ def nearest(
         reference: Parameters to come near to; by default zeros. Buffers follow.
     """
     vectors: Vectors = tuple(torch.zeros(shift.size, dtype=torch.float64) for shift in shifts)
-    names = {name for shift in shifts for name in _touched(shift)}
-    current = {name: tensors[name].detach().to("cpu", torch.float64) for name in names}
-    if not all(bool(tensor.isfinite().all()) for tensor in current.values()):
+    touched = [_touched(shift) for shift in shifts]
+    current = _Shifted(tensors, set().union(*touched))
+    sizes = {n: float(torch.linalg.vector_norm(t, math.inf)) if t.numel() else 0.0 for n, t in current.items()}
+    if not all(map(math.isfinite, sizes.values())):
         return vectors
-    sizes = {name: float(tensor.abs().max()) if tensor.numel() else 0.0 for name, tensor in current.items()}
     order = sorted(range(len(shifts)), key=lambda index: shifts[index].pivots is not None)
+    pending = set(order)  # the shifts of which something has changed since they were found
     for _ in range(len(shifts) + 1):
-        largest = 0.0
-        for index in order:
+        for index in [index for index in order if index in pending]:
+            pending.discard(index)
             step = least_step(shifts[index], current, reference)
             size = max(sizes[name] for name in shifts[index].names)
             if not bool((step.abs() > _SETTLED * size).any()):
                 continue
-            largest = max(largest, float(step.abs().max()))
             only = tuple(step if at == index else torch.zeros_like(v) for at, v in enumerate(vectors))
-            for name, summands in additions(shifts, only, current).items():
-                for summand in summands:
-                    current[name] = summand.added_to(current[name])
+            added = additions(shifts, only, current)
+            for name, summands in added.items():
+                current.add(name, summands)
+            exact = shifts[index].added[0].matrix is None  # means, which are then as they should be
+            pending |= {i for i in order if touched[i] & added.keys() and not (exact and i == index)}
             vectors = product(shifts, vectors, only)
-        if largest == 0.0:
+        if not pending:
             break
     return vectors
+
+
+class _Shifted(ConvertedTensors):
+    """Tensors in double precision, to which something is added: it is thin, and they are large.
+
+    Args:
+        tensors: Parameters and buffers, by name. Not changed.
+        names: Those that there are.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: set[str]) -> None:
+        super().__init__(tensors, doubled, names)
+        self._added: dict[str, list[Summand]] = {}
+        self._last: tuple[str, Tensor] = ("", torch.zeros(0))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._small:
+            return self._small[name]
+        if name != self._last[0]:
+            self._last = (name, super().__getitem__(name))
+        return self._last[1]
+
+    def _made(self, name: str) -> Tensor:
+        tensor = super()._made(name)
+        for summand in self._added.get(name, ()):
+            tensor = summand.added_to(tensor)
+        return tensor
+
+    def add(self, name: str, summands: Sequence[Summand]) -> None:
+        """Add something to a tensor."""
+        own = self._added.setdefault(name, [])
+        for summand in summands:
+            alike = next((at for at, other in enumerate(own) if _alike(other, summand)), None)
+            if alike is None:
+                own.append(summand)
+            else:
+                own[alike] = Summand(own[alike].values + summand.values, summand.times)
+        self._small.pop(name, None)
+        if self._last[0] == name:
+            self._last = ("", torch.zeros(0))
+
+
+def _alike(one: Summand, two: Summand) -> bool:
+    """Whether two summands are multiples of the same, along the same axes."""
+    if one.values.shape != two.values.shape or (one.times is None) != (two.times is None):
+        return False
+    return one.times is None or two.times is None or torch.equal(one.times, two.times)
 
 
 def _touched(shift: Shift) -> set[str]:
@@ -306,23 +356,34 @@ def least_step(shift: Shift, tensors: Mapping[str, Tensor], reference: Mapping[s
         tensor = tensors[part.tensor]
         if reference is not None and part.tensor not in reference:
             continue
-        apart = -tensor if reference is None else reference[part.tensor].detach().to(tensor) - tensor
         if any(bool((tensors[gain] == 0).any()) for gain in part.needed):
             return nothing
-        others = [axis for axis in range(tensor.ndim) if axis not in part.axes]
-        apart = apart / _direction(part, tensors)
+        times = math.prod(size for axis, size in enumerate(tensor.shape) if axis not in part.axes)
+        apart = -_over_others(part, tensor, tensors)
+        if reference is not None:
+            apart += _over_others(part, reference[part.tensor].detach().to(tensor), tensors)
         multiples = _multiples(part, tensors)
         if part.matrix is None:
-            return ((apart.mean(others) if others else apart).reshape(part.shape) / multiples).reshape(-1)
-        times = math.prod(tensor.shape[axis] for axis in others)
+            return (apart / times / multiples).reshape(-1)
         matrix = sparse.diags(multiples.reshape(-1).numpy()) @ part.matrix
         normal = normal + times * (matrix.T @ matrix)
-        right += matrix.T @ (apart.sum(others) if others else apart).reshape(-1).numpy()
+        right += matrix.T @ apart.reshape(-1).numpy()
         if shift.kind == NORM:
             break  # the bias; running means follow
         if shift.norm is not None:
             break  # rows say how much, biases follow
     return torch.from_numpy(spsolve(normal.tocsc(), right).reshape(-1)) if normal.nnz else nothing
+
+
+def _over_others(part: Added, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor, divided by the gains, summed over all axes along which a summand does not vary."""
+    direction = _direction(part, tensors)
+    others = [axis for axis in range(tensor.ndim) if axis not in part.axes]
+    if isinstance(direction, Tensor) and part.axis in others:
+        tensor = torch.tensordot(tensor, 1 / direction.reshape(-1), ([part.axis], [0])).unsqueeze(part.axis)
+    elif isinstance(direction, Tensor):
+        tensor = tensor / direction
+    return (tensor.sum(others) if others else tensor).reshape(part.shape)
 
 
 def carried(

@@ -31,7 +31,7 @@ from lightning_sym.symmetry import (
     trace_symmetry,
     weight_matching,
 )
-from lightning_sym.symmetry.matching.balanced import comparable
+from lightning_sym.symmetry.matching.balanced import balanced, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent
 from lightning_sym.symmetry.matching.distance import lower_bound
 from lightning_sym.symmetry.matching.magnitudes import best_factors
@@ -266,7 +266,7 @@ def test_no_member_of_the_orbit_is_nearer_than_the_lower_bound(name):
     symmetry = case.symmetry
 
     def bound(a: nn.Module, b: nn.Module) -> float:
-        return lower_bound(Descent(symmetry, a, b, signs=True, device=torch.device("cpu")))
+        return lower_bound(Descent(comparable(symmetry, a, b, balance=False), signs=True, device=torch.device("cpu")))
 
     a, b = (canonicalize(symmetry, n, signs=False, order=False).network for n in (case.network, member(name, 7)))
     near = copy.deepcopy(a)
@@ -310,9 +310,10 @@ def test_no_match_is_farther_than_the_start_where_units_are_nearly_dead(seed, na
     """Scales of units with hardly any weights say nothing (docs/theory/matching.md, 1.5)."""
     case = made(name)
     a, b = (faded(case, member(name, number), seed + number) for number in (0, 7))
-    left, right, back, _ = comparable(case.symmetry, a, b, balance=True)
+    compared = comparable(case.symmetry, a, b, balance=True)
+    left, right = (balanced(case.symmetry, network)[0] for network in (a, b))
     size = [math.sqrt(sum(float(p.detach().square().sum()) for p in net.parameters())) for net in (a, left, right)]
-    handed = case.symmetry.act(back(case.symmetry.identity()), b)
+    handed = case.symmetry.act(compared.back(case.symmetry.identity()), b)
     assert parameter_distance(a, handed) <= 4 * sum(size)  # also before a match is compared with the start
     assert function_change(case, b, handed) < EXACT
     if single:
@@ -327,8 +328,8 @@ def test_units_that_are_as_dead_as_the_reference_s_get_its_scales_exactly(name):
     a, identity = faded(case, case.network, 0), case.symmetry.identity()
     scales = torch.randn(case.symmetry.scales, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 2
     b = case.symmetry.act(replace(identity, log_scale=scales), a)
-    back = comparable(case.symmetry, a, b, balance=True)[2]
-    assert difference(case.symmetry.act(back(identity), b), a) < EXACT
+    handed = comparable(case.symmetry, a, b, balance=True).back(identity)
+    assert difference(case.symmetry.act(handed, b), a) < EXACT
 
 
 def test_a_network_is_its_own_match():

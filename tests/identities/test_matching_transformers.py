@@ -1,6 +1,9 @@
 """Elements of every kind that were planted in transformers are found by matching, to rounding."""
 
+import copy
 import functools
+import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +84,34 @@ def test_planted_elements_of_every_kind_are_found(name, method):
     size = float(sum(p.detach().square().sum() for p in a.parameters())) ** 0.5
     assert match.distance_after <= EXACT * size < match.distance_before
     assert parameter_distance(match.network, symmetry.act(match.element, b)) == 0
+
+
+def test_all_but_tilts_is_found_where_the_biases_of_norms_are_zero():
+    """As in networks that were never trained, in which a tilt leaves no trace: docs/theory/matching.md, 1.8."""
+    torch.manual_seed(0)
+    a = compact().double().eval()
+    symmetry = trace_symmetry(a, torch.randn(2, 1, 8, 8).double(), check=False)
+    assert symmetry.structure.tilts
+    element = replace(symmetry.sample(torch.Generator().manual_seed(1)), tilt=symmetry.identity().tilt)
+    match = weight_matching(symmetry, a, symmetry.act(element, a))
+    assert match.distance_after <= EXACT < 1 < match.distance_before
+
+
+@pytest.mark.parametrize("name", ["vit", "vit_rotary", "cct", "gpt2_tied", "gpt2"])
+def test_of_unrelated_transformers_only_the_distance_changes(name):
+    a, _, symmetry, inputs = planted(name)
+    torch.manual_seed(1)
+    b = CASES[name]().eval()  # single precision, as checkpoints are
+    before = {key: tensor.clone() for key, tensor in b.state_dict().items()}
+    match = weight_matching(symmetry, copy.deepcopy(a).float(), b)
+    assert match.distance_after < match.distance_before
+    assert all(one <= two for one, two in itertools.pairwise(match.objective))
+    assert match.sweeps < 100
+    assert all(torch.equal(tensor, before[key]) for key, tensor in b.state_dict().items())
+    assert parameter_distance(match.network, symmetry.act(match.element, b)) == 0
+    inputs = inputs.float() if inputs.is_floating_point() else inputs
+    with torch.no_grad():
+        assert torch.allclose(match.network(inputs), b(inputs), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["vit", "vit_rotary", "cct"])

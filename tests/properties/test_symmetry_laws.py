@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.trace import trace_symmetry
 
 torch.set_num_threads(1)
@@ -309,8 +310,11 @@ def test_tensors_by_name_move_as_in_the_network(name, seed):
     network, symmetry = traced(name)
     (g,) = draw(symmetry, seed, 1)
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    moved, made = symmetry.act_on(g, tensors), symmetry.act(g, network).state_dict()
-    assert all(torch.equal(value, made[key]) for key, value in moved.items())
+    made = symmetry.act(g, network).state_dict()
+    asked_for = MovedTensors(symmetry.structure, g, tensors)
+    assert asked_for.keys() == tensors.keys()
+    for moved in (symmetry.act_on(g, tensors), asked_for):
+        assert all(torch.equal(value, made[key]) for key, value in moved.items())
 
 
 def test_zeros_to_start_from_do_not_hide_the_group():

@@ -50,38 +50,55 @@ def unbalanced(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]
     return [cell for cell, (out, read) in pairs if float((out - read).norm()) > 1e-4 * float(out.norm())]
 
 
-def balancing(out: Tensor, read: Tensor) -> Tensor | None:
-    r"""Return the positive matrix that makes two Gram matrices equal; None if one of them is singular.
+def mismatch(out: Tensor, read: Tensor) -> float:
+    """Return how far two Gram matrices are from being one diagonal matrix: that of its roots from the identity."""
+    size = out.diagonal().clamp_min(1e-300).rsqrt()
+    same = torch.eye(len(out), dtype=out.dtype)
+    return max(float((size[:, None] * gram * size - same).abs().max()) for gram in (out, read)) / 4
 
-    :math:`A S A^\top = A^{-\top} R A^{-1}` for :math:`A = P^{1/2}` with :math:`P S P = R`: the geometric mean
-    :math:`P = S^{-1/2} (S^{1/2} R S^{1/2})^{1/2} S^{-1/2}` (docs/theory/intertwiners.md, 5.5).
+
+def balancing(out: Tensor, read: Tensor) -> Tensor | None:
+    """Return the positive matrix that makes two Gram matrices equal; None if one of them is singular.
+
+    Args:
+        out: Of what it multiplies. Shape ``[e, e]``, float64, symmetric.
+        read: Of what its inverse transposed multiplies. The same shape.
+    """
+    found = principal_balancing(out, read)
+    if found is None:
+        return None
+    values, vectors = torch.linalg.eigh(found.mT @ found)
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
+    return root
+
+
+def principal_balancing(out: Tensor, read: Tensor) -> Tensor | None:
+    r"""Return the matrix that makes two Gram matrices equal and diagonal, largest first; None if one is singular.
+
+    :math:`A S A^\top = A^{-\top} R A^{-1}` whenever :math:`A^\top A = P` with :math:`P S P = R`. That is the geometric
+    mean :math:`P = S^{-1/2} X^{1/2} S^{-1/2}` with :math:`X = S^{1/2} R S^{1/2} = U \Lambda U^\top`
+    (docs/theory/intertwiners.md, 5.5); with :math:`A = \Lambda^{1/4} U^\top S^{-1/2}` both become
+    :math:`\Lambda^{1/2}`.
 
     Args:
         out: S, of what A multiplies. Shape ``[e, e]``, float64, symmetric.
         read: R, of what A's inverse transposed multiplies. The same shape.
     """
-    half = _power(out, 0.5)
-    if half is None or _power(read, 0.5) is None:
+    values, vectors = torch.linalg.eigh((out + out.mT) / 2)
+    if not _regular(values) or not _regular(torch.linalg.eigvalsh((read + read.mT) / 2)):
         return None
-    middle, inverse = _power(half @ read @ half, 0.5), _power(out, -0.5)
-    if middle is None or inverse is None:
+    half, inverse = ((vectors * values**power) @ vectors.mT for power in (0.5, -0.5))
+    middle = half @ read @ half
+    squares, axes = torch.linalg.eigh((middle + middle.mT) / 2)
+    if not _regular(squares):
         return None
-    return _power(inverse @ middle @ inverse, 0.5)
+    found: Tensor = ((axes * squares**0.25).mT @ inverse).flip(0)
+    return found
 
 
-def _power(matrix: Tensor, exponent: float) -> Tensor | None:
-    """Return a power of a positive matrix; None if it is singular."""
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-    if not bool(values[0] > _SINGULAR * values[-1]):
-        return None
-    power: Tensor = (vectors * values**exponent) @ vectors.mT
-    return power
-
-
-def principal_axes(gram: Tensor) -> Tensor:
-    """Return the orthogonal matrix that makes a Gram matrix diagonal, its largest entry first."""
-    axes: Tensor = torch.linalg.eigh((gram + gram.mT) / 2).eigenvectors.flip(1).mT
-    return axes
+def _regular(values: Tensor) -> bool:
+    """Whether a Gram matrix of these rising eigenvalues is not singular."""
+    return bool(values[0] > _SINGULAR * values[-1])
 
 
 def singular_values(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:

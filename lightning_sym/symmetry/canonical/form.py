@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.cells import balancing, gram_matrices, principal_axes, reflections
+from lightning_sym.symmetry.canonical.cells import gram_matrices, mismatch, principal_balancing, reflections
 from lightning_sym.symmetry.canonical.gauge import ScaleGauge
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, joint_sums, plan_of
 from lightning_sym.symmetry.canonical.order import Gauged, find_order, find_signs
 from lightning_sym.symmetry.canonical.planes import principal_phases
 from lightning_sym.symmetry.canonical.streams import folding, positive, principal_turns, rotatable
 from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tilting import to_gains
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.translations import nearest
+from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 Scales = Literal["balanced", "unit"] | None
 
@@ -204,17 +206,7 @@ def canonicalize(
     if scales not in ("balanced", "unit", None):
         raise ValueError(f"scales must be 'balanced', 'unit' or None, got {scales!r}.")
     symmetry.require(network)
-    course = _Course(symmetry, network, scales)
-    if symmetry.structure.rotations and scales == "balanced" and signs and order:
-        # Scales, shifts and cells do not depend on rotations, signs and order do.
-        _up_to_rotations(course, signs=False, order=False)
-        course.move(positive(symmetry, course.tensors))
-        turn, notes = principal_turns(symmetry, course.tensors)
-        course.move(turn)
-        _up_to_rotations(course, signs=True, order=True)
-        course.notes += notes
-    else:
-        _up_to_rotations(course, signs=signs, order=order)
+    course = _course(symmetry, network, scales, signs=signs, order=order)
     return CanonicalForm(
         symmetry.act(course.element, network, inplace=inplace),
         course.element,
@@ -226,6 +218,44 @@ def canonicalize(
     )
 
 
+def canonical_element(symmetry: Symmetry, network: nn.Module) -> Element:
+    """Return the element that brings a network to its canonical form; see :func:`canonicalize`."""
+    return _course(symmetry, network, "balanced", signs=True, order=True).element
+
+
+def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> Element:
+    """Return the element that brings a network to the balanced gauge, its units where they are.
+
+    Holds no copy of the network, but for the squares of its weights.
+
+    Args:
+        symmetry: The network's.
+        network: Not changed.
+        signs: Whether gains between which streams rotate may change their signs; they are positive then.
+    """
+    course = _Course(symmetry, network, "balanced", kept=False)
+    _up_to_rotations(course, signs=False, order=False)
+    if signs and symmetry.structure.rotations:
+        course.move(positive(symmetry, course.tensors))
+    return course.element
+
+
+def _course(symmetry: Symmetry, network: nn.Module, scales: Scales, *, signs: bool, order: bool) -> "_Course":
+    """Bring a network's weights to their canonical form."""
+    course = _Course(symmetry, network, scales)
+    if symmetry.structure.rotations and scales == "balanced" and signs and order:
+        # Scales, shifts and cells do not depend on rotations, signs and order do.
+        _up_to_rotations(course, signs=False, order=False)
+        course.move(positive(symmetry, course.tensors))
+        turn, notes = principal_turns(symmetry, course.tensors)
+        course.move(turn)
+        _up_to_rotations(course, signs=True, order=True)
+        course.notes += notes
+    else:
+        _up_to_rotations(course, signs=signs, order=order)
+    return course
+
+
 class _Course:
     """A network's weights on their way to the canonical form.
 
@@ -234,29 +264,33 @@ class _Course:
         dead: As found where no unit had been moved yet.
         sweeps: Of all passes together.
         residual: Of the last pass, as `converged` and `notes`.
+        kept: Whether moved tensors are kept, in double precision, or made anew whenever one is asked for.
+        dtype: In which weights are held to sum up their squares; None for that of `tensors`.
     """
 
-    def __init__(self, symmetry: Symmetry, network: nn.Module, scales: Scales) -> None:
-        self.symmetry, self.scales = symmetry, scales
+    def __init__(self, symmetry: Symmetry, network: nn.Module, scales: Scales, *, kept: bool = True) -> None:
+        self.symmetry, self.scales, self.kept = symmetry, scales, kept
         self.element = self.identity = symmetry.identity()
         self.dead: dict[str, Tensor] | None = None
         self.sweeps, self.residual, self.converged = 0, 0.0, True
         self.notes: list[str] = []
-        self._tensors = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
-        self._to_do: Element | None = None
+        self._given = {name: tensor.detach() for name, tensor in state_tensors(network).items()}
+        self._here: Mapping[str, Tensor] | None = self._given
+        exact = any(tensor.dtype == torch.float64 for tensor in self._given.values())
+        self.dtype = None if kept or exact else torch.float32
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """The parameters and buffers where they are: as they were given, and in float64 once they have moved."""
-        if self._to_do is not None:
-            exact = {name: t.double() if t.is_floating_point() else t for name, t in self._tensors.items()}
-            self._tensors, self._to_do = self.symmetry.act_on(self._to_do, exact), None
-        return self._tensors
+        if self._here is None:
+            exact = ConvertedTensors(self._given, doubled)
+            here = MovedTensors(self.symmetry.structure, self.element, exact)
+            self._here = dict(here.items()) if self.kept else here
+        return self._here
 
     def move(self, element: Element) -> None:
         """Let an element act, when somebody looks."""
-        self.element = self.symmetry.compose(element, self.element)
-        self._to_do = element if self._to_do is None else self.symmetry.compose(element, self._to_do)
+        self.element, self._here = self.symmetry.compose(element, self.element), None
 
 
 def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
@@ -269,7 +303,7 @@ def _up_to_rotations(course: _Course, *, signs: bool, order: bool) -> None:
     for count in range(_MOST_SHIFTS):
         tilts, untilted = to_gains(structure, course.tensors)
         tilt = replace(course.identity, tilt=tilts)
-        tensors = course.symmetry.act_on(tilt, course.tensors) if tilts else course.tensors
+        tensors = MovedTensors(structure, tilt, course.tensors) if tilts else course.tensors
         step = nearest(structure.shifts, tensors)
         if count and all(bool((vector.abs() <= 1e-12).all()) for vector in (*step, *tilts)):
             break
@@ -296,11 +330,11 @@ def _up_to_phases(course: _Course, *, signs: bool, order: bool) -> None:
     symmetry, scales = course.symmetry, course.scales
     if scales is None or not symmetry.structure.dense:
         return _up_to_cells(course, signs=signs, order=order)
-    cells, stay, notes = _balanced_cells(symmetry, course.tensors, scales)
+    cells, stay, notes = _balanced_cells(symmetry, course.tensors, scales, course.dtype)
     course.move(cells)
     _up_to_cells(course, signs=signs, order=order)
     if signs:
-        parameters = {name: t for name, t in course.tensors.items() if name in symmetry.parameter_names}
+        parameters = ConvertedTensors(course.tensors, torch.detach, symmetry.parameter_names)
         flips = reflections(symmetry.structure, parameters)
         same = course.identity.dense
         dense = tuple(same[cell] if cell in stay else flip for cell, flip in enumerate(flips))
@@ -321,42 +355,44 @@ def _up_to_cells(course: _Course, *, signs: bool, order: bool) -> None:
 
 
 def _balanced_cells(
-    symmetry: Symmetry, tensors: Mapping[str, Tensor], scales: Scales
+    symmetry: Symmetry, tensors: Mapping[str, Tensor], scales: Scales, dtype: torch.dtype | None
 ) -> tuple[Element, set[int], list[str]]:
     """Return the element after which what dense cells put out and what reads it have equal, diagonal Gram matrices.
 
     With the cells that have no balanced member and stay, and notes.
 
     Scales and cells in turn: the squared norm falls with each, and is convex along geodesics of both together
-    (docs/theory/intertwiners.md, 5.5).
+    (docs/theory/intertwiners.md, 5.5). Matrices change the squares of those tensors only in which cells stand.
     """
     structure, plan = symmetry.structure, plan_of(symmetry)
     counted = {structure.slots[index].tensor for index in np.unique(plan.slot_of[plan.parameter]).tolist()}
+    mixed = {
+        slot.tensor for slot in structure.slots if slot.offset in structure.dense_places and slot.tensor in tensors
+    }
     total = symmetry.identity()
     singular: set[int] = set()
-    tensors = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    for _ in range(_MOST_ROUNDS):
-        gauge = ScaleGauge(symmetry, plan, Squares(plan, tensors), scales, folding(symmetry, tensors))
+    squares = Squares(plan, tensors, dtype)
+    for count in range(_MOST_ROUNDS):
+        here = MovedTensors(structure, total, tensors, shifted=False)
+        gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, here))
         step = replace(symmetry.identity(), log_scale=torch.from_numpy(gauge.log_scale))
-        tensors, total = symmetry.act_on(step, tensors, shifts=False), symmetry.compose(step, total)
-        moved, dense = 0.0, list(symmetry.identity().dense)
-        for cell, (out, read) in enumerate(zip(*gram_matrices(structure, _only(tensors, counted)), strict=True)):
-            found = balancing(out, read)
+        squares.scale(gauge.log_scale)
+        total = symmetry.compose(step, total)
+        here = MovedTensors(structure, total, ConvertedTensors(tensors, doubled), mixed & counted, shifted=False)
+        grams = list(enumerate(zip(*gram_matrices(structure, here), strict=True)))
+        moved = max((mismatch(*own) for cell, own in grams if cell not in singular), default=0.0)
+        if count and moved <= _SETTLED:
+            break
+        dense = list(symmetry.identity().dense)
+        for cell, (out, read) in grams:
+            found = None if cell in singular else principal_balancing(out, read)
             if found is None:
                 singular.add(cell)
-                continue
-            moved = max(moved, float((found - dense[cell]).abs().max()))
-            dense[cell] = found
-        step = replace(symmetry.identity(), dense=tuple(dense))
-        tensors, total = symmetry.act_on(step, tensors, shifts=False), symmetry.compose(step, total)
-        if moved <= _SETTLED:
-            break
-    grams, _ = gram_matrices(structure, _only(tensors, counted))
-    axes = [
-        torch.eye(len(gram), dtype=torch.float64) if cell in singular else principal_axes(gram)
-        for cell, gram in enumerate(grams)
-    ]
-    total = symmetry.compose(replace(symmetry.identity(), dense=tuple(axes)), total)
+            else:
+                dense[cell] = found
+        total = symmetry.compose(replace(symmetry.identity(), dense=tuple(dense)), total)
+        inside = replace(total, log_scale=symmetry.identity().log_scale)
+        squares.renew(MovedTensors(structure, inside, ConvertedTensors(tensors, doubled), mixed, shifted=False))
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
     if singular:
         notes.append(
@@ -366,15 +402,11 @@ def _balanced_cells(
     return total, singular, notes
 
 
-def _only(tensors: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name in names}
-
-
 def _pass(course: _Course, *, signs: bool, order: bool) -> Element:
     """Find permutations, scales and signs, as if no bias took up what changes of sign add; return the step taken."""
     symmetry, scales, tensors, notes = course.symmetry, course.scales, course.tensors, course.notes
     plan = plan_of(symmetry)
-    squares = Squares(plan, tensors)
+    squares = Squares(plan, tensors, course.dtype)
     _check_finite(tensors, squares)
     gauge = ScaleGauge(symmetry, plan, squares, scales, folding(symmetry, tensors))
     notes[:] = gauge.notes
@@ -411,11 +443,10 @@ def _pass(course: _Course, *, signs: bool, order: bool) -> Element:
     return step
 
 
-def _check_finite(tensors: dict[str, Tensor], squares: Squares) -> None:
-    for name, tensor in tensors.items():
+def _check_finite(tensors: Mapping[str, Tensor], squares: Squares) -> None:
+    for name in tensors:
         # Summing the squares is cheaper for large tensors than looking at every entry again.
-        seen = squares.squares.get(name)
-        finite = bool(torch.isfinite(tensor).all()) if seen is None else math.isfinite(float(seen.sum()))
+        finite = math.isfinite(squares.total(name)) if name in squares else bool(torch.isfinite(tensors[name]).all())
         if not finite:
             raise ValueError(
                 f"{name} holds values that are not finite; expected a network whose weights are all finite."

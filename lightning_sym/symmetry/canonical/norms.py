@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,6 +17,7 @@ from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Sums of squares below are zero: their logarithms mean nothing.
 NOTHING = 1e-280
+_AT_ONCE = 2**17  # so many squares are made at once
 
 
 def module_of(tensor: str) -> str:
@@ -132,23 +133,51 @@ class Squares:
 
     A term is a square q, summed over the axes without units; scales l turn it into q exp(2 a.l), where a adds the
     exponents at its positions on all axes. The sum of all terms is the squared norm of the network.
+
+    Args:
+        plan: What does not depend on weights.
+        tensors: Parameters, by name; those that are missing are renewed later.
+        dtype: In which matrices are held; by default in theirs, without a copy.
     """
 
-    def __init__(self, plan: Plan, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, plan: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         self.plan = plan
-        self.squares: dict[str, Floats] = {}
         self.axes: dict[str, list[tuple[int, ...]]] = {}
-        for name, slots in plan.tensors.items():
-            tensor = tensors[name].detach()
+        self._terms: dict[str, Floats] = {}
+        self._roots: dict[str, Tensor] = {}  # matrices of weights, in place of their squares
+        self._base: Floats | None = None
+        self.renew(tensors, dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.axes
+
+    def renew(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+        """Take the squares of some tensors, by name, instead of those that there were."""
+        for name in self.plan.tensors.keys() & tensors.keys():
+            tensor, slots = tensors[name].detach(), self.plan.tensors[name]
             axes = sorted({axis for slot in slots for axis in slot.axes})
             rest = [axis for axis in range(tensor.ndim) if axis not in axes]
-            if math.prod(tensor.shape[axis] for axis in rest) == 1:
-                square = tensor.to(torch.float64, copy=True).square_()
-                square = square.reshape([tensor.shape[axis] for axis in axes])
-            else:
-                square = torch.linalg.vector_norm(tensor, dim=rest, dtype=torch.float64).square_()
-            self.squares[name] = square.cpu().numpy()
+            shape = [tensor.shape[axis] for axis in axes]
             self.axes[name] = [tuple(axes.index(axis) for axis in slot.axes) for slot in slots]
+            if math.prod(tensor.shape[axis] for axis in rest) > 1:
+                square = torch.linalg.vector_norm(tensor, dim=rest, dtype=torch.float64).square_()
+                self._terms[name] = square.cpu().numpy()
+            elif self.axes[name] in ([(0,), (1,)], [(1,), (0,)]):
+                self._roots[name] = tensor.reshape(shape).to("cpu", dtype)
+            else:
+                square = tensor.to(torch.float64, copy=True).square_()
+                self._terms[name] = square.reshape(shape).cpu().numpy()
+
+    def scale(self, log_scale: Floats) -> None:
+        """Let scales act on all weights from now on."""
+        factor = np.exp(2 * (self.plan.forms @ log_scale))
+        self._base = factor if self._base is None else self._base * factor
+
+    def total(self, name: str) -> float:
+        """Return the sum of all squares of a tensor, without scales."""
+        if name in self._roots:
+            return float(torch.linalg.vector_norm(self._roots[name], dtype=torch.float64)) ** 2
+        return float(self._terms[name].sum())
 
     def _sums(self, name: str, vectors: Sequence[Floats], index: int, terms: Floats | None = None) -> Floats:
         """Return the sums of a tensor's terms at the positions of one of its slots, whose own factor is left out.
@@ -160,10 +189,9 @@ class Squares:
             terms: What is multiplied and added up; by default the squares.
         """
         slots, axes = self.plan.tensors[name], self.axes[name]
-        terms = self.squares[name] if terms is None else terms
-        if terms.ndim == 2 and axes in ([(0,), (1,)], [(1,), (0,)]):  # without a product as large as the tensor
-            product: Floats = (terms if axes[index] == (0,) else terms.T) @ vectors[1 - index]
-            return product
+        if terms is None and name in self._roots:
+            return _products_of_squares(self._roots[name], vectors[1 - index], axes[index] == (0,))
+        terms = self._terms[name] if terms is None else terms
         for other, slot in enumerate(slots):
             if other != index:
                 terms = terms * on_axes(vectors[other], slot.shape, axes[other], terms.ndim)
@@ -171,7 +199,9 @@ class Squares:
         return sums.ravel()
 
     def _vectors(self, name: str, values: Floats) -> list[Floats]:
-        return [values[slot.rows] for slot in self.plan.tensors[name]]
+        if self._base is None:
+            return [values[slot.rows] for slot in self.plan.tensors[name]]
+        return [values[slot.rows] * self._base[slot.rows] for slot in self.plan.tensors[name]]
 
     def slices(self, factor: Floats, names: Sequence[str] | None = None, wanted: Bools | None = None) -> Floats:
         """Return the sum of the terms at each position; factor: what each position multiplies its terms by.
@@ -179,7 +209,7 @@ class Squares:
         Only for the slots of the named tensors that hold a wanted position; 0 elsewhere.
         """
         total = np.zeros(self.plan.total)
-        for name in self.squares if names is None else names:
+        for name in self.axes if names is None else names:
             vectors = self._vectors(name, factor)
             for index, slot in enumerate(self.plan.tensors[name]):
                 if wanted is None or wanted[slot.rows].any():
@@ -216,13 +246,36 @@ class Squares:
             vectors, slots = self._vectors(name, mask), self.plan.tensors[name]
             joint = any(len(slot.axes) > 1 for slot in slots)
             for index, slot in enumerate(slots):
-                terms = self._sums(name, vectors, index, np.ones(self.squares[name].shape)) if joint else 1.0
+                terms = self._sums(name, vectors, index, np.ones(self._terms[name].shape)) if joint else 1.0
                 result[slot.rows] = vectors[index] * terms > 0
         return result
 
     def allowed(self, mask: Floats) -> list[str]:
         """Return the tensors that have terms all of whose positions are allowed."""
-        return [name for name in self.squares if all(own.any() for own in self._vectors(name, mask))]
+        return [name for name in self.axes if all(own.any() for own in self._vectors(name, mask))]
+
+
+def _products_of_squares(tensor: Tensor, vector: Floats, rows: bool) -> Floats:
+    """Return the products of a matrix of squares with a vector, over columns or `rows`: without that matrix.
+
+    Args:
+        tensor: The roots of the squares. Shape (rows, columns), on the CPU.
+        vector: Shape (columns,) or (rows,).
+        rows: Whether the result has one number for each row, or for each column.
+
+    Returns:
+        Shape (rows,) or (columns,).
+    """
+    factor, height = torch.from_numpy(vector), max(_AT_ONCE // max(tensor.shape[1], 1), 1)
+    total = torch.zeros(tensor.shape[0 if rows else 1], dtype=torch.float64)
+    for begin in range(0, len(tensor), height):
+        at = slice(begin, begin + height)
+        squares = tensor[at].to(torch.float64, copy=True).square_()
+        if rows:
+            torch.mv(squares, factor, out=total[at])
+        else:
+            total.addmv_(squares.mT, factor[at])
+    return total.numpy()
 
 
 def joint_sums(symmetry: Symmetry, plan: Plan, slices: Floats) -> Floats:

@@ -1,6 +1,6 @@
 """Signs and an order of units that are the same for every member of an orbit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class Gauged:
     """
 
     def __init__(
-        self, symmetry: Symmetry, plan: Plan, tensors: dict[str, Tensor], log_scale: Floats, shown: Bools
+        self, symmetry: Symmetry, plan: Plan, tensors: Mapping[str, Tensor], log_scale: Floats, shown: Bools
     ) -> None:
         self.tensors, self.shown = tensors, shown
         self.slots = symmetry.structure.slots_of

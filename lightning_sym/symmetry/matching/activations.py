@@ -28,8 +28,9 @@ from lightning_sym.symmetry.matching.coordinate_descent import (
     best_blocks,
     block_systems,
 )
+from lightning_sym.symmetry.matching.magnitudes import refined
 from lightning_sym.symmetry.matching.streams import best_turn, stream_places, turn_of
-from lightning_sym.symmetry.matching.weights import Match, match_of, nearer_by_forms
+from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.watching import watched
 
@@ -279,8 +280,8 @@ def activation_matching(
         turns = {index: best_turn(rotations[index], moments.stream_product(index)) for index in moments.streams}
         for index in turns:
             chosen.pop(rotations[index].orbit, None)  # which are among the rotations
-        target, source, back, _ = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
-        descent = Descent(symmetry, target, source, signs=signs, device=where)
+        compared = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
+        descent = Descent(compared, signs=signs, device=where)
         descent.restart(replace(descent.element_of(chosen), rotation=turn_of(symmetry, turns).rotation))
         undecided = {}
         for index, own in chosen.items():
@@ -296,11 +297,15 @@ def activation_matching(
             pass
         identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in chosen}
         before, after = (sum(gains[i].of(own[i]) for i in chosen) for own in (identity, chosen))
-        found = Descended(back(descent.element), (before, after), 1, (after,))
-        match = match_of(symmetry, a, b, found, "activations", refine=where if scales and refine else None)
-        if scales and balance and descent.suspicious(descent.element):
+        doubtful = scales and balance and descent.suspicious(descent.element)
+        element = compared.back(descent.element)
+        del descent
+        if scales and refine:
+            element = refined(symmetry, a, b, element, where)
+        match = measured(symmetry, a, b, Descended(element, (before, after), 1, (after,)))
+        if doubtful:
             match = nearer_by_forms(symmetry, a, b, match)
-        return match
+        return matched_by(symmetry, b, match, "activations")
 
 
 def _gain(moments: ActivationMoments, group: MatchingGroup, name: str, measure: str, signs: bool) -> Gain:

@@ -289,7 +289,8 @@ class Gain:
         """Return the gain of each pair. Shape (size, size), dtype and device of the parts."""
         joint, single = self._split(self.parts)
         best = [functools.reduce(torch.maximum, (_folded(joint, own)[()] for own in self._options()))] if joint else []
-        return functools.reduce(torch.add, [*best, *(part.abs() for part in single.values())])
+        terms = [*best, *(part.abs() for part in single.values())]
+        return terms[0] if len(terms) == 1 else functools.reduce(torch.add, terms)
 
     def _options(self) -> list[dict[int, float]]:
         """Return all choices of the signs that meet others."""
@@ -364,7 +365,8 @@ class Tables:
         """Return the best assignment's gain, its case of shared signs, and each row's place among the columns."""
         best = (-math.inf, 0, np.arange(len(rows)))
         for number, table in enumerate(self.tables):
-            part = table[np.ix_(rows, columns)]
+            whole = len(rows) == len(columns) == len(table) and bool((rows[1:] > rows[:-1]).all())
+            part = table if whole and np.array_equal(rows, columns) else table[np.ix_(rows, columns)]
             chosen = best_assignment(part)
             value = float(part[np.arange(len(rows)), chosen].sum())
             if value > best[0]:
@@ -389,8 +391,10 @@ class Tables:
 
 
 def best_assignment(gain: Floats) -> Ints:
-    """Return for each row its column; rows keep their own where that is as good."""
-    rows, columns = linear_sum_assignment(gain, maximize=True)
+    """Return for each row its column; rows keep their own where that is as good. The gain's sign changes meanwhile."""
+    np.negative(gain, out=gain)  # to maximise it, the solver would copy it
+    rows, columns = linear_sum_assignment(gain)
+    np.negative(gain, out=gain)
     own = np.arange(len(gain))
     if gain[rows, columns].sum() <= gain[own, own].sum():
         return own

@@ -1,7 +1,8 @@
 """What matching starts from: checked networks, in the balanced gauge, as tensors of one dtype."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.form import canonicalize
-from lightning_sym.symmetry.canonical.streams import positive
+from lightning_sym.symmetry.canonical.form import balanced_element
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.proportion import to_scales_of
+from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.views import ConvertedTensors
+
+_AT_ONCE = 2**20  # so many numbers are compared at once
 
 
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
@@ -41,47 +45,99 @@ def balanced(symmetry: Symmetry, network: nn.Module, *, signs: bool = True) -> t
         network: Not changed.
         signs: Whether gains between which streams rotate may change their signs; they are positive then.
     """
-    form = canonicalize(symmetry, network, scales="balanced", signs=False, order=False)
-    if not (signs and symmetry.structure.rotations):
-        return form.network, form.element
-    flips = positive(symmetry, state_tensors(form.network))
-    return symmetry.act(flips, form.network, inplace=True), symmetry.compose(flips, form.element)
+    element = balanced_element(symmetry, network, signs=signs)
+    return symmetry.act(element, network), element
 
 
-def comparable(
-    symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True
-) -> tuple[nn.Module, nn.Module, Callable[[Element], Element], Callable[[Element], Element]]:
-    """Return two networks as they are compared: balanced, or as they are.
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two networks as they are compared, in the balanced gauge or as they are: as elements, so that nothing is copied.
 
-    Returns:
-        Both, and two functions: of an element for the second as it is compared the first makes one for ``b`` as it is,
-        which brings it to the scales of ``a``; the other goes the opposite way.
+    Attributes:
+        symmetry: The symmetry of both.
+        a: The reference as it is.
+        b: The other network as it is.
+        left: Brings the reference to where it is compared; None if that is where it is.
+        right: The same of the other one.
     """
+
+    symmetry: Symmetry
+    a: nn.Module
+    b: nn.Module
+    left: Element | None = None
+    right: Element | None = None
+
+    def target(self, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the parameters of the reference as they are compared, on a device, in at least single precision."""
+        return working(self.a, self.symmetry, device, element=self.left)
+
+    def start(self, device: torch.device, element: Element | None = None) -> Mapping[str, Tensor]:
+        """Return the parameters of the other network as they are compared, on a device, in the reference's dtypes.
+
+        Args:
+            device: The device.
+            element: Moves them from there.
+        """
+        if self.right is not None:
+            element = self.right if element is None else self.symmetry.compose(element, self.right)
+        return working(self.b, self.symmetry, device, like=state_tensors(self.a), element=element)
+
+    def back(self, element: Element) -> Element:
+        """Return the element of ``b`` as it is for one of what is compared; it brings ``b`` to the scales of ``a``."""
+        if self.left is None or self.right is None:
+            return element
+        whole = self.symmetry.compose(element, self.right)
+        return self.symmetry.compose(to_scales_of(self.symmetry, self.a, self.left, self.b, whole), whole)
+
+    def forth(self, element: Element) -> Element:
+        """Return the element of what is compared for one of ``b`` as it is."""
+        if self.left is None or self.right is None:
+            return element
+        return self.symmetry.compose(self.left, self.symmetry.compose(element, self.symmetry.inverse(self.right)))
+
+
+def comparable(symmetry: Symmetry, a: nn.Module, b: nn.Module, *, balance: bool, signs: bool = True) -> Comparison:
+    """Return how two networks are compared: balanced, or as they are."""
     if not balance:
-        return a, b, lambda element: element, lambda element: element
-    (target, left), (source, right) = (balanced(symmetry, network, signs=signs) for network in (a, b))
-
-    def back(element: Element) -> Element:
-        scales = to_scales_of(symmetry, a, left, symmetry.act(element, source))
-        return symmetry.compose(scales, symmetry.compose(element, right))
-
-    def forth(element: Element) -> Element:
-        return symmetry.compose(left, symmetry.compose(element, symmetry.inverse(right)))
-
-    return target, source, back, forth
+        return Comparison(symmetry, a, b)
+    return Comparison(symmetry, a, b, *(balanced_element(symmetry, network, signs=signs) for network in (a, b)))
 
 
 def working(
-    network: nn.Module, symmetry: Symmetry, device: torch.device, like: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Return the parameters on a device, in the dtypes of others or else their own, in at least single precision."""
-    tensors = {}
-    for name, tensor in state_tensors(network).items():
-        if name in symmetry.parameter_names:
-            dtype = tensor.dtype if like is None else like[name].dtype
-            single = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-            tensors[name] = tensor.detach().to(device, single)
-    return tensors
+    network: nn.Module,
+    symmetry: Symmetry,
+    device: torch.device,
+    like: Mapping[str, Tensor] | None = None,
+    element: Element | None = None,
+) -> Mapping[str, Tensor]:
+    """Return the parameters on a device, in the dtypes of others or else their own, in at least single precision.
+
+    Args:
+        network: Not changed.
+        symmetry: The network's.
+        device: The device.
+        like: Tensors of the same names; None for those of the network itself.
+        element: Moves the parameters; they are made anew whenever one is asked for then.
+    """
+    given = _Working(state_tensors(network), device, like)
+    if element is None:
+        return {name: given[name] for name in given if name in symmetry.parameter_names}
+    return MovedTensors(symmetry.structure, element, given, symmetry.parameter_names)
+
+
+class _Working(ConvertedTensors):
+    """A network's tensors on a device, in the dtypes of others or else their own, in at least single precision."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], device: torch.device, like: Mapping[str, Tensor] | None = None
+    ) -> None:
+        super().__init__(tensors, torch.detach)
+        self._device, self._like = device, tensors if like is None else like
+
+    def _made(self, name: str) -> Tensor:
+        dtype = self._like[name].dtype
+        single = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        return super()._made(name).to(self._device, single)
 
 
 def inner(one: Tensor, two: Tensor) -> float:
@@ -89,10 +145,23 @@ def inner(one: Tensor, two: Tensor) -> float:
     return float(torch.dot(one.reshape(-1), two.reshape(-1)))
 
 
+def squared_difference(one: Tensor, two: Tensor) -> float:
+    """Return the squared distance of two tensors of one shape and dtype, without a third one of their size."""
+    if one.numel() <= _AT_ONCE:
+        difference = one - two
+        return inner(difference, difference)
+    ones, twos = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (one, two))
+    return math.fsum(squared_difference(*pair) for pair in zip(ones, twos, strict=True))
+
+
 def squared_distance(ones: Mapping[str, Tensor], twos: Mapping[str, Tensor]) -> float:
     """Return the squared Euclidean distance of tensors to those of the same names, which may be on another device."""
-    pairs = ((one, twos[name].to(one)) for name, one in ones.items())
-    return math.fsum(float((one - two).square().sum(dtype=wide(one.device))) for one, two in pairs)
+    return math.fsum(_squared_distance(one, twos[name].to(one)) for name, one in ones.items())
+
+
+def _squared_distance(one: Tensor, two: Tensor) -> float:
+    parts = zip(*(torch.split(tensor.detach().reshape(-1), _AT_ONCE) for tensor in (one, two)), strict=True)
+    return math.fsum(float((x - y).square().sum(dtype=wide(x.device))) for x, y in parts)
 
 
 def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:

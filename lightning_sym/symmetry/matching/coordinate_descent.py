@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 from scipy import sparse
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sym._distributed import rank
 from lightning_sym._linear_algebra import polar_factor
@@ -27,10 +27,9 @@ from lightning_sym.symmetry.matching.assignment_costs import (
     best_assignment,
     flips,
     matched_groups,
-    stacked,
     within_cells,
 )
-from lightning_sym.symmetry.matching.balanced import along, inner, working
+from lightning_sym.symmetry.matching.balanced import Comparison, along, inner, squared_difference
 from lightning_sym.symmetry.matching.streams import best_turn, turn_of, weight_products
 from lightning_sym.symmetry.phases import phases_of
 
@@ -39,9 +38,13 @@ FREEDOM = ("permutations", "blocks", "matrices", "rotations")
 
 # Relative to the squared distance: what is smaller is no improvement.
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
+# Of the squared distance: what turning streams again has to win, as everything else has to be looked at again then.
+_WORTH = 5e-3
+_MOST_TURNS = 10  # of streams and cells, before all else is assigned again
 _ROUNDING = 10.0  # so many units of rounding may be between equal networks, relative to their norm
 # Squared distances this many times larger than norms of tensors call for: two networks of one orbit may not be matched.
 _SUSPICIOUS = 1e4
+_ALIKE = 1e-4  # norms of tensors on one orbit agree to rounding; those of networks from two seeds differ more than that
 
 
 @dataclass
@@ -128,16 +131,14 @@ class Descent:
     """Coordinate descent. Holds the parameters of A and those of the current member of B's orbit.
 
     Args:
-        symmetry: Symmetry of both networks.
-        a: The reference.
-        b: The network that is moved.
+        compared: Both networks as they are compared: A, the reference, and B, which is moved.
         signs: Whether signs may change.
         device: Where gains are computed, in A's dtypes.
         freedom: Some of :data:`FREEDOM`: which moves there are.
 
     Attributes:
+        symmetry: Symmetry of both.
         target: A's parameters, by name.
-        start: B's parameters.
         current: Those of the current member of B's orbit.
         element: Brings B there.
         groups: What there is to be assigned.
@@ -146,44 +147,39 @@ class Descent:
 
     def __init__(
         self,
-        symmetry: Symmetry,
-        a: nn.Module,
-        b: nn.Module,
+        compared: Comparison,
         *,
         signs: bool,
         device: torch.device,
         freedom: Collection[str] = FREEDOM,
     ) -> None:
-        self.symmetry = symmetry
+        self.compared, self.device = compared, device
+        self.symmetry = symmetry = compared.symmetry
         self.signs = signs
         self.freedom = frozenset(freedom)
         self.groups = matched_groups(symmetry)
         self.systems = block_systems(symmetry, self.groups) if "blocks" in self.freedom else []
         self._held: set[int] = set()  # the groups that keep their assignment
         self._kept_signs: dict[int, set[int]] = {}  # by group, the columns of signs that are not to be flipped alone
-        self.target = working(a, symmetry, device)
-        self.start = working(b, symmetry, device, like=self.target)
-        self.current = dict(self.start)
-        # By group, the numbers of the rotations that may be chosen; emptied where they are given.
-        self.rotations: dict[int, list[int]] = {}
-        for index in rotatable(symmetry.structure, self.start) if "rotations" in self.freedom else ():
-            self.rotations.setdefault(symmetry.structure.rotations[index].orbit, []).append(index)
-        self._settled_signs = self._positive_gains()
-        self.element = symmetry.identity()
         # By weight, the biases that take up what flips of its columns add.
         self._absorbing: dict[str, list[str]] = {}
         for bias, weight, _, _ in symmetry.structure.absorbed:
             self._absorbing.setdefault(weight, []).append(bias)
-        self._absorbers = {bias for biases in self._absorbing.values() for bias in biases}
-        used = {name for group in self.groups for name in group.tensors} | self._absorbers
-        self._moving = [name for name in self.target if name in used]
-        both = [math.fsum(inner(t, t) for t in tensors.values()) for tensors in (self.target, self.start)]
+        self.target = compared.target(device)
+        self.current: dict[str, Tensor] = {}
+        self._squares: dict[str, float] = {}
+        self.element = self.identity = symmetry.identity()
+        self.restart(self.identity)
+        # By group, the numbers of the rotations that may be chosen; emptied where they are given.
+        self.rotations: dict[int, list[int]] = {}
+        for index in rotatable(symmetry.structure, self.current) if "rotations" in self.freedom else ():
+            self.rotations.setdefault(symmetry.structure.rotations[index].orbit, []).append(index)
+        self._settled_signs = self._positive_gains()
+        both = [math.fsum(inner(t, t) for t in tensors.values()) for tensors in (self.target, self.current)]
         self._half: float = sum(both) / 2
-        dtypes = {tensor.dtype for tensor in self.target.values()}
+        dtypes = {tensor.dtype for tensor in self.current.values()}
         self._negligible = max((_NEGLIGIBLE[dtype] for dtype in dtypes), default=0.0)
         self._rounding = max((_ROUNDING * torch.finfo(dtype).eps for dtype in dtypes), default=0.0) * math.sqrt(both[0])
-        self._squares = {name: self._square(name, self.current[name]) for name in self.target}
-        self._rows: dict[tuple[int, Pattern], Tensor] = {}
         # By group, those whose gains change with its units' places: its own, too, if it stands on two axes at once.
         self._neighbours = {
             g.index: {h.index for h in self.groups if h.tensors & g.tensors and (h is not g or g.quadratic)}
@@ -198,7 +194,7 @@ class Descent:
             for group, indices in self.rotations.items()
             if all(
                 bool((tensors[name].reshape(-1)[torch.from_numpy(at).to(tensors[name].device)] > 0).all())
-                for tensors in (self.target, self.start)
+                for tensors in (self.target, self.current)
                 for index in indices
                 for name, at in structure.rotations[index].gains
             )
@@ -206,8 +202,7 @@ class Descent:
 
     def _square(self, name: str, tensor: Tensor) -> float:
         # Of the difference, which is exact where both are nearly equal; in inner products half of the digits are lost.
-        difference = self.target[name] - tensor
-        return inner(difference, difference)
+        return squared_difference(self.target[name], tensor)
 
     @property
     def squared_distance(self) -> float:
@@ -231,16 +226,20 @@ class Descent:
         if not self.signs or self.freedom != set(FREEDOM):
             return False
         self.restart(element)
-        pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.start.items())
+        pairs = ((self.target[name].norm(), tensor.norm()) for name, tensor in self.current.items())
         least = math.fsum(float(one - two) ** 2 for one, two in pairs)
-        return self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
+        alike = least <= _ALIKE**2 * 2 * self._half
+        return alike and self.squared_distance > _SUSPICIOUS * (least + self._rounding**2)
 
     def restart(self, element: Element) -> None:
         """Begin again at a member of B's orbit."""
+        if self.current and element is self.element:
+            return
         self.element = element
-        self.current.update(self._moved(element, self.start, self._moving))
-        for name in self._moving:
-            self._squares[name] = self._square(name, self.current[name])
+        start = self.compared.start(self.device, None if element is self.identity else element)
+        for name in start:
+            self.current[name] = tensor = start[name]
+            self._squares[name] = self._square(name, tensor)
 
     def hold(self, cells: Mapping[int, tuple[Ints, ...]], signs: Mapping[int, set[int]]) -> None:
         """Keep some groups as they are.
@@ -271,15 +270,17 @@ class Descent:
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
         for pattern, slices in group.slices.items():
-            key = (group.index, pattern)
-            if key not in self._rows:
-                self._rows[key] = stacked(slices, self.target, size)
-            parts[pattern] = self._rows[key] @ stacked(slices, current, size).T
+            for part in slices:
+                ours, theirs = (part.of(tensors[part.tensor], size) for tensors in (self.target, current))
+                if pattern in parts:
+                    parts[pattern].addmm_(ours, theirs.T)
+                else:
+                    parts[pattern] = ours @ theirs.T
         for joint in group.joints:
-            part = joint.of(self.target[joint.tensor]) @ joint.of(current[joint.tensor]).T
-            index = torch.from_numpy(joint.members).to(part.device)
-            total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=part.dtype, device=part.device))
-            total.index_put_((index[:, None], index[None, :]), part, accumulate=True)
+            own = joint.of(self.target[joint.tensor]) @ joint.of(current[joint.tensor]).T
+            index = torch.from_numpy(joint.members).to(own.device)
+            total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=own.dtype, device=own.device))
+            total.index_put_((index[:, None], index[None, :]), own, accumulate=True)
         return Gain(parts, self.signs and group.index not in self._settled_signs, group.shared)
 
     def plane_gain(self, group: MatchingGroup) -> Tensor:
@@ -335,7 +336,27 @@ class Descent:
         if not gain.parts:
             return False
         chosen = within_cells(group, Tables(gain))
+        del gain
         return chosen.moves and self._try(self.element_of({group.index: chosen}), group.tensors)
+
+    def _turn_streams(self, indices: Sequence[int]) -> set[int]:
+        """Rotate some groups' streams, and the cells that read and write them, in turn while that is worth while.
+
+        Returns:
+            The groups that have moved.
+        """
+        moved: set[int] = set()
+        for _ in range(_MOST_TURNS):
+            before = self.squared_distance
+            turned = {index for index in indices if self._turn(self.groups[index])}
+            near = set().union(*(self._neighbours[index] for index in turned))
+            cells = {
+                i for i in sorted(near - self._held) if self.groups[i].dense and self._improve_group(self.groups[i])
+            }
+            moved |= turned | cells
+            if not self.squared_distance <= (1 - _WORTH) * before or before == 0:
+                break
+        return moved
 
     def _turn(self, group: MatchingGroup) -> bool:
         """Rotate streams by the best orthogonal matrices that fit between their gains (orthogonal Procrustes)."""
@@ -474,15 +495,16 @@ class Descent:
             turning.update((near | indices) & able & set(self.rotations))
             dirty_systems.update(n for n, system in enumerate(self.systems) if (near | indices) & set(system.groups))
 
+        last = math.inf  # the squared distance when streams were turned last
         for _ in range(most):
             if not (dirty or dirty_systems):
-                if not turning:
+                now = self.squared_distance
+                if not turning or not now <= (1 - _WORTH) * last:
                     return
                 # Streams last of all: while they are as they were, assignments can still recognise units.
-                for index in sorted(turning):
-                    turning.discard(index)
-                    if self._turn(self.groups[index]):
-                        touch({index})
+                touch(self._turn_streams(sorted(turning)))
+                turning -= set(self.rotations)
+                last = now
                 yield self.objective
                 continue
             for number in sorted(dirty_systems):
@@ -535,7 +557,7 @@ def descend(
         task = bar.add_task("matching", total=restarts * max_sweeps)
         for number in range(restarts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-            start = symmetry.identity()
+            start = descent.identity
             if initial is not None:
                 dense = tuple(polar_factor(matrix) for matrix in initial.dense)
                 start = replace(start, permutation=initial.permutation, sign=initial.sign)

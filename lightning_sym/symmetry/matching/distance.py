@@ -14,10 +14,10 @@ from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.cells import singular_values, unbalanced
-from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.canonical.form import canonical_element
 from lightning_sym.symmetry.canonical.streams import rotatable
 from lightning_sym.symmetry.matching.assignment_costs import Gain, MatchingGroup, Tables, stacked, within_cells
-from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
+from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.tracing.structure import Structure
 
@@ -90,18 +90,20 @@ def orbit_distance(
     check_networks(symmetry, a=a, b=b)
     where = torch.device(device) if device is not None else device_of(a)
     with torch.no_grad():
-        networks = comparable(symmetry, a, b, balance=balance)[:2]
-        descent = Descent(symmetry, *networks, signs=signs, device=where)
-        found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)
+        compared = comparable(symmetry, a, b, balance=balance)
+        descent = Descent(compared, signs=signs, device=where)
+        found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
         if symmetry.structure.dense or symmetry.structure.rotations:
-            forms = (canonicalize(symmetry, network).element for network in networks)
-            initial = symmetry.compose(symmetry.inverse(next(forms)), next(forms))
-            other = descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial)
-            found = max(found, other, key=lambda one: one.objective[-1])
-        descent.restart(found.element)
-        # Subtracted, not computed from inner products: near 0 these cancel.
-        upper = math.sqrt(squared_distance(descent.target, descent.current))
-        tensors = (descent.target, descent.start) if balance else ()
+            ours, theirs = (canonical_element(symmetry, network) for network in (a, b))
+            initial = compared.forth(symmetry.compose(symmetry.inverse(ours), theirs))
+            found.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial))
+        upper = math.inf
+        for one in found:
+            descent.restart(one.element)
+            # Subtracted, not computed from inner products: near 0 these cancel.
+            upper = min(upper, math.sqrt(descent.squared_distance))
+        start = compared.start(where)
+        tensors = (descent.target, start) if balance else ()
         free = {cell for own in tensors for cell in unbalanced(symmetry.structure, own)}
         notes = []
         if free:
@@ -130,7 +132,7 @@ def lower_bound(descent: Descent) -> float:
     entries are compared in their order, or singular values, where matrices mix units or streams rotate (between gains
     that are ones). Other weights whose planes are turned say nothing.
     """
-    structure = descent.symmetry.structure
+    structure, beginning = descent.symmetry.structure, descent.compared.start(descent.device)
     owners: dict[str, list[MatchingGroup]] = {}
     for group in descent.groups:
         for name in group.tensors:
@@ -142,7 +144,7 @@ def lower_bound(descent: Descent) -> float:
     anywhere |= {slot.tensor for slot in structure.slots if slot.offset in structure.turned_places}
     joint = {slot.tensor for slot in structure.slots if len(slot.axes) == 2}
     target = {name: tensor.double().cpu() for name, tensor in descent.target.items()}
-    start = {name: tensor.double().cpu() for name, tensor in descent.start.items()}
+    start = {name: tensor.double().cpu() for name, tensor in beginning.items()}
     total = 0.0
     alone: dict[int, list[str]] = {}
     spectra = [_spectra(structure, tensors) for tensors in (target, start)]

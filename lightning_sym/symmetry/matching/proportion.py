@@ -1,5 +1,6 @@
 """From the balanced gauge to the scales of a reference, but for units of which the reference says too little."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.norms import NOTHING, Plan, Squares, plan_of
 from lightning_sym.symmetry.elements import Element
+from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
 # A unit is out of proportion whose squared norm is this many times that of the reference's unit and its own least one
@@ -18,7 +20,9 @@ _OUT_OF_PROPORTION = 4.0
 _SWEEPS = 30
 
 
-def to_scales_of(symmetry: Symmetry, reference: nn.Module, gauge: Element, network: nn.Module) -> Element:
+def to_scales_of(
+    symmetry: Symmetry, reference: nn.Module, gauge: Element, network: nn.Module, element: Element | None = None
+) -> Element:
     """Return the element that brings a balanced network to the scales of a reference: docs/theory/matching.md, 1.5.
 
     A unit gets the scale of the reference's unit in its place. Of a unit that is nearly dead the scale says nothing:
@@ -32,6 +36,7 @@ def to_scales_of(symmetry: Symmetry, reference: nn.Module, gauge: Element, netwo
         reference: The network whose scales are wanted. Not changed.
         gauge: Brings the reference to the balanced gauge.
         network: In the balanced gauge, its units in the places of the reference's. Not changed.
+        element: Brings the network there first, if it is not there yet.
 
     Returns:
         The inverse of the gauge, with other scales for units out of proportion.
@@ -39,7 +44,10 @@ def to_scales_of(symmetry: Symmetry, reference: nn.Module, gauge: Element, netwo
     back = symmetry.inverse(gauge)
     if not symmetry.scales:
         return back
-    theirs, own = state_tensors(reference), state_tensors(network)
+    theirs: Mapping[str, Tensor] = state_tensors(reference)
+    own: Mapping[str, Tensor] = state_tensors(network)
+    if element is not None:
+        own = MovedTensors(symmetry.structure, element, own)
     log_scale = back.log_scale.numpy().copy()
     free = np.ones(len(log_scale), bool)
     while True:
@@ -56,7 +64,7 @@ def to_scales_of(symmetry: Symmetry, reference: nn.Module, gauge: Element, netwo
 
 
 def _put_in_proportion(
-    plan: Plan, theirs: dict[str, Tensor], own: dict[str, Tensor], free: Bools, log_scale: Floats
+    plan: Plan, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], free: Bools, log_scale: Floats
 ) -> None:
     """Change scales of units that are out of proportion, class by class, until none is.
 
@@ -103,7 +111,9 @@ def _steps(plan: Plan, sides: tuple[Floats, Floats], wanted: tuple[Floats, Float
     return np.where(out, steps, 0.0) / plan.largest
 
 
-def _keep_variances(symmetry: Symmetry, theirs: dict[str, Tensor], own: dict[str, Tensor], log_scale: Floats) -> Bools:
+def _keep_variances(
+    symmetry: Symmetry, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], log_scale: Floats
+) -> Bools:
     """Raise scales that would make running variances negative where the reference's are not.
 
     Returns:

@@ -15,11 +15,13 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry.canonical.form import canonical_element
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable, squared_distance
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.matching.magnitudes import refined
+from lightning_sym.symmetry.moving import MovedTensors
+from lightning_sym.symmetry.tracing.capture import state_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,19 +151,72 @@ def weight_matching(
         symmetry._own(initial)
     if unknown_words := sorted(set(freedom) - set(FREEDOM)):
         raise ValueError(unknown("freedom", unknown_words[0], FREEDOM))
+    found = found_match(
+        symmetry,
+        a,
+        b,
+        scales=scales,
+        signs=signs,
+        restarts=restarts,
+        seed=seed,
+        initial=initial,
+        max_sweeps=max_sweeps,
+        balance=balance,
+        refine=refine,
+        freedom=freedom,
+        device=device,
+        progress=progress,
+    )
+    return matched_by(symmetry, b, found, "weights")
+
+
+@dataclass(frozen=True, eq=False)
+class Found(Descended):
+    """A match without its network.
+
+    Attributes:
+        distance_before: As for :class:`Match`.
+        distance_after: Likewise.
+    """
+
+    distance_before: float
+    distance_after: float
+
+
+def found_match(
+    symmetry: Symmetry,
+    a: nn.Module,
+    b: nn.Module,
+    *,
+    scales: bool = True,
+    signs: bool = True,
+    restarts: int = 1,
+    seed: int = 0,
+    initial: Element | None = None,
+    max_sweeps: int = 100,
+    balance: bool = True,
+    refine: bool = False,
+    freedom: Collection[str] = FREEDOM,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Found:
+    """Find what :func:`weight_matching` finds, of the same arguments, checked before, and move no network by it."""
     structure = symmetry.structure
     if (structure.dense or structure.phases) and "matrices" not in freedom:
         balance = False  # which turns cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
 
-    def matched(balance: bool) -> Match:
-        target, source, back, forth = comparable(symmetry, a, b, balance=balance, signs=signs)
-        descent = Descent(symmetry, target, source, signs=signs, device=where, freedom=freedom)
-        start = None if initial is None else forth(initial)
+    def matched(balance: bool) -> Found:
+        compared = comparable(symmetry, a, b, balance=balance, signs=signs)
+        descent = Descent(compared, signs=signs, device=where, freedom=freedom)
+        start = None if initial is None else compared.forth(initial)
         found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
         doubtful = initial is None and balance and descent.suspicious(found.element)
-        found = replace(found, element=back(found.element))
-        match = match_of(symmetry, a, b, found, "weights", refine=where if scales and refine else None)
+        del descent  # with its copy of the network
+        element = compared.back(found.element)
+        if scales and refine:
+            element = refined(symmetry, a, b, element, where)
+        match = measured(symmetry, a, b, replace(found, element=element))
         return nearer_by_forms(symmetry, a, b, match) if doubtful else match
 
     with torch.no_grad():
@@ -169,34 +224,30 @@ def weight_matching(
         if scales and balance and match.distance_after > match.distance_before:
             match = matched(False)  # which begins at b, and comes nearer with every step
         if initial is None and match.distance_after > match.distance_before:  # by rounding
-            stay = replace(match, element=symmetry.identity())
-            match = match_of(symmetry, a, b, stay, "weights", refine=None)
+            match = measured(symmetry, a, b, replace(match, element=symmetry.identity()))
         return match
 
 
-def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Match) -> Match:
+def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found) -> Found:
     """Return a match, or that of the canonical forms, which agree on one orbit, if these are nearer.
 
     Descents take many steps there, or miss what they have no move for: queries of one key that change places, tilts.
     """
-    own, theirs = (canonicalize(symmetry, network).element for network in (a, b))
-    other = match_of(
-        symmetry,
-        a,
-        b,
-        replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)),
-        match.method,
-        refine=None,
-    )
+    own, theirs = (canonical_element(symmetry, network) for network in (a, b))
+    other = measured(symmetry, a, b, replace(match, element=symmetry.compose(symmetry.inverse(own), theirs)))
     return other if other.distance_after < match.distance_after else match
 
 
-def match_of(
-    symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended, method: str, *, refine: torch.device | None
-) -> Match:
-    """Move ``b`` by what was found, refined on a device if one is given, and report how near to ``a`` that is."""
-    if refine is not None:
-        found = replace(found, element=refined(symmetry, a, b, found.element, refine))
+def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
+    """Say how near to ``a`` what was found brings ``b``."""
+    ours = dict(a.named_parameters())
+    moved = MovedTensors(symmetry.structure, found.element, state_tensors(b))
+    distances = parameter_distance(a, b), math.sqrt(squared_distance(ours, moved))
+    return Found(found.element, found.objective, found.sweeps, found.restarts, *distances)
+
+
+def matched_by(symmetry: Symmetry, b: nn.Module, found: Found, method: str) -> Match:
+    """Move a network by what was found for it."""
     network = symmetry.act(found.element, b)
-    distances = parameter_distance(a, b), parameter_distance(a, network)
+    distances = found.distance_before, found.distance_after
     return Match(found.element, found.objective, found.sweeps, found.restarts, network, *distances, method)

@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy import sparse
+from torch import Tensor
 
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.copies import Copies, Folded, Sheets, arriving, fold, sheets
@@ -116,6 +118,12 @@ class Structure:
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units."""
         return self.copies[orbit] if orbit < len(self.copies) else None
+
+    @cached_property
+    def same(self) -> tuple[Tensor, ...]:
+        """For each dense cell the matrix that changes nothing, one for all of a size. Each of shape (size, size)."""
+        by_size = {size: torch.eye(size, dtype=torch.float64) for size in {len(cell) for cell in self.dense}}
+        return tuple(by_size[len(cell)] for cell in self.dense)
 
     @cached_property
     def rank(self) -> Ints:
