@@ -74,14 +74,14 @@ class SoftMaps:
                 self._add(slot.tensor, _Place(names, slot.axes[0], _indices(*positions), read))
         mixed = (structure.cell_of >= 0) | (structure.rotation_of >= 0)
         for orbit, units in enumerate(structure.orbits):
-            columns, cells = structure.columns[orbit], structure.cells[orbit]
+            columns, cell_of = structure.columns[orbit], structure.cells[orbit]
             slot_of = structure.slots_at(columns[0])
             slots = {int(index): structure.slots[index] for index in slot_of}
             together = any(len(slot.axes) > 1 for slot in slots.values()) or structure.copies_of(orbit) is not None
             if together or not structure.movable[orbit] or mixed[units].any():
                 continue
-            for cell in np.unique(cells):
-                own = columns[cells == cell]
+            for cell in np.unique(cell_of):
+                own = columns[cell_of == cell]
                 for index, slot in slots.items() if len(own) > 1 else ():
                     at = own[:, slot_of == index].T - slot.offset
                     place = _Place((f"units {orbit}, {cell}",), slot.axes[0], _indices(*at[:, None]))
