@@ -12,6 +12,7 @@ Plain references:
     figure      the same task and settings, one fit for each site and map (4 sites x 5 maps, 1 pair, MNIST5k), in one
                 process each, and all in one process
     step        a hand-written step: frozen layers, one trained 1x1 convolution, frozen layers with batch statistics
+    transformer the same with a trained linear layer behind a block of a compact transformer; seconds of the CPU
     projection  the step that it belongs to
 """
 
@@ -36,7 +37,7 @@ from torch.nn import functional as F
 
 from lightning_sym.callbacks import BatchNormRecalibration, StitchingReport
 from lightning_sym.datamodules import MNIST5kDataModule
-from lightning_sym.networks import MyrtleCNN
+from lightning_sym.networks import CompactTransformer, MyrtleCNN
 from lightning_sym.stitching import CutNetwork, GroupMap, Port, StitchedNetwork
 from lightning_sym.symmetry import INTERTWINER_GROUPS
 from lightning_sym.tasks import StitchingTask
@@ -123,14 +124,10 @@ def measure_figure(epochs: int, device: str) -> Results:
 
 
 class PlainStep:
-    """A step written by hand for this one architecture: no cutting, no ports, no projection."""
+    """A step written by hand for one architecture: no cutting, no ports, no projection."""
 
-    def __init__(self, a: MyrtleCNN, b: MyrtleCNN, site: str, channels: int) -> None:
-        modules = list(a.named_children())
-        at = [name for name, _ in modules].index(site) + 1
-        self.lower = nn.Sequential(*(module for _, module in modules[:at])).eval()
-        self.upper = nn.Sequential(*(module for _, module in list(b.named_children())[at:]))
-        self.map = nn.Conv2d(channels, channels, 1, bias=False).to(next(a.parameters()).device)
+    def __init__(self, lower: nn.Module, trained: nn.Module, upper: nn.Module, device: str) -> None:
+        self.lower, self.map, self.upper = lower.to(device).eval(), trained.to(device), upper.to(device)
         for module in (self.lower, self.upper):
             module.requires_grad_(False)
         self.optimizer = torch.optim.SGD(self.map.parameters(), lr=1e-3, weight_decay=1e-4)
@@ -142,6 +139,20 @@ class PlainStep:
         self.optimizer.zero_grad()
         F.cross_entropy(self.upper(self.map(values)), labels).backward()
         self.optimizer.step()
+
+
+def plain_cnn(a: MyrtleCNN, b: MyrtleCNN, site: str, channels: int, device: str) -> PlainStep:
+    """Return the step at a site of a CNN."""
+    at = [name for name, _ in a.named_children()].index(site) + 1
+    lower, upper = nn.Sequential(*list(a.children())[:at]), nn.Sequential(*list(b.children())[at:])
+    return PlainStep(lower, nn.Conv2d(channels, channels, 1, bias=False), upper, device)
+
+
+def plain_transformer(a: CompactTransformer, b: CompactTransformer, block: int, width: int, device: str) -> PlainStep:
+    """Return the step behind a block of a transformer."""
+    lower = nn.Sequential(a.embedding, a.dropout, *a.blocks[: block + 1])
+    upper = nn.Sequential(*b.blocks[block + 1 :], b.norm, b.pool, b.classifier)
+    return PlainStep(lower, nn.Linear(width, width, bias=False), upper, device)
 
 
 class OurStep:
@@ -169,7 +180,7 @@ def measure_steps(rounds: int, device: str) -> Results:
     make = MyrtleCNN(width=16, in_channels=1, image_size=28)
     for layer, site in enumerate(SITES):
         # Each variant has networks of its own: a plain upper part is in train mode, ours is a copy.
-        plain = PlainStep(make.fresh(0).to(device), make.fresh(1).to(device), site, 16 * 2**layer)
+        plain = plain_cnn(make.fresh(0), make.fresh(1), site, 16 * 2**layer, device)
         cuts = [CutNetwork(make.fresh(seed).to(device), [site], example=images) for seed in (0, 1)]
         steps: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
             "plain": plain,
@@ -180,6 +191,31 @@ def measure_steps(rounds: int, device: str) -> Results:
         runs: Runs = {name: lambda step=step: step(images, labels) for name, step in steps.items()}
         title = f"One step at {site}, {16 * 2**layer} channels, 32 digits"
         found.append(result(title, timed(runs, 20 * rounds), target_ratio={"full": 1.15, "group": 1.3}))
+    return found
+
+
+def measure_transformers(rounds: int, device: str) -> Results:
+    """Time one step behind a block of compact transformers: those of the recipe for MNIST5k, and a published size."""
+    found = []
+    off = {"attention_dropout": 0.0, "stochastic_depth": 0.0}
+    small = CompactTransformer(1, 28, variant="2/3x2", width=64, heads=4, mlp_ratio=2, **off)
+    for name, make, block, batch, times in (
+        ("width 64, 2 blocks, 60 digits", small, 0, 60, 10),
+        ("CCT-7/3x1, 16 images of 32 x 32", CompactTransformer(**off), 3, 16, 2),
+    ):
+        shape, site = (1, 28, 28) if make is small else (3, 32, 32), f"blocks.{block}"
+        images, labels = torch.rand(batch, *shape, device=device), torch.randint(10, (batch,), device=device)
+        width = make.classifier.in_features
+        steps: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+            "plain": plain_transformer(make.fresh(0), make.fresh(1), block, width, device)
+        }
+        for family in ("full", "group"):
+            cuts = [CutNetwork(make.fresh(seed).to(device), [site], example=images) for seed in (0, 1)]
+            steps[f"ours, {family}"] = OurStep(cuts[0], cuts[1], site, family)
+        runs: Runs = {own: partial(step, images, labels) for own, step in steps.items()}
+        clock = time.perf_counter if device == "cuda" else time.process_time
+        rows = timed(runs, times * rounds, clock=clock)
+        found.append(result(f"One step at {site} of compact transformers, {name}", rows, target_ratio={"full": 1.15}))
     return found
 
 
@@ -207,7 +243,7 @@ def main() -> None:
     """Run the benchmark and write the results."""
     options = parser(__doc__, 3, "times a few, after a first round that is not counted")
     options.add_argument("--epochs", type=int, default=1, help="of each fit of the whole figure")
-    options.add_argument("--only", nargs="+", choices=["projection", "step", "figure"])
+    options.add_argument("--only", nargs="+", choices=["projection", "step", "transformer", "figure"])
     options.add_argument("--fit", help=argparse.SUPPRESS)
     arguments = options.parse_args()
     rounds, device = arguments.rounds, arguments.device
@@ -218,6 +254,7 @@ def main() -> None:
     parts = {
         "projection": partial(measure_projections, rounds, device),
         "step": partial(measure_steps, rounds, device),
+        "transformer": partial(measure_transformers, rounds, device),
         "figure": partial(measure_figure, arguments.epochs, device),
     }
     run("stitching", parts, arguments.only, device, rounds)

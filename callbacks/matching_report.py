@@ -14,7 +14,7 @@ from lightning_sym._text import name_of_callable
 from lightning_sym.callbacks._batches import EqualBatches
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
-from lightning_sym.connectivity.interpolation import line, split_losses
+from lightning_sym.connectivity.interpolation import line, output_change, split_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
@@ -42,7 +42,9 @@ class MatchingReport(RunReport):
     TensorBoard under ``figures/MatchingReport``), ``symmetry.txt`` and ``.json``: the networks' symmetry group (in
     TensorBoard as text). The mean barriers are logged as ``barrier/<split>_loss/<method>`` and
     ``barrier/<split>_accuracy/<method>``, for batch norms those with recalibrated statistics. A table is printed, with
-    the places of all files.
+    the places of all files. Tables also have the change of the second network's outputs on test images, and where a
+    method changes its function (``soft_maps``), what is printed says so beside the method's name, with what became of
+    its loss and accuracy.
 
     The mean of the two networks of each pair, by the method whose mean has the lowest validation loss (training loss if
     there are no validation data), is a member of the zoo ``results/merged``: the first pair is member 0. Its batch
@@ -105,11 +107,13 @@ class MatchingReport(RunReport):
         jobs = [(pair, method) for pair in task.pairs for method in [UNMATCHED, *methods]]
         curves: dict[Line, dict[Pair, Barrier]] = {}
         distances: dict[tuple[Pair, str], float] = {}
+        changes: dict[tuple[Pair, str], float] = {}
         means: dict[Pair, list[tuple[MergedPair, dict[str, Tensor]]]] = {}
         with self.progress(trainer, "evaluating lines") as progress:
             for done, (pair, method) in enumerate(jobs):
                 a, matched = task.member(pair[0]).to(device), task.matched(pair, method).to(device)
                 distances[pair, method] = _distance(a, matched)
+                changes[pair, method] = output_change(task.member(pair[1]).to(device), matched, loaders["test"])
                 for kind in kinds:
                     for split in SPLITS:
                         curves.setdefault(Line(method, kind, split), {})[pair] = barrier(
@@ -132,14 +136,16 @@ class MatchingReport(RunReport):
                         recalibration_data=EqualBatches(loaders["train"]),
                     )
                     weights = {name: tensor.cpu() for name, tensor in mean.state_dict().items()}
-                    means.setdefault(pair, []).append((MergedPair(pair, method, losses), weights))
+                    means.setdefault(pair, []).append(
+                        (MergedPair(pair, method, losses, changes[pair, method]), weights)
+                    )
                 if progress is not None:
                     progress(done + 1, len(jobs))
-        return curves, distances, [min(found, key=_judged) for found in means.values()]
+        return curves, distances, changes, [min(found, key=_judged) for found in means.values()]
 
     def report(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule, measured: Any) -> RunResults:
         """Return the barriers and the symmetry group, with figures."""
-        curves, distances, means = measured
+        curves, distances, changes, means = measured
         zoo, members = task.model_zoo, sorted({number for pair in task.pairs for number in pair})
         about = {
             "architecture": zoo.architecture,
@@ -164,6 +170,7 @@ class MatchingReport(RunReport):
             about=about,
             loss=None if task.classifies else name_of_callable(task.loss_function),
             merged=[merged for merged, _ in means],
+            changes=changes,
         )
 
     def _write(
@@ -182,7 +189,14 @@ class MatchingReport(RunReport):
                 architecture=zoo.architecture,
                 metrics=merged.metrics(),
                 data=data.identity(),
-                training={"merged": {"zoo": str(zoo.path), "members": members, "method": merged.method}},
+                training={
+                    "merged": {
+                        "zoo": str(zoo.path),
+                        "members": members,
+                        "method": merged.method,
+                        "output_change": merged.output_change,
+                    }
+                },
             )
         if means:
             rebuild_manifest(folder)

@@ -360,6 +360,37 @@ def split_losses(
     return {name: _means(torch.stack(own), points, recalibrated) for name, own in rows.items()}
 
 
+def output_change(before: nn.Module, after: nn.Module, data: LabelledBatches) -> float:
+    r"""Measure by how much the outputs of one network differ from those of another.
+
+    .. math:: \sqrt{\textstyle\sum_x \|f'(x) - f(x)\|^2 \,/\, \sum_x \|f(x)\|^2}
+
+    Both are evaluated in eval mode and without gradients. With several processes every rank passes its share of the
+    data, and all get the same result.
+
+    Args:
+        before: The network f. Unchanged.
+        after: The network f'. On the device of the first. Unchanged.
+        data: Batches ``(inputs, targets)``, of which the inputs are used. They are moved to the networks' device.
+
+    Returns:
+        Relative, unitless: 0 for one function (up to rounding), 0.03 for a change by 3 %.
+    """
+    device = device_of(before)
+    sums = torch.zeros(2, dtype=wide(device), device=device)
+
+    def run() -> None:
+        for inputs, _ in data:
+            old, new = (network(moved(inputs, device)).to(sums) for network in (before, after))
+            sums[0] += (new - old).square().sum()
+            sums[1] += old.square().sum()
+
+    with torch.no_grad(), evaluating(before), evaluating(after):
+        together(run)
+    change, size = summed(sums).cpu().double()
+    return float((change / size).sqrt())
+
+
 def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLosses:
     """Return the means over the samples of all ranks, given the sums of :func:`_sums` at each point: ``[T, 4]``."""
     loss_sum, correct, classified, count = summed(rows).cpu().double().unbind(1)

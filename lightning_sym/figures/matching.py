@@ -22,6 +22,7 @@ _LOOKS = {
     "matrices": ("with matrices in heads", shared.GREEN, "-"),
     "activations_weights": ("activations, then weights", shared.ORANGE, "-"),
     "orbit_descent": ("descent on the orbit", shared.PINK, "-"),
+    "soft_maps": ("soft maps (other function)", "#8c564b", ":"),
     "line": ("straight line", "#7f7f7f", "-"),
     "matched": ("line after matching", shared.GREEN, "--"),
     "bezier": ("Bezier curve", shared.BLUE, "-"),

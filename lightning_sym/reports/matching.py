@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from lightning_sym.symmetry import Symmetry
 
 Pair = tuple[int, int]
 SPLITS = ("train", "test")
+UNMATCHED = "unmatched"
 MERGED = "merged"  # folder of the zoo of means
 UNITS = {
     "loss_barrier": "nats: largest loss on the line above the straight line between the losses of its ends",
@@ -28,6 +30,8 @@ UNITS = {
     "loss": "mean cross-entropy, nats",
     "accuracy": "fraction of inputs, 0 to 1",
     "distance": "Euclidean distance between the parameters of both networks",
+    "output_change": "relative change of the second network's outputs by matching, on test inputs, unitless: root mean "
+    "square of the change over that of the outputs; 0 up to rounding where the method keeps the function",
     "t": "place on the line, 0 (first network) to 1 (second network)",
     "batch_norm": f"running statistics on the line: interpolated ({AS_IS!r}), measured anew at every point "
     f"({RECALIBRATED!r}), or no batch norm in the network ({NO_NORM!r})",
@@ -36,6 +40,8 @@ UNITS = {
 }
 _BARRIERS = ("loss_barrier", "loss_barrier_mean", "accuracy_barrier", "accuracy_barrier_mean")
 _SUFFIXES = {NO_NORM: "", AS_IS: ", statistics as they are", RECALIBRATED: ", statistics recalibrated"}
+# A larger relative change of outputs is said wherever the method is named; rounding stays far below.
+_CHANGED = 1e-3
 # What the terminal's table and the bars show: split, quantity, factor, heading, unit.
 _SHOWN = (
     ("train", "loss_barrier", 1.0, "train loss", "nats"),
@@ -66,11 +72,13 @@ class MergedPair:
         pair: Their numbers in the zoo.
         method: How they were matched.
         losses: By split, loss and accuracy of the first, of the second, and of the mean.
+        output_change: By how much matching has changed the function of the second, see ``UNITS``.
     """
 
     pair: Pair
     method: str
     losses: Mapping[str, CurveLosses]
+    output_change: float = 0.0
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return loss and accuracy of the mean, by split and name."""
@@ -96,8 +104,9 @@ def matching_results(
     about: Mapping[str, Any],
     loss: str | None = None,
     merged: Sequence[MergedPair] = (),
+    changes: Mapping[tuple[Pair, str], float] | None = None,
 ) -> RunResults:
-    """Say how high the barriers between networks are, before and after matching.
+    """Say how high the barriers between networks are, before and after matching, and whether functions have changed.
 
     Args:
         curves: By what was evaluated and by pair: loss and accuracy on the line, with their barriers.
@@ -107,8 +116,10 @@ def matching_results(
         about: What is needed to make the tables again.
         loss: Name of the loss; None for the cross-entropy.
         merged: Means of matched networks, which are the members 0, 1, ... of the zoo ``merged``.
+        changes: By how much matching has changed the function of the second network, by pair and method; None if it
+            was not measured.
     """
-    summary = matching_summary(curves)
+    summary = matching_summary(curves, changes)
     units = UNITS if loss is None else _units_of(loss)
     what = "the lines between networks of a zoo, before and after matching: "
     last = summary[-1]["batch_norm"]
@@ -132,7 +143,9 @@ def matching_results(
     return RunResults(
         [
             ResultTable("summary", what + "barriers over pairs", summary, units, about),
-            ResultTable("barriers", what + "barriers of each pair", barrier_rows(curves, distances), units, about),
+            ResultTable(
+                "barriers", what + "barriers of each pair", barrier_rows(curves, distances, changes), units, about
+            ),
             ResultTable("curves", what + "all points", curve_rows(curves), units, about),
             *means,
         ],
@@ -146,6 +159,7 @@ def matching_results(
             ("mean ± standard deviation over pairs" if several else "mean over pairs")
             + ("; in brackets: 95 % interval for the mean, over models" if intervals else ""),
             *([] if loss is None else [f"losses are means of {loss}"]),
+            *_change_notes(curves, summary),
             *merged_notes(merged),
         ],
         places={
@@ -170,7 +184,7 @@ def merged_rows(merged: Sequence[MergedPair]) -> list[dict[str, Any]]:
     for number, found in enumerate(merged):
         for split, losses in found.losses.items():
             row: dict[str, Any] = {"member": number, "first": found.pair[0], "second": found.pair[1]}
-            row |= {"method": found.method, "split": split}
+            row |= {"method": found.method, "output_change": found.output_change, "split": split}
             for name, values in (("loss", losses.loss), ("accuracy", losses.accuracy)):
                 if values is not None:
                     row |= dict(zip((f"{name}_first", f"{name}_second", name), values.tolist(), strict=True))
@@ -189,10 +203,42 @@ def merged_notes(merged: Sequence[MergedPair]) -> list[str]:
         rows, name, text = [losses.accuracy for losses in found if losses.accuracy is not None], "accuracy", "{:.1%}"
     first, second, mean = (text.format(value) for value in torch.stack(rows).mean(0).tolist())
     of = "the mean of A and the matched B" if len(merged) == 1 else "means of A and the matched B, on average"
-    return [f"{of}: test {name} {mean} (A {first}, B {second})"]
+    changed = sum(one.output_change > _CHANGED for one in merged)
+    what = f"; in {changed} of {len(merged)} B has changed its function" if changed else ""
+    return [f"{of}: test {name} {mean} (A {first}, B {second}){what}"]
 
 
-def matching_summary(curves: Curves) -> list[dict[str, Any]]:
+def _change_notes(curves: Curves, summary: Sequence[Row]) -> list[str]:
+    """Say what became of the second networks' function where matching has changed it."""
+    found = []
+    for row in summary:
+        line = _line(row)
+        if line.split != "test" or not _changes(row):
+            continue
+        ends = [curves[one] for one in (line._replace(method=UNMATCHED), line)]
+        losses = " to ".join(f"{fmean(curve.loss_ends[1] for curve in own.values()):.3g}" for own in ends)
+        name = str(row["method"]).replace("_", "-")
+        text = f"{name} changes the function of B by {numeric(row['output_change']):.1%}: test loss {losses}"
+        accuracies = [[c.accuracy_ends[1] for c in own.values() if c.accuracy_ends is not None] for own in ends]
+        if all(accuracies):
+            text += ", accuracy " + " to ".join(f"{fmean(own):.1%}" for own in accuracies)
+        found.append(text)
+    return found
+
+
+def _changes(row: Row) -> bool:
+    """Whether the method of a row changes the function of the second network."""
+    change = row.get("output_change")
+    return change is not None and numeric(change) > _CHANGED
+
+
+def _named(row: Row) -> str:
+    """Return how the method of a row is called: with what it does to the function, if it changes that."""
+    name = str(row["method"]).replace("_", "-")
+    return f"{name}\nchanges B by {numeric(row['output_change']):.1%}" if _changes(row) else name
+
+
+def matching_summary(curves: Curves, changes: Mapping[tuple[Pair, str], float] | None = None) -> list[dict[str, Any]]:
     """Return the barriers of each line: mean and standard deviation over pairs, bootstrap interval over models."""
     kinds, quantities = _kinds(curves), _quantities(curves)
     rows = []
@@ -205,11 +251,17 @@ def matching_summary(curves: Curves) -> list[dict[str, Any]]:
             row[quantity] = float(interval.mean[index])
             ends = {end: float(getattr(interval, end)[index]) for end in ("std", "low", "high")}
             row |= {f"{quantity}_{end}": finite(value) for end, value in ends.items()}
+        if changes is not None:
+            row["output_change"] = fmean(changes[pair, line.method] for pair in found)
         rows.append({**row, "note": interval.note})
     return rows
 
 
-def barrier_rows(curves: Curves, distances: Mapping[tuple[Pair, str], float]) -> list[dict[str, Any]]:
+def barrier_rows(
+    curves: Curves,
+    distances: Mapping[tuple[Pair, str], float],
+    changes: Mapping[tuple[Pair, str], float] | None = None,
+) -> list[dict[str, Any]]:
     """Return the barriers of each line and pair, with its ends and its middle."""
     rows, quantities = [], _quantities(curves)
     for line, found in curves.items():
@@ -224,6 +276,7 @@ def barrier_rows(curves: Curves, distances: Mapping[tuple[Pair, str], float]) ->
                     **dict(zip(("accuracy_first", "accuracy_second"), curve.accuracy_ends or (), strict=False)),
                     **{f"{name}_middle": own[middle].item() for name, own in measured.items() if own is not None},
                     "distance": distances[pair, line.method],
+                    **({} if changes is None else {"output_change": changes[pair, line.method]}),
                 }
             )
     return rows
@@ -305,7 +358,7 @@ def _shown(summary: Sequence[Row], title: str, loss: str | None) -> Table:
         lines += [] if kind == NO_NORM else [[f"[bold]batch norm {kind}[/bold]"]]
         for method in unique(summary, "method"):
             cells = [_cell(by_line[Line(method, kind, split)], name, factor) for split, name, factor, _, _ in shown]
-            lines.append([method.replace("_", "-"), *cells])
+            lines.append([_named(by_line[Line(method, kind, "test")]), *cells])
         lines.append(None)
     return text_table(f"Barriers between networks: {title}", columns, lines, whole=columns[1:])
 

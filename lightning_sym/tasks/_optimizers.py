@@ -1,13 +1,14 @@
 """What tasks ask of optimizers and schedulers; which leave the members of a population independent of each other."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 # Optimizers that treat every entry of a tensor by itself, so that members may share a stacked tensor.
 _ENTRYWISE = {
@@ -35,6 +36,38 @@ def check_optimizer(optimizer: Optimizer, execution: str) -> None:
         )
 
 
+def make_scheduler(
+    make: Callable[..., LRScheduler], optimizer: Optimizer, task: LightningModule, interval: str
+) -> LRScheduler:
+    """Make a scheduler; one that has to know ``total_steps`` and was not told gets those of the whole run.
+
+    Args:
+        make: Makes it from the optimizer.
+        optimizer: The optimizer.
+        task: The task; without a trainer, as in its constructor, any number of steps will do.
+        interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
+
+    Raises:
+        ValueError: If the scheduler refuses its settings, or has to know the length of a run that has none.
+    """
+    try:
+        return make(optimizer)
+    except ValueError as error:
+        if "must define either total_steps" not in str(error):  # OneCycleLR
+            raise
+    steps = 100 if task._trainer is None else steps_of_run(task, interval)
+    if steps is None:
+        raise ValueError("The learning rate's cycle is as long as the run, which has no end; set trainer.max_epochs.")
+    return make(optimizer, total_steps=steps)
+
+
+def steps_of_run(task: LightningModule, interval: str) -> int | None:
+    """Return how often a scheduler steps until training ends; None if it never does."""
+    trainer = task.trainer
+    steps = trainer.estimated_stepping_batches if interval == "step" else trainer.max_epochs
+    return None if steps in (None, -1, float("inf")) else int(steps)
+
+
 def check_scheduler(scheduler: LRScheduler | None) -> None:
     """Check that a scheduler does not mix members.
 
@@ -49,16 +82,27 @@ def check_scheduler(scheduler: LRScheduler | None) -> None:
 
 
 def scheduled(task: LightningModule, optimizer: Optimizer, scheduler: LRScheduler | None, interval: str) -> Any:
-    """Return what ``configure_optimizers`` returns; warn if the learning rate comes to its lowest before the end.
+    """Return what ``configure_optimizers`` returns; warn if the learning rate comes to its lowest at another time.
 
     Args:
         task: The task; has a trainer by now if there is a scheduler.
         optimizer: The optimizer.
         scheduler: Its scheduler; None for a constant learning rate.
         interval: Whether the scheduler steps once per ``"epoch"`` or per optimizer ``"step"``.
+
+    Raises:
+        ValueError: If the scheduler comes to its end before training does, and would stop the run there.
     """
     if scheduler is None:
         return optimizer
+    if isinstance(scheduler, OneCycleLR):
+        steps = steps_of_run(task, interval)
+        if steps is None or steps > scheduler.total_steps:
+            raise ValueError(
+                f"The cycle of OneCycleLR ends after {scheduler.total_steps} steps (lr_scheduler.total_steps), where "
+                f"the run would end with an error, and training takes {steps or 'any number of them'}; set "
+                "model.lr_scheduler.total_steps to null for as many as the run has."
+            )
     epochs, period = task.trainer.max_epochs, getattr(scheduler, "T_max", None)
     per_epoch = interval == "epoch" and not task.trainer.fast_dev_run  # type: ignore[attr-defined]
     if period is not None and per_epoch and epochs not in (None, -1, period):

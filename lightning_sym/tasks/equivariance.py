@@ -15,7 +15,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import NetworkOrModule
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.tasks._members import given_network
-from lightning_sym.tasks._optimizers import scheduled
+from lightning_sym.tasks._optimizers import make_scheduler, scheduled
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 
 
@@ -209,7 +209,9 @@ class EquivarianceTask(LightningModule):
     def configure_optimizers(self) -> Any:
         """Make optimizer and scheduler."""
         optimizer = self._make_optimizer([p for p in self.network.parameters() if p.requires_grad])
-        scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler else None
+        scheduler = None
+        if self.lr_scheduler:
+            scheduler = make_scheduler(self.lr_scheduler, optimizer, self, self.lr_scheduler_interval)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError(
                 "ReduceLROnPlateau waits for a metric, which changes with the prior; use a scheduler that depends on "

@@ -9,18 +9,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from rich.progress import track
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import gathered, together
 from lightning_sym._tags import details
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
-from lightning_sym.population import LoopPopulation, Population
+from lightning_sym.population import Population
 from lightning_sym.symmetry import (
     ActivationMoments,
     Element,
@@ -30,7 +28,6 @@ from lightning_sym.symmetry import (
     weight_matching,
 )
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
-from lightning_sym.symmetry.matching.directions import OrbitDirections
 from lightning_sym.tasks._members import (
     Pair,
     ZooUserTask,
@@ -40,6 +37,7 @@ from lightning_sym.tasks._members import (
     require_members,
     require_two,
 )
+from lightning_sym.tasks._midpoints import MidpointPopulation, element_of, element_tensors
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.zoo import ModelZoo
 
@@ -53,129 +51,20 @@ Method = Literal[
     "activations_weights",
     "straight_through",
     "orbit_descent",
+    "soft_maps",
 ]
 
 UNMATCHED = "unmatched"
 METHODS: tuple[Method, ...] = get_args(Method)
 USUAL: tuple[Method, ...] = ("weights", "activations", "straight_through")
-TRAINED: tuple[Method, ...] = ("straight_through", "orbit_descent")
+DESCENDING: tuple[Method, ...] = ("orbit_descent", "soft_maps")
+TRAINED: tuple[Method, ...] = ("straight_through", *DESCENDING)
 # Matching by weights within a part of the group: what it may do (docs/theory/matching.md, 1.7).
 PARTS: dict[Method, tuple[str, ...]] = {
     "permutations": ("permutations",),
     "blocks": ("permutations", "blocks"),
     "matrices": ("permutations", "blocks", "matrices"),
 }
-
-
-class Coordinates(nn.Module):
-    """Coordinates of the group near the identity, as parameters; 0 between steps."""
-
-    def __init__(self, directions: OrbitDirections) -> None:
-        super().__init__()
-        zeros = {name: nn.Parameter(torch.zeros(shape)) for name, shape in directions.shapes.items()}
-        self.values = nn.ParameterDict(zeros)
-
-
-class _Along(torch.autograd.Function):
-    """Weights as they are, whose gradient goes to the coordinates of the group."""
-
-    @staticmethod
-    def forward(ctx: Any, directions: OrbitDirections, weights: dict[str, Tensor], *coordinates: Tensor) -> Any:
-        ctx.directions, ctx.weights, ctx.like = directions, weights, coordinates
-        return tuple(tensor.detach().clone() for tensor in weights.values())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        found = ctx.directions.pulled_back(ctx.weights, dict(zip(ctx.weights, gradients, strict=True)))
-        return None, None, *(own.to(like) for own, like in zip(found.values(), ctx.like, strict=True))
-
-
-class MidpointPopulation(LoopPopulation):
-    """Pairs of networks as the members of a population: a member runs the midpoint of its pair.
-
-    What is registered, and trained, is the latent network of each pair, or coordinates of the group; see
-    :class:`MatchingTask`.
-
-    Args:
-        symmetry: That of all networks.
-        pairs: The networks of each pair; a member's number is the place of its pair.
-        trained: By which method, ``"straight_through"`` or ``"orbit_descent"``; None if nothing is trained.
-
-    Attributes:
-        started: By number, the second network as the start has moved it.
-        steps: By number, the element that has moved it on from there by now.
-    """
-
-    def __init__(self, symmetry: Symmetry, pairs: Sequence[tuple[Network, Network]], *, trained: Method | None) -> None:
-        directions = OrbitDirections(symmetry) if trained == "orbit_descent" else None
-
-        def latent(number: int) -> nn.Module:
-            if directions is not None:
-                return Coordinates(directions)
-            return copy.deepcopy(pairs[number][0]).requires_grad_() if trained else nn.Identity()
-
-        super().__init__(latent, range(len(pairs)))
-        self.symmetry = symmetry
-        self.directions = directions
-        self.started: dict[int, nn.Module] = {}
-        with torch.device("cpu"):  # where elements are; Lightning makes populations on its own device
-            self.steps = dict.fromkeys(self.numbers, symmetry.identity())
-        self._frozen = tuple(pairs), _batch_statistics(copy.deepcopy(pairs[0][0]))  # in a tuple: not registered
-
-    def latent(self, number: int) -> nn.Module:
-        """Return the latent network of a pair."""
-        return self._member(number)
-
-    @torch.no_grad()
-    def absorb(self) -> None:
-        """Let the elements take up what steps have changed of coordinates, which are 0 again."""
-        if self.directions is None:
-            return
-        for number in self.numbers:
-            values: Any = self._member(number).values
-            if all(bool(own.isfinite().all()) for own in values.values()):
-                self.steps[number] = self.symmetry.compose(self.directions.element(values), self.steps[number])
-            for own in values.values():
-                own.zero_()
-
-    def move_frozen(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the networks that are not registered."""
-        pairs, runner = self._frozen
-        for network in (runner, *(network for pair in pairs for network in pair)):
-            network.to(device=device, dtype=dtype)
-
-    def run_member(self, number: int, prepared: Any) -> Tensor:
-        """Return the logits of a pair's midpoint: its value is of the matched network, its gradient of the latent."""
-        moved = dict(self.symmetry.act(self.steps[number], self.started[number]).named_parameters())
-        if self.directions is not None:
-            values: Any = self._member(number).values
-            given = (values[name] for name in self.directions.shapes)
-            ends = dict(zip(moved, _Along.apply(self.directions, moved, *given), strict=True))  # type: ignore[no-untyped-call]
-        else:
-            latent = dict(self.latent(number).named_parameters())
-            ends = {name: value + latent[name] - latent[name].detach() for name, value in moved.items()}
-        return self.run_midpoint(self.midpoint(number, ends), prepared)
-
-    def midpoint(self, number: int, ends: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights halfway between the first network of a pair and other weights."""
-        return {name: 0.5 * (a + ends[name]) for name, a in self._frozen[0][number][0].named_parameters()}
-
-    def run_midpoint(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """Return the logits of given weights; batch norms use the batch."""
-        runner = self._frozen[1]
-        # Copies, as batch norms write their statistics.
-        buffers = {name: buffer.clone() for name, buffer in runner.named_buffers()}
-        logits: Tensor = functional_call(runner, {**buffers, **weights}, (images,))
-        return logits
-
-    def member_state(self, number: int) -> dict[str, Tensor]:
-        """Return a copy of a pair's latent network, and the tensors of its element."""
-        return super().member_state(number) | _tensors(self.steps[number])
-
-    def set_member_state(self, number: int, state: Mapping[str, Tensor]) -> None:
-        """Give a pair another latent network and another element."""
-        self.steps[number] = _element(self.symmetry, state)
-        super().set_member_state(number, {name: value for name, value in state.items() if not name.startswith(_PREFIX)})
 
 
 class MatchingTask(ZooUserTask):
@@ -206,10 +95,16 @@ class MatchingTask(ZooUserTask):
     - ``orbit_descent``: from the best of all others that are there, by the validation loss of the midpoint (by weights,
       until these are), the gradient of the midpoint's loss moves the element along the continuous part of the group:
       rotations of streams, matrices inside heads, phases of planes, scales (docs/theory/matching.md, 3.1). Permutations
-      and signs stay as they are. What is kept is as for ``straight_through``, beside which it is not run.
+      and signs stay as they are. What is kept is as for ``straight_through``, beside which it is not run. The place on
+      the line at which the loss is taken is drawn anew for every pair and step, uniform in its middle half.
+    - ``soft_maps``: **leaves the group, and so changes the function of network** ``j``. Like ``orbit_descent``, but
+      matrices are trained that need not be in it: doubly stochastic ones for units that change places, any for streams,
+      invertible ones inside heads (docs/theory/matching.md, 3.2). The relative squared change of the outputs, in the
+      mean over the batch, times ``keep_function``, is added to the loss. Barriers are those of the line to the changed
+      network. Networks without batch norms only.
 
-    Batch norms use the statistics of the batch at midpoints, in training and validation. Without
-    ``straight_through`` or ``orbit_descent`` the fit ends after one epoch. Pairs are the members of a population: what
+    Batch norms use the statistics of the batch at midpoints, in training and validation. Without a method that trains
+    the fit ends after one epoch. Pairs, as often as there are such methods, are the members of a population: what
     holds for all is said at :class:`lightning_sym.tasks.PopulationTask`; of a pair whose training diverges the best
     element by then is kept.
 
@@ -223,21 +118,24 @@ class MatchingTask(ZooUserTask):
         matching_seed: Seed of the orders and starting points in weight matching. >= 0.
         scales: Whether units may be rescaled, where the activation allows it.
         signs: Whether units may change sign, where the activation allows it.
+        keep_function: Weight of the change of outputs in the loss of ``soft_maps``. >= 0; 0 lets the function go.
         loss: A network's mean loss on a batch, given outputs and targets; default the cross-entropy.
-        optimizer: Makes the optimizer of the latent networks, or of ``orbit_descent``; default SGD with learning rate
-            0.01 and momentum 0.9, for ``orbit_descent`` Adam with learning rate 0.003.
+        optimizer: Makes the optimizer of what is trained; default SGD with learning rate 0.01 and momentum 0.9 for
+            ``straight_through``, Adam with learning rate 0.003 for ``orbit_descent`` and ``soft_maps``.
         allow: Packages of your own whose networks the zoo may hold, see ``ModelZoo.open``.
 
     Attributes:
         pairs: The pairs; before ``setup`` they are known only if they were given.
         symmetry: The symmetry of the networks; after ``setup``.
-        elements: What was found: by pair and method. For ``straight_through`` the best so far.
+        elements: What was found: by pair and method. For methods that train the best so far; for ``soft_maps`` where
+            its matrices begin, see :meth:`matched`.
 
     Logged at the end of each epoch, on rank 0, of the midpoint between both networks of a pair:
     ``pair-0-1/<method>/midpoint_loss`` and ``.../midpoint_accuracy`` on the validation split, for ``unmatched`` too
     (nats; fractions in ``[0, 1]``, not with a ``loss`` of your own),
     ``pair-0-1/straight_through/train_midpoint_loss``, and the means over pairs as
-    ``midpoint_loss/<method>``, ``midpoint_accuracy/<method>``, ``train_midpoint_loss/straight_through``.
+    ``midpoint_loss/<method>``, ``midpoint_accuracy/<method>``, ``train_midpoint_loss/straight_through``; in training of
+    ``orbit_descent`` and ``soft_maps`` at the places that were drawn.
 
     A checkpoint holds latent networks, elements, moments and what has been added up in the epoch.
 
@@ -262,12 +160,13 @@ class MatchingTask(ZooUserTask):
         matching_seed: int = 0,
         scales: bool = True,
         signs: bool = True,
+        keep_function: float = 1.0,
         loss: Callable[[Any, Any], Any] | None = None,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         allow: Sequence[str] | None = None,
     ) -> None:
         methods = USUAL if methods is None else methods
-        if optimizer is None and "orbit_descent" in methods:  # coordinates have several units
+        if optimizer is None and set(methods) & set(DESCENDING):  # coordinates have several units
             optimizer = partial(torch.optim.Adam, lr=0.003)
         super().__init__(loss=loss, optimizer=optimizer)
         for method in [methods] if isinstance(methods, str) else methods:
@@ -275,12 +174,14 @@ class MatchingTask(ZooUserTask):
                 raise ValueError(unknown("method", method, METHODS))
         if isinstance(methods, str) or not methods or len(set(methods)) < len(methods):
             raise ValueError(f"methods must be a list of different ones of {', '.join(METHODS)}, got {methods!r}.")
-        if set(TRAINED) <= set(methods):
+        if "straight_through" in methods and set(methods) & set(DESCENDING):
             raise ValueError(
-                "methods may hold straight_through or orbit_descent, not both: a pair is trained in one way; fit twice."
+                "methods may hold straight_through or orbit_descent and soft_maps, not both: their optimizers differ; "
+                "fit twice."
             )
         check_integers(restarts=restarts)
         check_integers(0, matching_seed=matching_seed)
+        check_numbers(">= 0", keep_function=keep_function)
         self.pairs = [] if pairs == "all" else check_pairs(pairs)
         self.zoo = str(zoo)
         self.methods: tuple[Method, ...] = tuple(method for method in METHODS if method in methods)
@@ -288,23 +189,24 @@ class MatchingTask(ZooUserTask):
         self.matching_seed = matching_seed
         self.scales = scales
         self.signs = signs
+        self.keep_function = keep_function
         self.allow = tuple(allow or ())
         self.save_hyperparameters(ignore=["optimizer", "loss"])
         self.save_hyperparameters({name: self.describe()[name] for name in ("_class_path", "loss_name")})
 
         self.elements: dict[Pair, dict[str, Element]] = {}
-        self._start: dict[Pair, Element] = {}  # where training begins
+        self._start: dict[int, Element] = {}  # where the training of each member begins
         self._moments: dict[Pair, ActivationMoments] | None = None
-        self._midpoints: dict[tuple[int, str], dict[str, Tensor]] = {}
+        self._midpoints: dict[int, dict[str, Tensor]] = {}  # by row of the metric
         self._members: dict[int, Network] = {}
         self._opened: ModelZoo | None = None
 
     # ---- the zoo
 
     @property
-    def trained(self) -> Method | None:
-        """The method by which something is trained, if any is."""
-        return next((method for method in self.methods if method in TRAINED), None)
+    def trained(self) -> tuple[Method, ...]:
+        """The methods by which something is trained."""
+        return tuple(method for method in self.methods if method in TRAINED)
 
     @property
     def model_zoo(self) -> ModelZoo:
@@ -319,13 +221,19 @@ class MatchingTask(ZooUserTask):
     def matched(self, pair: Pair, method: str) -> Network:
         """Return the second network of a pair as a method has moved it; of ``"unmatched"`` a copy of itself.
 
+        Of ``"soft_maps"`` it is another function.
+
         Raises:
             ValueError: If the method was not run (or not yet).
         """
         found = self.elements.get(pair, {})
         if method != UNMATCHED and method not in found:
             raise ValueError(f"Pair {pair} has no element for {unknown('method', method, [UNMATCHED, *found])}")
-        return self._moved(pair, found.get(method))
+        network = self._moved(pair, found.get(method))
+        for number, trained in enumerate(self.trainings):
+            if trained == (pair, method) and number in self.kept:
+                self.population.trained(number).give(network, self.kept[number]["state"])
+        return network
 
     def _moved(self, pair: Pair, element: Element | None) -> Network:
         second = self.member(pair[1])
@@ -356,19 +264,24 @@ class MatchingTask(ZooUserTask):
     # ---- pairs as members
 
     @property
+    def trainings(self) -> list[tuple[Pair, Method | None]]:
+        """What the members are: by their numbers, a pair and what trains it; None if nothing does."""
+        return [(pair, method) for method in self.trained or (None,) for pair in self.pairs]
+
+    @property
     def numbers(self) -> list[int]:
-        """The places of the pairs."""
-        return list(range(len(self.pairs)))
+        """The places of the members."""
+        return list(range(len(self.trainings)))
 
     def make_population(self, numbers: list[int]) -> Population:
-        """Return the pairs as a population."""
-        networks = [(self.member(first), self.member(second)) for first, second in self.pairs]
-        return MidpointPopulation(self.symmetry, networks, trained=self.trained)
+        """Return the pairs, as often as there are methods that train them, as a population."""
+        ends = [(self.member(first), self.member(second), method) for (first, second), method in self.trainings]
+        return MidpointPopulation(self.symmetry, ends, keep_function=self.keep_function)
 
     def make_metric(self, split: str) -> PopulationLoss:
         """Return what adds up: in training the losses of pairs; else of all that is evaluated, with accuracies."""
         if split == "train":
-            return PopulationLoss(len(self.pairs))
+            return PopulationLoss(len(self.numbers))
         rows = len(self.pairs) * len(self._variants)
         return PopulationClassification(rows) if self.classifies else PopulationLoss(rows, self.loss)
 
@@ -384,7 +297,8 @@ class MatchingTask(ZooUserTask):
 
     def member_title(self, number: int) -> str:
         """Return how messages call a pair."""
-        return f"Pair {pair_name(self.pairs[number])}"
+        pair, method = self.trainings[number]
+        return f"Pair {pair_name(pair)}" + (f" by {method}" if len(self.trained) > 1 else "")
 
     def score(self, metrics: Mapping[str, float]) -> tuple[float, ...]:
         """Return what says how good an element is: the loss of the midpoint."""
@@ -418,32 +332,31 @@ class MatchingTask(ZooUserTask):
         super().on_fit_start()
         self.to_device(self.device)
         if not self.elements:
-            self.elements = {pair: {} for pair in self.pairs}
             by_weights = [method for method in self.methods if method in PARTS]
             if set(self.methods) & {"weights", *TRAINED}:
                 by_weights.append("weights")
 
-            def match(number: int) -> dict[str, Element]:
-                return {method: self._match_weights(number, method) for method in by_weights}
+            def match(place: int) -> dict[str, Element]:
+                return {method: self._match_weights(self.pairs[place], method) for method in by_weights}
 
-            numbers = self.numbers if by_weights else []
-            for number, found in self._shared_out(match, numbers, "matching weights").items():
-                pair = self.pairs[number]
-                self.elements[pair] |= found
-                if self.trained:
-                    self.elements[pair][self.trained] = self._start[pair] = found["weights"]
+            places = range(len(self.pairs)) if by_weights else []
+            found = self._shared_out(match, places, "matching weights")
+            self.elements = {pair: found.get(place, {}) for place, pair in enumerate(self.pairs)}
+            for number, (pair, method) in enumerate(self.trainings):
+                if method is not None:
+                    self.elements[pair][method] = self._start[number] = self.elements[pair]["weights"]
             if set(self.methods) & {"activations", "activations_weights"}:
                 self._moments = {pair: self._new_moments(pair) for pair in self.pairs}
         self.population.started = {
-            number: self._moved(pair, self._start[pair]) for number, pair in enumerate(self.pairs) if self._start
+            number: self._moved(self.trainings[number][0], start) for number, start in self._start.items()
         }
 
     @property
     def _options(self) -> dict[str, Any]:
         return {"signs": self.signs, "seed": self.matching_seed}
 
-    def _match_weights(self, number: int, method: Method) -> Element:
-        a, b = map(self.member, self.pairs[number])
+    def _match_weights(self, pair: Pair, method: Method) -> Element:
+        a, b = map(self.member, pair)
         freedom = PARTS.get(method, FREEDOM)
         return weight_matching(
             self.symmetry, a, b, restarts=self.restarts, scales=self.scales, freedom=freedom, **self._options
@@ -451,7 +364,7 @@ class MatchingTask(ZooUserTask):
 
     def _match_latent(self, number: int) -> Element:
         """Match the second network to the latent one, from where the step before left off."""
-        latent, step = self.population.latent(number), self.population.steps[number]
+        latent, step = self.population.latent_network(number), self.population.steps[number]
         if not parameters_to_vector(latent.parameters()).isfinite().all():
             return step  # its loss is not finite either, and stops it
         return weight_matching(
@@ -460,7 +373,7 @@ class MatchingTask(ZooUserTask):
 
     def _element_now(self, number: int) -> Element:
         """Return the element that is trained as it is by now."""
-        return self.symmetry.compose(self.population.steps[number], self._start[self.pairs[number]])
+        return self.symmetry.compose(self.population.steps[number], self._start[number])
 
     def _new_moments(self, pair: Pair) -> ActivationMoments:
         a, b = map(self.member, pair)
@@ -473,8 +386,8 @@ class MatchingTask(ZooUserTask):
         for own in moments.values():
             own.reduce()
 
-        def match(number: int) -> dict[str, Element]:
-            pair = self.pairs[number]
+        def match(place: int) -> dict[str, Element]:
+            pair = self.pairs[place]
             options = {"scales": self.scales, **self._options}
             a, b = map(self.member, pair)
             found = {"activations": activation_matching(self.symmetry, a, b, moments[pair], **options).element}
@@ -483,8 +396,8 @@ class MatchingTask(ZooUserTask):
                 found["activations_weights"] = more.element
             return found
 
-        for number, found in self._shared_out(match, self.numbers).items():
-            self.elements[self.pairs[number]] |= found
+        for place, found in self._shared_out(match, range(len(self.pairs))).items():
+            self.elements[self.pairs[place]] |= found
 
     # ---- training
 
@@ -493,12 +406,21 @@ class MatchingTask(ZooUserTask):
         with torch.no_grad():
             for moments in (self._moments or {}).values():
                 moments.update(batch[0])
-            self.population.absorb()
-            if self.trained == "straight_through":
+            self.population.settle()
+            if "straight_through" in self.trained:
                 running = [number for number in self.numbers if number not in self.skipped]
                 with torch.autocast(self.device.type, enabled=False):
                     self.population.steps |= self._shared_out(self._match_latent, running)
+        for number, (pair, method) in enumerate(self.trainings):
+            if method in DESCENDING:
+                source = self.step_generator(f"place {method} {pair[1]}", pair[0], batch_idx, per_process=False)
+                self.population.places[number] = 0.25 + 0.5 * float(torch.rand((), generator=source))
         return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, then project what has to be doubly stochastic: after real steps only."""
+        super().optimizer_step(*args, **kwargs)
+        self.population.project()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Match activations when the first epoch's batches have been seen, before its validation."""
@@ -514,31 +436,35 @@ class MatchingTask(ZooUserTask):
 
     def _keep(self, values: Mapping[str, list[float]]) -> None:
         """Keep the elements whose midpoint is the best so far; without validation by the training loss."""
-        if self.trained is None:
+        if not self.trained:
             return
         before = set(self.kept)
         super()._keep(values or {"loss": self.history["train/loss"][-1]})
         for number, record in self.kept.items():
-            pair = self.pairs[number]
+            pair, method = self.trainings[number]
             if number not in before:  # where it begins counts, too
                 self._keep_start(number, values)
-            step = _element(self.symmetry, record["state"])
-            self.elements[pair][self.trained] = self.symmetry.compose(step, self._start[pair])
+            if method is not None:
+                step = element_of(self.symmetry, record["state"])
+                self.elements[pair][method] = self.symmetry.compose(step, self._start[number])
 
     def _keep_start(self, number: int, values: Mapping[str, list[float]]) -> None:
         """Keep what weight matching found if it is better than what was trained; descend from the best of all."""
-        pair, record = self.pairs[number], self.kept[number]
-        others = [v for v in self._variants if v == "weights" or (self.trained == "orbit_descent" and v not in TRAINED)]
-        found = {v: {name: row[self._row(v, number)] for name, row in values.items()} for v in others if values}
+        (pair, method), record = self.trainings[number], self.kept[number]
+        descends = method in DESCENDING
+        others = [v for v in self._variants if v == "weights" or (descends and v not in TRAINED)]
+        places = {v: self._row(v, self.pairs.index(pair)) for v in others}
+        found = {v: {name: row[place] for name, row in values.items()} for v, place in places.items() if values}
         found = {v: metrics for v, metrics in found.items() if v == UNMATCHED or v in self.elements[pair]}
         best = max(found, key=lambda variant: self.score(found[variant]), default=None)
         if best is None or self.score(found[best]) < self.score(record["metrics"]):
             return
-        record |= {"metrics": found[best], "state": record["state"] | _tensors(self.symmetry.identity())}
-        if self.trained == "orbit_descent" and best != "weights":
-            self._start[pair] = self.symmetry.identity() if best == UNMATCHED else self.elements[pair][best]
-            self.population.started[number] = self._moved(pair, self._start[pair])
-            self.population.steps[number] = self.symmetry.identity()
+        unchanged = self.population.trained(number).unchanged() | element_tensors(self.symmetry.identity())
+        record |= {"metrics": found[best], "state": record["state"] | unchanged}
+        if descends and best != "weights":
+            self._start[number] = self.symmetry.identity() if best == UNMATCHED else self.elements[pair][best]
+            self.population.started[number] = self._moved(pair, self._start[number])
+            self.population.set_member_state(number, record["state"])
             for parameter in self.population.member_parameters(number):
                 for optimizer in self.trainer.optimizers:
                     optimizer.state.pop(parameter, None)
@@ -551,30 +477,29 @@ class MatchingTask(ZooUserTask):
         known = {UNMATCHED, *self.methods, *(["weights"] if self.trained else [])}
         return [variant for variant in (*TRAINED, UNMATCHED, *METHODS[: -len(TRAINED)]) if variant in known]
 
-    def _row(self, variant: str, number: int) -> int:
-        """Return the place of a variant of a pair in the metric."""
-        return self._variants.index(variant) * len(self.pairs) + number
-
-    def _evaluated(self, number: int) -> dict[str, Element | None]:
-        """Return the elements to evaluate now, by variant; None moves nothing."""
-        pair = self.pairs[number]
-        found: dict[str, Element | None] = {UNMATCHED: None, **self.elements.get(pair, {})}
-        if self.trained and pair in self._start:
-            found[self.trained] = self._element_now(number)
-            if number in self.stopped:
-                del found[self.trained]
-        return {variant: element for variant, element in found.items() if variant in self._variants}
+    def _row(self, variant: str, place: int) -> int:
+        """Return the place in the metric of a variant of a pair, given the pair's place."""
+        return self._variants.index(variant) * len(self.pairs) + place
 
     @torch.no_grad()
     def begin_evaluation(self) -> None:
         """Make the midpoints."""
         super().begin_evaluation()
-        self.population.absorb()
+        self.population.settle()
         self.to_device(self.trainer.strategy.root_device)
-        for number, pair in enumerate(self.pairs):
-            for variant, element in self._evaluated(number).items():
-                ends = dict(self._moved(pair, element).named_parameters())
-                self._midpoints[number, variant] = self.population.midpoint(number, ends)
+        for place, pair in enumerate(self.pairs):
+            others: dict[str, Element | None] = {UNMATCHED: None, **self.elements.get(pair, {})}
+            for variant, element in others.items():
+                if variant in self._variants and variant not in TRAINED:
+                    self._add_midpoint(self._row(variant, place), place, self._moved(pair, element))
+        for number in self._start:
+            if number not in self.stopped:
+                moved = self._moved(self.trainings[number][0], self._element_now(number))
+                self.population.trained(number).give(moved)
+                self._add_midpoint(number, number, moved)
+
+    def _add_midpoint(self, row: int, number: int, moved: Network) -> None:
+        self._midpoints[row] = self.population.between(number, dict(moved.named_parameters()))
 
     def end_evaluation(self) -> None:
         """Drop the midpoints."""
@@ -582,14 +507,14 @@ class MatchingTask(ZooUserTask):
 
     def add_evaluation(self, metric: PopulationLoss, inputs: Tensor, targets: Any) -> None:
         """Add one batch to a metric, of all midpoints."""
-        for (number, variant), weights in self._midpoints.items():
-            rows = torch.tensor([self._row(variant, number)], device=inputs.device)
-            metric.update(rows, self.population.run_midpoint(weights, inputs)[None], targets)
+        for row, weights in self._midpoints.items():
+            rows = torch.tensor([row], device=inputs.device)
+            metric.update(rows, self.population.run_between(weights, inputs)[None], targets)
 
     @property
     def shown(self) -> str:
         """The mean over pairs of what is trained."""
-        return f"midpoint_loss/{self.trained or self.methods[-1]}"
+        return f"midpoint_loss/{(*self.trained, self.methods[-1])[0]}"
 
     def each(
         self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
@@ -638,7 +563,7 @@ class MatchingTask(ZooUserTask):
                 pair: {method: vars(element) for method, element in found.items()}
                 for pair, found in self.elements.items()
             },
-            "start": {pair: vars(element) for pair, element in self._start.items()},
+            "start": {number: vars(element) for number, element in self._start.items()},
             "moments": moments,
         }
 
@@ -654,37 +579,8 @@ class MatchingTask(ZooUserTask):
             pair: {method: Element(**element) for method, element in found.items()}
             for pair, found in saved["elements"].items()
         }
-        self._start = {pair: Element(**element) for pair, element in saved["start"].items()}
+        self._start = {number: Element(**element) for number, element in saved["start"].items()}
         self._moments = {pair: self._new_moments(pair) for pair in saved["moments"]} or None
         if self._trainer is None or self.trainer.is_global_zero:  # what was added up over ranks is one rank's now
             for pair, moments in (self._moments or {}).items():
                 moments.load_state_dict(saved["moments"][pair])
-
-
-def _batch_statistics(network: Network) -> Network:
-    """Return the network in evaluation mode, but with batch norms that use the batch."""
-    network.eval()
-    for module in network.modules():
-        if isinstance(module, _BatchNorm):
-            module.train()
-    return network
-
-
-_PREFIX = "element."
-_SEVERAL = ("dense", "shift", "rotation", "tilt")  # of an element, what holds several tensors
-
-
-def _tensors(element: Element) -> dict[str, Tensor]:
-    """Return the tensors of an element by name, for the state of a member."""
-    several = {f"{name}.{place}": one for name in _SEVERAL for place, one in enumerate(getattr(element, name))}
-    single = {name: getattr(element, name) for name in ("permutation", "log_scale", "sign", "phase")}
-    return {f"{_PREFIX}{name}": tensor.clone() for name, tensor in {**single, **several}.items()}
-
-
-def _element(symmetry: Symmetry, state: Mapping[str, Tensor]) -> Element:
-    """Return the element whose tensors are in the state of a member."""
-    found = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
-    dense, shift, rotation, tilt = (
-        tuple(found.pop(name) for name in list(found) if name.startswith(f"{kind}.")) for kind in _SEVERAL
-    )
-    return Element(symmetry.fingerprint, **found, dense=dense, shift=shift, rotation=rotation, tilt=tilt)

@@ -24,7 +24,7 @@ from lightning_sym._text import name_of_callable, ranges
 from lightning_sym.curvature import GaussianPrior
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation, carry_gradients
 from lightning_sym.tasks._divergence import Divergence
-from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, scheduled
+from lightning_sym.tasks._optimizers import check_optimizer, check_scheduler, make_scheduler, scheduled
 from lightning_sym.tasks.losses import CrossEntropy, is_cross_entropy
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
 from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_validation_batches
@@ -69,7 +69,8 @@ class PopulationTask(LightningModule):
             Default the mean cross-entropy. A subclass may override :meth:`loss` instead.
         optimizer: Makes the optimizer from parameters; default :meth:`default_optimizer`. With ``execution="vmap"`` it
             must act entry by entry.
-        lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
+        lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none. ``OneCycleLR`` without
+            ``total_steps`` has its cycle over the whole run.
         lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
         weight_decay_on: ``"all"`` parameters, or ``"weights"``: those with "weight" in their name, batch norm's
             included, biases not.
@@ -403,7 +404,9 @@ class PopulationTask(LightningModule):
         return optimizer
 
     def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler is not None else None
+        if self.lr_scheduler is None:
+            return None
+        scheduler = make_scheduler(self.lr_scheduler, optimizer, self, self.lr_scheduler_interval)
         check_scheduler(scheduler)
         return scheduler
 

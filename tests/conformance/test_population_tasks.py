@@ -157,7 +157,13 @@ CASES = {
     "pruning": Case(pruning, {"members": [1]}, 0, 1, vmap=False, processes={"ddp_fork": 3}),
     "rotation": Case(rotation, {"kinds": ["orthogonal"], "members": [0]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
 }
-RESUMED = {**CASES, "zoo, vectorised": Case(functools.partial(restless, execution="vmap", keep="best"), MEMBER, 1, 1)}
+descending = functools.partial(matching, methods=["orbit_descent", "soft_maps"])
+# What is tried where state may be lost: in runs that are resumed, or on several processes.
+RESUMED = {
+    **CASES,
+    "zoo, vectorised": Case(functools.partial(restless, execution="vmap", keep="best"), MEMBER, 1, 1, processes={}),
+    "matching, descending": Case(descending, {"pairs": [[0, 2]]}, 0, 1, processes={"ddp_fork": 2}),
+}
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 vectorised = pytest.mark.parametrize(
     "case", [case for case in CASES.values() if case.vmap], ids=[name for name, case in CASES.items() if case.vmap]
@@ -430,11 +436,11 @@ def test_one_gradient_scale_for_all_members_is_refused(case, zoo):
 
 
 def scenarios(run, population_zoo):
-    placed = [(name, strategy, count) for name, case in CASES.items() for strategy, count in case.processes.items()]
+    placed = [(name, strategy, count) for name, case in RESUMED.items() for strategy, count in case.processes.items()]
     # One process comes last: a process that has taken gradients cannot fork.
     for name, strategy, processes in [*placed, *((name, strategy, 1) for name, strategy, _ in placed)]:
-        settings = CASES[name].smooth if strategy == "ddp_fork" else {}
-        task = frozen(CASES[name].make(population_zoo, **settings), strategy)
+        settings = RESUMED[name].smooth if strategy == "ddp_fork" else {}
+        task = frozen(RESUMED[name].make(population_zoo, **settings), strategy)
         # 1 x 24 images see what 2 x 12 and 3 x 8 see.
         data = digits(batch_size=24 // processes if strategy == "ddp_fork" else 24, max_samples=81)
         report = [RotationReport()] if name == "rotation" else []
@@ -456,11 +462,11 @@ def population_zoo(zoo) -> Path:
 
 @pytest.mark.ddp
 @pytest.mark.parametrize(
-    ("name", "strategy"), [(name, strategy) for name, case in CASES.items() for strategy in case.processes]
+    ("name", "strategy"), [(name, strategy) for name, case in RESUMED.items() for strategy in case.processes]
 )
 def test_several_processes_are_one(name, strategy, runs):
     """Two or three; members that are shared out are bitwise those of one process."""
-    counts = (1, CASES[name].processes[strategy])
+    counts = (1, RESUMED[name].processes[strategy])
     one, several = (torch.load(runs / f"{name} {strategy} {n}" / "last.ckpt", weights_only=True) for n in counts)
     exact = strategy == "ddp_members_fork"
     assert one["state_dict"].keys() == several["state_dict"].keys()

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.ddp
 class Unlucky(MatchingTask):
     """Something fails on the second process only."""
 
-    def _match_weights(self, number, method):
+    def _match_weights(self, pair, method):
         if self.trainer.global_rank == 1:
             raise ValueError("unlucky")
-        return super()._match_weights(number, method)
+        return super()._match_weights(pair, method)
 
 
 def scenarios(run, matching_zoo):

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_sym.connectivity.interpolation import output_change
 from lightning_sym.networks import CompactTransformer, VisionTransformer
 from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
 from lightning_sym.symmetry.matching.directions import OrbitDirections
+from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
 EXACT = 1e-8  # relative to the norm of the weights; after gauges found by iteration
 
@@ -135,6 +137,57 @@ def test_gradients_on_the_orbit_are_derivatives_along_it(name):
 
         slope = (value(1e-5) - value(-1e-5)) / 2e-5
         assert slope == pytest.approx(float((gradient * along[kind]).sum()), rel=1e-6, abs=1e-6), kind
+
+
+def soft_maps_of(symmetry, soft, generator):
+    """Return an element of permutations within cells, matrices and rotations, and the soft maps that it is."""
+    structure, drawn = symmetry.structure, symmetry.sample(generator)
+    permutation, maps = torch.arange(symmetry.units), {}
+    for name, size in soft.sizes.items():
+        kind, numbers = name.split(" ", 1)
+        if kind == "units":
+            orbit, cell = map(int, numbers.split(","))
+            units = torch.from_numpy(structure.orbits[orbit][structure.cells[orbit] == cell])
+            order = torch.randperm(size, generator=generator)
+            permutation[units], maps[name] = units[order], torch.eye(size, dtype=torch.float64)[order]
+        else:
+            maps[name] = (drawn.rotation if kind == "stream" else drawn.dense)[int(numbers)]
+    element = symmetry.identity()
+    return replace(element, permutation=permutation, dense=drawn.dense, rotation=drawn.rotation), maps
+
+
+@pytest.mark.parametrize("name", ["vit", "vit_rotary", "cct"])
+def test_soft_maps_that_are_in_the_group_act_as_it_does(name):
+    network, _, symmetry, _ = planted(name)
+    soft, weights = SoftMaps(symmetry), {n: p.detach() for n, p in network.named_parameters()}
+    element, maps = soft_maps_of(symmetry, soft, torch.Generator().manual_seed(3))
+    assert {own.split()[0] for own in maps} == ({"matrix", "units"} if name == "cct" else {"matrix", "stream", "units"})
+    moved = symmetry.act(element, network)
+    for own, value in soft.act(maps, weights).items():
+        torch.testing.assert_close(value, moved.get_parameter(own).detach(), atol=1e-10, rtol=1e-10)
+    batches = [(planted(name)[3][:4], None)]
+    assert output_change(network, moved, batches) < 1e-10
+    maps[next(own for own in maps if own.startswith("units"))].mul_(1.1)
+    with torch.no_grad():
+        for own, value in soft.act(maps, weights).items():
+            moved.get_parameter(own).copy_(value)
+    assert output_change(network, moved, batches) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["vit", "vit_rotary"])
+def test_gradients_of_soft_maps_are_differences(name):
+    network, _, symmetry, _ = planted(name)
+    soft, weights = SoftMaps(symmetry), {n: p.detach() for n, p in network.named_parameters()}
+    generator = torch.Generator().manual_seed(4)
+    slopes = {n: torch.randn(p.shape, dtype=torch.float64, generator=generator) for n, p in weights.items()}
+    _, maps = soft_maps_of(symmetry, soft, generator)
+
+    def value(*given):
+        moved = soft.act(dict(zip(maps, given, strict=True)), weights)
+        return sum((slopes[n] * own).sum() for n, own in moved.items())
+
+    given = tuple(own.requires_grad_() for own in maps.values())
+    assert torch.autograd.gradcheck(value, given, fast_mode=True)
 
 
 def test_parts_of_the_group_move_what_they_may():

@@ -26,6 +26,7 @@ from lightning_sym.cli import main
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.datamodules.base import LabelledImages
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
+from lightning_sym.tasks._optimizers import make_scheduler
 from lightning_sym.zoo import ModelZoo, read_member
 
 NAMES = recipe_names()
@@ -124,7 +125,7 @@ def test_model_and_data_are_built_and_fit_each_other(name, built):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = built.model.optimizer([parameter])
     if built.model.lr_scheduler is not None:
-        built.model.lr_scheduler(optimizer)
+        make_scheduler(built.model.lr_scheduler, optimizer, built.model, built.model.lr_scheduler_interval)
         if "T_max" in (schedule := settings(name)["model"]["init_args"]["lr_scheduler"]["init_args"]):
             assert schedule["T_max"] == built.trainer.max_epochs
 

@@ -86,5 +86,13 @@ def test_logged_and_printed_are_barriers_with_recalibrated_statistics(curves):
     text = printed(lambda console: console.print(found.shown))
     for word in ("batch norm as is", "batch norm recalibrated", "0.200 ± 0.100", "unmatched"):
         assert word in text
+    assert "function" not in text + " ".join(found.notes)
+    changes = {(pair, method): 0.031 if method == "weights" else 1e-6 for pair, method in distances}
+    changed = matching_results(curves, distances, symmetry, title="", about={}, changes=changes)
+    assert "changes B by 3.1%" in printed(lambda console: console.print(changed.shown))
+    assert changed.notes[1] == (
+        "weights changes the function of B by 3.1%: test loss 0.3 to 0.3, accuracy 97.0% to 97.0%"
+    )
+    assert [row["output_change"] for row in changed.tables[0].rows][:2] == pytest.approx([1e-6, 0.031])
     two = {one: {(0, 1): lines[0, 1]} for one, lines in curves.items()}
     assert "interval" not in matching_results(two, distances, symmetry, title="", about={}).notes[0]

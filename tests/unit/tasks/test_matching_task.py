@@ -1,15 +1,17 @@
 """MatchingTask: what was planted is found, by every method, and what cannot be matched is refused."""
 
 import functools
+import re
 import shutil
 import warnings
 
 import fits
 import pytest
 import torch
-from helpers import assert_refused, assert_same, write_zoo
+from helpers import assert_refused, assert_same, read_rows, write_zoo
 from pytorch_lightning import Trainer
 
+from lightning_sym.callbacks import MatchingReport
 from lightning_sym.connectivity import barrier
 from lightning_sym.datamodules import Resized
 from lightning_sym.networks import MyrtleCNN, VisionTransformer
@@ -154,38 +156,61 @@ def transformers(tmp_path_factory):
     return write_zoo(folder, [first, moved, third], data)
 
 
-def test_descent_on_the_orbit_is_no_worse_than_all_others_and_changes_no_function(transformers, tmp_path):
-    methods = ["permutations", "blocks", "matrices", "weights", "activations", "activations_weights", "orbit_descent"]
+def test_descent_is_no_worse_than_all_others_and_changes_the_function_by_soft_maps_only(transformers, tmp_path):
+    exact = ["permutations", "blocks", "matrices", "weights", "activations", "activations_weights"]
+    methods = [*exact, "orbit_descent", "soft_maps"]
     task = MatchingTask(str(transformers), pairs=[[0, 1], [0, 2]], methods=methods)
-    trainer = fit(task, max_epochs=3, default_root_dir=tmp_path)
+    report = MatchingReport(points=3)
+    trainer = fits.fit(task, digits(), report, folder=tmp_path, max_epochs=3)
     metrics = trainer.callback_metrics
     data = digits()
     images = data.normalize(data.split_tensors("test").images)
-    for number, pair in enumerate(task.pairs):
+    found = {(row["method"], row["second"]): row for row in read_rows(tmp_path / "results" / "barriers")}
+    assert len(task.kept) == 4
+    for number, (pair, trained) in enumerate(task.trainings):
         before = task.member(pair[1])(images)
         best = task.kept[number]["metrics"]["loss"]
-        for method in methods:
+        for method in exact:
+            assert best <= metrics[f"details/pair-{pair[0]}-{pair[1]}/{method}/midpoint_loss"] + 1e-6
+        for method in (*exact, "orbit_descent"):
             torch.testing.assert_close(task.matched(pair, method)(images), before, atol=1e-3, rtol=1e-3)
-            if method != "orbit_descent":
-                name = f"details/pair-{pair[0]}-{pair[1]}/{method}/midpoint_loss"
-                assert best <= metrics[name] + 1e-6
-    assert best < metrics["details/pair-0-2/weights/midpoint_loss"]
+            assert found[method, pair[1]]["output_change"] < 1e-4
+        change = (task.matched(pair, trained)(images) - before).norm() / before.norm()
+        assert found[trained, pair[1]]["output_change"] == pytest.approx(float(change.detach()), abs=1e-5)
+        if pair == (0, 2):
+            assert (change > 1e-2) == (trained == "soft_maps")
+            assert best < metrics["details/pair-0-2/weights/midpoint_loss"]
+    said = " ".join(report.results.notes)
+    assert re.search(r"soft-maps changes the function of B by \d+\.\d%: test loss .* accuracy", said)
+    assert "orbit" not in said
+    merged = ModelZoo.open(tmp_path / "results" / "merged")
+    for number in merged.numbers:
+        record = merged.member(number).training["merged"]
+        assert (record["output_change"] > 1e-3) == (record["method"] == "soft_maps")
     for a, b in zip(task.member(0).parameters(), task.matched((0, 1), "weights").parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_descent_on_the_orbit_goes_on_where_it_was(transformers, tmp_path):
+def test_descent_goes_on_where_it_was(transformers, tmp_path):
     def run(epochs, *callbacks, path=None):
-        task = MatchingTask(str(transformers), pairs=[[0, 2]], methods=["activations", "orbit_descent"])
+        task = MatchingTask(str(transformers), pairs=[[0, 2]], methods=["activations", "orbit_descent", "soft_maps"])
         fits.fit(task, digits(), *callbacks, ckpt_path=path, max_epochs=epochs)
-        return vars(task.elements[0, 2]["orbit_descent"])
+        soft = task.matched((0, 2), "soft_maps").state_dict()
+        return {**vars(task.elements[0, 2]["orbit_descent"]), **soft, "kept": task.kept}
 
     whole = run(3)
     run(1, fits.saving(tmp_path))
     assert_same(run(3, path=tmp_path / "last.ckpt"), whole)
 
 
-def test_two_trained_methods_at_once_are_refused(matching_zoo):
-    with pytest.raises(ValueError, match="straight_through or orbit_descent, not both"):
+def test_soft_maps_of_batch_norms_are_refused(tmp_path):
+    data = digits()
+    write_zoo(tmp_path, [MyrtleCNN(2, in_channels=1, image_size=8).fresh(number) for number in range(2)], data)
+    says = ("no matrix acts on their running variances (norm1.running_var)", "without batch norms")
+    assert_refused(lambda: fit(MatchingTask(str(tmp_path), methods=["soft_maps"]), data), says=says)
+
+
+def test_optimizers_that_differ_are_refused_together(matching_zoo):
+    with pytest.raises(ValueError, match="straight_through or orbit_descent and soft_maps, not both"):
         MatchingTask(str(matching_zoo), methods=["straight_through", "orbit_descent"])

@@ -11,7 +11,7 @@ from helpers import assert_same
 from jsonargparse import ArgumentParser
 from pytorch_lightning import Trainer
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
@@ -246,6 +246,18 @@ def test_a_period_that_is_not_the_length_of_the_run_is_said(tmp_path):
     task = ZooTask(perceptron(), lr_scheduler=cosine)
     with pytest.warns(UserWarning, match="lowest after 3 epochs .* ends after 2 .* set lr_scheduler.T_max to 2"):
         fit(tmp_path, task, epochs=2)
+
+
+def test_a_cycle_is_as_long_as_the_run_or_refused_before_training(tmp_path):
+    def scheduler(**settings):
+        cycle = functools.partial(OneCycleLR, max_lr=0.01, **settings)
+        task = ZooTask(perceptron(), members=1, lr_scheduler=cycle, lr_scheduler_interval="step")
+        return fit(tmp_path, task, epochs=2).lr_schedulers()
+
+    found = scheduler()
+    assert found.total_steps == found.last_epoch == 10
+    with pytest.raises(ValueError, match=r"after 6 steps .* training takes 10; set model.lr_scheduler.total_steps"):
+        scheduler(total_steps=6)
 
 
 @pytest.mark.parametrize(
