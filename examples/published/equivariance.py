@@ -208,7 +208,8 @@ def _seen(run: Path) -> dict[str, float]:
     """Say what the fully connected paths of a trained network do to its predictions of the test digits.
 
     ``accuracy`` and ``without``: in %, as it is and with the path of block 4 set to 0; ``moved``: predictions that
-    change when an image is moved around the edges by half of its side, to another quadrant, in %; ``moved_without``.
+    change when an image is moved around the edges by half of its side, to another quadrant, in %; ``moved_without``;
+    ``output``: the mean square of what the path of block 4 gives, in % of that of all its paths together.
     """
     data = DigitsDataModule(transforms=[Quadrant("digit", jitter=2)])
     images, labels = data.split_tensors("test")
@@ -216,9 +217,15 @@ def _seen(run: Path) -> dict[str, float]:
     moved = inputs.roll((8, 8), (2, 3))
     network = _network(run)
     there, elsewhere = network(inputs).argmax(1), network(moved).argmax(1)
+    outputs: dict[str, Tensor] = {}
+    for name, path in getattr(network, BLOCK).paths.items():
+        path.register_forward_hook(lambda module, given, output, name=name: outputs.update({name: output.clone()}))
+    network(inputs)
+    part = outputs["fc"].square().mean() / sum(outputs.values(), torch.zeros(())).square().mean()
     off = _switch_off(network, BLOCK)
     there_off, elsewhere_off = off(inputs).argmax(1), off(moved).argmax(1)
     return {
+        "output": 100 * float(part),
         "accuracy": _percent(there == labels),
         "without": _percent(there_off == labels),
         "moved": _percent(there != elsewhere),
@@ -255,6 +262,7 @@ def _block(runs: Runs) -> Sequence[Quantity]:
     quantities += [_accuracy(conv, "CONV alone"), _evidence(conv, "CONV alone")]
     seen = [_seen(run) for run in trained]
     for name, label in (
+        ("output", f"part of F-FC in the output of {BLOCK}"),
         ("accuracy", "test accuracy, trained with F-FC there"),
         ("without", f"test accuracy, F-FC of {BLOCK} set to 0 afterwards"),
         ("moved", "predictions that change in another quadrant"),
@@ -549,6 +557,11 @@ RESULTS: tuple[Result, ...] = (
                 f"The evidence calls for it: with CONV alone in {BLOCK} it is worse.",
                 "not asked there",
                 lambda q: below(q["-L/N, as in table 1"], q[f"-L/N, only CONV in {BLOCK}"]),
+            ),
+            Claim(
+                "It is a trace: it has less of the block's output than of its effective parameters.",
+                "not asked there",
+                lambda q: below(q[f"part of F-FC in the output of {BLOCK}"], q[_share("as in table 1")]),
             ),
             Claim(
                 "The network needs it: accuracy is lost where the path is set to 0 afterwards (5 points at least).",
