@@ -542,7 +542,7 @@ RESULTS: tuple[Result, ...] = (
                 _smaller("twice as long"),
             ),
             Claim(
-                "Because precisions do not come far enough: at a learning rate of 0.3 the share is smaller than at 0.1.",
+                "Because precisions do not come far enough: at a rate of 0.3 the share is smaller than at 0.1.",
                 "not asked there",
                 lambda q: below(q[_share("as in table 1")], q[_share("slow precisions")]),
             ),
