@@ -243,13 +243,15 @@ def below(lower: Quantity, upper: Quantity) -> Verdict:
 def within(quantity: Quantity, low: float, high: float) -> Verdict:
     """Say whether a quantity is in a range that is known beforehand: from theory, or from the source.
 
-    A population agrees if its interval is inside, disagrees if it is outside, and is not decided between.
+    A population agrees if its interval is inside, disagrees if it is outside, and is not decided between. A range from
+    0 on is one of sizes, such as errors: only its upper end is asked for, as intervals of sizes near 0 reach below.
     """
     ends = quantity.interval or (quantity.mean, quantity.mean)
+    low = -math.inf if low == 0 else low
     inside, outside = low <= ends[0] and ends[1] <= high, ends[1] < low or ends[0] > high
     word: Word = "agrees" if inside else "disagrees" if outside else "not decided"
     bounds = f"at least {short(low)}" if high == math.inf else f"at most {short(high)}"
-    if math.isfinite(low) and math.isfinite(high) and low > 0:
+    if math.isfinite(low) and math.isfinite(high):
         bounds = f"between {short(low)} and {short(high)}" if low < high else short(low)
     return Verdict(word, f"{quantity.label} {quantity} over {quantity.over}; {bounds} is asked for")
 

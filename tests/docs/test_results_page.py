@@ -130,7 +130,9 @@ def test_verdicts_come_from_intervals():
     noisy = replace(high, values=(4.0, 1.0, 3.0))
     assert below(low, noisy).word == "not decided"
     assert within(low, -3, 7).word == "agrees"
-    assert within(low, 0, 7).word == "not decided"
+    assert within(low, 1e-9, 7).word == "not decided"
+    assert within(low, 0, 7).word == "agrees"  # of sizes, whose intervals reach below 0
+    assert within(low, -0.2, 7).reason.endswith("; between -0.200 and 7.00 is asked for")
     assert within(low, 5, 7).word == "disagrees"
     yes, no = Verdict("agrees", "a"), Verdict("disagrees", "b")
     assert together(yes, no) == Verdict("partly", "a; b")
