@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow pretend-device lint format types board wheel-test recipes-page results-page docs docs-serve clean
+.PHONY: help demo test test-slow pretend-device lint format types board wheel-test dependencies recipes-page results-page \
+	docs docs-serve figures clean
 
 help:
 	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, pictures, TensorBoard logs"
@@ -14,7 +15,9 @@ help:
 	@echo "make lint        ruff; make format puts right what it can"
 	@echo "make types       mypy"
 	@echo "make wheel-test  build the wheel and run it from another folder"
+	@echo "make dependencies  install the wheel with the oldest and with the newest dependencies, and run it"
 	@echo "make docs        build the site into site/; make docs-serve shows it"
+	@echo "make figures     make the pictures of docs/images anew that take minutes (ONLY=NAME, ALL=1), and say which changed"
 	@echo "make recipes-page  write docs/recipes.md from the recipes' headers"
 	@echo "make results-page  write docs/results.md from the files of published results in miniature"
 
@@ -51,6 +54,10 @@ types: $(VENV)/.installed-types
 wheel-test: $(VENV)/.installed
 	.ci/wheel_test.sh $(BIN)/python
 
+# Clean environments with the oldest and with the newest dependencies: minutes and gigabytes, so no part of .ci/run.
+dependencies:
+	.ci/dependencies.sh $(PYTHON)
+
 recipes-page: $(VENV)/.installed
 	$(BIN)/python tests/docs/recipes_page.py
 
@@ -63,6 +70,10 @@ docs: $(VENV)/.installed-docs
 
 docs-serve: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
+
+# One after the other, on one thread; the table is tools/figures.yaml.
+figures: $(VENV)/.installed
+	$(BIN)/python tools/figures.py $(if $(ONLY),--only '$(ONLY)') $(if $(ALL),--all)
 
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed, this is ' + sys.version.split()[0] + '; make PYTHON=python3.12 ...' if sys.version_info < (3, 11) else 0)"

@@ -5,7 +5,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
@@ -17,6 +17,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
 from lightning_sym._text import ranges
 from lightning_sym.callbacks._checks import OF_POPULATIONS, has_members, lacking, network_of
+from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.networks import architecture_name
@@ -41,11 +42,16 @@ class TrainingMonitor(AfterFit):
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
         prefix: First part of all names.
 
+    Attributes:
+        shown_first: Which tags a chart of the tab *Custom Scalars* has, by its title: regular expressions, without the
+            prefix.
+
     Raises:
         ValueError: If an argument is out of range.
     """
 
     data_type = None
+    shown_first: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -103,6 +109,11 @@ class TrainingMonitor(AfterFit):
     def state_key(self) -> str:
         """Two monitors of one fit keep their states apart."""
         return self._generate_state_key(network=self.network, prefix=self.prefix)
+
+    @property
+    def charts(self) -> dict[str, str]:
+        """Which tags each chart has that TensorBoard shows first, by title: those of ``shown_first``."""
+        return {title: f"{re.escape(self.prefix)}/{tags}$" for title, tags in self.shown_first.items()}
 
     # ---- which networks
 
@@ -209,7 +220,8 @@ class TrainingMonitor(AfterFit):
 
     def _add_point(self, trainer: Trainer, pl_module: LightningModule, epoch: float) -> None:
         """Measure; to be called on every rank."""
-        point = {"step": trainer.global_step, "epoch": epoch, **self.measure(trainer, pl_module)}
+        with said_if_long(trainer, f"{type(self).__name__} measures"):
+            point = {"step": trainer.global_step, "epoch": epoch, **self.measure(trainer, pl_module)}
         self.points.append(point)
         if trainer.is_global_zero and self.active:
             scalars = self.scalars(point, named=has_members(pl_module))

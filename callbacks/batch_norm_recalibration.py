@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
 from lightning_sym.callbacks._checks import checked_datamodule, lacking
+from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 
 # A module, the name of one of its buffers, and a copy of that buffer.
@@ -132,7 +133,8 @@ class BatchNormRecalibration(Callback):
         try:
             if targets:
                 batches = self._batches(trainer, pl_module, [network for network, _ in targets])
-            with trainer.precision_plugin.forward_context():
+            waiting = said_if_long(trainer, "BatchNormRecalibration measures statistics anew")
+            with waiting, trainer.precision_plugin.forward_context():
                 for network, names in targets:
                     recalibrate_batch_norm(network, batches, exact=self.exact, modules=names)
         except BaseException:

@@ -1,7 +1,7 @@
 """How sharp the loss is during training: top eigenvalue, trace, and curvature along the step."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities import rank_zero_warn
@@ -74,6 +74,12 @@ class CurvatureMonitor(TrainingMonitor):
     Note:
         A point takes about ``probes + 15`` products with the Hessian, each some three gradients over the data.
     """
+
+    shown_first: ClassVar[Mapping[str, str]] = {
+        "largest eigenvalue of the Hessian": "top_eigenvalue",
+        "its trace": "trace",
+        "along the step": "along_step",
+    }
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Local learning coefficients of a network, or of the members of a population, at the end or along any training."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
@@ -81,6 +81,8 @@ class LearningCoefficient(TrainingMonitor):
     Raises:
         ValueError: If an argument is out of range.
     """
+
+    shown_first: ClassVar[Mapping[str, str]] = {"learning coefficient, and how many have none": "(estimate|refused)"}
 
     def __init__(
         self,

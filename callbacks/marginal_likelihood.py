@@ -13,6 +13,7 @@ from lightning_sym._random import generator
 from lightning_sym._tags import details
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
+from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.curvature import CurvatureError, Evidence, PrecisionOptimizer, PriorGroups, factors, parameter_groups
 from lightning_sym.curvature.engines import ENGINES
@@ -225,7 +226,8 @@ class MarginalLikelihood(RunReport):
         epoch = trainer.current_epoch + 1
         if not self.updates_after(epoch):
             return
-        found = [record for number in self.networks.running() if (record := self._update(trainer, number, epoch))]
+        with said_if_long(trainer, "MarginalLikelihood goes through the data for the curvature"):
+            found = [record for number in self.networks.running() if (record := self._update(trainer, number, epoch))]
         self.records += found
         self._log(trainer, pl_module, found)
 
@@ -310,6 +312,12 @@ class MarginalLikelihood(RunReport):
                 for path, found in evidence.effective_parameters(precisions, noise).items()
             },
         }
+
+    @property
+    def charts(self) -> dict[str, str]:
+        """Which tags each chart has that TensorBoard shows first, by title: the evidence and its terms."""
+        terms = {"log marginal likelihood": TERMS[:1], "its terms": TERMS[1:]}
+        return {} if self.burn_in is None else {n: f"evidence/({'|'.join(tags)})$" for n, tags in terms.items()}
 
     def _log(self, trainer: Trainer, task: LightningModule, records: list[dict[str, Any]]) -> None:
         """Log the records of one update; they are the same on every rank already."""

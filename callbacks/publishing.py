@@ -1,7 +1,9 @@
 """Figures, text and final numbers of a run: to its folder and to its loggers, also to those that take none of them."""
 
 import io
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -10,7 +12,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sym._files import write_atomically
 from lightning_sym.figures import cards
-from lightning_sym.reports import RunResults
+from lightning_sym.reports import ResultTable, RunResults
 
 
 def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
@@ -73,6 +75,8 @@ def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str
 def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: str) -> None:
     """Write tables and files, draw figures, and send what loggers take to them; to be called on rank 0.
 
+    Final numbers stand in the table ``numbers``, too, beside those of the run's other reports.
+
     Args:
         trainer: Its loggers are used.
         results: What a run has found.
@@ -81,6 +85,8 @@ def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: st
     """
     for table in results.tables:
         table.write(folder)
+    if results.numbers:
+        _with_earlier(results.ending, folder).write(folder)
     for name, content in results.files.items():
         write_atomically(folder / name, content)
     for name, figure in results.figures:
@@ -88,3 +94,13 @@ def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: st
     for name, text in results.texts.items():
         publish_text(trainer, text, name)
     publish_numbers(trainer, results.numbers, results.headline)
+
+
+def _with_earlier(table: ResultTable, folder: Path) -> ResultTable:
+    """Return final numbers below those that other reports of the run have written."""
+    file = folder / f"{table.name}.json"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"rows": []}
+    mine = {row["number"] for row in table.rows}
+    rows = [*(row for row in earlier["rows"] if row["number"] not in mine), *table.rows]
+    headline = earlier.get("headline") or table.about["headline"]
+    return replace(table, rows=rows, units={**earlier.get("units", {}), **table.units}, about={"headline": headline})

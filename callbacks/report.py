@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_sym.callbacks._checks import check_needs, checked_datamodule, on_first_rank, run_folder
+from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
 from lightning_sym.reports import RunResults
@@ -89,7 +90,8 @@ class AfterFit(Callback, ABC):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do what is to be done at the end."""
         if self.active:
-            self.conclude(trainer, pl_module, self.data(trainer))
+            with said_if_long(trainer, f"{type(self).__name__} works"):
+                self.conclude(trainer, pl_module, self.data(trainer))
             self._concluded = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

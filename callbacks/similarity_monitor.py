@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
@@ -67,6 +67,8 @@ class SimilarityMonitor(TrainingMonitor):
         which must have a dataset that can be indexed; the first entry of its batches must be what the network is called
         with. What the dataset gives must be the same each time, as a resumed run asks for it again.
     """
+
+    shown_first: ClassVar[Mapping[str, str]] = {"similarity": "(start|reference|members)/.*"}
 
     def __init__(
         self,

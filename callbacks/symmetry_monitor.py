@@ -1,7 +1,8 @@
 """How training moves a network along its symmetry: conserved quantities, balance, dead units, distance to the start."""
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
@@ -70,6 +71,8 @@ class SymmetryMonitor(TrainingMonitor):
         datamodule of :mod:`lightning_sym.datamodules`, or on the first training batch (its first entry if it is a tuple
         or list), which must be what ``network`` is called with.
     """
+
+    shown_first: ClassVar[Mapping[str, str]] = {"imbalance, and change of what is conserved": "(imbalance|drift)"}
 
     def __init__(
         self,
@@ -162,6 +165,12 @@ class SymmetryMonitor(TrainingMonitor):
             forms = self._forms[number] if self.distance else None
             own[number] = self.meter.values(state, start, forms)
         return {"members": by_member(own)}
+
+    @property
+    def charts(self) -> dict[str, str]:
+        """Imbalance and drift, and the distances if they are measured."""
+        distances = {"distance to the start": f"{re.escape(self.prefix)}/distance/.*"} if self.distance else {}
+        return {**super().charts, **distances}
 
     def scalars(self, point: Mapping[str, Any], *, named: bool) -> dict[str, float]:
         """Return means over members, and the members' own values."""

@@ -4,6 +4,7 @@ A recipe's first line says what it does; the rest of its header gives question, 
 and hardware.
 """
 
+import re
 from pathlib import Path
 
 from lightning_sym._text import nearest
@@ -45,3 +46,25 @@ def recipe_of(folder: str | Path) -> str | None:
 def recipe_summary(name: str) -> str:
     """Return the first line of a recipe's header."""
     return recipe_path(name).read_text(encoding="utf-8").splitlines()[0].lstrip("# ").strip()
+
+
+def recipe_header(name: str) -> dict[str, str]:
+    """Return what a recipe's header says: ``summary``, ``question``, ``source``, ``expected``, ``time``, ``hardware``.
+
+    The time of a recipe that nobody has run to its end is no time, but options for a first look at it.
+    """
+    lines = recipe_path(name).read_text(encoding="utf-8").splitlines()
+    found = {"summary": recipe_summary(name)}
+    key = "summary"
+    for line in lines[1 : next(index for index, line in enumerate(lines) if not line.startswith("#"))]:
+        if match := re.match(r"# (\w+): +(\S.*)", line):
+            key = match[1]
+            found[key] = match[2]
+        elif text := line.removeprefix("#").strip():
+            found[key] += " " + text
+    return found
+
+
+def never_run(name: str) -> bool:
+    """Return whether nobody has run a recipe to its end, by its header."""
+    return recipe_header(name)["time"].startswith("a first look: ")

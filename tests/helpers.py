@@ -6,8 +6,9 @@ import importlib.util
 import io
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,6 +94,11 @@ def read_csv(file: Path) -> list[dict[str, str]]:
     """Return the rows of a table on disk."""
     with file.open(newline="") as content:
         return list(csv.DictReader(content))
+
+
+def dead_charts(charts: Mapping[str, str], logged: Collection[str]) -> list[str]:
+    """Return the titles of charts in which nothing would be seen: no tag of theirs is logged."""
+    return [title for title, tags in charts.items() if not any(re.match(tags, tag) for tag in logged)]
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_sym.recipes import never_run, recipe_names, recipe_summary
 from published import RESULTS
 from published.core import ROOT, SOURCES, Result, file_of, judged, quantities_of, save
 
@@ -50,7 +51,25 @@ def page(found: Mapping[tuple[str, bool], Found]) -> str:
         if own:
             parts.append(f"\n## {source.authors} ({source.year})\n\n*{source.title}*, {source.where}.\n")
             parts += [_section(result, found) for result in own]
-    return "".join(parts)
+    return "".join([*parts, _never_run(found)])
+
+
+def _never_run(found: Mapping[tuple[str, bool], Found]) -> str:
+    """Return the recipes that nobody has run to their end, each with the results that show its effect in miniature."""
+    lines = [
+        "\n## Recipes that nobody has run to their end\n\n"
+        "They need data that have to be downloaded, and most of them a GPU. What their headers say is expected are the "
+        "papers' figures. Tests run each of them for a batch of made-up images.\n\n",
+        _row(["recipe", "what it does", "in miniature"]),
+        _row(["---"] * 3),
+    ]
+    done = {recipe for (_, full), one in found.items() if full for recipe in one["recipes"]}
+    for name in recipe_names():
+        if never_run(name) and name not in done:
+            own = [result for result in RESULTS if name in {run.recipe for run in result.full}]
+            small = "; ".join(f"[{result.title}](#{_anchor(result.title)})" for result in own)
+            lines.append(_row([f"[`{name}`](../recipes/{name}.yaml)", recipe_summary(name), small]))
+    return "".join(lines)
 
 
 def _summary(found: Mapping[tuple[str, bool], Found]) -> str:

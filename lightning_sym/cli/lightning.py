@@ -124,6 +124,7 @@ class RunConfig(SaveConfigCallback):
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, RunTensorBoard):
                 logger.headline = logger.headline or getattr(pl_module, "shown", None)
+                logger.show_first(pl_module, *trainer.callbacks)  # type: ignore[attr-defined]
         if trainer.is_global_zero:
             text = self.parser.dump(self.config, skip_none=False, skip_default=True)  # it repeats the run, too
             publish_text(trainer, text, "config")

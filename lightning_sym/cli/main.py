@@ -23,6 +23,7 @@ _COMMANDS = {
     "import": "make a zoo of checkpoints of yours: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
     "merge": "the mean of checkpoints in one order: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
     "symmetry": "what leaves a network's function alone: lightning-sym symmetry torchvision:resnet50",
+    "compare": "numbers of several runs side by side, seeds grouped: lightning-sym compare runs/a runs/b",
     "recipes": "list the shipped recipes; with a name, show one",
 }
 
@@ -64,6 +65,8 @@ def _command(args: list[str]) -> int:
         return _merge(rest)
     if command == "symmetry":
         return _symmetry(rest)
+    if command == "compare":
+        return _compare(rest)
     try:
         rest = _resolve_configs(rest)
     except ValueError as error:
@@ -213,6 +216,30 @@ def _symmetry(args: list[str]) -> int:
     return _guarded(start)
 
 
+def _compare(args: list[str]) -> int:
+    from lightning_sym.cli import compare
+
+    if not args or args[0] in ("-h", "--help"):
+        print(compare.HELP)
+        return 0
+    try:
+        asked = compare.read_compare_options(args)
+    except ValueError as error:
+        return _misunderstood(str(error), compare.USAGE)
+    try:
+        runs, left_out = compare.read_runs(asked)
+    except ValueError as error:  # what is wrong with a folder is said before the imports, which take seconds
+        return _failed(str(error))
+
+    def start() -> None:
+        with _no_collection():
+            import lightning_sym.reports  # noqa: F401 (what comparing needs, PyTorch too)
+
+        compare.print_comparison(asked, runs, left_out)
+
+    return _guarded(start)
+
+
 def _run(args: list[str]) -> int:
     def start() -> None:
         with _no_collection():
@@ -264,10 +291,14 @@ def _guarded(start: Callable[[], None]) -> int:
         cause = root_cause(error)
         said = explain(_sentence(cause))
         said = name_option(said, cause, RecipeParser.given) if is_expected(cause) else f"{type(cause).__name__}: {said}"
-        print(f"lightning-sym: error: {said}", file=sys.stderr)
-        print(f"({TRACEBACK}=1 shows the traceback)", file=sys.stderr)
-        return 1
+        return _failed(said)
     return 0
+
+
+def _failed(said: str) -> int:
+    print(f"lightning-sym: error: {said}", file=sys.stderr)
+    print(f"({TRACEBACK}=1 shows the traceback)", file=sys.stderr)
+    return 1
 
 
 def _sentence(error: BaseException) -> str:

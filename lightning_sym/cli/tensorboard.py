@@ -55,6 +55,19 @@ class RunTensorBoard(TensorBoardLogger):
         self.hparams.update(mine)
 
     @rank_zero_only
+    def show_first(self, *sources: object) -> None:
+        """Write which curves TensorBoard shows first, in its tab *Custom Scalars*: a group for each source.
+
+        Args:
+            *sources: A task and its callbacks. Those with an attribute ``charts`` say which tags a chart has, by its
+                title: regular expressions of names that they log.
+        """
+        groups = {type(source).__name__: charts for source in sources if (charts := getattr(source, "charts", None))}
+        if groups:
+            charts = {n: {title: ["Multiline", [tags]] for title, tags in own.items()} for n, own in groups.items()}
+            self.experiment.add_custom_scalars(charts)
+
+    @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the hyperparameters and the name of what they led to, and close the files.
 

@@ -2,6 +2,7 @@
 
 from lightning_sym.figures._equivalence import FoundPoint, Scale
 from lightning_sym.figures.cards import cards
+from lightning_sym.figures.comparison import Compared, comparison_dots
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
 from lightning_sym.figures.curve_geometry import GeometryLines, curve_geometry_panels
 from lightning_sym.figures.dissection import Paths, dissection_curves
@@ -52,6 +53,7 @@ __all__ = [
     "Bars",
     "ChainTraces",
     "Coefficient",
+    "Compared",
     "CurvePlane",
     "Depth",
     "EnsembleCurve",
@@ -73,6 +75,7 @@ __all__ = [
     "class_stack_figure",
     "coefficient_curves",
     "coefficient_rows",
+    "comparison_dots",
     "confusion_matrix",
     "contour_levels",
     "curve_geometry_panels",

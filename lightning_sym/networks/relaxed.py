@@ -1,8 +1,8 @@
 """Networks whose layers hold several paths, from fully connected to group convolutional."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, cast
 
 from torch import nn
 
@@ -77,7 +77,7 @@ class RelaxedNetwork(_SequentialNetwork):
             (:class:`~lightning_sym.layers.CircularConv`), ``sconv`` (:class:`~lightning_sym.layers.SparseConv`),
             ``gconv`` (pointwise :class:`~lightning_sym.layers.GroupConv`), ``gconv_full``, ``gconv_separable``,
             ``gconv_depthwise_separable``. In a block, paths are called by their family, ``fc``, ``conv`` or ``gconv``,
-            and by their kind where several are of one family.
+            and by their kind where several are of one family. Or a list of such lists, one for each block.
         width: Base width ``a``, >= 1.
         grid: Side of the images, or (height, width): powers of two, >= 8. Default 32, or ``image_size``.
         in_channels: Channels of the images, >= 1.
@@ -105,7 +105,7 @@ class RelaxedNetwork(_SequentialNetwork):
 
     def __init__(
         self,
-        paths: Sequence[str] = ("ffc", "conv"),
+        paths: Sequence[str] | Sequence[Sequence[str]] = ("ffc", "conv"),
         width: int = 10,
         grid: int | tuple[int, int] | None = None,
         in_channels: int = 3,
@@ -124,9 +124,10 @@ class RelaxedNetwork(_SequentialNetwork):
         check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
         if not (math.isfinite(relaxed_gain) and relaxed_gain > 0):
             raise ValueError(f"relaxed_gain of RelaxedNetwork must be a finite number > 0, got {relaxed_gain}.")
-        names = _path_names(paths)
         sides = _grid(grid, image_size)
-        lifted = 4 if "gconv" in _families(paths) else 1
+        scheme = _scheme(min(sides))
+        offered = [_path_names(kinds) for kinds in _offered(paths, len(scheme))]
+        lifted = 4 if any("gconv" in _families(names) for names in offered) else 1
         learned = {"learn_positions": learn_positions, "learn_lengthscale": learn_lengthscale}
 
         def make(kind: str, channels: tuple[int, int], before: tuple[int, int], after: tuple[int, int]) -> nn.Module:
@@ -147,10 +148,10 @@ class RelaxedNetwork(_SequentialNetwork):
         if lifted > 1:
             self.lift = GroupLift()
         channels, depth = in_channels, 0
-        for depth, (factor, halved) in enumerate(_scheme(min(sides)), 1):
+        for depth, ((factor, halved), names) in enumerate(zip(scheme, offered, strict=True), 1):
             after = (sides[0] // 2, sides[1] // 2) if halved else sides
             members = {name: make(kind, (channels, factor * width), sides, after) for name, kind in names.items()}
-            if set(_families(paths)) != {"fc"}:
+            if set(_families(names)) != {"fc"}:
                 _shrink([path for name, path in members.items() if _FAMILIES[names[name]] == "fc"], relaxed_gain)
             weight = 1 / len(members) if scale is None else scale
             if halved:
@@ -199,9 +200,26 @@ def _pooled(members: dict[str, nn.Module], convolutional: set[str], norm: Litera
     return {**others, **{name: nn.Sequential(path, PolyphasePool(norm)) for name, path in pooled.items()}}
 
 
-def _families(paths: Sequence[str]) -> list[str]:
-    """Return the families of kinds of paths."""
-    return [_FAMILIES[kind] for kind in paths]
+def _families(names: Mapping[str, str]) -> list[str]:
+    """Return the families of the paths of a block, from their kinds by name."""
+    return [_FAMILIES[kind] for kind in names.values()]
+
+
+def _offered(paths: Sequence[str] | Sequence[Sequence[str]], blocks: int) -> list[Sequence[str]]:
+    """Return the kinds of paths of each block.
+
+    Raises:
+        ValueError: If they are given block by block, for another number of blocks.
+    """
+    each = [kinds for kinds in paths if not isinstance(kinds, str)] if isinstance(paths, Sequence) else []
+    if not each:
+        return [cast("Sequence[str]", paths)] * blocks
+    if len(each) != len(paths) or len(each) != blocks:
+        raise ValueError(
+            f"paths of RelaxedNetwork must be one list for all blocks, or one for each of its {blocks} blocks on this "
+            f"grid, got {list(paths)}."
+        )
+    return each
 
 
 def _path_names(paths: Sequence[str]) -> dict[str, str]:
@@ -215,7 +233,7 @@ def _path_names(paths: Sequence[str]) -> dict[str, str]:
             raise ValueError(unknown("path of RelaxedNetwork", kind, _FAMILIES))
     if len(set(paths)) < len(paths):
         raise ValueError(f"paths of RelaxedNetwork must differ from one another, got {list(paths)}; name each once.")
-    families = _families(paths)
+    families = [_FAMILIES[kind] for kind in paths]
     return {kind if families.count(family) > 1 else family: kind for kind, family in zip(paths, families, strict=True)}
 
 

@@ -49,7 +49,7 @@ def text_table(
         made = Table(box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact, title_justify="left")
         for index in shown:
             justify: Literal["left", "right"] = "left" if index < names else "right"
-            made.add_column(_heading(columns[index], heading), justify=justify, no_wrap=columns[index] in whole)
+            made.add_column(broken_name(columns[index], heading), justify=justify, no_wrap=columns[index] in whole)
         for cells in lines:
             if cells is None:
                 made.add_section()
@@ -82,11 +82,11 @@ def _blocks(columns: Sequence[int], names: int, fits: Callable[[list[int]], bool
     return blocks
 
 
-def _heading(text: str, most: int) -> str:
-    r"""Return a heading whose lines have at most so many characters, if it can be broken: behind dots and hyphens.
+def broken_name(text: str, most: int) -> str:
+    r"""Return a name whose lines have at most so many characters, if it can be broken: behind dots and hyphens.
 
     Example:
-        >>> _heading("module.functional-relu-2", 12)
+        >>> broken_name("module.functional-relu-2", 12)
         'module.\nfunctional-\nrelu-2'
     """
     lines: list[str] = []

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lightning_sym._files import write_atomically
-from lightning_sym.reports.cells import Row, text_table
+from lightning_sym.reports.cells import Row, finite, text_table
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,14 @@ class RunResults:
     notes: Sequence[str] = ()
     places: Mapping[str, str | Path] = field(default_factory=dict)
 
+    @property
+    def ending(self) -> ResultTable:
+        """The final numbers as a table, each with the unit that the tables say it has; other programs read it."""
+        units = {name: unit for table in self.tables for name, unit in table.units.items()}
+        rows = [{"number": name, "value": finite(value)} for name, value in self.numbers.items()]
+        of_numbers = {name: unit for name in self.numbers if (unit := _unit(name, units))}
+        return ResultTable("numbers", "what the run ended with", rows, of_numbers, {"headline": self.headline})
+
     def show(self, console: Console, folder: Path, run: Path) -> None:
         """Print the summary: a table, the notes, and where the files are.
 
@@ -116,6 +125,14 @@ class RunResults:
         places = {what: folder / place if isinstance(place, str) else place for what, place in self.places.items()}
         for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
             console.print(f"  {what:8}{place}", highlight=False, soft_wrap=True)
+
+
+def _unit(name: str, units: Mapping[str, str]) -> str:
+    """Return the unit of a number such as ``barrier/test_loss/line``, which the column ``loss_barrier`` has."""
+    of_columns = {column: unit for columns, unit in units.items() for column in columns.split(", ")}
+    parts = [re.sub("^(train|val|test)_", "", part) for part in name.split("/")]
+    together = [f"{part}_{other}" for part in parts for other in parts]
+    return next((of_columns[column] for column in (*together, *parts) if column in of_columns), "")
 
 
 def _text(value: object) -> str:

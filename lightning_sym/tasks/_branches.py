@@ -188,6 +188,11 @@ class BranchTask(ZooUserTask):
         """The training loss."""
         return "train/loss"
 
+    @property
+    def charts(self) -> dict[str, str]:
+        """Penalties by kind, and the training loss."""
+        return {"validation penalty by kind": "penalty/[^/]+$", "training loss": "train/loss$"}
+
     def summary(
         self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
     ) -> dict[str, float]:

@@ -486,6 +486,11 @@ class EquivalenceTask(PopulationTask):
         """The median of J."""
         return "J/median"
 
+    @property
+    def charts(self) -> dict[str, str]:
+        """J over candidates, how many were found, and R of the best one."""
+        return {"J": "J/[^/]+$", "candidates": "search/(found|independent)$", "R of the best candidate": "R/lowest$"}
+
     def _log_check(self) -> None:
         running = [entry for entry in self.latest.values() if math.isfinite(entry["loss"])]
         values: dict[str, float] = {

@@ -96,6 +96,12 @@ class EquivarianceTask(LightningModule):
         )
         self.train_metrics, self.val_metrics = self._make_metric(), self._make_metric()
 
+    @property
+    def charts(self) -> dict[str, str]:
+        """Which tags each chart has that TensorBoard shows first, by title."""
+        names = ["loss"] if self.likelihood == "regression" else ["accuracy", "loss"]
+        return {name: f"(train|val)/{name}$" for name in names}
+
     def _make_metric(self) -> PopulationLoss:
         return PopulationLoss(1) if self.likelihood == "regression" else PopulationClassification(1)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -247,6 +248,25 @@ class PopulationTask(LightningModule):
     def shown(self) -> str:
         """The name of the value that is shown in the progress bar."""
         return "val/accuracy" if self.classifies else "val/loss"
+
+    @property
+    def charts(self) -> dict[str, str]:
+        """What TensorBoard shows first (tab *Custom Scalars*): by title, which tags a chart has, a regular expression.
+
+        Default: the values of training and validation, and the extremes over members; of a task that shows another
+        value in the progress bar, that one with its siblings.
+        """
+        split, _, _ = self.shown.partition("/")
+        if split not in ("train", "val"):
+            return {split.replace("_", " "): f"{re.escape(split)}(/.*)?$"}
+        return {
+            title: tags
+            for name in (*(["accuracy"] if self.classifies else []), "loss")
+            for title, tags in (
+                (name, f"(train|val)/{name}$"),
+                (f"{name}, lowest and highest", f"(train|val)/{name}/(min|max)$"),
+            )
+        }
 
     def shared_buffers(self) -> Iterable[Tensor]:
         """Return the running statistics; ranks that share out the data are given their mean."""

@@ -455,6 +455,11 @@ class RashomonPruning(ZooUserTask):
         """How many units are left."""
         return "units"
 
+    @property
+    def charts(self) -> dict[str, str]:
+        """Units that are left, and the training loss."""
+        return {"units": "units$", "training loss": "train/loss$"}
+
     # ---- checkpoints
 
     def member_records(self) -> dict[int, Any]:

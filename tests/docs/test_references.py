@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from guides import ROOT
-from recipes_page import PAGE, header, page
+from recipes_page import PAGE, page
 
-from lightning_sym.recipes import recipe_names
+from lightning_sym.recipes import recipe_header, recipe_names
 
 THEORY = ROOT / "docs" / "theory"
 FOLDERS = ("benchmarks", "callbacks", "datamodules", "docs", "examples", "lightning_sym", "recipes", "tests")
@@ -110,6 +110,6 @@ def test_the_page_of_recipes_is_made_from_their_headers() -> None:
 
 
 def test_a_header_is_read_to_its_end() -> None:
-    says = header("stitching/mnist5k")
+    says = recipe_header("stitching/mnist5k")
     assert list(says) == ["summary", "question", "source", "expected", "time", "hardware"]
     assert says["question"].endswith("the symmetries of ReLU?")

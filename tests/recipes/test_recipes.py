@@ -5,14 +5,18 @@ import re
 import shlex
 import shutil
 import warnings
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from commands import QUIET, call, succeed
-from helpers import read_csv
+from helpers import dead_charts, read_csv
+from pytorch_lightning import Trainer
+from pytorch_lightning.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams import metadata
 
 import lightning_sym.callbacks
@@ -20,6 +24,7 @@ import lightning_sym.datamodules
 from lightning_sym._tags import is_detail
 from lightning_sym.cli import main
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
+from lightning_sym.datamodules.base import LabelledImages
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
 from lightning_sym.zoo import ModelZoo, read_member
 
@@ -45,6 +50,10 @@ def class_paths(node):
     if isinstance(node, dict):
         return [*([node["class_path"]] if "class_path" in node else []), *class_paths(list(node.values()))]
     return [path for item in node for path in class_paths(item)] if isinstance(node, list) else []
+
+
+def arguments(recipe):
+    return recipe["model"]["init_args"]
 
 
 # One for each set of classes: what the whole configuration of a class holds does not depend on the values.
@@ -160,10 +169,53 @@ def without_another_process(monkeypatch, trials, tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EMBEDDED]
 )
-def test_embedded_recipes_run(name):
+def test_embedded_recipes_run(name, monkeypatch):
+    logged, charts = set(), {}
+    monkeypatch.setattr(DummyLogger, "log_metrics", lambda _, metrics, step=None: logged.update(metrics))
+    real = Trainer.fit
+
+    @wraps(real)
+    def fit(self, model, *args, **kwargs):
+        real(self, model, *args, **kwargs)
+        charts.clear()  # those of a zoo that is made first
+        charts.update(getattr(model, "charts", {}))
+
+    monkeypatch.setattr(Trainer, "fit", fit)
     result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", *QUIET)
     assert result.err == ""
     assert list(Path().iterdir()) == []  # a trial leaves nothing behind
+    assert dead_charts(charts, logged) == []
+
+
+def _made_up_images(module):
+    """Return random images in place of those that would be downloaded."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        LabelledImages(
+            torch.randint(256, (count, *module.source_shape), generator=generator, dtype=torch.uint8),
+            torch.randint(10, (count,), generator=generator),
+        )
+        for count in (700, 300)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_another_process")
+@pytest.mark.parametrize("name", DOWNLOADED)
+def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
+    monkeypatch.setattr(DownloadedDataModule, "prepare_data", lambda self: None)
+    monkeypatch.setattr(DownloadedDataModule, "load", _made_up_images)
+    for module in {data_class(name) for name in DOWNLOADED}:
+        monkeypatch.setattr(module, "source_sizes", None)
+    recipe = settings(name)
+    few = [
+        f"--model.{option}={count}" for option, count in (("members", 2), ("pairs", 1)) if option in arguments(recipe)
+    ]
+    requires = {option: f"{made} --model.members 2" for option, made in recipe.get("requires", {}).items()}
+    if requires:
+        few += [f"--requires={json.dumps(requires)}", *(f"--{option}=few-{option}/zoo" for option in requires)]
+    result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", *few, *QUIET)
+    assert result.err == ""
 
 
 @pytest.mark.parametrize("name", ABSENT)
@@ -220,6 +272,8 @@ def test_a_run_leaves_what_the_design_promises(digits_run):
         "checkpoints/last.ckpt",
         "results/members.csv",
         "results/members.json",
+        "results/numbers.csv",
+        "results/numbers.json",
         "results/validation_curves.png",
         "results/confusion.png",
         "terminal.txt",
@@ -262,6 +316,13 @@ def test_tensorboard_shows_means_and_extremes_the_main_figure_and_the_config(dig
         call("fit", "--config", file, "--print_config").out for file in (digits_run / "config.yaml", "shown.yaml")
     )
     assert short == whole
+    (layout,) = events.Tensors("custom_scalars__config__")
+    (first,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
+    assert first.title == "ZooTask"
+    charts = {chart.title: chart.multiline.tag[0] for chart in first.chart}
+    assert list(charts) == ["accuracy", "accuracy, lowest and highest", "loss", "loss, lowest and highest"]
+    assert dead_charts(charts, of_splits) == []
+    assert dead_charts({"none": "val/f1$"}, of_splits) == ["none"]
     about = events.PluginTagToContent("hparams")
     experiment = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG])
     assert [info.name.tag for info in experiment.metric_infos] == ["test/accuracy"]

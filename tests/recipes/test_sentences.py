@@ -29,7 +29,8 @@ from lightning_sym import (
 
 NOT_UNDERSTOOD = """
 $ fitt
-Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, merge, symmetry, recipes.
+Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, merge, symmetry,
+compare, recipes.
 Did you mean 'fit'?
 $ recipes zoo/mnist6k
 Unknown recipe 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?
@@ -69,6 +70,12 @@ $ fit --config section.yaml
 Unknown option 'modle.class_path'. Did you mean 'model.class_path'?
 $ fit
 Missing: --...; or name a recipe with --config (lightning-sym recipes lists them).
+$ compare runs/a runs/b --metric val/loss
+compare has no option 'metric'. Did you mean 'metrics'?
+$ compare --metrics val/loss
+Expected the folders of two or more runs, got none.
+$ compare runs/a runs/b --table
+--table has no value.
 $ fit SMALL --trainr.max_epochs=3
 Unknown option 'trainr.max_epochs'. Did you mean 'trainer.max_epochs'?
 $ fit SMALL --trainer.maxepochs=3
@@ -141,6 +148,8 @@ seed_everything: expected true or false or an integer, got 'x'.
 """
 
 FAILED = """
+$ compare runs/a runs/b
+runs/a is not there; expected the folder of a run (with config.yaml), or of several runs.
 $ fit SMALL --model.members=0
 model.members must be an integer >= 1, got 0.
 $ fit SMALL --data.val_fraction=1

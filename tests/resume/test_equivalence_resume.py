@@ -71,7 +71,7 @@ def assert_same_search(one: EquivalenceTask, two: EquivalenceTask) -> None:
 def assert_same_files(one: Path, two: Path) -> None:
     first, second = ({path.name: path.read_bytes() for path in (folder / "results").iterdir()} for folder in (one, two))
     assert first.keys() == second.keys()
-    assert len(first) == 3 * 2 + 1 + 3  # tables, weights, grids; no partial file
+    assert len(first) == 4 * 2 + 1 + 3  # tables, weights, grids; no partial file
     for name, content in first.items():
         assert content == second[name], name
 

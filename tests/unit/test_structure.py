@@ -11,6 +11,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
     "lightning_sym": ROOT / "lightning_sym",
@@ -20,7 +22,8 @@ FOLDERS = {
 # The rooms from the bottom up: what stands in a line may import what stands in it and below. The recipes are files to
 # be read; their module only finds them.
 LEVELS = [
-    {"_checks", "_distributed", "_files", "_linear_algebra", "_random", "_statistics", "_tags", "_text", "recipes"},
+    {"_checks", "_distributed", "_files", "_linear_algebra", "_random", "_runs", "_statistics", "_tags", "_text"}
+    | {"recipes"},
     {"layers"},
     {"networks"},
     {"symmetry", "curvature", "weights"},
@@ -172,3 +175,16 @@ def test_importing_the_package_loads_nothing_heavy():
     code = f"import sys, {names}; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_the_oldest_dependencies_follow_from_their_lower_bounds(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    lowest = importlib.import_module("lowest").lowest
+    assert lowest(["torch>=2.11", "jsonargparse[signatures]>=4.51,<5"]) == [
+        "torch==2.11",
+        "jsonargparse[signatures]==4.51",
+    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(lowest(project["dependencies"])) == len(project["dependencies"])
+    with pytest.raises(ValueError, match="torch has no lower bound"):
+        lowest(["torch"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fits import digits
 from fits import fit as fit_task
-from helpers import read_csv, read_rows, refused
+from helpers import dead_charts, read_csv, read_rows, refused
 from matplotlib.image import imread
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
@@ -109,6 +109,7 @@ def test_members_of_a_population_are_those_trained_alone(tmp_path, execution: st
 
     whole = run("whole").points[-1]["members"]
     tags = read_csv(tmp_path / "whole" / "metrics.csv")[-1]
+    assert dead_charts(CurvatureMonitor().charts, tags) == []
     mean = sum(values["top_eigenvalue"] for values in whole.values()) / 2
     assert float(tags["curvature/top_eigenvalue"]) == pytest.approx(mean, rel=1e-6)
     assert float(tags["details/curvature/trace/member-0001"]) == pytest.approx(whole[1]["trace"], rel=1e-6)

@@ -31,7 +31,8 @@ def run(matching_zoo, tmp_path_factory):
 
 def test_files_and_loggers_of_a_geometry(run):
     folder, _, report = run
-    tables = [f"geometry{part}.{kind}" for part in ("", "_density", "_jacobians") for kind in ("csv", "json")]
+    names = ("geometry", "geometry_density", "geometry_jacobians", "numbers")
+    tables = [f"{name}.{kind}" for name in names for kind in ("csv", "json")]
     figures = [f"geometry-0-2-{kind}.png" for kind in ("bezier", "chain")]
     assert {file.name for file in (folder / "results").iterdir()} == {*tables, *figures}
     assert imread(folder / "results" / figures[0]).std() > 0.01

@@ -32,7 +32,8 @@ def run(matching_zoo, tmp_path_factory):
 def test_files_of_a_run(run):
     path, task = run
     names = {file.name for file in (path / "results").iterdir()}
-    tables = {f"{name}.{kind}" for name in ("summary", "curves", "points", "planes") for kind in ("csv", "json")}
+    written = ("summary", "curves", "points", "planes", "numbers")
+    tables = {f"{name}.{kind}" for name in written for kind in ("csv", "json")}
     curves = {f"curve-0-{n}-{kind}.safetensors" for n in (1, 2) for kind in ("bezier", "chain")}
     assert names == {*tables, *curves, "along.png", "planes.png"}
     for name in ("along", "planes"):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from fits import Given, digits, fit
-from helpers import assert_refused, read_csv, read_rows, refused
+from helpers import assert_refused, dead_charts, read_csv, read_rows, refused
 from pytorch_lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
@@ -74,6 +74,7 @@ def test_members_have_estimates_of_their_own_and_are_logged(tmp_path) -> None:
         )
         assert row["refusal"] == found.refusal
     logged = [row for row in read_csv(tmp_path / "metrics.csv") if row.get("learning_coefficient/refused")]
+    assert dead_charts(callback.charts, logged[0]) == []
     assert float(logged[0]["learning_coefficient/refused"]) == sum(bool(row["refusal"]) for row in rows)
     for number, row in enumerate(rows):
         value = logged[0].get(f"details/learning_coefficient/estimate/member-{number:04}")

@@ -10,7 +10,7 @@ import fits
 import pytest
 import torch
 from fits import Given, digits, quiet_trainer
-from helpers import Program, assert_refused, read_csv, read_rows
+from helpers import Program, assert_refused, dead_charts, read_csv, read_rows
 from pytorch_lightning import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
@@ -254,6 +254,7 @@ def test_what_is_left_behind(tmp_path, capsys):
     assert [row["epoch"] for row in read_rows(results / "evidence")] == [2, 4, 5]
     logged = [row for row in read_csv(tmp_path / "metrics.csv") if row["evidence/log_marginal_likelihood"]]
     assert len(logged) == 2
+    assert dead_charts(callback.charts, logged[0]) == []
     for name in ("precision", "effective", "normalised", "relative", "mean_square"):
         found = float(logged[1][f"details/{name}/layer.noise"])
         assert found == pytest.approx(callback.records[1]["paths"]["layer.noise"][name])

@@ -32,7 +32,8 @@ def run(matching_zoo, tmp_path_factory):
 def test_files_and_loggers_of_a_run(run):
     path, task = run
     names = {file.name for file in (path / "results").iterdir()}
-    tables = {f"{name}.{kind}" for name in ("summary", "barriers", "curves", "merged") for kind in ("csv", "json")}
+    written = ("summary", "barriers", "curves", "merged", "numbers")
+    tables = {f"{name}.{kind}" for name in written for kind in ("csv", "json")}
     assert names == {*tables, "interpolation.png", "barriers.png", "symmetry.txt", "symmetry.json", "merged"}
     for name in ("interpolation", "barriers"):
         assert imread(path / "results" / f"{name}.png").std() > 0.01

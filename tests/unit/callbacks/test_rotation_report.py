@@ -27,7 +27,7 @@ def test_a_run_leaves_tables_a_figure_and_a_headline(matching_zoo, tmp_path):
     results = tmp_path / "results"
     tables = ("penalties", "summary")
     assert {file.name for file in results.iterdir()} == {
-        "rotation_penalty.png", *(f"{name}.{kind}" for name in tables for kind in ("csv", "json")),
+        "rotation_penalty.png", *(f"{name}.{kind}" for name in (*tables, "numbers") for kind in ("csv", "json")),
     }  # fmt: skip
     assert imread(results / "rotation_penalty.png").std() > 0.01
     rows, summary = (read_csv(results / f"{name}.csv") for name in tables)

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import textwrap
 
 import pytest
@@ -51,6 +52,25 @@ def test_another_folder_and_no_report_in_a_trial(tmp_path):
     fit(zoo_task(), digits(), trial, folder=tmp_path / "trial", fast_dev_run=True)
     assert trial.calls == 0
     assert trial.results is None
+
+
+class Sum(Count):
+    def report(self, trainer, task, data, measured):
+        table = ResultTable("sum", "sums", [{"sum": 1}], {"sum": "networks"})
+        return RunResults([table], numbers={"sum": 1.0, "final/sum": 2.0}, headline="final/sum")
+
+
+class Best(Count):
+    def report(self, trainer, task, data, measured):
+        return RunResults([ResultTable("best", "the best", [{"best": 1}])], numbers={"best": 3.0}, headline="best")
+
+
+def test_final_numbers_of_several_reports_stand_in_one_table(tmp_path):
+    fit(zoo_task(), digits(), Sum(), Count(), Best(), folder=tmp_path)
+    numbers = json.loads((tmp_path / "results" / "numbers.json").read_text())
+    assert {row["number"]: row["value"] for row in numbers["rows"]} == {"sum": 1.0, "final/sum": 2.0, "best": 3.0}
+    assert numbers["headline"] == "final/sum"
+    assert numbers["units"] == {"sum": "networks", "final/sum": "networks"}
 
 
 def test_any_task_that_has_what_is_needed_will_do(tmp_path):

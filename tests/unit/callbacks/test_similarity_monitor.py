@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fits import Poison
-from helpers import Program, assert_refused, of, read_csv, read_rows, write_zoo
+from helpers import Program, assert_refused, dead_charts, of, read_csv, read_rows, write_zoo
 from matplotlib.image import imread
 from pytorch_lightning import LightningModule
 from torch import nn
@@ -99,6 +99,7 @@ def test_values_are_those_of_the_metrics(tmp_path):
         "members": [(now[a], now[b]) for a, b in ((0, 1), (0, 2), (1, 2))],
     }
     last = read_csv(tmp_path / "metrics.csv")[-1]
+    assert dead_charts(SimilarityMonitor().charts, last) == []
     for name, pairs in compared.items():
         for measure, make in metrics.items():
             for site in SITES:

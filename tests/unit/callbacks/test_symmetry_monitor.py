@@ -8,7 +8,7 @@ import pytest
 import torch
 from fits import digits
 from fits import fit as fit_task
-from helpers import Program, assert_refused, of, read_csv, read_rows
+from helpers import Program, assert_refused, dead_charts, of, read_csv, read_rows
 from matplotlib.image import imread
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -218,9 +218,11 @@ def test_members_are_those_trained_alone(tmp_path, execution):
 
 def test_some_members(tmp_path):
     logger = MetricsCSV(tmp_path)
-    fit(tmp_path, zoo(members=3), SymmetryMonitor(members=[2, 0]), data=digits(max_samples=48), logger=logger)
+    monitor = SymmetryMonitor(members=[2, 0])
+    fit(tmp_path, zoo(members=3), monitor, data=digits(max_samples=48), logger=logger)
     assert {row["member"] for row in rows(tmp_path)} == {0, 2}
     last = read_csv(tmp_path / "metrics.csv")[-1]
+    assert dead_charts(monitor.charts, last) == []
     tag = "symmetry/imbalance/linear1"
     values = [float(last[f"details/{tag}/member-{number:04d}"]) for number in (0, 2)]
     assert f"details/{tag}/member-0001" not in last

@@ -135,6 +135,23 @@ def test_names_by_family_and_one_pool_for_all_convolutional_paths():
     assert "block1.conv.0.weight" in dict(RelaxedNetwork(["ffc", "conv"], 2, 8).named_parameters())
 
 
+def test_each_block_may_have_paths_of_its_own():
+    kinds = [["ffc", "conv"], ["conv", "gconv"], ["conv"], ["ffc"]]
+    network = RelaxedNetwork(kinds, 2, 8, 1, relaxed_gain=0.5)
+    paths = [list(getattr(network, f"block{index}").paths) for index in range(4)]
+    assert paths == [["fc", "conv"], ["pooled"], ["conv"], ["fc"]]
+    assert [getattr(network, f"block{index}").scale for index in range(4)] == [1 / 2, 1 / 2, 1, 1]
+    x = torch.randn(2, 1, 8, 8)
+    assert network(x).shape == (2, 10)
+    again = build(network.architecture)
+    again.load_state_dict(network.state_dict())
+    assert torch.equal(again(x), network(x))
+    torch.manual_seed(0)
+    same = RelaxedNetwork([["ffc", "conv"]] * 4, 2, 8, 1)
+    torch.manual_seed(0)
+    assert torch.equal(same(x), RelaxedNetwork(["ffc", "conv"], 2, 8, 1)(x))
+
+
 @pytest.mark.parametrize("scale", [None, 1.0])
 def test_a_block_is_the_mean_of_its_paths_unless_said_otherwise(scale):
     torch.manual_seed(0)
@@ -179,6 +196,8 @@ def test_the_grid_follows_from_the_data_under_its_other_name():
         ({"paths": "conv"}, "paths of RelaxedNetwork must be a list of one or more of"),
         ({"paths": ["convolution"]}, "Unknown path of RelaxedNetwork 'convolution'"),
         ({"paths": ["conv", "conv"]}, "paths of RelaxedNetwork must differ from one another, got ['conv', 'conv']"),
+        ({"paths": [["conv"]] * 4}, "one for each of its 8 blocks on this grid, got [['conv'], "),
+        ({"paths": [["conv"], "conv"], "grid": 8}, "one list for all blocks, or one for each of its 4 blocks"),
         ({"grid": 12}, "takes images whose sides are powers of two, 8 at least, got 12x12; pad or resize them."),
         ({"grid": 4}, "8 at least, got 4x4"),
         ({"grid": (8, 24)}, "8 at least, got 8x24"),

@@ -84,6 +84,15 @@ def test_wide_tables_go_on_below_and_long_names_lose_their_middle(sites, blocks)
     assert [cut_middle(text, 5) for text in ("short", "longer")] == ["short", "lo…er"]
 
 
+def test_final_numbers_have_the_units_of_the_columns_that_they_are_of():
+    units = {"loss_barrier": "nats above the line", "loss": "nats", "low, R": "unitless"}
+    numbers = {"barrier/test_loss/line": 0.5, "val_loss": float("nan"), "R/kept": 2.0, "walks": 3.0}
+    ending = RunResults([ResultTable("t", "a table", ROWS, units)], numbers=numbers, headline="R/kept").ending
+    assert ending.rows == [{"number": n, "value": None if n == "val_loss" else value} for n, value in numbers.items()]
+    assert ending.units == {"barrier/test_loss/line": "nats above the line", "val_loss": "nats", "R/kept": "unitless"}
+    assert ending.about == {"headline": "R/kept"}
+
+
 def test_notes_are_wrapped_and_stay_indented():
     notes = ["a word " * 20, "  below " + "another " * 20]
     lines = shown(lambda console: RunResults([], notes=notes).show(console, Path("a"), Path("b")))

@@ -114,7 +114,8 @@ def test_pruned_networks_can_be_compared_and_stitched_and_matching_refuses_them(
 
 def test_files_and_loggers(run):
     task, path = run
-    tables = [f"{name}.{kind}" for name in ("summary", "steps", "magnitude", "widths") for kind in ("csv", "json")]
+    names = ("summary", "steps", "magnitude", "widths", "numbers")
+    tables = [f"{name}.{kind}" for name in names for kind in ("csv", "json")]
     assert {file.name for file in (path / "results").iterdir()} == {*tables, "pruning.png"}
     assert imread(path / "results" / "pruning.png").std() > 0.01
     summary = read_rows(path / "results" / "summary")

@@ -1,0 +1,133 @@
+"""``lightning-sym compare``: what several runs ended with, beside each other.
+
+What was asked, and the runs' own files, are read without importing torch.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_sym._files import write_atomically
+from lightning_sym._runs import FinishedRun, find_runs
+from lightning_sym._text import nearest
+from lightning_sym.cli.given import merge, read_given, separated
+
+USAGE = (
+    "usage: lightning-sym compare RUN RUN [RUN ...] [--metrics PATTERNS] [--table NAME] [--ignore OPTIONS] "
+    "[--out FOLDER]"
+)
+HELP = f"""{USAGE}
+
+Prints the settings in which runs differ and what each of them ended with. Runs that differ by seed only are one
+group: their mean, with a 95 % interval. A star marks what differs from the first group by more than chance.
+
+  RUN RUN ...          folders of runs that have ended, or a folder that holds some (of a sweep)
+  --metrics PATTERNS   which numbers, by name, separated by commas: --metrics 'test/*,val/loss'; also the last values of
+                       what was logged, and columns of a table. Default: what the runs' reports said at the end
+  --table NAME         compare the rows of results/NAME.csv
+  --ignore OPTIONS     settings that make no difference, as seeds make none, by patterns: --ignore model.zoo
+  --out FOLDER         write comparison.csv, comparison.json (with the value of each run) and comparison.png there"""
+_OPTIONS = ("metrics", "table", "ignore", "out")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        places: Folders of runs, or of several.
+        metrics: Patterns of names.
+        table: Whose rows are compared.
+        ignore: Patterns of options.
+        out: Folder of the files.
+    """
+
+    places: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
+    table: str | None = None
+    ignore: tuple[str, ...] = ()
+    out: Path | None = None
+
+
+def read_compare_options(args: Sequence[str]) -> Asked:
+    """Return what the arguments ask for.
+
+    Args:
+        args: The arguments after the command; not those that ask for help.
+
+    Raises:
+        ValueError: If an option is not known or has no value, or there is no run.
+    """
+    options, places = separated(args)
+    given = merge(read_given(options))
+    for name, value in given.items():
+        if name not in _OPTIONS:
+            raise ValueError(f"compare has no option '{name}'.{nearest(name, _OPTIONS)}")
+        if value in (None, "", [], {}):
+            raise ValueError(f"--{name} has no value.")
+    if not places:
+        raise ValueError("Expected the folders of two or more runs, got none.")
+    return Asked(
+        tuple(places),
+        _patterns(given.get("metrics")),
+        None if "table" not in given else str(given["table"]).removesuffix(".csv").removesuffix(".json"),
+        _patterns(given.get("ignore")),
+        None if "out" not in given else Path(str(given["out"])),
+    )
+
+
+def _patterns(given: object) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    several = given if isinstance(given, list) else str(given).split(",")
+    return tuple(str(one).strip() for one in several)
+
+
+def read_runs(asked: Asked) -> tuple[list[FinishedRun], list[str]]:
+    """Return the runs, and what is said of those that are left out.
+
+    Raises:
+        ValueError: If one is not there or has not ended, there are not two, or the folder of the files is a file.
+    """
+    runs, left_out = find_runs(asked.places)
+    if len(runs) < 2:
+        alone = f"{runs[0].folder} alone" if runs else "none"
+        raise ValueError(
+            f"Expected two or more runs that have ended, got {alone}; several seeds of one setting will do."
+            f"{''.join(' ' + note[:1].upper() + note[1:] for note in left_out[:1])}"
+        )
+    if asked.out is not None and asked.out.is_file():
+        raise ValueError(f"{asked.out} is a file; --out takes a folder.")
+    return runs, left_out
+
+
+def print_comparison(asked: Asked, runs: Sequence[FinishedRun], left_out: Sequence[str]) -> None:
+    """Compare runs, print what was found, and write it.
+
+    Args:
+        asked: As :func:`read_compare_options` returns it.
+        runs: As :func:`read_runs` returns them, like the next.
+        left_out: What is said of others.
+
+    Raises:
+        ValueError: If the runs have nothing in common.
+        OSError: If a file cannot be written.
+    """
+    from rich.console import Console
+
+    from lightning_sym.reports.comparison import compare_runs
+
+    found = compare_runs(runs, metrics=asked.metrics, table=asked.table, ignore=asked.ignore)
+    console = Console(width=80)
+    found.show(console)
+    for note in left_out:
+        console.print(f"  {note}", highlight=False, markup=False)
+    if asked.out is None:
+        return
+    found.table.write(asked.out)
+    picture = io.BytesIO()
+    found.figure().savefig(picture, format="png")
+    write_atomically(asked.out / "comparison.png", picture.getvalue())
+    console.print(f"  picture {asked.out / 'comparison.png'}", highlight=False, soft_wrap=True)
+    console.print(f"  table   {asked.out / 'comparison.csv'}", highlight=False, soft_wrap=True)

@@ -1,0 +1,167 @@
+"""Makes the pictures of docs/images anew, by the commands that made them, and says which have changed.
+
+    make figures                        # those that take minutes
+    make figures ONLY=zoo_digits_mlp    # one of them, or several: ONLY='equivalence_*'
+    make figures ALL=1                  # all: hours
+
+``tools/figures.yaml`` is the table of pictures, commands and files. Zoos that several need are made once, in
+``build/figures``; what an earlier call left there is made anew, but for the zoos that a recipe requires. A picture that
+is the same pixel by pixel, but for a rounding, stays as it is; one that has changed takes the place of the old one.
+Look at it, and at the numbers of the guide that it stands in: guide and picture are of one run.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+TABLE = ROOT / "tools" / "figures.yaml"
+WORK = ROOT / "build" / "figures"
+LONGEST = 3.0  # minutes that a run may take which nobody has asked for by name
+# Letters are drawn a little differently by other versions of matplotlib's libraries.
+_STEP = 32  # of 255, by which a pixel may differ
+_SHARE = 0.001  # of all pixels, which may differ more
+
+
+@dataclass(frozen=True)
+class Run:
+    """Commands and the pictures that they leave.
+
+    Attributes:
+        pictures: File below the folder of the run, by the picture's name.
+        commands: Each ``lightning-sym ...`` or ``python examples/...``.
+        minutes: Processor time on one thread.
+    """
+
+    pictures: dict[str, str]
+    commands: tuple[str, ...]
+    minutes: float
+
+
+def table() -> list[Run]:
+    """Return all runs of the table."""
+    entries = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return [Run(one["pictures"], tuple(one["commands"]), float(one["minutes"])) for one in entries]
+
+
+def chosen(runs: Sequence[Run], only: str | None, everything: bool) -> list[Run]:
+    """Return the runs that are to be made.
+
+    Args:
+        runs: All of them.
+        only: A picture's name, or a pattern for several; None for all that take minutes.
+        everything: Whether those that take longer are made too.
+
+    Raises:
+        ValueError: If no picture has such a name.
+    """
+    if only is None:
+        return [run for run in runs if everything or run.minutes <= LONGEST]
+    found = [run for run in runs if any(fnmatchcase(name, only.removesuffix(".png")) for name in run.pictures)]
+    if not found:
+        names = ", ".join(sorted(name for run in runs for name in run.pictures))
+        raise ValueError(f"No picture is called {only}; there are {names}.")
+    return found
+
+
+def arguments(command: str) -> list[str]:
+    """Return what is started for a command of the table, by this Python."""
+    program, *words = shlex.split(command)
+    if program == "python":
+        return [sys.executable, str(ROOT / words[0]), *words[1:]]
+    return [sys.executable, "-m", "lightning_sym.cli", *words, "--overwrite", "true"]
+
+
+def change(old: Path, new: Path) -> str | None:
+    """Say how a picture differs from an older one; None if by nothing that one could see."""
+    if not old.is_file():
+        return "new"
+    a, b = (np.asarray(Image.open(path).convert("RGB"), dtype=np.int16) for path in (old, new))
+    if a.shape != b.shape:
+        return f"changed: {b.shape[1]} x {b.shape[0]} pixels, before {a.shape[1]} x {a.shape[0]}"
+    share = float((np.abs(a - b).max(-1) > _STEP).mean())
+    return f"changed: {100 * share:.1f} % of the pixels" if share > _SHARE else None
+
+
+def put(new: Path, old: Path) -> None:
+    """Put a picture in the place of another one, with 256 colors if nobody sees that: a third of the size."""
+    image = Image.open(new).convert("RGB")
+    small = image.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    palette, corner = small.getpalette(), 3 * small.getpixel((0, 0))
+    palette[corner : corner + 3] = image.getpixel((0, 0))  # the background stays what it was: white
+    small.putpalette(palette)
+    small.save(old, optimize=True)
+    if change(old, new) is not None:
+        shutil.copyfile(new, old)
+
+
+def make(run: Run, images: Path = IMAGES, work: Path = WORK) -> Iterator[tuple[str, str]]:
+    """Run the commands, and put the pictures that have changed in the place of the old ones.
+
+    Args:
+        run: Commands and pictures.
+        images: Folder of the pictures.
+        work: Folder in which the commands run.
+
+    Yields:
+        Each picture's name, and what has become of it.
+
+    Raises:
+        RuntimeError: If a command fails, or does not leave a picture.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    for command in run.commands:
+        with (work / "log.txt").open("w", encoding="utf-8") as log:
+            status = subprocess.run(arguments(command), cwd=work, env=environment, stdout=log, stderr=log).returncode
+        if status:
+            raise RuntimeError(f"{command} ended with status {status}; {work / 'log.txt'} says why.")
+    for name, file in run.pictures.items():
+        if not (work / file).is_file():
+            raise RuntimeError(f"{' and '.join(run.commands)} left no {work / file}; put tools/figures.yaml right.")
+        said = change(images / f"{name}.png", work / file)
+        if said is not None:
+            put(work / file, images / f"{name}.png")
+        yield name, said or "unchanged"
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Make the pictures that are asked for; return the exit status."""
+    parser = argparse.ArgumentParser(description="Make the pictures of docs/images anew.")
+    parser.add_argument("--only", help="a picture's name, or a pattern for several")
+    parser.add_argument("--all", action="store_true", help=f"also those that take more than {LONGEST:g} minutes")
+    asked = parser.parse_args(args)
+    runs = table()
+    try:
+        todo = chosen(runs, asked.only or None, asked.all)
+    except ValueError as error:
+        parser.error(str(error))
+    failed = False
+    for run in todo:
+        print(f"{' and '.join(run.commands)}  (about {run.minutes:g} minutes)", flush=True)
+        try:
+            for name, said in make(run):
+                print(f"  {name}: {said}", flush=True)
+        except RuntimeError as error:
+            failed = True
+            print(f"  failed: {error}", flush=True)
+    left = [name for run in runs if run not in todo for name in run.pictures]
+    if left and not asked.only:
+        print(f"not made, as they take longer (make figures ALL=1, or ONLY=NAME): {', '.join(left)}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
