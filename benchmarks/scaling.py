@@ -19,8 +19,7 @@ from torchvision.models import resnet50
 
 from lightning_sym.networks import CIFARResNet
 
-# Dense, without sparsity. NVIDIA H100 data sheet (SXM): 989 TFLOP/s in bfloat16, 67 in float32, 80 GB, 900 GB/s NVLink.
-BFLOAT16, FLOAT32 = 989e12, 67e12
+FLOAT32 = 67e12  # operations per second: NVIDIA H100 data sheet (SXM)
 SHARE = 0.35  # of the peak that is reached; 0.46 is published for a language model tuned for it (arXiv 2204.02311)
 NETWORK = 25e9  # bytes per second: NVIDIA ConnectX-6, 200 Gbit/s
 DISK = 3e9  # bytes per second: NVMe over PCIe 3.0 x 4, whose lanes carry 3.9e9
@@ -86,6 +85,22 @@ def products_of_factors(network: nn.Module) -> float:
     return found
 
 
+def activations(network: nn.Module, inputs: torch.Tensor) -> float:
+    """Return the bytes that all modules put out, which a training step keeps."""
+    found = 0.0
+
+    def count(module: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        nonlocal found
+        found += out.numel() * out.element_size()
+
+    hooks = [m.register_forward_hook(count) for m in network.modules() if not list(m.children())]
+    with torch.no_grad():
+        network(inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def factor_sizes(network: nn.Module) -> list[int]:
     """Return the sides of all Kronecker factors."""
     sides = []
@@ -113,6 +128,7 @@ def main() -> None:
     images = torch.randn(32, 3, 32, 32)
     whole, tiny = seconds(step(small, images)), seconds(step(small, images[:2, :, :8, :8]))
     count, weights = products(small, images), sum(p.numel() for p in small.parameters())
+    kept = activations(small, images) / 1e9
     big = resnet50(weights=None)
     large = products(big, torch.randn(1, 3, 224, 224))
     costs = np.random.default_rng(0).standard_normal((2000, 2000))
@@ -133,14 +149,16 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     print(
         f"| zoo of 1,000 ResNet-20, 50 epochs | {clock(1000 * steps * whole)} | {clock(zoo)} | {clock(zoo / 8)} | "
-        f"below 1 GB a member | {1000 * weights * 4 / 1e9:.1f} GB on disk; network: none (`ddp_members`) |"
+        f"{kept:.2f} GB of activations a member | {1000 * weights * 4 / 1e9:.1f} GB on disk; network: none "
+        "(`ddp_members`) |"
     )
     # Both networks are run, the map alone is trained: about a step of one of them.
     fits = 500 * 19 * 7
     stitch = TOGETHER * fits * 20 * (45_000 // 32)
     print(
         f"| stitching, 500 pairs, 19 sites, 7 maps, 20 epochs | {clock(stitch * whole)} | {clock(stitch * gpu)} | "
-        f"{clock(stitch * gpu / 8)} | below 1 GB a pair | {fits * 64 * 64 * 4 / 1e9:.1f} GB of maps at most; network: "
+        f"{clock(stitch * gpu / 8)} | {2 * kept:.2f} GB of activations a map at most | "
+        f"{fits * 64 * 64 * 4 / 1e9:.1f} GB of maps at most; network: "
         "none (job arrays) |"
     )
     # Forward, and backward once, for one random sign; then products of what layers take and put out with themselves.

@@ -33,6 +33,7 @@ def test_a_recipe_is_estimated_by_its_parts_and_nothing_is_left_behind() -> None
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_a_short_recipe_and_what_it_requires() -> None:
     out = succeed("estimate", "--config", "stitching/digits_mlp", *QUIET, "--model.pairs=1", "--model.maps=[full]").out
     assert numbers(out)["rest of an epoch"] == "10"
