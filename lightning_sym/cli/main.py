@@ -7,8 +7,10 @@ import gc
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +26,7 @@ _COMMANDS = {
     "merge": "the mean of checkpoints in one order: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
     "symmetry": "what leaves a network's function alone: lightning-sym symmetry torchvision:resnet50",
     "compare": "numbers of several runs side by side, seeds grouped: lightning-sym compare runs/a runs/b",
+    "estimate": "what a recipe would cost, before it is run: lightning-sym estimate --config zoo/mnist5k --devices 8",
     "recipes": "list the shipped recipes; with a name, show one",
 }
 
@@ -67,6 +70,8 @@ def _command(args: list[str]) -> int:
         return _symmetry(rest)
     if command == "compare":
         return _compare(rest)
+    if command == "estimate":
+        return _estimate(rest)
     try:
         rest = _resolve_configs(rest)
     except ValueError as error:
@@ -236,6 +241,30 @@ def _compare(args: list[str]) -> int:
             import lightning_sym.reports  # noqa: F401 (what comparing needs, PyTorch too)
 
         compare.print_comparison(asked, runs, left_out)
+
+    return _guarded(start)
+
+
+def _estimate(args: list[str]) -> int:
+    from lightning_sym.cli import estimate
+
+    began = time.perf_counter()
+    if not args or args[0] in ("-h", "--help"):
+        print(estimate.HELP)
+        return 0
+    try:
+        asked = estimate.read_estimate_options(args)
+        asked = replace(asked, args=tuple(_resolve_configs(list(asked.args))))
+    except ValueError as error:
+        return _misunderstood(str(error), estimate.USAGE)
+    if wrong := _wrong_option(list(asked.args)):
+        return _misunderstood(wrong, estimate.USAGE)
+
+    def start() -> None:
+        with _no_collection():
+            from lightning_sym.cli.trial import print_estimate
+
+        print_estimate(asked, began)
 
     return _guarded(start)
 

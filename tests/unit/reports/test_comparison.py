@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import printed
+from helpers import printed, too_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -77,6 +77,7 @@ def test_what_intervals_decide_is_marked():
     assert found.settings == {"model.network.widths": ["[2]", "[9]"], "model.seed": ["0-2", "0-2"]}
     (panel, other) = found.figure().axes
     assert (panel.get_xlabel(), other.get_xlabel()) == ("loss", "same")
+    assert not too_small(found.figure())
     assert [label.get_text() for label in panel.get_yticklabels()] == ["narrow", "wide"]
 
 

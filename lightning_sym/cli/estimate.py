@@ -1,0 +1,70 @@
+"""``lightning-sym estimate``: what a recipe would cost, from a few of its real steps.
+
+What was asked is read here, without importing torch; :mod:`lightning_sym.cli.trial` runs the steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_sym.cli.given import merge, read_given
+
+USAGE = (
+    "usage: lightning-sym estimate --config RECIPE_OR_FILE [--SECTION.NAME VALUE ...] [--devices N] [--bandwidth GB/S]"
+)
+HELP = f"""{USAGE}
+
+Runs a few steps, a validation, and all that comes after training of a recipe, in a folder that is removed, and says how
+long all of it would take on this machine, and how much memory. Options are those of fit, and
+
+  --devices 8       what the run would cost on so many devices like this one, by strategy
+  --bandwidth 25    what a process sends over the network, in gigabytes per second (25: InfiniBand of 200 Gbit/s)
+  --steps 30        steps of an epoch that are run; fewer if they take longer than 20 seconds
+
+How it is computed, and what is left out: docs/scaling-out.md."""
+_OWN = {"devices": 0, "bandwidth": 25.0, "steps": 30}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        args: Options of fit.
+        devices: Over how many devices the run is shared out; 0 for one.
+        bandwidth: Of the network, in bytes per second.
+        steps: Steps that are run.
+    """
+
+    args: tuple[str, ...]
+    devices: int
+    bandwidth: float
+    steps: int
+
+
+def read_estimate_options(args: Sequence[str]) -> Asked:
+    """Return what the arguments ask for; those of fit are not looked at.
+
+    Args:
+        args: The arguments after the command; not those that ask for help.
+
+    Raises:
+        ValueError: If one of the command's own options has a wrong value.
+    """
+    rest: list[str] = []
+    mine: list[str] = []
+    waiting = False
+    for arg in args:
+        name = arg.removeprefix("--").partition("=")[0]
+        is_mine = arg.startswith("--") and name in _OWN
+        (mine if is_mine or waiting else rest).append(arg)
+        waiting = is_mine and "=" not in arg
+    given = {**_OWN, **merge(read_given(mine))}
+    for name, least in (("devices", 0), ("steps", 4)):
+        if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < least:
+            raise ValueError(f"--{name} takes a whole number >= {max(least, 1)}, got {given[name]!r}.")
+    speed = given["bandwidth"]
+    if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0 < speed < float("inf"):
+        raise ValueError(f"--bandwidth takes a number of gigabytes per second > 0, got {speed!r}.")
+    if "devices" in merge(read_given(mine)) and given["devices"] < 1:
+        raise ValueError(f"--devices takes a whole number >= 1, got {given['devices']!r}.")
+    return Asked(tuple(rest), given["devices"], 1e9 * speed, given["steps"])

@@ -1,0 +1,70 @@
+"""``lightning-sym estimate``: a few steps are run, and the whole run is computed from them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import QUIET, SMALL, call, succeed
+
+from lightning_sym.cli.estimate import read_estimate_options
+
+
+def numbers(out: str) -> dict[str, str]:
+    """Return how often each part comes, by its name."""
+    return dict(re.findall(r"^│ ([\w ]+?) +│ +(\d+) │", out, re.MULTILINE))
+
+
+def test_a_recipe_is_estimated_by_its_parts_and_nothing_is_left_behind() -> None:
+    learned = ("--trainer.callbacks=MarginalLikelihood", "--trainer.callbacks.burn_in=7")
+    out = succeed(
+        *("estimate", *SMALL, *QUIET, "--data.batch_size=16", "--trainer.max_epochs=20", "--model.prior_precision=1"),
+        *(*learned, "--trainer.callbacks.every_n_epochs=5", "--devices=2", "--trainer.check_val_every_n_epoch=3"),
+    ).out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.startswith("20 epochs of 4 steps on this machine (cpu, ")
+    assert numbers(out) == {
+        **{"start": "1", "training step": "80", "validation": "6", "rest of an epoch": "20"},
+        **{"MarginalLikelihood": "3", "after training": "1", "all": "1"},
+    }
+    for said in ("on 2 devices like this one", "one device", "ddp ", "ddp_members", "memory  "):
+        assert said in out
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.slow
+def test_a_short_recipe_and_what_it_requires() -> None:
+    out = succeed("estimate", "--config", "stitching/digits_mlp", *QUIET, "--model.pairs=1", "--model.maps=[full]").out
+    assert numbers(out)["rest of an epoch"] == "10"
+    assert "without zoo/digits_mlp, which is run first: estimate it by itself" in out
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--devices=0", "--devices takes a whole number >= 1, got 0."),
+        ("--devices=many", "--devices takes a whole number >= 1, got 'many'."),
+        ("--steps 2", "--steps takes a whole number >= 4, got 2."),
+        ("--bandwidth=-1", "--bandwidth takes a number of gigabytes per second > 0, got -1."),
+        ("--config zoo/mnist6k", "There is no recipe or file 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?"),
+        ("--config zoo/mnist5k --model.membres 3", "ZooTask has no option 'model.membres'. Did you mean"),
+    ],
+)
+def test_wrong_options_are_said_in_a_sentence(options: str, says: str) -> None:
+    result = call("estimate", *options.split())
+    assert result.status == 2
+    assert says in result.error
+
+
+def test_options_of_its_own_are_told_from_those_of_fit() -> None:
+    asked = read_estimate_options(["--config", "a", "--devices", "8", "--trainer.devices", "2", "--bandwidth=1.5"])
+    assert (asked.args, asked.devices, asked.bandwidth) == (("--config", "a", "--trainer.devices", "2"), 8, 1.5e9)
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from lightning_sym.cli import main; main(['estimate']); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "--bandwidth 25" in run.stdout
+    assert run.stdout.splitlines()[-1] == "False"
