@@ -88,7 +88,7 @@ class NetworkFiles:
 
     @staticmethod
     def _write(file: Any, tensor: Tensor) -> None:
-        file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     @staticmethod
     def _mapped(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[str, Tensor]]:
