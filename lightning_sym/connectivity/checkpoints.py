@@ -77,7 +77,8 @@ class Checkpoint:
             if not all_finite(tensor):
                 raise ValueError(f"{file} holds {name} with values that are not finite; expected finite weights.")
         exact = bool(floating) and all(tensor.dtype == torch.float64 for tensor in floating.values())
-        names, held = first_names(network), {}
+        names = first_names(network)
+        held: dict[str, Tensor] = {}
         for name, tensor in state.items():
             held.setdefault(names[name], tensor)
         types = {

@@ -216,7 +216,7 @@ class MidpointPopulation(LoopPopulation):
 
     def run_member(self, number: int, prepared: Any) -> Tensor:
         """Return the logits of the network at a member's place: its gradient is that of what is trained."""
-        moved = dict(self.symmetry.act(self.steps[number], self.started[number]).named_parameters())
+        moved: dict[str, Tensor] = dict(self.symmetry.act(self.steps[number], self.started[number]).named_parameters())
         trained = self.trained(number)
         ends = trained.trained(moved)
         if trained.leaves_group and self.keep_function:
