@@ -133,7 +133,7 @@ def test_a_loop_finds_bitwise_the_same(runs):
         assert_same(searched(runs / "1 loop"), searched(runs / "2 loop", rank))
     one, two = files(runs / "1 loop"), files(runs / "2 loop")
     assert one.keys() == two.keys()
-    assert len(one) == 3 * 2 + 1 + 3  # no partial file
+    assert len(one) == 4 * 2 + 1 + 3  # no partial file
     for name, content in one.items():
         assert content == two[name], name
 

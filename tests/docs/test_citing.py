@@ -6,9 +6,8 @@ import tomllib
 import pytest
 import yaml
 from guides import ROOT
-from recipes_page import header
 
-from lightning_sym.recipes import recipe_names
+from lightning_sym.recipes import recipe_header, recipe_names
 
 PAGE = (ROOT / "docs" / "citing.md").read_text()
 ENTRIES = dict(re.findall(r"^@\w+\{(\w+),\n(.*?)^\}", PAGE, re.MULTILINE | re.DOTALL))
@@ -43,7 +42,7 @@ def test_papers_that_recipes_name_as_their_source_are_among_those_to_cite(room: 
         number
         for name in recipe_names()
         if name.startswith(f"{room}/")
-        for number in re.findall(r"arXiv (\d{4}\.\d{5})", header(name)["source"])
+        for number in re.findall(r"arXiv (\d{4}\.\d{5})", recipe_header(name)["source"])
     }
     assert named <= cited
 

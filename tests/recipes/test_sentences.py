@@ -268,7 +268,7 @@ $ StitchingTask("zoo", maps=["ful"])
 ValueError: Unknown stitching map 'ful'; expected one of: full, rank(1), lasso(0.01), group, group(euclidean), softsort,
 orthogonal, identity, least_squares, assignment, procrustes. Did you mean 'full'?
 $ MatchingTask("zoo", methods=["weight"])
-ValueError: Unknown method 'weight'; expected one of: permutations, ... orbit_descent. Did you mean 'weights'?
+ValueError: Unknown method 'weight'; expected one of: permutations, ... soft_maps. Did you mean 'weights'?
 $ RotationTask("zoo", kinds=["grp"])
 ValueError: kinds must be of group, orthogonal, none, undo, got 'grp'.
 $ MarginalLikelihood(burn_in=-1)

@@ -116,7 +116,9 @@ def test_path_begins_at_the_networks_own_basis_and_members_have_rotations_of_the
 def test_files_hold_what_was_found(run):
     path, task, report = run
     folder = path / "results"
-    names = {f"{name}.{kind}" for name in ("changes", "summary", "bases", "units") for kind in ("csv", "json")}
+    names = {
+        f"{name}.{kind}" for name in ("changes", "summary", "bases", "units", "numbers") for kind in ("csv", "json")
+    }
     assert {file.name for file in folder.iterdir()} == {*names, "dissection.png"}
     assert imread(folder / "dissection.png").std() > 0.01
     bases, changes, units = (read_rows(folder / name) for name in ("bases.json", "changes.json", "units.json"))
