@@ -196,11 +196,12 @@ def _made_up_images(module):
             torch.randint(256, (count, *module.source_shape), generator=generator, dtype=torch.uint8),
             torch.randint(10, (count,), generator=generator),
         )
-        for count in (700, 300)
+        for count in (80, 40)
     )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # 19 sites with 7 maps each
 @pytest.mark.usefixtures("without_another_process")
 @pytest.mark.parametrize("name", DOWNLOADED)
 def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
@@ -210,12 +211,16 @@ def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
         monkeypatch.setattr(module, "source_sizes", None)
     recipe = settings(name)
     few = [
-        f"--model.{option}={count}" for option, count in (("members", 2), ("pairs", 1)) if option in arguments(recipe)
+        f"--model.{option}={count}"
+        for option, count in (("members", 2), ("pairs", "[[0,1]]"))
+        if option in arguments(recipe)
     ]
-    requires = {option: f"{made} --model.members 2" for option, made in recipe.get("requires", {}).items()}
+    requires = {
+        option: f"{made} --model.members 2 --data.batch_size 16" for option, made in recipe.get("requires", {}).items()
+    }
     if requires:
         few += [f"--requires={json.dumps(requires)}", *(f"--{option}=few-{option}/zoo" for option in requires)]
-    result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", *few, *QUIET)
+    result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", "--data.batch_size=16", *few, *QUIET)
     assert result.err == ""
 
 
