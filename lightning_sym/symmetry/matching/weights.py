@@ -54,6 +54,19 @@ class Match(Descended):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Found(Descended):
+    """A match without its network.
+
+    Attributes:
+        distance_before: As for :class:`Match`.
+        distance_after: Likewise.
+    """
+
+    distance_before: float
+    distance_after: float
+
+
 def parameter_distance(a: nn.Module, b: nn.Module) -> float:
     """Return the Euclidean distance of the parameters of two networks, each counted once, buffers left out.
 
@@ -103,8 +116,8 @@ def weight_matching(
       taken. The same holds for blocks, and for more than three free signs that meet on one parameter.
     - Cells on which any invertible matrix acts are rotated (orthogonal Procrustes), planes turned by the argument of
       their complex inner product, and streams rotated last; other matrices are not searched.
-    - If the distance is far above what norms of tensors ask for, canonical forms are compared, too: what was planted
-      is found to rounding.
+    - If all tensors have nearly the same norms, and are not as near as these allow, canonical forms are compared, too:
+      what was planted is found to rounding.
     - Buffers are left out of the gain, and move along.
 
     Args:
@@ -151,56 +164,6 @@ def weight_matching(
         symmetry._own(initial)
     if unknown_words := sorted(set(freedom) - set(FREEDOM)):
         raise ValueError(unknown("freedom", unknown_words[0], FREEDOM))
-    found = found_match(
-        symmetry,
-        a,
-        b,
-        scales=scales,
-        signs=signs,
-        restarts=restarts,
-        seed=seed,
-        initial=initial,
-        max_sweeps=max_sweeps,
-        balance=balance,
-        refine=refine,
-        freedom=freedom,
-        device=device,
-        progress=progress,
-    )
-    return matched_by(symmetry, b, found, "weights")
-
-
-@dataclass(frozen=True, eq=False)
-class Found(Descended):
-    """A match without its network.
-
-    Attributes:
-        distance_before: As for :class:`Match`.
-        distance_after: Likewise.
-    """
-
-    distance_before: float
-    distance_after: float
-
-
-def found_match(
-    symmetry: Symmetry,
-    a: nn.Module,
-    b: nn.Module,
-    *,
-    scales: bool = True,
-    signs: bool = True,
-    restarts: int = 1,
-    seed: int = 0,
-    initial: Element | None = None,
-    max_sweeps: int = 100,
-    balance: bool = True,
-    refine: bool = False,
-    freedom: Collection[str] = FREEDOM,
-    device: torch.device | str | None = None,
-    progress: bool = False,
-) -> Found:
-    """Find what :func:`weight_matching` finds, of the same arguments, checked before, and move no network by it."""
     structure = symmetry.structure
     if (structure.dense or structure.phases) and "matrices" not in freedom:
         balance = False  # which turns cells to their principal axes
@@ -225,7 +188,7 @@ def found_match(
             match = matched(False)  # which begins at b, and comes nearer with every step
         if initial is None and match.distance_after > match.distance_before:  # by rounding
             match = measured(symmetry, a, b, replace(match, element=symmetry.identity()))
-        return match
+    return matched_by(symmetry, b, match, "weights")
 
 
 def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found) -> Found:
