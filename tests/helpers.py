@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,22 @@ from lightning_sym.figures import cards
 from lightning_sym.figures.cards import CARD
 from lightning_sym.networks import Network
 from lightning_sym.zoo import rebuild_manifest, write_member
+
+# ---- cases
+
+
+def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
+    """Return the cases, of which one in ``count`` is tested each time, from the ``first`` on; the others are slow.
+
+    For a law with many cases and several tests: with another ``first`` in each, every case is in a test each time.
+    """
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=() if index % count == first else pytest.mark.slow
+        )
+        for index, case in enumerate(cases)
+    ]
+
 
 # ---- refusals
 

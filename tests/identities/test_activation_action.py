@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, of, sequential
+from helpers import Program, assert_refused, of, one_in, sequential
 from symmetry_family_cases import CASES, difference, randomise
 from test_stitching_theorem import OURS, SLOW, WRAPPED, listed, made
 from torch import Tensor, fx, nn
@@ -111,7 +111,7 @@ def check_every_value(
     return symmetry
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(3, CASES, 1))
 def test_every_value_of_a_traced_program_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     torch.manual_seed(0)
@@ -218,7 +218,7 @@ PROBED = {*ARCHITECTURES} - SLOW - {"vit modern"}
 
 @pytest.mark.parametrize(
     ("name", "before"),
-    [*((name, False) for name in sorted(PROBED)), *((name, True) for name in OURS if name in PROBED)],
+    one_in(2, [*((name, False) for name in sorted(PROBED)), *((name, True) for name in OURS if name in PROBED)]),
 )
 def test_probes_see_what_taps_say(name: str, before: bool) -> None:
     case = ARCHITECTURES[name]
