@@ -1,5 +1,6 @@
 """The 8x8 handwritten digits that come with scikit-learn."""
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import ClassVar
@@ -35,10 +36,12 @@ class DigitsDataModule(ImageDataModule):
         return hold_out(images, table[:, -1].long(), "digits", lambda count: round(0.2 * count))
 
 
+@functools.cache
 def _table() -> Tensor:
     """Return scikit-learn's rows, 64 pixels from 0 to 16 and the label, of shape ``[1797, 65]``, float64.
 
-    They are read from the file that ``load_digits`` reads: importing scikit-learn takes a second, reading 30 ms.
+    They are read from the file that ``load_digits`` reads, once for all runs of a process: importing scikit-learn takes
+    a second, reading 30 ms.
     """
     package = importlib.util.find_spec("sklearn")  # imports nothing
     folders = (package and package.submodule_search_locations) or ()

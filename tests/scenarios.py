@@ -8,6 +8,7 @@ processor, and there are a dozen modules. On each line of standard input comes a
 arguments]``; its exit status goes to standard output.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -19,10 +20,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import sklearn.datasets  # noqa: F401 (the digits)
 import torch
 import torch.utils.tensorboard  # noqa: F401
-from fits import fit, saving
+from fits import digits, fit, saving
 from helpers import as_pixel
 from pytorch_lightning import Callback, LightningModule
 
@@ -156,7 +156,9 @@ def work(module: str, log: str, folder: str, arguments: dict[str, str]) -> int:
 if __name__ == "__main__":
     # Each process would learn anew how letters are drawn.
     publishing.publish_figure = as_pixel(publishing.publish_figure)
+    digits().load()  # kept for all
     os.register_at_fork(after_in_child=settle_threads)
+    gc.freeze()  # or the collector of each process would look through all that was imported, and so copy its pages
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()

@@ -19,6 +19,8 @@ from lightning_sym.tasks import EquivarianceTask, ZooTask
 
 pytestmark = pytest.mark.ddp
 
+# How many processes do what one does too.
+PROCESSES = {"same weights": 3, "trained": 2, "zoo ddp": 2, "zoo members": 2}
 TERMS = ("log_marginal_likelihood", "log_likelihood", "log_determinant", "scatter")
 SAMPLES = 83  # not divisible by 2 or 3
 
@@ -53,8 +55,9 @@ class Broken(MarginalLikelihood):
 def scenarios(run):
     def fit(name, task, data, kind=MarginalLikelihood, samples=None, **settings):
         folder = run.folder / name
-        callback = kind(burn_in=1, every_n_epochs=1, steps=20, samples=samples, dirpath=str(folder / "results"))
-        run.fit(name, task, data, callback, Leave(), max_epochs=3, logger=MetricsCSV(folder), **settings)
+        callback = kind(burn_in=1, every_n_epochs=1, steps=8, samples=samples, dirpath=str(folder / "results"))
+        settings = {"max_epochs": 2, "logger": MetricsCSV(folder), **settings}
+        run.fit(name, task, data, callback, Leave(), **settings)
 
     # Without steps of the weights (and without their prior, which acts with the learning rate) they stay the same.
     def one(name, processes, lr=0.0, batch_size=10, **settings):
@@ -69,15 +72,16 @@ def scenarios(run):
         task = ZooTask(SmallCNN(norm), members=3, keep="last", optimizer=sgd, prior_precision=1.0)
         fit(f"{name} {processes}", task, digits(batch_size=10, max_samples=SAMPLES), processes=processes, **settings)
 
-    for processes in (3, 2, 1):
-        one("same weights", processes)
-        one("trained", processes, lr=0.02, batch_size=24 // processes)
-    for processes in (3, 2, 1):
-        zoo("zoo ddp", processes)
-        zoo("zoo members", processes, strategy="ddp_members_fork", lr=0.02, norm=True)
     zoo("zoo norm ddp", 2, lr=0.02, norm=True)
     one("monte carlo", 2, samples=2)
-    one("broken", 2, kind=Broken, fails="3 updates of the precisions in a row failed")
+    one("broken", 2, kind=Broken, max_epochs=3, fails="3 updates of the precisions in a row failed")
+    # One process comes last: a process that has taken gradients cannot fork.
+    for alone in (False, True):
+        count = {name: 1 if alone else processes for name, processes in PROCESSES.items()}
+        one("same weights", count["same weights"])
+        one("trained", count["trained"], lr=0.02, batch_size=24 // count["trained"])
+        zoo("zoo ddp", count["zoo ddp"])
+        zoo("zoo members", count["zoo members"], strategy="ddp_members_fork", lr=0.02, norm=True)
 
 
 def left(folder, rank=0):
@@ -87,7 +91,7 @@ def left(folder, rank=0):
 def assert_same_records(mine, theirs, tolerance):
     """Compare evidence, precisions and effective parameters of two runs, after every update."""
     assert [record["epoch"] for record in mine] == [record["epoch"] for record in theirs]
-    assert {record["epoch"] for record in mine} == {1, 2, 3}
+    assert {record["epoch"] for record in mine} == {1, 2}
     for one, other in zip(mine, theirs, strict=True):
         assert one["samples"] == other["samples"] == SAMPLES
         assert one.get("member") == other.get("member")
@@ -99,7 +103,6 @@ def assert_same_records(mine, theirs, tolerance):
             assert found == pytest.approx(numbers, rel=tolerance, abs=0), path
 
 
-@pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize(
     ("name", "tolerance"),
     [
@@ -109,7 +112,8 @@ def assert_same_records(mine, theirs, tolerance):
         ("zoo members", 1e-5),  # with batch norms; batches of a member are the same for any number of processes
     ],
 )
-def test_several_processes_learn_what_one_does(runs, name, processes, tolerance):
+def test_several_processes_learn_what_one_does(runs, name, tolerance):
+    processes = PROCESSES[name]
     one, several = left(runs / f"{name} 1"), left(runs / f"{name} {processes}")
     assert one["samples"] == several["samples"] == SAMPLES
     assert_same_records(one["records"], several["records"], tolerance)
@@ -127,7 +131,7 @@ def test_several_processes_learn_what_one_does(runs, name, processes, tolerance)
             assert several["log_precisions"][number][key] == pytest.approx(value, abs=tolerance)
             assert value != 0
     values = [record["log_marginal_likelihood"] for record in one["records"]]
-    assert len(set(values)) == len(values) == 3 * len(one["log_precisions"])
+    assert len(set(values)) == len(values) == 2 * len(one["log_precisions"])
 
 
 def test_training_changes_weights(runs):
@@ -136,8 +140,8 @@ def test_training_changes_weights(runs):
     assert any(not torch.equal(value, same[name]) for name, value in trained.items())
 
 
-ONE = ["same weights 2", "same weights 3", "trained 2", "trained 3", "monte carlo 2"]
-ZOO = ["zoo ddp 2", "zoo ddp 3", "zoo members 2", "zoo members 3", "zoo norm ddp 2"]
+ONE = ["same weights 3", "trained 2", "monte carlo 2"]
+ZOO = ["zoo ddp 2", "zoo members 2", "zoo norm ddp 2"]
 
 
 @pytest.mark.parametrize("name", ONE + ZOO)

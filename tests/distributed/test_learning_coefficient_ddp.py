@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ddp
 
 def scenarios(run):
     for processes in (2, 1):
-        task = AnalyticLandscapesTask(["3x²+5y²", "x^2 y^2", "3x²+5y², SGLD, unstable"], chains=5, steps=1000)
+        task = AnalyticLandscapesTask(["3x²+5y²", "x^2 y^2", "3x²+5y², SGLD, unstable"], chains=5, steps=300)
         data = GaussianInputsDataModule([3, 1, 1], samples=9, batch_size=4)
         run.fit(f"calibration {processes}", task, data, CalibrationReport(), max_epochs=0, processes=processes)
 

@@ -9,8 +9,6 @@ import pytest
 from commands import QUIET, succeed
 from guides import Command
 
-from lightning_sym.datamodules import MNIST5kDataModule
-from lightning_sym.datamodules.base import LabelledImages
 from lightning_sym.recipes import recipe_path
 
 
@@ -47,20 +45,8 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Command, di
 
 
 @pytest.fixture
-def half_of_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave every second of the 5,000 MNIST digits: reports go through all, and guides depend on no number."""
-    load = MNIST5kDataModule.load
-
-    def half(data: MNIST5kDataModule) -> tuple[LabelledImages, ...]:
-        return tuple(LabelledImages(part.images[::2], part.labels[::2]) for part in load(data))
-
-    monkeypatch.setattr(MNIST5kDataModule, "load", half)
-    monkeypatch.setattr(MNIST5kDataModule, "source_sizes", (2000, 500))
-
-
-@pytest.fixture
 def have(
-    folder: Path, small_run: Callable[[Command, dict[str, Command]], Path], half_of_mnist: None
+    folder: Path, small_run: Callable[[Command, dict[str, Command]], Path], part_of_mnist: None
 ) -> Callable[[dict[str, Command], set[str]], None]:
     """Return a function that puts what commands have left into the test's folder."""
 
