@@ -101,7 +101,7 @@ def matching_zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def part_of_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave every seventh of the 5,000 MNIST digits, 500 to train on: reports go through all, and no test asks for their numbers."""
+    """Leave every seventh of the 5,000 MNIST digits: reports go through all, and no test asks for their numbers."""
     from lightning_sym.datamodules import MNIST5kDataModule
     from lightning_sym.datamodules.base import LabelledImages
 
