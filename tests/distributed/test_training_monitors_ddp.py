@@ -31,9 +31,6 @@ TABLES = {
     "sharpness": (3 * 3, 2e-3),
 }
 
-# The run of two processes by what is shared out; for the data, one that was interrupted and went on.
-TWO = {"members": "members 2", "data": "resumed data"}
-
 
 def network():
     return MultiLayerPerceptron(widths=(8, 6), image_size=8)
@@ -61,8 +58,8 @@ def scenarios(run):
     shared = {"data": {"processes": 2}, "members": {"processes": 2, "strategy": "ddp_members_fork"}}
     # Process 1 watches none.
     fit("steps 2", *monitors(every_n_steps=2, members=[0, 2]), max_epochs=1, **shared["members"])
-    fit("members 2", *all_of_them(), **shared["members"])
     for name, settings in shared.items():
+        fit(f"{name} 2", *all_of_them(), **settings)
         fit(f"part {name}", *all_of_them(), Interrupt("1 0"), fails="RuntimeError: interrupted", **settings)
         fit(f"resumed {name}", *all_of_them(), ckpt_path=run.folder / f"part {name}" / "last.ckpt", **settings)
     # After a backward pass beside the tracer's tensors without data, torch refuses to fork.
@@ -82,7 +79,7 @@ def near(value, tolerance):
 @pytest.mark.parametrize("name", TABLES)
 def test_two_processes_find_what_one_finds(runs, name, what):
     count, tolerance = TABLES[name]
-    one, two = (rows(runs / folder, name) for folder in (f"{what} 1", TWO[what]))
+    one, two = (rows(runs / f"{what} {processes}", name) for processes in (1, 2))
     assert len(one) == len(two) == count
     for row, other in zip(one, two, strict=True):
         for column, value in row.items():
@@ -96,15 +93,14 @@ def test_two_processes_find_what_one_finds(runs, name, what):
 @pytest.mark.parametrize("what", ["members", "data"])
 def test_two_processes_log_what_one_logs(runs, what):
     kinds = ("similarity/", "symmetry/", "curvature/", "learning_coefficient/")
-    one, two = (read_csv(runs / folder / "metrics.csv") for folder in (f"{what} 1", TWO[what]))
-    one = one[len(one) - len(two) :]
-    assert len(two) >= 1
+    one, two = (read_csv(runs / f"{what} {processes}" / "metrics.csv") for processes in (1, 2))
+    assert len(one) == len(two)
     for row, other in zip(one, two, strict=True):
         found = {tag: float(value) for tag, value in row.items() if tag.startswith(kinds) and value}
         assert {tag for tag, value in other.items() if tag.startswith(kinds) and value} == set(found)
         assert {tag: float(other[tag]) for tag in found} == {tag: near(v, 2e-3) for tag, v in found.items()}
     assert {"details/symmetry/drift/linear2/member-0001", "details/curvature/along_step/member-0002"} <= set(one[-1])
-    assert all((runs / TWO[what] / "results" / f"{name}.png").is_file() for name in ("symmetry", "curvature"))
+    assert all((runs / f"{what} 2" / "results" / f"{name}.png").is_file() for name in ("symmetry", "curvature"))
 
 
 def test_sharing_out_members_does_not_change_how_they_move(runs):
@@ -120,7 +116,8 @@ def test_steps_and_a_process_that_watches_nothing(runs, name):
     assert steps == sorted({*range(0, steps[-1] + 1, 2), steps[-1]})
 
 
+@pytest.mark.parametrize("what", ["members", "data"])
 @pytest.mark.parametrize("name", TABLES)
-def test_resumed_run_of_two_processes_is_uninterrupted(runs, name):
-    assert not any((runs / f"part {what}" / "results" / f"{name}.csv").exists() for what in TWO)
-    assert rows(runs / "resumed members", name) == rows(runs / "members 2", name)
+def test_resumed_run_of_two_processes_is_uninterrupted(runs, name, what):
+    assert not (runs / f"part {what}" / "results" / f"{name}.csv").exists()
+    assert rows(runs / f"resumed {what}", name) == rows(runs / f"{what} 2", name)
