@@ -1,7 +1,8 @@
 """How a group acts on the channels of one value: what may change places, be scaled, change sign or be mixed."""
 
+import itertools
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -49,6 +50,10 @@ class ChannelGroup:
     shifted: bool = False
     name: str = ""
     fixes_ones: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the group itself, which nobody changes: copies of a metric share it."""
+        return self
 
     @property
     def channels(self) -> int:
@@ -168,9 +173,7 @@ def _classes(exponents: sparse.csr_matrix, free: Bools) -> Tensor:
     """
     exponents = sparse.diags((~free).astype(float)) @ exponents
     exponents.eliminate_zeros()
-    rows = [
-        tuple(zip(row.indices.tolist(), row.data.tolist(), strict=True))
-        for row in (exponents[i] for i in range(exponents.shape[0]))
-    ]
+    entries = list(zip(exponents.indices.tolist(), exponents.data.tolist(), strict=True))
+    rows = [tuple(entries[start:end]) for start, end in itertools.pairwise(exponents.indptr.tolist())]
     numbers = {row: number for number, row in enumerate(dict.fromkeys(row for row in rows if row))}
     return torch.tensor([numbers.get(row, -1) for row in rows])

@@ -339,13 +339,14 @@ class CurveTask(ZooUserTask):
         assert isinstance(self.dtype, torch.dtype)
         network = copy.deepcopy(self._runner).to(self.trainer.strategy.root_device, self.dtype)
         write, found = self.curve(number).writer(network), []
+        most = int(self.trainer.fast_dev_run) or self.recalibration_batches  # type: ignore[attr-defined]
         for place in places:
             write(place)
             if batch_norms(network):
                 batches = self._training_batches("measures batch norms")
                 images = (self.trainer.precision_plugin.convert_input(images) for images, *_ in batches)
                 try:
-                    recalibrate_batch_norm(network, list(islice(images, self.recalibration_batches)))
+                    recalibrate_batch_norm(network, list(islice(images, most)))
                 except NotFiniteStatisticsError:  # so the loss there is not finite either, and stops the curve
                     for parameter in network.parameters():
                         parameter.fill_(math.nan)

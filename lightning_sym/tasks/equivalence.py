@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -333,9 +334,9 @@ class EquivalenceTask(PopulationTask):
         return bool(getattr(getattr(self.trainer, "datamodule", None), "fresh", False))
 
     def _inputs(self, loader: Any) -> Iterator[Tensor]:
-        """Yield a loader's inputs on this rank's device, in the precision of the fit."""
-        strategy = self.trainer.strategy
-        for batch in loader:
+        """Yield a loader's inputs on this rank's device, in the precision of the fit; of a trial few."""
+        strategy, trial = self.trainer.strategy, int(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        for batch in islice(loader, trial or None):
             inputs = batch[0] if isinstance(batch, tuple | list) else batch
             yield strategy.precision_plugin.convert_input(inputs.to(strategy.root_device))
 

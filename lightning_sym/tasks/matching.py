@@ -408,7 +408,8 @@ class MatchingTask(ZooUserTask):
                 moments.update(batch[0])
             self.population.settle()
             if "straight_through" in self.trained:
-                running = [number for number in self.numbers if number not in self.skipped]
+                skipped = self.skipped
+                running = [number for number in self.numbers if number not in skipped]
                 with torch.autocast(self.device.type, enabled=False):
                     self.population.steps |= self._shared_out(self._match_latent, running)
         for number, (pair, method) in enumerate(self.trainings):

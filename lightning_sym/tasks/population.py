@@ -518,7 +518,8 @@ class PopulationTask(LightningModule):
         if self.trainer.world_size > 1 and not self.member_parallel:
             # All ranks hold all members: what one rank cannot use, none may, or their weights would part.
             finite = self.trainer.strategy.reduce(finite.float(), reduce_op="sum") == self.trainer.world_size
-        out = [index for index, number in enumerate(self.population.numbers) if number in self.skipped]
+        skipped = self.skipped
+        out = [index for index, number in enumerate(self.population.numbers) if number in skipped]
         alive = self._divergence.note(finite, out, self.current_epoch, self.global_step)
         if self._divergence.due and not self._stop_diverged():
             return losses, gradients, alive  # zeros already where members were skipped
