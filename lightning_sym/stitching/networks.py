@@ -106,6 +106,7 @@ class CutNetwork:
         self._example = on_device_of(network, example[:2])
         self._like = like
         self._symmetry: Symmetry | None = None
+        self._crossings: dict[str, tuple[Crossing, ...]] = {}
         with torch.no_grad():
             expected = network(self._example)
             values = self.values(self._example)
@@ -148,6 +149,11 @@ class CutNetwork:
         """Return the values that cross a cut, the site's activation first, and what the symmetry does to each."""
         if self._like is not None:
             return self._like.crossings(site)
+        if site not in self._crossings:  # the symmetry's groups on large values take long to find
+            self._crossings[site] = self._crossing(site)
+        return self._crossings[site]
+
+    def _crossing(self, site: str) -> tuple[Crossing, ...]:
         inputs = {node.name for node in self._cuts.whole.graph.nodes if node.op == "placeholder"}  # type: ignore[union-attr]
         taps = self.symmetry.taps
         # A value on which nothing acts has its channels where others of its shape have them, or where they usually are.
