@@ -35,11 +35,13 @@ def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
 
     For a law with many cases and several tests: with another ``first`` in each, every case is in a test each time.
     """
+    cases = list(cases)
+    slow = [() if index % count == first else (pytest.mark.slow,) for index in range(len(cases))]
     return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=() if index % count == first else pytest.mark.slow
-        )
-        for index, case in enumerate(cases)
+        pytest.param(*case.values, marks=(*case.marks, *marks), id=case.id)
+        if isinstance(case, type(pytest.param()))
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
+        for case, marks in zip(cases, slow, strict=True)
     ]
 
 

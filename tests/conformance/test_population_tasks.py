@@ -1,6 +1,7 @@
 """What every task with several networks must be, whatever its members are; ours, and two of the tests."""
 
 import functools
+import itertools
 import math
 import re
 import warnings
@@ -13,7 +14,7 @@ import pytest
 import torch
 from experiments import HalfBlindTask
 from fits import Interrupt, Poison, digits, fit, quiet_trainer, saving
-from helpers import assert_same, randomize_statistics, read_csv, write_zoo
+from helpers import assert_same, one_in, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
@@ -279,9 +280,10 @@ def well(zoo):
     return run
 
 
-@pytest.mark.parametrize("interval", [None, 3, "now"])
-@pytest.mark.parametrize("execution", ["loop", "vmap"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "execution", "interval"),
+    one_in(2, itertools.product(CASES, ["loop", "vmap"], [None, 3, "now"])),
+)
 def test_a_member_that_diverges_stops_and_the_others_go_on(name, zoo, well, execution, interval, monkeypatch):
     """Losses are looked at in every step, or late, as on an accelerator: every third step, or where something asks."""
     case = CASES[name]
@@ -335,8 +337,7 @@ def resumable(task: PopulationTask, folder: Path, val_fraction: float, *callback
 
 
 # An epoch has 5 steps, and every third step is saved.
-@pytest.mark.parametrize("place", ["0 3", "1 0", "1 3", "end"])
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(("name", "place"), one_in(3, itertools.product(RESUMED, ["0 3", "1 0", "1 3", "end"])))
 def test_resumed_is_uninterrupted(name, place, whole, zoo, tmp_path):
     val_fraction = 0.0 if place == "1 0" and name in ("half-blind", "stitching", "matching", "rotation") else 0.1
     folder, expected = whole(name, val_fraction)

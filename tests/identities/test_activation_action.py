@@ -187,7 +187,7 @@ def test_every_value_of_a_small_network_moves_as_it_is_told(name: str, monkeypat
 ARCHITECTURES = {**OURS, **WRAPPED}
 
 
-@pytest.mark.parametrize("name", listed(ARCHITECTURES))
+@pytest.mark.parametrize("name", one_in(3, listed(ARCHITECTURES)))
 def test_every_value_of_an_architecture_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, images = made(ARCHITECTURES[name], 1)
     check_every_value(monkeypatch, source.network, (images,), EXACT)
@@ -218,7 +218,7 @@ PROBED = {*ARCHITECTURES} - SLOW - {"vit modern"}
 
 @pytest.mark.parametrize(
     ("name", "before"),
-    one_in(2, [*((name, False) for name in sorted(PROBED)), *((name, True) for name in OURS if name in PROBED)]),
+    one_in(4, [*((name, False) for name in sorted(PROBED)), *((name, True) for name in OURS if name in PROBED)]),
 )
 def test_probes_see_what_taps_say(name: str, before: bool) -> None:
     case = ARCHITECTURES[name]

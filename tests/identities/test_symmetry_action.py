@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, buffer, of, parameter, sequential
+from helpers import Program, buffer, of, one_in, parameter, sequential
 from symmetry_family_cases import A, B, C, L, usual_parts
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -535,7 +535,7 @@ def traced(name: str) -> tuple[Case, nn.Module, tuple[Tensor, ...], Symmetry]:
     return case, network, inputs, trace_symmetry(network, inputs, check=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_function_is_kept(name: str) -> None:
     _, network, inputs, symmetry = traced(name)
     before = {key: value.clone() for key, value in network.state_dict().items()}
@@ -628,7 +628,7 @@ OURS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[int], int, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", one_in(3, OURS))
 def test_our_architectures(name: str) -> None:
     make, shape, order, scales, signs = OURS[name]
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from commands import QUIET, call, succeed
+from helpers import one_in
 
 from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.datamodules import CIFAR10DataModule, LabelledImages, MNISTDataModule
@@ -59,7 +60,7 @@ def parameters(network):
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_in(3, NAMES))
 def test_sizes_schedule_and_data_fit_each_other_and_one_override_is_map(name, built):
     with torch.device("meta"):  # sizes without memory
         succeed("fit", "--config", name, "--trainer.callbacks.burn_in=null", *QUIET)
@@ -101,7 +102,7 @@ def test_other_rows_of_a_table_are_overrides(name, paths, width, count, built):
 @pytest.mark.filterwarnings("ignore:Total length of .list. across ranks is zero")  # a trial looks for validation data
 @pytest.mark.filterwarnings("ignore:.*never occur in the training data")
 @pytest.mark.usefixtures("noise")
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", one_in(4, PAPERS))
 def test_recipes_of_the_paper_run(name, monkeypatch):
     learners = []
     update = MarginalLikelihood.on_train_epoch_end
