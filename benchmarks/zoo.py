@@ -79,7 +79,7 @@ class TimedTask(ZooTask):
 
     def on_fit_start(self) -> None:  # noqa: D102
         self.watch = Stopwatch()
-        self.train_metrics.add = self.watch.timed("logging", self.train_metrics.add)  # type: ignore[method-assign]
+        self.train_metrics.add_step = self.watch.timed("logging", self.train_metrics.add_step)  # type: ignore[method-assign]
         self.on_train_epoch_end = self.watch.timed("logging", self.on_train_epoch_end)  # type: ignore[method-assign]
         connector = self.trainer._logger_connector
         for name in ("update_train_epoch_metrics", "update_train_step_metrics"):
