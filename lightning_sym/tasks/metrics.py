@@ -97,7 +97,8 @@ class PopulationLoss(Metric):
 
 def _add(total: Tensor, rows: Tensor, values: Tensor | int) -> None:
     """Add values to rows that are all different: an eighth of the time of ``total[rows] += values``."""
-    total.index_add_(0, rows, torch.as_tensor(values, dtype=total.dtype, device=total.device).expand(len(rows)))
+    values = values.to(total.dtype) if isinstance(values, Tensor) else total.new_full((), values)
+    total.index_add_(0, rows, values.expand(len(rows)))
 
 
 def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
