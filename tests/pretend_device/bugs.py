@@ -52,7 +52,7 @@ BUGS = {
     ),
     "rows of members that come back in every step": Bug(
         *(ZooTask, "rows", lambda self, device: self._rows.to(device).cpu()),
-        *("zoo_vmap", "steps wait for the device"),
+        *("zoo_vmap", "different devices"),  # sums are added to by rows on their own device only
     ),
     "losses that are looked at in every step": Bug(Divergence, "due", True, "zoo_loop", "steps wait for the device"),
     # None is the default average.
