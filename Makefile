@@ -46,10 +46,12 @@ format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# mypy does not follow package-dir: it sees the packages through a folder of links.
+# mypy does not follow package-dir: it sees the packages, and the scripts, through a folder of links.
+SCRIPTS := $(notdir $(basename $(wildcard benchmarks/*.py examples/*.py tools/*.py)))
 types: $(VENV)/.installed-types
 	$(BIN)/python tools/packages.py
-	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache
+	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
+		-p lightning_sym -p published $(addprefix -m ,$(SCRIPTS))
 
 wheel-test: $(VENV)/.installed
 	.ci/wheel_test.sh $(BIN)/python

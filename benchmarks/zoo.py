@@ -169,7 +169,7 @@ def run_plain(
     images = data.normalize(raw).to(device)
     labels = labels.to(device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    networks = [network.fresh(number).to(device, memory_format=layout) for number in range(members)]
+    networks = [network.fresh(number).to(device).to(memory_format=layout) for number in range(members)]
     optimizers = [torch.optim.Adam(member.parameters()) for member in networks]
     size = data.hparams["batch_size"]
 

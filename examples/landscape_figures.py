@@ -192,7 +192,7 @@ def trained(make: Callable[[], nn.Module], data: Pair, seed: int, epochs: int, d
 
 def curved(ends: list[nn.Module], data: Pair, kind: str, bends: int, epochs: int) -> Curve:
     """Return a curve between two networks, trained likewise at one random place per batch."""
-    network = CurveNetwork(*ends, bends, decay=1e-4)
+    network = CurveNetwork(ends[0], ends[1], bends, decay=1e-4)
     optimizer = torch.optim.SGD([network.bends], lr=0.1, momentum=0.9)
     schedule, generator = falling(optimizer, data, epochs), torch.Generator().manual_seed(7)
     for x, y in batches(data, generator, epochs):

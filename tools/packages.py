@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _TOP = ("callbacks", "datamodules", "recipes")  # top-level folders, imported as lightning_sym.<name>
+_SCRIPTS = ("benchmarks", "examples", "tools")
 
 
 def link_packages(folder: Path) -> None:
@@ -15,6 +16,13 @@ def link_packages(folder: Path) -> None:
     (folder / "lightning_sym").mkdir(parents=True)
     for part in [*sorted((ROOT / "lightning_sym").iterdir()), *(ROOT / name for name in _TOP)]:
         (folder / "lightning_sym" / part.name).symlink_to(part)
+
+
+def link_scripts(folder: Path) -> None:
+    """Add the scripts, which import each other by their bare names, for what checks them."""
+    for part in (each for name in _SCRIPTS for each in (ROOT / name).iterdir()):
+        if part.suffix == ".py" or (part / "__init__.py").exists():
+            (folder / part.name).symlink_to(part)
 
 
 def api_pages() -> dict[str, tuple[str, str]]:
@@ -43,3 +51,4 @@ def _folder(name: str) -> Path:
 
 if __name__ == "__main__":
     link_packages(ROOT / ".links")
+    link_scripts(ROOT / ".links")

@@ -1,6 +1,7 @@
 """From checkpoints on disk to their mean, or to one in the order of another, on disk again."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Element
 from lightning_sym.symmetry.files import Shards, is_temporary, named_for, write_moved, write_new
 from lightning_sym.symmetry.matching.activations import activation_matching
+from lightning_sym.symmetry.matching.balanced import squared_distance
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.proof import all_finite, change, double, double_copies, double_copy, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -139,6 +141,9 @@ class MergedCheckpoints:
         symmetry: The symmetry of the network.
         elements: What brought each checkpoint to where the mean was taken.
         distances: For each but the first: Euclidean distance of its parameters to those of the first before and after.
+        equal: For each but the first, before and after: whether each of its tensors is that of the first, to rounding
+            (4 units in the last place, in the mean). After alignment that means: equal up to symmetry. Where
+            it is False there, the search found no element that makes them equal, which is no proof that none exists.
         largest_change: Of an output of an aligned network, relative; in float64.
         losses: By name: of each checkpoint, of the mean as they are, and of the mean after alignment (of the aligned
             second one with ``align_only``). Loss, and accuracy or None. None without data.
@@ -153,6 +158,7 @@ class MergedCheckpoints:
     symmetry: Symmetry
     elements: tuple[Element, ...]
     distances: tuple[tuple[float, float], ...]
+    equal: tuple[tuple[bool, bool], ...]
     largest_change: float
     losses: Mapping[str, tuple[float, float | None]] | None = None
     barriers: Mapping[str, Sequence[Barrier]] | None = None
@@ -257,8 +263,23 @@ def merge_checkpoints(
         (parameter_distance(networks[0], own), parameter_distance(aligned[0], moved))
         for own, moved in zip(networks[1:], aligned[1:], strict=True)
     ]
+    equal = [
+        (_are_equal(networks[0], own), _are_equal(aligned[0], moved))
+        for own, moved in zip(networks[1:], aligned[1:], strict=True)
+    ]
     return MergedCheckpoints(
-        place, tuple(paths), method, align_only, symmetry, elements, tuple(distances), largest, losses, barriers, notes
+        out=place,
+        files=tuple(paths),
+        method=method,
+        align_only=align_only,
+        symmetry=symmetry,
+        elements=elements,
+        distances=tuple(distances),
+        equal=tuple(equal),
+        largest_change=largest,
+        losses=losses,
+        barriers=barriers,
+        notes=(*_sameness(_told_apart(paths), equal), *notes),
     )
 
 
@@ -377,6 +398,42 @@ def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> floa
         symmetry.act(element, exact, inplace=True)
         after = [outputs_of(exact, call) for call in examples]
     return max((change(old, new) for old, new in zip(before, after, strict=True)), default=0.0)
+
+
+def _are_equal(a: nn.Module, b: nn.Module) -> bool:
+    """Return whether two networks have the same tensors, buffers included, to the rounding of their types.
+
+    Rounding is relative to a tensor's norm, or to that of as many values of the size that parameters have in the mean:
+    a mean of batch norm that is 0 comes back from a shift as a rounded 0.
+    """
+    tensors, others = a.state_dict(), b.state_dict()
+    norms = {name: float(torch.linalg.vector_norm(own.detach())) for name, own in a.named_parameters()}
+    size = math.hypot(*norms.values()) / math.sqrt(max(1, sum(own.numel() for own in a.parameters())))
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            norm = max(norms.get(name) or float(torch.linalg.vector_norm(tensor)), size * math.sqrt(tensor.numel()))
+            if not math.sqrt(squared_distance({name: tensor}, others)) <= 4 * torch.finfo(tensor.dtype).eps * norm:
+                return False
+        elif not name.endswith("num_batches_tracked") and not torch.equal(tensor, others[name]):
+            return False
+    return True
+
+
+def _told_apart(files: Sequence[Path]) -> list[str]:
+    """Return the names of files, with their folders where two have one name."""
+    names = [file.name for file in files]
+    return names if len(set(names)) == len(names) else [str(file) for file in files]
+
+
+def _sameness(names: Sequence[str], equal: Sequence[tuple[bool, bool]]) -> tuple[str, ...]:
+    """Return one sentence: which checkpoints are the first one in other weights."""
+    same = [name for name, (_, after) in zip(names[1:], equal, strict=True) if after]
+    if not same:
+        which = names[1] if len(names) == 2 else "none of the others"
+        not_ = "not " * (len(names) == 2)
+        return (f"{which} was {not_}found to equal {names[0]} up to symmetry (the search may miss it)",)
+    are = "equals" if len(same) == 1 else "equal"
+    return (f"{', '.join(same)} {are} {names[0]} up to symmetry, to rounding",)
 
 
 def _notes(symmetry: Symmetry, result: nn.Module, data: Data | None, settled: bool) -> tuple[str, ...]:

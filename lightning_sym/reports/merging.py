@@ -16,6 +16,7 @@ UNITS = {
     "loss_barrier": "largest loss on the line from the first checkpoint above the straight line between its ends",
     "accuracy_barrier": "the same of the accuracy, positive where the line is worse",
     "distance": "Euclidean distance of the parameters to those of the first checkpoint",
+    "equal": "whether every tensor is that of the first checkpoint, to rounding: after alignment, up to symmetry",
     "t": "place on the line, 0 (first checkpoint) to 1 (the other one)",
 }
 
@@ -55,7 +56,8 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
 def _lines(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
     for number, file in enumerate(found.files[1:]):
         for place, name in enumerate(("unmatched", found.method)):
-            row: dict[str, Any] = {"to": file.name, "alignment": name, "distance": found.distances[number][place]}
+            distance, equal = found.distances[number][place], found.equal[number][place]
+            row: dict[str, Any] = {"to": file.name, "alignment": name, "distance": distance, "equal": equal}
             if found.barriers is not None:
                 barrier = found.barriers[name][number]
                 row |= {"loss_barrier": barrier.loss_barrier, "accuracy_barrier": barrier.accuracy_barrier}

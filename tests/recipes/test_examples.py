@@ -1,4 +1,9 @@
-"""The examples run, and what they make is what they say."""
+"""The examples and benchmarks run, and what the examples make is what they say."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import example
@@ -19,3 +24,29 @@ def test_a_zoo_of_regressors_learns_and_is_written(tmp_path):
         error = float((zoo.load(number)(left) - right).detach().square().mean())
         assert zoo.member(number).metrics["test"] == {"loss": pytest.approx(error, rel=1e-5)}
     assert len(module.picture(task, data, count=3).axes) == 9
+
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SMALLEST = {  # the options by which a benchmark calls what it measures, and little more
+    "curvature": "--quick",
+    "equivalence": "--rounds 1 --only point",
+    "landscape": "--rounds 1 --part curve_steps",
+    "learning_coefficient": "--rounds 1",
+    "scaling": "",
+    "similarity": "--rounds 1 --only max",
+    "spectra": "--rounds 1",
+    "startup": "--rounds 1",
+    "stitching": "--rounds 1 --only step",
+    "symmetry": "--rounds 1 --only trace",
+    "zoo": "--rounds 1 --steps 2 --part steps",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("[a-z]*.py")))
+def test_every_benchmark_runs(tmp_path, name):
+    """Nothing else finds that a name is gone which a benchmark calls: to mypy, modules have any attribute."""
+    for file in FOLDER.glob("*.py"):
+        shutil.copy(file, tmp_path)  # it writes its results beside itself
+    subprocess.run([sys.executable, tmp_path / f"{name}.py", *SMALLEST[name].split()], check=True)

@@ -146,6 +146,8 @@ def test_a_planted_element_is_found(save: Callable[[nn.Module, str], str], metho
         rows = json.loads(Path(f"new/{out}-report/lines.json").read_text())["rows"]
         before, after = (row["distance"] for row in rows)
         assert after < 1e-5 < before
+        assert [row["equal"] for row in rows] == [False, True]
+        assert "b.ckpt equals a.ckpt up to symmetry, to rounding" in " ".join(result.out.split())
         if data:
             assert {row["alignment"]: row["loss_barrier"] < 1e-4 for row in rows} == {
                 "unmatched": False,
@@ -384,6 +386,23 @@ def test_double_precision_is_kept() -> None:
         assert torch.allclose(tensor, a.state_dict()[name], rtol=0, atol=1e-12)
     assert found.largest_change < 1e-10
     assert found.distances[0][1] < 1e-12 < found.distances[0][0]
+
+
+def test_one_weight_or_statistic_that_differs_makes_networks_unequal() -> None:
+    torch.manual_seed(0)
+    a = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)).eval()
+    symmetry = trace_symmetry(a, X)
+    others = [planted(symmetry, a) for _ in range(3)]
+    with torch.no_grad():
+        others[1].get_parameter("4.bias")[3] += 1e-4
+        others[2].get_buffer("2.running_mean")[5] += 1e-4
+    files = [as_state_dict(own, f"{name}.pt") for name, own in zip("abcd", (a, *others), strict=True)]
+    found = merge_checkpoints(files, "m.safetensors", network=a, inputs=X)
+    assert found.equal == ((False, True), (False, False), (False, False))
+    assert found.notes[0] == "b.pt equals a.pt up to symmetry, to rounding"
+    for number, says in ((2, "c.pt was not found to equal a.pt"), (3, "d.pt was not found to equal a.pt")):
+        pair = [files[0], files[number]]
+        assert merge_checkpoints(pair, f"{number}.safetensors", network=a, inputs=X).notes[0].startswith(says)
 
 
 @pytest.mark.slow
