@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow pretend-device lint format types board wheel-test dependencies recipes-page results-page \
+.PHONY: help demo test test-long test-slow pretend-device lint format types board wheel-test dependencies recipes-page results-page \
 	docs docs-serve figures clean
 
 help:
 	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, pictures, TensorBoard logs"
 	@echo "make board       watch the runs in TensorBoard"
-	@echo "make test        all tests but the slow ones (make test-slow runs those)"
+	@echo "make test        tests of ten minutes; make test-long runs recipes, guides and several processes, make test-slow the rest"
 	@echo "make pretend-device  tasks, callbacks and functions on a GPU that is not there (tests/pretend_device/README.md)"
 	@echo "make lint        ruff; make format puts right what it can"
 	@echo "make types       mypy"
@@ -31,6 +31,10 @@ board: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What needs several processes, runs whole recipes, or the code of the guides; .ci/run runs it, too.
+test-long: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and not slow and not pretend_device'
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow

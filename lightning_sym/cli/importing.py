@@ -126,7 +126,8 @@ def _check_arguments(found: Any, name: str, arguments: Mapping[str, Any], option
     any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     for argument in arguments:
         if argument not in takes and not any_name:
-            raise ValueError(f"{name} has no argument {argument!r}.{nearest(argument, takes)}")
+            near = nearest(argument, takes) or f" It takes {', '.join(takes) or 'none'}."
+            raise ValueError(f"{name} has no argument {argument!r}.{near}")
     for parameter in takes.values():
         given, star = parameter.name in arguments, parameter.kind is inspect.Parameter.VAR_POSITIONAL
         needed = parameter.default is inspect.Parameter.empty and not star

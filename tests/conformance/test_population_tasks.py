@@ -405,6 +405,7 @@ def test_testing_evaluates_the_kept_weights_and_gives_the_current_ones_back(case
 
 
 @every
+@pytest.mark.long
 def test_bf16_trains_weights_in_float32(case, zoo):
     task, exact = case.make(zoo), case.make(zoo)
     fit(task, precision="bf16-mixed")
@@ -477,6 +478,7 @@ def population_zoo(zoo) -> Path:
 @pytest.mark.parametrize(
     ("name", "strategy"), [(name, strategy) for name, case in RESUMED.items() for strategy in case.processes]
 )
+@pytest.mark.long
 def test_several_processes_are_one(name, strategy, runs):
     """Two or three; members that are shared out are bitwise those of one process."""
     counts = (1, RESUMED[name].processes[strategy])

@@ -12,7 +12,7 @@ from lightning_sym.connectivity import load_curve
 from lightning_sym.networks import MyrtleCNN
 from lightning_sym.tasks import CurveTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # Nothing is trained, so that statistics of batches, which are of other images on two processes, change no curve.
 STILL = functools.partial(torch.optim.SGD, lr=0.0)

@@ -12,7 +12,7 @@ from lightning_sym.connectivity import Curve, curve_geometry
 from lightning_sym.landscape import weight_vector
 from lightning_sym.tasks import CurveTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 
 def work(rank, world, folder):

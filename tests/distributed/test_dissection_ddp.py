@@ -11,7 +11,7 @@ from lightning_sym.dissection import ConceptOverlap, TopQuantile, UnitStatistics
 from lightning_sym.networks import ResidualCNN
 from lightning_sym.tasks import DissectionTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 SHARES = {"even": [slice(0, 10), slice(10, 20)], "uneven": [slice(0, 3), slice(3, 20)]}
 

@@ -19,7 +19,7 @@ from lightning_sym.landscape import LossSurface
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import EquivalenceTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # Points per axis by dimension: 1, 2 and 6 blocks of points.
 GRIDS = {1: 9, 2: 101, 3: 35}

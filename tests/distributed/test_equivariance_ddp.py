@@ -17,7 +17,7 @@ from lightning_sym.datamodules import Quadrant
 from lightning_sym.networks import RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # How many processes do what one does too.
 PROCESSES = {"same weights": 3, "trained": 2, "zoo ddp": 2, "zoo members": 2}

@@ -12,7 +12,7 @@ from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 NAMES = {"data": "ddp_fork", "members": "ddp_members_fork"}
 

@@ -7,7 +7,7 @@ from lightning_sym.callbacks import CalibrationReport
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.tasks import AnalyticLandscapesTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 
 def scenarios(run):

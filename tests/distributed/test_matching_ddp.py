@@ -10,7 +10,7 @@ from helpers import assert_same, read_csv
 from lightning_sym.callbacks import MatchingReport
 from lightning_sym.tasks import MatchingTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 
 class Unlucky(MatchingTask):

@@ -13,6 +13,7 @@ from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import RashomonPruning
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.ddp,
     pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from"),

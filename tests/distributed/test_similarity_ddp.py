@@ -6,7 +6,7 @@ from scenarios import load, outcome
 
 from lightning_sym.similarity import CKA, ChannelStatistics, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # Which of five batches each rank has, by the name of the sharing.
 SHARES = {

@@ -8,7 +8,7 @@ from helpers import read_csv
 from lightning_sym.callbacks import SimilarityReport
 from lightning_sym.tasks import SimilarityTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 
 def scenarios(run, matching_zoo):

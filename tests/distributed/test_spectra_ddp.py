@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_sym.curvature import CurvatureOperator, spectral_density, top_eigenpairs, trace
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # How the batches are shared out, and the kind of product.
 CASES = [("in turn", "hessian"), ("three on the second", "hessian"), ("three on the second", "gauss_newton")]

@@ -14,7 +14,7 @@ from lightning_sym.networks import MyrtleCNN
 from lightning_sym.stitching import FullMap
 from lightning_sym.tasks import StitchingTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 MAPS = ["full", "group", "assignment", "least_squares", "identity"]
 # Of assignment, least squares and identity, of two pairs.

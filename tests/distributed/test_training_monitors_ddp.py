@@ -19,7 +19,7 @@ from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # Tables, how many rows they have, and how far one and two processes may be apart: rounding in float32.
 TABLES = {

@@ -17,7 +17,7 @@ from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.tasks import SquaredDistance, ZooTask
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # Float32 gradients, added up in another order.
 ROUNDING = {"atol": 1e-5, "rtol": 1e-5}

@@ -34,6 +34,8 @@ from lightning_sym.recipes import recipe_names
 from lightning_sym.tasks._members import check_data
 from lightning_sym.zoo import ModelZoo
 
+pytestmark = pytest.mark.long
+
 Have = Callable[[dict[str, Command], set[str]], None]
 
 

@@ -25,6 +25,7 @@ def test_every_picture_is_in_the_table_once() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.long
 def test_every_command_of_the_table_is_understood(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *words = shlex.split(command)
     if program == "lightning-sym":

@@ -67,6 +67,7 @@ def test_a_complete_run_is_not_made_again_and_a_changed_one_is(script, tmp_path)
     assert [line.split(",")[0] for line in said] == ["a: begins", "a: complete"] * 2
 
 
+@pytest.mark.long
 def test_a_run_whose_parent_was_killed_is_waited_for(script, tmp_path):
     run = Run("a", script, ("{folder}", "1.5"))
     code = (

@@ -112,6 +112,7 @@ def check_every_value(
 
 
 @pytest.mark.parametrize("name", one_in(3, CASES, 1))
+@pytest.mark.long
 def test_every_value_of_a_traced_program_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     torch.manual_seed(0)
@@ -220,6 +221,7 @@ PROBED = {*ARCHITECTURES} - SLOW - {"vit modern"}
     ("name", "before"),
     one_in(4, [*((name, False) for name in sorted(PROBED)), *((name, True) for name in OURS if name in PROBED)]),
 )
+@pytest.mark.long
 def test_probes_see_what_taps_say(name: str, before: bool) -> None:
     case = ARCHITECTURES[name]
     source, images = made(case, *case[2:], before=before)

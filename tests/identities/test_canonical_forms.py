@@ -291,6 +291,7 @@ HEADS = {"inner": of(nn.Linear, 4, 8), "attention": of(nn.MultiheadAttention, 8,
          "head": of(nn.Linear, 12, 3)}  # fmt: skip
 
 
+@pytest.mark.long
 def test_heads_have_one_form_and_no_distance_on_an_orbit():
     torch.manual_seed(0)
     network, other = (Program(of_heads, HEADS).double().eval() for _ in range(2))

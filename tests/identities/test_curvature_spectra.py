@@ -308,6 +308,7 @@ def test_other_estimators_come_with_standard_errors(digits, method: str) -> None
     [F.cross_entropy, lambda outputs, targets: (outputs - targets[:, None]).sin().mean()],
     ids=["cross entropy", "one that curves down"],
 )
+@pytest.mark.long
 def test_traces_by_samples_are_within_four_standard_errors(loss, kind) -> None:
     network, (x, y) = small(), samples()
     operator = CurvatureOperator(network, uneven(x, y), loss, kind=kind)

@@ -28,6 +28,8 @@ from lightning_sym.landscape.langevin import Dynamics, expected_energy, lanczos_
 from lightning_sym.landscape.learning_coefficients import LearningCoefficientEstimate
 from lightning_sym.landscape.loss_on_data import LossOnData
 
+pytestmark = pytest.mark.long
+
 INPUTS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LANDSCAPES = {one.name: one for one in analytic_landscapes()}
 TOY = SquareSum(3.0, 5.0, 0.0).double()

@@ -128,6 +128,7 @@ class Stream(nn.Module):
 
 @pytest.mark.parametrize("method", ["weights", "activations"])
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+@pytest.mark.long
 def test_planted_rotations_of_streams_are_recovered(norm, method):
     torch.manual_seed(0)
     network = Stream(norm).double()
@@ -306,6 +307,7 @@ FADING = (
 
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from(FADING), st.booleans())
+@pytest.mark.long
 def test_no_match_is_farther_than_the_start_where_units_are_nearly_dead(seed, name, single):
     """Scales of units with hardly any weights say nothing (docs/theory/matching.md, 1.5)."""
     case = made(name)

@@ -17,6 +17,8 @@ from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
 from lightning_sym.symmetry.matching.directions import OrbitDirections
 from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
+pytestmark = pytest.mark.long
+
 EXACT = 1e-8  # relative to the norm of the weights; after gauges found by iteration
 
 

@@ -108,6 +108,7 @@ def traced(library: str, name: str) -> tuple[Model, nn.Module, Symmetry]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("library", "name"), one_in(3, CASES))
+@pytest.mark.long
 def test_function_is_kept_and_what_stays_fixed_is_listed(library: str, name: str) -> None:
     """Through a state dict into a fresh copy, at a length or size that the tracer did not see."""
     case, network, symmetry = traced(library, name)

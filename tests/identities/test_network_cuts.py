@@ -13,6 +13,7 @@ CASES = {name: case for name, case in (OURS | TORCHVISION).items() if name not i
 
 
 @pytest.mark.parametrize("case", one_in(3, CASES))
+@pytest.mark.long
 def test_the_halves_are_the_network(case: str) -> None:
     make, shape = CASES[case]
     torch.manual_seed(0)
@@ -23,6 +24,7 @@ def test_the_halves_are_the_network(case: str) -> None:
 
 @pytest.mark.parametrize("case", one_in(2, CASES))
 @torch.no_grad()
+@pytest.mark.long
 def test_the_first_value_is_what_the_site_puts_out(case: str) -> None:
     make, shape = CASES[case]
     network = make().eval()

@@ -59,6 +59,7 @@ def some(sites):
 
 
 @torch.no_grad()
+@pytest.mark.long
 def test_the_undone_network_has_penalty_zero_at_every_site(case):
     _, source, images, has = case
     expected = source.network(images)

@@ -161,6 +161,7 @@ def test_every_cut_of_our_architectures_is_exact(case):
 
 
 @pytest.mark.parametrize("case", listed(WRAPPED))
+@pytest.mark.long
 def test_cuts_of_wrapped_architectures_are_exact(case):
     check_theorem(*made(WRAPPED[case], WRAPPED[case][2]))
 
@@ -254,6 +255,7 @@ def wide(activation: str, architecture: str):
     ("architecture", "activation"),
     [("perceptron", "relu"), ("perceptron", "tanh"), ("perceptron", "gelu"), ("resnet", "relu")],
 )
+@pytest.mark.long
 def test_fitted_maps_find_what_was_planted(architecture, activation, family, tolerance):
     make, shape = wide(activation, architecture)
     torch.manual_seed(0)

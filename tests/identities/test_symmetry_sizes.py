@@ -100,6 +100,7 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.long
 def test_vision_transformers_have_their_whole_group(name: str) -> None:
     torch.manual_seed(0)
     options, expected = TRANSFORMERS[name]
@@ -211,6 +212,7 @@ SLOW = {"vgg11_bn", "vit_b_16", "densenet121", "efficientnet_b0", "mobilenet_v2"
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
 )
+@pytest.mark.long
 def test_torchvision(name: str) -> None:
     model = MODELS[name]
     torch.manual_seed(0)

@@ -53,6 +53,7 @@ def check(settings: tuple[object, ...]) -> None:
 
 
 @pytest.mark.parametrize("settings", FEW, ids=str)
+@pytest.mark.long
 def test_dimension_is_the_nullity(settings: tuple[object, ...]) -> None:
     check(settings)
 

@@ -445,6 +445,7 @@ def test_all_directions_of_a_bowl_count_without_localisation():
 
 @pytest.mark.parametrize("execution", ["vmap", "loop"])
 @pytest.mark.parametrize("block_size", [2, 5, 100])
+@pytest.mark.long
 def test_losses_of_chains_are_those_of_the_network(execution, block_size):
     network, x = odd(), normal(9, 3)
     y = torch.softmax(normal(9, 2), 1)  # probabilities as targets

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from helpers import randomize_statistics
 from hypothesis import given, settings
@@ -44,6 +45,7 @@ def residual(channels: int, units: int, first: str, second: str) -> nn.Module:
     cooldown=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 99),
 )
+@pytest.mark.long
 def test_no_network_comes_out_above_its_threshold(make, sizes, norms, epsilon, fraction, cooldown, seed):
     torch.manual_seed(seed)
     network = randomize_statistics(make(*sizes, *norms), seed)

@@ -56,6 +56,7 @@ def change(run: Path, numbers: dict[str, float] | None = None, **options: Any) -
 
 
 @pytest.mark.drawn
+@pytest.mark.long
 def test_seeds_are_grouped_and_groups_compared(runs: Path) -> None:
     out = succeed("compare", *(runs / name for name in RUNS), "--out=both").out
     assert max(map(len, out.splitlines())) <= 80

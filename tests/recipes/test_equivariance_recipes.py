@@ -12,6 +12,8 @@ from lightning_sym.datamodules import CIFAR10DataModule, LabelledImages, MNISTDa
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.recipes import recipe_names, recipe_path
 
+pytestmark = pytest.mark.long
+
 NAMES = [name for name in recipe_names() if name.startswith("equivariance/")]
 PAPERS = [name for name in NAMES if not name.startswith(("equivariance/digits_", "equivariance/mnist5k_"))]
 P4 = "equivariance/rotated_cifar10_p4"

@@ -29,6 +29,8 @@ from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
 from lightning_sym.tasks._optimizers import make_scheduler
 from lightning_sym.zoo import ModelZoo, read_member
 
+pytestmark = pytest.mark.long
+
 NAMES = recipe_names()
 
 

@@ -9,6 +9,8 @@ import torch
 from helpers import example, read_csv, read_rows
 from scipy.spatial.distance import jensenshannon
 
+pytestmark = pytest.mark.long
+
 module = example("similarity_tests")
 
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -86,6 +86,7 @@ def test_without_weights_nothing_is_checked() -> None:
     ],
     ids=["torchvision", "several outputs", "own class", "example of its own", "tokens"],
 )
+@pytest.mark.long
 def test_networks_of_every_kind(options: tuple[str, ...], says: str) -> None:
     assert says in succeed("symmetry", *options).out
 
@@ -197,6 +198,7 @@ def test_what_cannot_be_traced(options: str, says: str) -> None:
     ("name", "inputs"),
     [("timm:vit_tiny_patch16_224", [2, 3, 224, 224]), ("timm:resnet10t", [2, 3, 176, 176])],
 )
+@pytest.mark.long
 def test_timm(name: str, inputs: list[int]) -> None:
     pytest.importorskip("timm")
     succeed("symmetry", name, "--meta", "--out=table.json")
@@ -249,6 +251,7 @@ TOWER = {**{key: TEXT[key] for key in TEXT if key != "vocab_size"}, "hidden_act"
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
+@pytest.mark.long
 def test_transformers_by_configuration(content: dict[str, Any], inputs: list[list[int]]) -> None:
     pytest.importorskip("transformers")
     result = succeed("symmetry", saved(**content), "--out=table.json")

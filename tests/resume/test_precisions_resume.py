@@ -19,7 +19,10 @@ from lightning_sym.datamodules import Quadrant
 from lightning_sym.networks import RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask
 
-pytestmark = pytest.mark.filterwarnings("ignore:(The dirpath has changed from|Checkpoint directory .* is not empty)")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:(The dirpath has changed from|Checkpoint directory .* is not empty)"),
+]
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -13,6 +13,8 @@ from pytorch_lightning import Callback
 from lightning_sym.cli import main
 from lightning_sym.zoo import ModelZoo
 
+pytestmark = pytest.mark.long
+
 FIT = (
     *("fit", "--seed_everything=0", "--trainer.max_epochs=3", *QUIET),
     *("--trainer.callbacks=ZooExport", "--trainer.callbacks+=test_zoo_resume.Killer", "--trainer.callbacks+=ZooReport"),

@@ -466,6 +466,7 @@ def test_four_processes_add_members_at_once(tmp_path):
     assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.long
 def test_reading_while_a_member_is_replaced(tmp_path):
     """A reader sees the old member or the new one, whatever their sizes, never a damaged one."""
     context = multiprocessing.get_context("fork")

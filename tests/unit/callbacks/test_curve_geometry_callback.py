@@ -29,6 +29,7 @@ def run(matching_zoo, tmp_path_factory):
     return folder, task, report
 
 
+@pytest.mark.long
 def test_files_and_loggers_of_a_geometry(run):
     folder, _, report = run
     names = ("geometry", "geometry_density", "geometry_jacobians", "numbers")

@@ -105,6 +105,7 @@ def found(tmp_path_factory):
 # ---- what is in the files
 
 
+@pytest.mark.long
 def test_points_have_their_coordinates_and_distances(found):
     rows, points = table(found.folder, "points"), found.task.found_points()
     assert [row["point"] for row in rows] == [point.name for point in points]
@@ -469,6 +470,7 @@ def test_with_a_progress_bar(tmp_path, plain_figures, capsys):
 
 
 @pytest.mark.drawn
+@pytest.mark.long
 def test_grids_of_two_points_per_axis(tmp_path):
     grids = [PlaneGrid(m, 2) for m in (1, 2, 3)]
     fit(tmp_path, search(points=4, **LENIENT), EquivalenceReport(grids, epsilon=2.0), max_epochs=1)

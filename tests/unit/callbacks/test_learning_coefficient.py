@@ -59,6 +59,7 @@ def test_any_module_with_any_loader_is_measured(tmp_path) -> None:
 
 
 @pytest.mark.drawn
+@pytest.mark.long
 def test_members_have_estimates_of_their_own_and_are_logged(tmp_path) -> None:
     task, data = small_zoo(), digits()
     callback = LearningCoefficient(localisation=200.0, chains=20, steps=200)
@@ -146,6 +147,7 @@ def test_wrong_settings_are_refused_at_once(refusal) -> None:
 
 
 @pytest.mark.drawn
+@pytest.mark.long
 def test_calibration_stands_beside_theory(tmp_path, capsys) -> None:
     names = ["3x²+5y²", "x^2 y^2", "3x²+5y², SGLD, unstable"]
     task, report = AnalyticLandscapesTask(names, chains=300, steps=1500), CalibrationReport()

@@ -76,6 +76,7 @@ def curve(path: Path, group: str, quantity: str, member: int = 0) -> list[float]
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
+@pytest.mark.long
 def test_gradient_descent_conserves_to_first_order(tmp_path, norm):
     """The identity <w_in, g_in> = <w_out, g_out>: one step changes the quantity by O(lr^2), a time of 1 by O(lr)."""
     drifts = {}

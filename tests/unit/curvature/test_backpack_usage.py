@@ -162,6 +162,7 @@ def branched():
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("make", [own_layer, branched])
+@pytest.mark.long
 def test_extensions_in_backpack_itself(make, likelihood):
     torch.manual_seed(0)
     network, shape = make()

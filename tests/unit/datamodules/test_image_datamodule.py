@@ -168,6 +168,7 @@ def test_identity_is_plain_stable_and_about_the_data(tiny):
         assert other.identity()["fingerprint"] != identity["fingerprint"]
 
 
+@pytest.mark.long
 def test_identity_is_the_same_in_another_process():
     program = (
         "import json; from lightning_sym.datamodules import DigitsDataModule, Rotated;"

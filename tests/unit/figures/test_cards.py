@@ -75,6 +75,7 @@ DRAWN |= {"confusion": (lambda: confusion_matrix(np.eye(30), title=LONG), 1)}
 
 
 @pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.long
 def test_each_panel_is_a_picture_that_can_be_read(name):
     draw, count = DRAWN[name]
     figure = draw()

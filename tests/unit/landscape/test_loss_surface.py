@@ -95,6 +95,7 @@ def test_every_method_agrees_with_a_plain_loop(name, method, dtype, tolerance):
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
+@pytest.mark.long
 def test_early_rejection_keeps_every_point_below_and_its_bits(name, method):
     network, inputs, targets, plane, coefficients = case(name, count=300 if name != "LeNet" else 130)
     coefficients = torch.cat([coefficients, torch.zeros(1, 2, dtype=torch.float64), coefficients / 10])

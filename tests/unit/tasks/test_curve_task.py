@@ -43,6 +43,7 @@ def trained(tmp_path_factory):
     return task, {"line": Curve.straight(*ends), **{name.kind: curve for name, curve in task.curves.items()}}
 
 
+@pytest.mark.long
 def test_loss_stays_low_along_a_curve_and_not_along_the_line(trained):
     """The table of docs/theory/curves.md, 1.5."""
     task, curves = trained

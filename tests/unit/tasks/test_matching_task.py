@@ -156,6 +156,7 @@ def transformers(tmp_path_factory):
     return write_zoo(folder, [first, moved, third], data)
 
 
+@pytest.mark.long
 def test_descent_is_no_worse_than_all_others_and_changes_the_function_by_soft_maps_only(transformers, tmp_path):
     exact = ["permutations", "blocks", "matrices", "weights", "activations", "activations_weights"]
     methods = [*exact, "orbit_descent", "soft_maps"]

@@ -48,6 +48,7 @@ def loss_of(network, data):
     return mean_loss(network, data.curvature_dataloader(), F.cross_entropy)[0]
 
 
+@pytest.mark.long
 def test_every_network_is_smaller_and_below_its_threshold(run):
     task, _ = run
     data = digits()
