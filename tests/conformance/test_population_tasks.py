@@ -284,6 +284,7 @@ def well(zoo):
     ("name", "execution", "interval"),
     one_in(2, itertools.product(CASES, ["loop", "vmap"], [None, 3, "now"])),
 )
+@pytest.mark.long
 def test_a_member_that_diverges_stops_and_the_others_go_on(name, zoo, well, execution, interval, monkeypatch):
     """Losses are looked at in every step, or late, as on an accelerator: every third step, or where something asks."""
     case = CASES[name]

@@ -32,6 +32,7 @@ def squared_norm(network: nn.Module) -> float:
         ],
     ),
 )
+@pytest.mark.long
 def test_one_form_for_the_whole_orbit(name: str, scales: str) -> None:
     network, _, symmetry = made(name)
     before = copy.deepcopy(network)

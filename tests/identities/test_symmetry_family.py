@@ -214,6 +214,7 @@ def rank(matrix: Tensor) -> int:
 
 @pytest.mark.parametrize("name", one_in(3, CASES))
 @torch.no_grad()
+@pytest.mark.long
 def test_stated_scales_are_all_there_are(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(3)

@@ -326,6 +326,7 @@ def is_one_sentence(message: str) -> bool:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.long
 def test_twin_of_another_function_is_refused(name: str) -> None:
     make, other, shape = REFUSED[name]
     network, twin = made(make, 0), made(other, 1)
