@@ -28,6 +28,8 @@ from lightning_sym.curvature import (
 )
 from lightning_sym.symmetry import canonicalize, local_dimension, orbit_tangents, trace_symmetry
 
+pytestmark = pytest.mark.long
+
 
 def shallow(activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 8), activation(), nn.Linear(8, 3))

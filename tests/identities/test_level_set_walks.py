@@ -15,6 +15,8 @@ from lightning_sym.landscape.two_unit import slopes
 from lightning_sym.landscape.walks import LevelSetWalk, walk_level_set
 from lightning_sym.networks import MultiLayerPerceptron
 
+pytestmark = pytest.mark.long
+
 MIXED, SAME_SIGN = (0.8, -0.6, 0.7, 0.5), (0.8, 0.6, 0.7, 0.5)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import Symmetry, local_dimension, trace_symmetry
 
+pytestmark = pytest.mark.long
+
 torch.set_num_threads(1)
 
 HIDDEN, OUTPUTS = 3, 5

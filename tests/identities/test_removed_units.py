@@ -13,6 +13,8 @@ from lightning_sym.landscape import removable_units
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 
+pytestmark = pytest.mark.long
+
 # Sums of some hundred terms in another order, in float64.
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 WITHOUT_UNITS = ("resnet32_identity", "resnet44", "resnet56")  # of width 1: nothing may be removed

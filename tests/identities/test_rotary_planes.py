@@ -18,6 +18,8 @@ from lightning_sym.symmetry import balance_heads, canonicalize, orbit_distance, 
 from lightning_sym.symmetry.dimension import local_dimension
 from lightning_sym.symmetry.tangents import orbit_tangents
 
+pytestmark = pytest.mark.long
+
 torch.set_num_threads(1)
 N, E, T = 5, 4, 6  # width of the input, of a head, and positions
 EXACT = 1e-10

@@ -14,6 +14,8 @@ from lightning_sym.networks.activations import make_activation
 from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes, features_of
 from lightning_sym.symmetry import INTERTWINER_GROUPS, Element, Symmetry, trace_symmetry
 
+pytestmark = pytest.mark.long
+
 torch.set_num_threads(1)
 EXACT = 1e-10
 ONE = 1e-7  # squared distances are rounded to some 1e-14, relative to the squared norms

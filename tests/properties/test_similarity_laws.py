@@ -84,6 +84,7 @@ STREAMING = [name for name in MEASURES if "minibatch" not in name]
 @pytest.mark.parametrize("name", MEASURES)
 @given(seed=SEEDS, shape=SHAPE, other=SIZES)
 @LAW
+@pytest.mark.long
 def test_similarity_is_symmetric_in_range_and_1_with_itself(name, seed, shape, other):
     metric = MEASURES[name][0]()
     n, channels, h, w = shape
@@ -102,6 +103,7 @@ def test_similarity_is_symmetric_in_range_and_1_with_itself(name, seed, shape, o
 @pytest.mark.parametrize("name", MEASURES)
 @given(seed=SEEDS, shape=SHAPE, other=SIZES)
 @LAW
+@pytest.mark.long
 def test_similarity_does_not_change_under_its_group_on_either_side(name, seed, shape, other):
     make, kept, _ = MEASURES[name]
     n, _, h, w = shape

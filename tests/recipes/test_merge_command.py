@@ -34,6 +34,8 @@ from lightning_sym.symmetry import files as symmetry_files
 from lightning_sym.symmetry.proof import double_copies
 from lightning_sym.zoo import ModelZoo
 
+pytestmark = pytest.mark.long
+
 NETS = """
 import torch
 from torch import nn
@@ -303,7 +305,6 @@ def deep(width: int, depth: int, seed: int = 0) -> nn.Module:
 
 
 @ON_LINUX
-@pytest.mark.long
 def test_all_but_matching_needs_the_memory_of_a_few_tensors() -> None:
     for seed in range(2):
         save_file(deep(512, 30, seed).state_dict(), f"{seed}.safetensors")
@@ -337,7 +338,6 @@ def test_merging_holds_no_checkpoint_but_for_the_matching() -> None:
     assert peak < 4.5 * Path("a.safetensors").stat().st_size
 
 
-@pytest.mark.long
 def test_vision_transformers_are_merged_by_activations() -> None:
     data = DigitsDataModule(max_samples=300)
     x, y = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))

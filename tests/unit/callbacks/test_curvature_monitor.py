@@ -22,6 +22,8 @@ from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 
+pytestmark = pytest.mark.long
+
 
 class Plain(LightningModule):
     """What a user may write."""

@@ -29,7 +29,7 @@ ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 # Everything is found at the first check.
 LENIENT = {"tolerance": 1e6, "held_out": 1e6}
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is constant or nearly so")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*is constant or nearly so")]
 
 
 def two_unit():
@@ -103,9 +103,6 @@ def found(tmp_path_factory):
 
 
 # ---- what is in the files
-
-
-@pytest.mark.long
 def test_points_have_their_coordinates_and_distances(found):
     rows, points = table(found.folder, "points"), found.task.found_points()
     assert [row["point"] for row in rows] == [point.name for point in points]
@@ -470,7 +467,6 @@ def test_with_a_progress_bar(tmp_path, plain_figures, capsys):
 
 
 @pytest.mark.drawn
-@pytest.mark.long
 def test_grids_of_two_points_per_axis(tmp_path):
     grids = [PlaneGrid(m, 2) for m in (1, 2, 3)]
     fit(tmp_path, search(points=4, **LENIENT), EquivalenceReport(grids, epsilon=2.0), max_epochs=1)

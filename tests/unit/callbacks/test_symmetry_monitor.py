@@ -23,6 +23,8 @@ from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import ZooTask
 
+pytestmark = pytest.mark.long
+
 
 def sequential(seed: int = 0, activation: type[nn.Module] = nn.ReLU, norm: bool = False) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -76,7 +78,6 @@ def curve(path: Path, group: str, quantity: str, member: int = 0) -> list[float]
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
-@pytest.mark.long
 def test_gradient_descent_conserves_to_first_order(tmp_path, norm):
     """The identity <w_in, g_in> = <w_out, g_out>: one step changes the quantity by O(lr^2), a time of 1 by O(lr)."""
     drifts = {}

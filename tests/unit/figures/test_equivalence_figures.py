@@ -25,6 +25,8 @@ from lightning_sym.figures import (
     search_curves,
 )
 
+pytestmark = pytest.mark.long
+
 TARGET = (0.56, 0.30)
 SCALE = SimpleNamespace(zero=0.2018, constant=0.0841)
 AXIS = np.linspace(-2, 2, 41)
@@ -165,7 +167,6 @@ def test_the_line_at_epsilon_and_the_exact_class_are_in_place():
     assert labels(figure) == [r"J = $\epsilon$ = 0.01", "exact", "none (not on this grid)"]
 
 
-@pytest.mark.long
 def test_missing_infinite_and_constant_values():
     values = plane(2)
     values[:5], values[:, 7] = np.nan, np.inf

@@ -19,6 +19,8 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import DissectionTask
 from lightning_sym.tasks.dissection import group_matrix
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {"top": 0.05, "alphas": [0.0, 0.3, 1.0]}
 
 

@@ -15,6 +15,8 @@ from lightning_sym.networks import LeNet5, MultiLayerPerceptron
 from lightning_sym.tasks import EquivalenceTask
 from lightning_sym.tasks._divergence import Divergence
 
+pytestmark = pytest.mark.long
+
 MIXED = [0.8, -0.6, 0.7, 0.5]
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
