@@ -1,11 +1,12 @@
 """Every shipped recipe, and one run from end to end."""
 
+import copy
+import functools
 import json
 import re
 import shlex
 import shutil
 import warnings
-from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,13 @@ pytestmark = pytest.mark.long
 NAMES = recipe_names()
 
 
-def settings(name):
+@functools.cache
+def as_written(name):
     return yaml.safe_load(recipe_path(name).read_text())
+
+
+def settings(name):
+    return copy.deepcopy(as_written(name))
 
 
 def data_class(name):
@@ -177,7 +183,7 @@ def test_embedded_recipes_run(name, monkeypatch):
     monkeypatch.setattr(DummyLogger, "log_metrics", lambda _, metrics, step=None: logged.update(metrics))
     real = Trainer.fit
 
-    @wraps(real)
+    @functools.wraps(real)
     def fit(self, model, *args, **kwargs):
         real(self, model, *args, **kwargs)
         charts.clear()  # those of a zoo that is made first
