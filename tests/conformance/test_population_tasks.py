@@ -244,6 +244,7 @@ def test_loop_and_vmap_agree(case, zoo):
 
 
 @every
+@pytest.mark.long
 def test_accumulated_batches_are_one_large_batch(case, zoo):
     """Two batches of 16 and one of 32 see the same images, so that the same step is taken."""
     small, large = (case.make(zoo, **case.smooth) for _ in range(2))

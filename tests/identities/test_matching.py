@@ -354,6 +354,7 @@ def test_the_mean_does_not_take_scales_of_nearly_dead_units():
 
 @pytest.mark.parametrize("measure", ["correlation", "product"])
 @pytest.mark.parametrize("name", MATCHED)
+@pytest.mark.long
 def test_activations_recover_planted_elements(name, measure):
     case = made(name)
     scale = 0.5 if measure == "correlation" else 0.0

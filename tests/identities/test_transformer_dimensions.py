@@ -138,6 +138,7 @@ def made(name: str) -> tuple[nn.Module, Any]:
 
 @pytest.mark.filterwarnings("ignore:parameters that evaluation never uses")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_dimension_is_the_nullity_of_the_jacobian(name: str) -> None:
     network, inputs = made(name)
     symmetry = trace_symmetry(network, inputs[:2], output="logits" if name[:4] in ("GPT-", "BERT") else None)

@@ -318,6 +318,7 @@ def assert_says(found, sentence):
 
 
 @pytest.mark.parametrize(("status", "command", "sentence"), [*entries(NOT_UNDERSTOOD, 2), *entries(FAILED, 1)])
+@pytest.mark.long
 def test_the_command_line_says_in_one_line_what_is_wrong(status, command, sentence, monkeypatch):
     Path("words.yaml").write_text("just words")
     Path("broken.yaml").write_text("model: [")

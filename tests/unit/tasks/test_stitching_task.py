@@ -179,6 +179,7 @@ class Jumps(GroupMap):
 
 @pytest.mark.parametrize("bad", [Explodes, Jumps, functools.partial(Jumps, projection="euclidean")])
 @pytest.mark.parametrize("val_fraction", [0.1, 0.0])
+@pytest.mark.long
 def test_one_that_diverges_stops_and_the_others_go_on(norm_zoo, bad, val_fraction):
     def run(maps):
         task = StitchingTask(str(norm_zoo), pairs=[[0, 1]], sites=["activation2"], maps=maps, optimizer=sgd())
