@@ -291,8 +291,8 @@ class RecipeCLI(LightningCLI):
             if pair := unsaid_pair(kind, named):
                 reason = str(error).partition(", but")[0]  # torch goes on with all that it would have taken
                 raise ValueError(
-                    f"{kind.__name__} does not take the data's {pair}, height and width of the images ({reason}); if it "
-                    "takes the side of square ones, annotate the argument as int."
+                    f"{kind.__name__} does not take the data's {pair}, height and width of the images ({reason}); "
+                    "if it takes the side of square ones, annotate the argument as int."
                 ) from error
             raise
 
