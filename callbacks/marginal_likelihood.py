@@ -10,7 +10,7 @@ from pytorch_lightning import LightningModule, Trainer
 
 from lightning_sym._checks import check_integers
 from lightning_sym._random import generator
-from lightning_sym._tags import details
+from lightning_sym._tags import details, tag
 from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks._waiting import said_if_long
@@ -331,7 +331,7 @@ class MarginalLikelihood(RunReport):
             found: dict[str, float] = {}
             for record in records:
                 of = "" if "member" not in record else f"/{member_name(record['member'])}"
-                found |= {f"{n}/{path}{of}": values[n] for path, values in record["paths"].items() for n in OF_PATHS}
+                found |= {f"{tag(n, path)}{of}": vs[n] for path, vs in record["paths"].items() for n in OF_PATHS}
                 if of:
                     found |= {f"evidence/{name}{of}": record[name] for name in TERMS}
             for logger in trainer.loggers:  # at Lightning's step of an epoch's end

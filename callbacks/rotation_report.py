@@ -4,6 +4,7 @@ from typing import Any
 
 from pytorch_lightning import Trainer
 
+from lightning_sym._tags import tag
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
@@ -85,7 +86,7 @@ class RotationReport(RunReport):
             **self.source(data),
         }
         numbers = task.quantities(measured["test"], "test")
-        main = f"test_penalty/{'group' if 'group' in task.kinds else task.kinds[0]}"
+        main = tag("test_penalty", "group" if "group" in task.kinds else task.kinds[0])
         return rotation_results(
             networks,
             evaluations,

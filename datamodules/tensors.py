@@ -369,6 +369,11 @@ def _read(path: str, split: str) -> Pair:
 
 def _stacked(dataset: Any, split: str) -> Pair:
     """Return all inputs and all targets of a data set."""
+    if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"The data set for {split} must have __len__ and __getitem__, or be an IterableDataset, and "
+            f"{type(dataset).__name__} has no length."
+        )
     items = iter(dataset) if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))
     columns: tuple[list[Tensor], list[Tensor]] = [], []
     for number, item in enumerate(items):

@@ -1,11 +1,39 @@
-"""The names of logged numbers: what one looks for stands above, the rest below ``details/``."""
+"""The names of logged numbers: of which characters they are; what one looks for stands above ``details/``."""
 
+import hashlib
+import re
 from collections.abc import Mapping
 from typing import Final
 
 # So many curves can be looked at on one page of TensorBoard.
 MOST_CURVES: Final = 30
 _PREFIX: Final = "details/"
+
+
+def tag(*names: str) -> str:
+    """Return the name under which something is logged, of the characters ``[a-z0-9_./-]`` alone.
+
+    TensorBoard finds the run of a curve by the first bracket of its title: a chart with one in a tag is empty.
+
+    Args:
+        *names: What a name is put together of: words, and names of layers, maps and zoos, as they are. Lower case,
+            digits, ``_``, ``.`` and single hyphens stay; ``rank(4)`` becomes ``rank--4``. Anything else is put into
+            such characters and followed by eight digits of its SHA-256, so that no two names become one, as ``Wq`` and
+            ``wq`` would. Slashes stay.
+
+    Returns:
+        The names with slashes between them.
+    """
+    return "/".join(_plain(part) for name in names for part in name.split("/"))
+
+
+def _plain(name: str) -> str:
+    if re.fullmatch(r"[a-z0-9_.]+(-[a-z0-9_.]+)*", name):
+        return name
+    if match := re.fullmatch(r"([a-z0-9_.]+)\(([a-z0-9_.]+(?:,[a-z0-9_.]+)*)\)", name):
+        return "--".join([match[1], *match[2].split(",")])
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{re.sub('[^a-z0-9_.]+', '-', name.lower()).strip('-')}-{digest}".removeprefix("-")
 
 
 def details(values: Mapping[str, float]) -> dict[str, float]:

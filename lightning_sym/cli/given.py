@@ -310,9 +310,10 @@ def _merge(node: Tree, other: Tree) -> None:
             node[name] = [*(old if isinstance(old, list) else []), *(value if isinstance(value, list) else [value])]
         elif isinstance(value, dict):
             node[name] = _joined(old, value)
-        elif isinstance(old, dict) and isinstance(value, str) and class_of(old) and _same(class_of(old), value):
-            # The class that is there already: its options stay. Only one of the two names may be the full path.
-            node[name] = {**old, _CLASS: value if "." in value else class_of(old)}
+        elif isinstance(old, dict) and isinstance(value, str) and (not class_of(old) or _same(class_of(old), value)):
+            # The class that is there already, or that was not named yet: its options stay. Only one of two names may be
+            # the full path.
+            node[name] = {**old, _CLASS: value if "." in value else class_of(old) or value}
         else:
             node[name] = value
 

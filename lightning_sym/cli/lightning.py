@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import yaml
 from jsonargparse import Namespace
+from jsonargparse._parameter_resolvers import get_signature_parameters
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -31,9 +33,10 @@ import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be
 from lightning_sym._files import write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport, publish_text
+from lightning_sym.cli.annotations import fitting_size, takes_anything, unsaid_pair, unsubscripted
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym.cli.given import LINKED, class_of, full_path, merge, read_given
-from lightning_sym.cli.messages import class_at, explain, first_missing, show_traceback
+from lightning_sym.cli.messages import class_at, explain, first_missing, object_at, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
 from lightning_sym.cli.tensorboard import RunTensorBoard
@@ -71,6 +74,13 @@ class RecipeParser(LightningArgumentParser):
         print(USAGE, file=sys.stderr)
         raise SystemExit(2)
 
+    def _add_signature_parameter(
+        self, container: Any, nested_key: str | None, param: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Add an argument of a class or function, whose annotation jsonargparse can follow."""
+        param = replace(param, annotation=unsubscripted(param.annotation))
+        return super()._add_signature_parameter(container, nested_key, param, *args, **kwargs)
+
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Add an instantiator that is not told of sizes which the class it builds does not take.
 
@@ -82,7 +92,7 @@ class RecipeParser(LightningArgumentParser):
             kind: type, *values: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
         ) -> object:
             network = named.get("network")
-            taken = {} if network is None else inspect.signature(type(network)).parameters
+            taken = set() if network is None else {one.name for one in get_signature_parameters(type(network))}
             links = {key: value for key, value in applied_instantiation_links.items() if key.split(".")[-1] in taken}
             return instantiator(kind, *values, applied_instantiation_links=links, **named)
 
@@ -240,11 +250,32 @@ class RecipeCLI(LightningCLI):
             }
         )
         for size in LINKED:
-            parser.link_arguments(f"data.{size}", f"model.init_args.network.init_args.{size}", apply_on="instantiate")
+            parser.link_arguments(
+                f"data.{size}",
+                f"model.init_args.network.init_args.{size}",
+                compute_fn=partial(self._fitting, size),
+                apply_on="instantiate",
+            )
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
         self.parser.add_instantiator(self._make_module, torch.nn.Module, subclasses=True)
+
+    def _dump_config(self) -> None:
+        """Dump the settings once; a network that takes nothing but sizes has a place for those that are linked."""
+        super()._dump_config()
+        network = (self.config_dump.get("model", {}).get("init_args") or {}).get("network")
+        if isinstance(network, dict):
+            network.setdefault("init_args", {})
+
+    def _network(self) -> Any:
+        """Return the class, or function, of the network in the settings; None if there is none."""
+        network = (self._get(self.config, "model").get("init_args") or {}).get("network")
+        return object_at(network.class_path) if isinstance(network, Namespace) else None
+
+    def _fitting(self, name: str, size: Any) -> Any:
+        kind = self._network()
+        return size if kind is None else fitting_size(kind, name, size)
 
     def _make_module(
         self, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
@@ -252,9 +283,18 @@ class RecipeCLI(LightningCLI):
         """Make a module; what stands in the place of a network and is none is wrapped, if its package is allowed."""
         settings = self._get(self.config, "model").get("init_args") or {}
         path = (settings.get("network") or {}).get("class_path", "")
-        if issubclass(kind, Network) or class_at(path) is not kind:
-            return kind(*args, **named)
-        return build({"class_path": path, "init_args": named}, settings.get("allow") or ())
+        try:
+            if issubclass(kind, Network) or class_at(path) is not kind:
+                return kind(*args, **named)
+            return build({"class_path": path, "init_args": named}, settings.get("allow") or ())
+        except TypeError as error:
+            if pair := unsaid_pair(kind, named):
+                reason = str(error).partition(", but")[0]  # torch goes on with all that it would have taken
+                raise ValueError(
+                    f"{kind.__name__} does not take the data's {pair}, height and width of the images ({reason}); "
+                    "if it takes the side of square ones, annotate the argument as int."
+                ) from error
+            raise
 
     def _parse_ckpt_path(self) -> None:
         """Leave the settings as given: those of a checkpoint came first, so that the command line wins."""
@@ -355,13 +395,23 @@ class RecipeCLI(LightningCLI):
 
     def _check_sizes(self) -> None:
         """Check that sizes follow from the data also where they were given: those of the data are used."""
-        network = (self._get(self.config, "model").get("init_args") or {}).get("network")
-        if not isinstance(network, Namespace) or (kind := class_at(network.get("class_path", ""))) is None:
+        if (kind := self._network()) is None:
             return
+        network = self._get(self.config, "model").init_args.network
+        parameters = {one.name: one.default for one in get_signature_parameters(kind)}
+        if parameters.keys().isdisjoint(LINKED) and takes_anything(kind):
+            warnings.warn(
+                f"{kind.__name__} takes arguments of any name (**), so that nothing says which sizes it needs: "
+                f"{', '.join(LINKED)} of the data are not handed to it; name them in its constructor.",
+                stacklevel=2,
+            )
         for name in LINKED:
-            given, follows = network.init_args.get(name), getattr(self.datamodule, name, None)
-            parameter = inspect.signature(kind).parameters.get(name)
-            if parameter is None or follows is None or given in (None, parameter.default):
+            given, default = (
+                tuple(one) if isinstance(one, list) else one
+                for one in (network.get("init_args", {}).get(name), parameters.get(name))
+            )
+            follows = getattr(self.datamodule, name, None)
+            if name not in parameters or follows is None or given in (None, default):
                 continue
             if given != follows and (given, given) != follows:
                 raise ValueError(

@@ -58,11 +58,10 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
     if match := re.fullmatch(r"`(\w+)` can be (.+), got (\w+)", line):  # of Lightning's callbacks
         allowed = [word.strip("' ") for word in match[2].split(",")]
         return f"{match[1]} must be {' or '.join(allowed)}, got {match[3]!r}."
-    if match := re.search(r"Expected a <class '(\w+)'>\. Got value: (\(\d+, \d+\))", line):  # linked from the data
-        return (
-            f"image_size of the network takes {match[1]}, and that of the data is the pair {match[2]}; declare it in "
-            "the constructor as image_size: int | tuple[int, int]."
-        )
+    if "add_function_arguments() got an unexpected keyword" in line:
+        found = [(path, kind) for path, kind, _ in classes(given or {}) if inspect.isfunction(object_at(kind))]
+        for path, kind in found:
+            return f"{path} must name a class, to which sizes of the data are handed, and {kind} is a function."
     if match := re.search(
         r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
     ):
@@ -111,9 +110,11 @@ def first_missing(given: Mapping[str, Any]) -> str:
 
 
 def _options_of(kind: str) -> frozenset[str] | None:
-    """Return the options of a class of any package, which has been imported by now."""
-    found = _class_named(kind)
-    return None if found is None else frozenset(parameter.name for parameter in get_signature_parameters(found))
+    """Return the options of a class, or function, of any package, which has been imported by now."""
+    found = _class_named(kind) or object_at(kind)
+    if not callable(found):
+        return None
+    return frozenset(parameter.name for parameter in get_signature_parameters(found))
 
 
 def _class_named(kind: str) -> type | None:
@@ -222,12 +223,17 @@ def _misfits(line: str) -> list[str]:
 
 def class_at(path: str) -> type | None:
     """Return the class at a dotted path; None if there is none."""
+    found = object_at(path)
+    return found if isinstance(found, type) else None
+
+
+def object_at(path: str) -> Any:
+    """Return what is at a dotted path; None if there is nothing."""
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        return getattr(importlib.import_module(module), name, None)
     except (ImportError, ValueError):
         return None
-    return found if isinstance(found, type) else None
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -99,9 +99,10 @@ class Network(nn.Module, NetworkOrModule):
 
     To add an architecture, write a subclass with ``__init__`` and ``forward`` as for any module; nothing
     else. Name the arguments that follow from the data ``in_channels``, ``num_classes`` and ``image_size``, as
-    recipes link them. ``forward`` takes one tensor (further arguments need defaults, which are kept).
-    Activations are functions, or modules that work out of place and are called once each. :meth:`sites` says so in
-    one sentence if they are not; :meth:`wrap` is more lenient.
+    recipes link them; ``image_size`` is the pair (height, width), or the side of square images where the argument
+    is an int by its annotation (by its default, if it has no annotation). ``forward`` takes one tensor (further
+    arguments need defaults, which are kept). Activations are functions, or modules that work out of place and are
+    called once each. :meth:`sites` says so in one sentence if they are not; :meth:`wrap` is more lenient.
 
     The arguments of the outermost constructor are recorded, defaults included. They survive ``copy.deepcopy``
     and pickling.

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from lightning_sym._tags import details
+from lightning_sym._tags import details, tag
 from lightning_sym.connectivity import Barrier, Curve, CurveSummary
 from lightning_sym.figures import CurvePlane, Lines, curve_planes, interpolation_curves
 from lightning_sym.landscape import WeightPlane
@@ -98,11 +98,11 @@ def curve_results(
     classified = all(row["accuracy_lowest"] is not None for row in rows)
     summary = curve_summary(rows)
     barriers, highest = (
-        {f"{name}/{row['split']}_loss/{row['path']}": row[f"loss_{name}"] for row in summary}
+        {tag(name, f"{row['split']}_loss", row["path"]): row[f"loss_{name}"] for row in summary}
         for name in ("barrier", "highest")
     )
     numbers = {**barriers, **details(highest)}
-    curved = [f"barrier/train_loss/{row['path']}" for row in summary
+    curved = [tag("barrier", "train_loss", row["path"]) for row in summary
               if row["split"] == "train" and row["path"] not in (LINE, MATCHED)]  # fmt: skip
     what = "ways between networks of a zoo: "
     tables = [

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from lightning_sym._tags import details
+from lightning_sym._tags import details, tag
 from lightning_sym.connectivity import CurveShape, PointGeometry
 from lightning_sym.connectivity.curves import CurveKind
 from lightning_sym.connectivity.geometry import DIRECTIONS, TOLERANCE
@@ -173,7 +173,7 @@ def _eigenvalue(point: PointGeometry, number: int) -> float | None:
 def _numbers(shapes: Shapes) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, shape in shapes.items():
-        prefix = f"geometry/pair-{name.first}-{name.second}/{name.kind}"
+        prefix = tag("geometry", f"pair-{name.first}-{name.second}", name.kind)
         tops = [numeric(_eigenvalue(point, 0)) for point in shape.points]
         found = {
             "top_eigenvalue/max": max(tops),

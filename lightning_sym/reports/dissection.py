@@ -11,6 +11,7 @@ from rich.table import Table
 from scipy.stats import t as student
 from torch import Tensor
 
+from lightning_sym._tags import tag
 from lightning_sym.dissection import BasisDissection
 from lightning_sym.figures import Paths, dissection_curves
 from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
@@ -115,7 +116,7 @@ def dissection_results(
     summary, changes = summary_rows(rows), change_rows(rows)
     what = "what units detect, "
     numbers = {
-        f"dissection/{row['zoo']}/change_of_{row['quantity']}": row["change"]
+        tag("dissection", row["zoo"], f"change_of_{row['quantity']}"): row["change"]
         for row in changes
         if (row["network"], row["basis"]) == ("trained", "rotation") and row["change"] is not None
     }

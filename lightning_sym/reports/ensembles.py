@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from lightning_sym._tags import tag
 from lightning_sym.ensembles import EnsembleScores
 from lightning_sym.figures import EnsembleCurve, ensemble_curves
 from lightning_sym.reports.cells import Row, finite, spread_cell, text_table, unique
@@ -92,12 +93,12 @@ def ensemble_results(
     if several:
         kinds = ", ".join(row["kind"] for row in several)
         notes = [*notes, f"means over {max(row['ensembles'] for row in several)} ensembles each: {kinds}"]
-    numbers = {f"ensemble/{name}/{row['kind']}": row[name] for row in means for name in ("accuracy", "loss")}
+    numbers = {_tag(name, row["kind"]): row[name] for row in means for name in ("accuracy", "loss")}
     return RunResults(
         tables,
         _figures(ensembles, f"{title}, {scores.samples} {split} samples"),
         numbers=numbers,
-        headline=f"ensemble/loss/{min(means, key=lambda row: row['loss'])['kind']}",
+        headline=_tag("loss", min(means, key=lambda row: row["loss"])["kind"]),
         shown=_shown(means, title),
         notes=[
             f"on {scores.samples} {split} samples: accuracy, %, ± {100 * means[0]['accuracy_error']:.2f}; loss, nats, "
@@ -174,3 +175,7 @@ def _columns(rows: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     for column, row in enumerate(rows):
         table[: len(row), column] = row
     return table
+
+
+def _tag(quantity: str, kind: str) -> str:
+    return tag("ensemble", quantity, kind.replace(" ", "_"))  # "two ends", "all snapshots"

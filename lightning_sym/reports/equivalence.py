@@ -12,6 +12,7 @@ from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_sym._tags import tag
 from lightning_sym.figures import planes_beside, search_curves
 from lightning_sym.landscape import FunctionScale, OrbitDistances, SetNumbers, TwoUnitClass
 from lightning_sym.reports.cells import Row, finite, picked, text_table
@@ -100,10 +101,10 @@ def equivalence_results(
         content = {"J": torch.from_numpy(one.values).contiguous(), "axis": one.grid.axis.contiguous()}
         files[f"grid-{one.name}.safetensors"] = save(content)
     worst = max((row["R"] for row in points if row["steps"] is not None), default=math.nan)
-    numbers = {"success_fraction": search.success_fraction, "R/highest_kept": worst}
+    numbers = {"success_fraction": search.success_fraction, "r/highest_kept": worst}
     for one in grids:
-        numbers[f"fraction/{one.name}"] = one.numbers.fraction
-        numbers[f"pieces/{one.name}"] = float(one.numbers.components_full)
+        numbers[tag("fraction", one.name)] = one.numbers.fraction
+        numbers[tag("pieces", one.name)] = float(one.numbers.components_full)
     pictures = [("set", 3), ("contour", 2)]
     drawn = [f"{kind}-{one.name}" for kind, dimension in pictures for one in grids if one.grid.dimension == dimension]
     return RunResults(
@@ -115,7 +116,7 @@ def equivalence_results(
         _figures(search, grids, scale, exact),
         files={**files, "found.safetensors": save(tensors)},
         numbers={name: value for name, value in numbers.items() if math.isfinite(value)},
-        headline="R/highest_kept" if math.isfinite(worst) else None,
+        headline="r/highest_kept" if math.isfinite(worst) else None,
         shown=_shown(points),
         notes=[*_notes(candidates, grids), *missing],
         places={"picture": f"{[*drawn, 'search'][0]}.png", "table": "sets.csv", "points": "points.csv"},

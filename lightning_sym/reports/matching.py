@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_sym._statistics import bootstrap_over_models
+from lightning_sym._tags import tag
 from lightning_sym.connectivity import Barrier, CurveLosses
 from lightning_sym.figures import Bars, Lines, barrier_bars, interpolation_curves
 from lightning_sym.reports.cells import Row, finite, numeric, picked, spread_cell, text_table, unique
@@ -124,7 +125,7 @@ def matching_results(
     what = "the lines between networks of a zoo, before and after matching: "
     last = summary[-1]["batch_norm"]
     numbers = {
-        f"barrier/{row['split']}_{name}/{row['method']}": row[f"{name}_barrier"]
+        tag("barrier", f"{row['split']}_{name}", row["method"]): row[f"{name}_barrier"]
         for row in summary
         for name in ("loss", "accuracy")
         if row["batch_norm"] == last and f"{name}_barrier" in row

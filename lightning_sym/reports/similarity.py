@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_sym._statistics import bootstrap_over_models
+from lightning_sym._tags import tag
 from lightning_sym.figures import Depth, HeatMap, ZooPanel, similarity_depth, similarity_maps, similarity_of_zoos
 from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -87,7 +88,7 @@ def similarity_results(found: Similarities, *, title: str, about: Mapping[str, A
     summary = _beside(found, every)
     what = "similarity of layers of networks: "
     numbers = {
-        f"similarity_mean/{measure}": float(np.mean([row["similarity"] for row in rows]))
+        tag("similarity_mean", measure): float(np.mean([row["similarity"] for row in rows]))
         for measure in found.values
         if (rows := [row for row in summary if row["measure"] == measure and row["similarity"] is not None])
     }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import seeded
-from lightning_sym._tags import details
+from lightning_sym._tags import details, tag
 from lightning_sym._text import unknown
 from lightning_sym.figures import similarity_curves
 from lightning_sym.networks import Network, architecture_name
@@ -281,14 +281,14 @@ def monitor_scalars(
         prefix: First part of all tags.
     """
     found = {
-        f"{prefix}/{name}/{measure}/{site}": float(values[:, i, j].nanmean())
+        tag(prefix, name, measure, site): float(values[:, i, j].nanmean())
         for name, values in point["values"].items()
         for i, measure in enumerate(measures)
         for j, site in enumerate(sites)
         if bool(values[:, i, j].isfinite().any())
     }
     over_sites = {
-        f"{prefix}/{name}/{measure}": float(values[:, i].nanmean())
+        tag(prefix, name, measure): float(values[:, i].nanmean())
         for name, values in point["values"].items()
         for i, measure in enumerate(measures)
         if bool(values[:, i].isfinite().any())

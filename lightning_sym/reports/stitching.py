@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_sym._statistics import bootstrap_over_models
-from lightning_sym._tags import details
+from lightning_sym._tags import details, tag
 from lightning_sym.figures import (
     PenaltyFamily,
     PenaltyPanel,
@@ -77,7 +77,7 @@ def stitching_results(
         _figures(summary, title, sites_differ),
         numbers={
             **({"test_penalty": float(np.mean(trained))} if trained else {}),
-            **details({f"test_penalty/{row['place']}/{row['family']}": row["penalty"] for row in final}),
+            **details({tag("test_penalty", row["place"], row["family"]): row["penalty"] for row in final}),
         },
         headline="test_penalty" if trained else None,
         shown=_shown(summary, title),

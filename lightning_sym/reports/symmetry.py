@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_sym._random import seeded
-from lightning_sym._tags import MOST_CURVES, overview
+from lightning_sym._tags import MOST_CURVES, overview, tag
 from lightning_sym.figures import symmetry_curves
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports.cells import finite, over_members
@@ -205,15 +205,15 @@ def monitor_scalars(point: Point, prefix: str = "symmetry", *, named: bool = Fal
         own = {f"{prefix}/distance/{gauge}": value for gauge, value in values["distance"].items()}
         for group, quantities in values["groups"].items():
             for quantity, value in quantities.items():
-                own[tag := f"{prefix}/{quantity}/{_tag(group)}"] = value
-                quantity_of[tag] = f"{prefix}/{quantity}"
-        for tag, value in own.items():
-            found.setdefault(tag, {})[number] = value
+                own[name := f"{prefix}/{quantity}/{_group_tag(group)}"] = value
+                quantity_of[name] = f"{prefix}/{quantity}"
+        for name, value in own.items():
+            found.setdefault(name, {})[number] = value
     scalars = over_members(found, named=named)
-    groups = {tag: scalars.pop(tag) for tag in quantity_of if tag in scalars}
+    groups = {name: scalars.pop(name) for name in quantity_of if name in scalars}
     of_all: dict[str, list[float]] = {}
-    for tag, value in groups.items():
-        of_all.setdefault(quantity_of[tag], []).append(value)
+    for name, value in groups.items():
+        of_all.setdefault(quantity_of[name], []).append(value)
     means = {quantity: math.fsum(values) / len(values) for quantity, values in of_all.items()}
     return {**scalars, **overview(groups, means, MOST_CURVES // 2)}
 
@@ -280,9 +280,10 @@ def _figures(
         yield name, symmetry_curves([point["epoch"] for point in points], **curves, distance=distances, title=title)
 
 
-def _tag(group: str) -> str:
-    """Return a group's name with nothing that TensorBoard replaces: "conv1 (2)" is "conv1-2"."""
-    return re.sub(r"[^-/\w.]+", "-", group).strip("-")
+def _group_tag(group: str) -> str:
+    """Return a group's name in a tag: the second group of a layer, ``conv1 (2)``, is ``conv1--2``."""
+    numbered = re.fullmatch(r"(.+) \((\d+)\)", group)
+    return f"{tag(numbered[1])}--{numbered[2]}" if numbered else tag(group)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -129,8 +129,8 @@ class RunResults:
 
 def _unit(name: str, units: Mapping[str, str]) -> str:
     """Return the unit of a number such as ``barrier/test_loss/line``, which the column ``loss_barrier`` has."""
-    of_columns = {column: unit for columns, unit in units.items() for column in columns.split(", ")}
-    parts = [re.sub("^(train|val|test)_", "", part) for part in name.split("/")]
+    of_columns = {column.lower(): unit for columns, unit in units.items() for column in columns.split(", ")}
+    parts = [re.sub("^(train|val|test)_", "", part) for part in name.lower().split("/")]
     together = [f"{part}_{other}" for part in parts for other in parts]
     return next((of_columns[column] for column in (*together, *parts) if column in of_columns), "")
 

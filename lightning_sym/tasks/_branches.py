@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._tags import MOST_CURVES, details, overview
+from lightning_sym._tags import MOST_CURVES, details, overview, tag
 from lightning_sym.networks import Network
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
@@ -181,7 +181,7 @@ class BranchTask(ZooUserTask):
 
     def tag(self, split: str, quantity: str, number: int) -> str:
         """Return for example ``pair-0-1/activation1/full/val_accuracy``."""
-        return f"{self.names[number]}/{split}_{quantity}"
+        return tag(self.names[number], f"{split}_{quantity}")
 
     @property
     def shown(self) -> str:
@@ -238,8 +238,8 @@ class BranchTask(ZooUserTask):
             if math.isfinite(penalty):
                 place, kind = self.label(index)
                 at = trained if self.parameters_of(index) else still
-                at.setdefault(f"{prefix}/{place}/{kind}", []).append(penalty)
-                kinds.setdefault(f"{prefix}/{kind}", []).append(penalty)
+                at.setdefault(tag(prefix, place, kind), []).append(penalty)
+                kinds.setdefault(tag(prefix, kind), []).append(penalty)
         return overview(_means(trained), _means(kinds), MOST_CURVES // 2) | details(_means(still))
 
     def undecayed_parameters(self) -> list[nn.Parameter]:

@@ -113,8 +113,8 @@ class EquivalenceTask(PopulationTask):
         outcomes: What became of every candidate whose round is over, by number; :meth:`all_outcomes` has them all.
 
     Logged at every validation: ``search/found``, ``search/independent`` (numbers of candidates), ``search/running``,
-    quartiles of J over candidates as ``J/lowest``, ``J/lower_quartile``, ``J/median``, ``J/upper_quartile``, the lowest
-    ``R/lowest``, and for up to 64 candidates ``details/J/candidate-0003``.
+    quartiles of J over candidates as ``j/lowest``, ``j/lower_quartile``, ``j/median``, ``j/upper_quartile``, the lowest
+    ``r/lowest``, and for up to 64 candidates ``details/j/candidate-0003``.
 
     A checkpoint holds all candidates, what has been found, and where the rounds are.
 
@@ -485,12 +485,12 @@ class EquivalenceTask(PopulationTask):
     @property
     def shown(self) -> str:
         """The median of J."""
-        return "J/median"
+        return "j/median"
 
     @property
     def charts(self) -> dict[str, str]:
         """J over candidates, how many were found, and R of the best one."""
-        return {"J": "J/[^/]+$", "candidates": "search/(found|independent)$", "R of the best candidate": "R/lowest$"}
+        return {"J": "j/[^/]+$", "candidates": "search/(found|independent)$", "R of the best candidate": "r/lowest$"}
 
     def _log_check(self) -> None:
         running = [entry for entry in self.latest.values() if math.isfinite(entry["loss"])]
@@ -506,12 +506,12 @@ class EquivalenceTask(PopulationTask):
             )
         losses = torch.tensor([entry["loss"] for entry in running], dtype=torch.float64)
         levels = {"lowest": 0.0, "lower_quartile": 0.25, "median": 0.5, "upper_quartile": 0.75}
-        values |= {f"J/{name}": float(losses.quantile(level)) for name, level in levels.items()}
-        values["R/lowest"] = min(self.scales["held_out"].relative(entry["held_out"]) for entry in running)
+        values |= {f"j/{name}": float(losses.quantile(level)) for name, level in levels.items()}
+        values["r/lowest"] = min(self.scales["held_out"].relative(entry["held_out"]) for entry in running)
         for name, value in values.items():
             self.log(name, value, prog_bar=name in ("search/found", self.shown))
         if self.members <= _MOST_CURVES:
-            self.log_details({f"J/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()})
+            self.log_details({f"j/candidate-{number:04d}": entry["loss"] for number, entry in self.latest.items()})
 
     # ---- what was found
 
@@ -642,15 +642,15 @@ class EquivalenceTask(PopulationTask):
             self._test_sums[row] += float((outputs - targets).double().square().sum())
 
     def on_test_epoch_end(self) -> None:
-        """Log J / V of what was found: lowest, mean and highest, and ``details/test/R/candidate-0003``."""
+        """Log J / V of what was found: lowest, mean and highest, and ``details/test/r/candidate-0003``."""
         outputs = torch.cat(self._test_outputs)
         scale = FunctionScale.of(outputs)
         values = [scale.relative(float(total) / len(outputs)) for total in self._test_sums]
         self.log_details(
-            {f"test/R/candidate-{number:04d}": value for number, value in zip(self.found, values, strict=True)}
+            {f"test/r/candidate-{number:04d}": value for number, value in zip(self.found, values, strict=True)}
         )
         for name, value in (("lowest", min(values)), ("mean", sum(values) / len(values)), ("highest", max(values))):
-            self.log(f"test/R/{name}", value)
+            self.log(f"test/r/{name}", value)
 
     # ---- checkpoints
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import summed, wide_device
 from lightning_sym._random import derive_seed, generator
-from lightning_sym._tags import details, overview
+from lightning_sym._tags import details, overview, tag
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
 from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity, features_of
@@ -362,7 +362,7 @@ class SimilarityTask(LightningModule):
         for measure, kinds in self.similarities.items() if self.layers[0] == self.layers[1] else ():
             for kind, values in kinds.items():
                 of_layers = {
-                    f"similarity{'' if kind == TRAINED else '_' + kind}/{measure}/{layer}": float(
+                    tag(f"similarity{'' if kind == TRAINED else '_' + kind}", measure, layer): float(
                         values[:, place, place].mean()
                     )
                     for place, layer in enumerate(self.layers[0])

@@ -9,7 +9,7 @@ from pytorch_lightning import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sym._tags import details, overview
+from lightning_sym._tags import details, overview, tag
 from lightning_sym.similarity.measures import Setting
 from lightning_sym.tasks.similarity import NULLS, Null, SimilarityTask
 
@@ -125,13 +125,13 @@ class SimilarityOfZoosTask(LightningModule):
         for name, part in self.parts.items():
             part.compute_similarities()
             own, null = part.logged()
-            trained |= {f"{tag}/{name}": value for tag, value in own.items()}
-            nulls |= {f"{tag}/{name}": value for tag, value in null.items()}
+            trained |= {f"{of}/{tag(name)}": value for of, value in own.items()}
+            nulls |= {f"{of}/{tag(name)}": value for of, value in null.items()}
             for measure in part.similarities if own else ():
-                of_layers = [value for tag, value in own.items() if tag.startswith(f"similarity/{measure}/")]
-                means[f"similarity_mean/{measure}/{name}"] = fmean(of_layers)
-        for tag, value in {**overview(trained, means), **details(nulls)}.items():
-            self.log(tag, value)
+                of_layers = [value for of, value in own.items() if of.startswith(f"{tag('similarity', measure)}/")]
+                means[tag("similarity_mean", measure, name)] = fmean(of_layers)
+        for of, value in {**overview(trained, means), **details(nulls)}.items():
+            self.log(of, value)
         self.trainer.should_stop = True
 
     # ---- checkpoints

@@ -1,6 +1,7 @@
 """A folder of its own for each test of the command line, a finished run, and runs that are built only."""
 
 import contextlib
+import re
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -9,12 +10,40 @@ from typing import Any
 import pytest
 from commands import QUIET, succeed
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.loggers.logger import DummyLogger
+from torch.utils.tensorboard import SummaryWriter
+
+from lightning_sym.cli.metrics_csv import MetricsCSV
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LIGHTNING_SYM_TRACEBACK", raising=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_tags():
+    """Check the names of all numbers that any test here logs; of a trial, too, whose logger keeps none of them."""
+
+    def checked(log):
+        def log_metrics(self, metrics, *args, **kwargs):
+            odd = [name for name in metrics if not re.fullmatch(r"[a-z0-9_./-]+", name)]
+            assert not odd, f"{odd} are logged; put names together by lightning_sym._tags.tag"
+            return log(self, metrics, *args, **kwargs)
+
+        return log_metrics
+
+    def plot(self, tag, *args, **kwargs):
+        assert re.fullmatch(r"[a-z0-9_./-]+", tag), f"{tag} is logged"
+        return scalar(self, tag, *args, **kwargs)
+
+    scalar = SummaryWriter.add_scalar
+    with pytest.MonkeyPatch.context() as patch:
+        for logger in (MetricsCSV, DummyLogger):
+            patch.setattr(logger, "log_metrics", checked(logger.log_metrics))
+        patch.setattr(SummaryWriter, "add_scalar", plot)
+        yield
 
 
 @pytest.fixture(scope="session")

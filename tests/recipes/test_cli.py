@@ -50,11 +50,39 @@ class Plain(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, widths[0]), nn.ReLU(), nn.Linear(widths[0], num_classes))
 
 
-class SquareNetwork(SizelessNetwork):
+class SquareNetwork(Network):
     """A network that takes the side of square images only."""
 
-    def __init__(self, image_size: int = 8) -> None:
+    def __init__(self, hidden: int = 4, image_size: int = 5, num_classes: int = 3) -> None:
         super().__init__()
+        self.flatten, self.linear = nn.Flatten(), nn.Linear(image_size**2, num_classes)
+
+    def forward(self, x):
+        return self.linear(self.flatten(x))
+
+
+class SizesOnly(SquareNetwork):
+    def __init__(self, image_size: int, num_classes: int | None = None) -> None:
+        super().__init__(3, image_size, num_classes)
+
+
+class SideByDefault(SquareNetwork):
+    def __init__(self, hidden=4, image_size=5, num_classes=3):
+        super().__init__(hidden, image_size, num_classes)
+
+
+class SquareModule(nn.Sequential):
+    def __init__(self, image_size: int, num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(image_size**2, num_classes))
+
+
+class AnyName(SquareNetwork):
+    def __init__(self, **options) -> None:
+        super().__init__(image_size=8, num_classes=10 + len(options))
+
+
+def made(image_size: int) -> Network:
+    return SquareNetwork(4, image_size)
 
 
 class TheirTask(ZooTask):
@@ -320,11 +348,40 @@ def test_another_network_takes_nothing_from_the_one_of_the_recipe(built, given, 
     assert built.model.network.architecture["init_args"]["widths"] == widths
 
 
-def test_a_network_of_ones_own_is_told_that_sizes_are_pairs():
-    network = "--model.network=test_cli.SquareNetwork"
-    result = call("fit", "--model=ZooTask", network, "--data=DigitsDataModule", "--run_dir=run")
+RECTANGLES = ["--data=TensorDataModule", "--data.train=rectangles.pt"]
+
+
+@pytest.mark.parametrize("name", ["SquareNetwork", "SquareModule", "SizesOnly", "SideByDefault"])
+def test_the_side_of_square_images_is_an_integer_where_a_network_takes_one(name, built):
+    torch.save({"x": torch.randn(90, 1, 4, 6), "y": torch.arange(90) % 3}, "rectangles.pt")
+    fit = ["fit", "--model=ZooTask", f"--model.network=test_cli.{name}", "--model.allow=[test_cli]", "--run_dir=run"]
+    succeed(*fit, "--data=DigitsDataModule")
+    network = built.model.network
+    assert network.architecture["init_args"]["image_size"] == 8
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    result = call(*fit, *RECTANGLES)
     assert result.status == 1
-    assert result.error.startswith("image_size of the network takes int, and that of the data is the pair (8, 8);")
+    says = "does not take the data's image_size=(4, 6), height" if name == "SideByDefault" else "takes int, and that of"
+    assert says in result.error
+
+
+def test_a_network_of_sizes_alone_comes_back_from_its_checkpoint():
+    args = ["--data=DigitsDataModule", "--data.max_samples=64", "--trainer.max_epochs=1", "--run_dir=run", *QUIET]
+    succeed("fit", "--model=ZooTask", "--model.members=1", "--model.network=test_cli.SizesOnly", *args)
+    again = ["--ckpt_path=run/checkpoints/last.ckpt", "--model.allow=[test_cli]", "--trainer.max_epochs=2"]
+    succeed("fit", *args, *again)
+    model = ZooTask.load_from_checkpoint("run/checkpoints/last.ckpt", weights_only=True)
+    assert model.network.architecture["init_args"] == {"image_size": 8, "num_classes": 10}
+
+
+def test_networks_that_hide_what_they_take_are_told_so():
+    args = ["fit", "--model=ZooTask", "--data=DigitsDataModule", "--trainer.fast_dev_run=true", *QUIET]
+    with pytest.warns(UserWarning, match="AnyName takes arguments of any name .* are not handed to it; name them"):
+        call(*args, "--model.network=test_cli.AnyName")
+    result = call(*args, "--model.network=test_cli.made")
+    assert result.error == (
+        "model.network must name a class, to which sizes of the data are handed, and test_cli.made is a function."
+    )
 
 
 def test_a_task_without_a_network_argument():

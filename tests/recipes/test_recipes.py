@@ -180,7 +180,13 @@ def without_another_process(monkeypatch, trials, tmp_path_factory):
 )
 def test_embedded_recipes_run(name, monkeypatch):
     logged, charts = set(), {}
-    monkeypatch.setattr(DummyLogger, "log_metrics", lambda _, metrics, step=None: logged.update(metrics))
+    log = DummyLogger.log_metrics  # which checks the names
+
+    def log_metrics(self, metrics, step=None):
+        log(self, metrics, step)
+        logged.update(metrics)
+
+    monkeypatch.setattr(DummyLogger, "log_metrics", log_metrics)
     real = Trainer.fit
 
     @functools.wraps(real)

@@ -226,7 +226,7 @@ def test_tensorboard_has_figures_mesh_and_numbers(found):
     rows = {row["grid"]: row for row in table(found.folder, "sets") if row["refined"] == "False"}
     assert last["fraction/search-2d"] == pytest.approx(float(rows["search-2d"]["fraction"]))
     assert last["pieces/search-3d"] == float(rows["search-3d"]["pieces_full"])
-    assert last["R/highest_kept"] == pytest.approx(max(float(row["R"]) for row in table(found.folder, "points")))
+    assert last["r/highest_kept"] == pytest.approx(max(float(row["R"]) for row in table(found.folder, "points")))
 
 
 # ---- exact theory beside the pictures

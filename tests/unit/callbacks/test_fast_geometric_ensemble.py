@@ -164,7 +164,7 @@ def test_tables_say_what_the_networks_in_the_zoos_do(run):
     )
     assert lines[5]["distance_from_previous"] == pytest.approx(float((second - first).norm()), rel=1e-4)
     assert lines[5]["distance_from_start"] == pytest.approx(float((second - start).norm()), rel=1e-4)
-    logged = [row["ensemble/loss/all snapshots"] for row in read_csv(folder / "metrics.csv")][-1]
+    logged = [row["ensemble/loss/all_snapshots"] for row in read_csv(folder / "metrics.csv")][-1]
     assert float(logged) == pytest.approx(together["loss"])
     assert (folder / "results" / "ensembles.png").stat().st_size > 10_000
     said = printed(lambda console: console.print(ensemble.results.shown))

@@ -127,9 +127,9 @@ KINDS = {"conv1 (2)": GroupKind(7, True, True), "b": GroupKind(5, False, False)}
 
 def test_scalars_are_means_over_members_that_are_finite():
     scalars = monitor_scalars(point(1, 0.2, 0.4, math.nan), "mine", named=True)
-    assert scalars["mine/imbalance/conv1-2"] == pytest.approx(0.3)
-    assert scalars["details/mine/imbalance/conv1-2/member-0002"] == 0.4
-    assert "details/mine/imbalance/conv1-2/member-0004" not in scalars
+    assert scalars["mine/imbalance/conv1--2"] == pytest.approx(0.3)
+    assert scalars["details/mine/imbalance/conv1--2/member-0002"] == 0.4
+    assert "details/mine/imbalance/conv1--2/member-0004" not in scalars
     assert scalars["mine/distance/balanced"] == 0.5
     assert not [tag for tag in monitor_scalars(point(1, 0.2)) if "member" in tag]
     assert "symmetry/imbalance/b" not in monitor_scalars(point(1, 0.2))

@@ -1,6 +1,7 @@
 """Networks whose weights are on the meta device: traced by shapes and constants alone."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import local_dimension, register_rule, trace_symmetry, without_weights
 from lightning_sym.symmetry.tracing import rules
+from lightning_sym.symmetry.tracing import weightless as module_of_large
 
 X = torch.randn(2, 3, 8)
 
@@ -71,10 +73,16 @@ def weightless(kind: Any) -> nn.Module:
         return kind()
 
 
+def deferred(kind: Any) -> nn.Module:
+    """Return a network, of which every tensor was large."""
+    with mock.patch.object(module_of_large, "_LARGE", 0):
+        return weightless(kind)
+
+
 @pytest.mark.parametrize(
     ("kind", "build"),
-    [(Timm, on_meta), (Model, on_meta), (Positions, weightless), (Drawn, weightless)],
-    ids=["filled by the module", "filled by the model", "buffers kept", "drawn buffers kept"],
+    [(Timm, on_meta), (Model, on_meta), (Positions, weightless), (Drawn, weightless), (Positions, deferred)],
+    ids=["filled by the module", "filled by the model", "buffers kept", "drawn buffers kept", "large buffers"],
 )
 def test_the_group_is_that_of_the_network_with_weights(kind: Any, build: Any) -> None:
     network, empty = kind(), build(kind)
@@ -120,6 +128,89 @@ def test_tied_weights_stay_tied_and_buffers_keep_their_values() -> None:
         raise RuntimeError("odd")
     assert nn.Module.register_parameter is register
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+class Tables(nn.Module):
+    """Makes buffers in all ways that are in use, from tensors of more than 100 numbers."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(n, n)
+        self.drawn = nn.Parameter(torch.randn(n, n) * 0.02)
+        place, width = torch.arange(n * n).view(n, n), n
+        self.register_buffer("mask", torch.tril(torch.ones(n, n, dtype=torch.bool)), persistent=False)
+        self.register_buffer("causal", torch.full((n, n), float("-inf")).triu_(1))
+        sinusoids = torch.zeros(n, n)
+        sinusoids[:, 0::2], sinusoids[:, 1::2] = place[:, 0::2].sin(), place[:, 1::2].cos()
+        self.register_buffer("sinusoids", sinusoids.unsqueeze(0))
+        angles = torch.outer(torch.arange(n), torch.arange(n)).float()
+        self.register_buffer("turns", torch.polar(torch.ones(n, n), angles))
+        self.register_buffer("near_layer", torch.ones(n * n, device=self.layer.weight.device))
+        self.register_buffer("both", torch.cat([torch.ones(n, n), torch.zeros(n, n)]).to(torch.float16))
+        self.register_buffer("absent", None)
+        self.own = nn.Buffer(place % 7, persistent=False)
+        self.attribute = torch.ones(n, n) * torch.arange(n)
+        steps = torch.zeros(n, n)
+        for row in range(n):
+            steps[row, :row] = row
+        self.register_buffer("steps", steps)
+        steps[0, 0] = 5.0  # after it was registered
+        chosen = torch.zeros(n, n)
+        chosen[place % 3 == 0] = 2.0  # how many are written depends on values
+        self.register_buffer("chosen", chosen)
+        corner = torch.zeros(2, 2)
+        corner.copy_(torch.ones(width, width)[:2, :2])
+        self.register_buffer("corner", corner)
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, n * n)[:3]]
+        self.largest = int(place.max()) if (place > 3).any() else 0
+        self.register_buffer("where", place.nonzero())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("n", [12, 17])
+def test_large_buffers_have_the_values_that_they_have_with_weights(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_of_large, "_LARGE", 100)
+    full, empty = Tables(n), weightless(lambda: Tables(n))
+    shapes = [{name: p.shape for name, p in network.named_parameters()} for network in (full, empty)]
+    assert shapes[0] == shapes[1]
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    for (name, found), (_, known) in zip(empty.named_buffers(), full.named_buffers(), strict=True):
+        torch.testing.assert_close(found, known, rtol=0, atol=0, msg=name)
+    assert empty.state_dict().keys() == full.state_dict().keys()
+    torch.testing.assert_close(empty.attribute, full.attribute, rtol=0, atol=0)
+    assert (empty.rates, empty.largest) == (full.rates, full.largest)
+
+
+def test_values_that_are_not_followed_are_left_out_and_never_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.zeros(20, 20)
+            table.view(-1).fill_(2.0)
+            self.register_buffer("table", table)
+            later = torch.zeros(20, 20)
+            self.register_buffer("later", later)
+
+    monkeypatch.setattr(module_of_large, "_LARGE", 100)
+    assert weightless(Shared).table.is_meta
+    with without_weights():
+        later = torch.zeros(20, 20)
+        row = later[0]
+        nn.Module().register_buffer("later", later)
+        with pytest.raises(RuntimeError, match="changed in place by another name"):
+            row.fill_(1.0)
+    with pytest.raises(Exception, match="meta"), without_weights():
+        torch.zeros(2).copy_(nn.Linear(2, 2).weight[0])  # a weight has no values
+
+
+def test_weights_are_never_allocated() -> None:
+    with without_weights():  # 40 GB each
+        network = nn.Sequential(nn.Linear(100_000, 100_000), nn.Embedding(100_000, 100_000))
+        network.table = nn.Parameter(torch.randn(100_000, 100_000, generator=None) * 0.02)
+        nn.init.trunc_normal_(network.table)
+    assert all(parameter.is_meta for parameter in network.parameters())
 
 
 class Half(nn.Module):

@@ -194,8 +194,8 @@ def test_images_and_orbit_members():
 def test_test_evaluates_what_was_found(searched):
     trainer = fit(searched, max_epochs=1)
     values = trainer.test(searched, inputs(), verbose=False)[0]
-    assert values["test/R/highest"] < 1e-2
-    assert values["test/R/lowest"] <= values["test/R/mean"] <= values["test/R/highest"]
+    assert values["test/r/highest"] < 1e-2
+    assert values["test/r/lowest"] <= values["test/r/mean"] <= values["test/r/highest"]
 
 
 def test_nothing_found_to_test():

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 from pytorch_lightning import Callback, Trainer
 from torch import nn
 
+from lightning_sym._tags import tag
 from lightning_sym.callbacks import BatchNormRecalibration
 from lightning_sym.datamodules import Resized
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
@@ -248,8 +249,8 @@ def test_the_best_epoch_is_kept_and_tested_and_the_current_weights_come_back(nor
         accuracy = float((branch(images).argmax(1) == labels).double().mean())
         clean = [float((task.members[k](images).argmax(1) == labels).double().mean()) for k in ("0", "1")]
         family = task.stitches[index].family
-        assert tested[f"test_penalty/{family}"] == pytest.approx(sum(clean) / 2 - accuracy, abs=1e-6)
-        assert tested[f"test_penalty/activation2/{family}"] == tested[f"test_penalty/{family}"]
+        assert tested[tag("test_penalty", family)] == pytest.approx(sum(clean) / 2 - accuracy, abs=1e-6)
+        assert tested[f"test_penalty/activation2/{family}"] == tested[tag("test_penalty", family)]
 
 
 def test_evaluating_has_the_kept_weights_and_gives_them_back(norm_zoo):
@@ -409,8 +410,8 @@ def test_a_family_of_one_s_own(matching_zoo):
     task = StitchingTask(str(matching_zoo), pairs=[[0, 1]], maps=["full", Doubled, half])
     trainer = fit(task, max_epochs=1)
     assert list(task.families) == ["full", "Doubled", "Doubled(factor=0.5)"]
-    assert "penalty/Doubled" in trainer.callback_metrics
-    assert "penalty/Doubled(factor=0.5)" in trainer.callback_metrics
+    assert tag("penalty", "Doubled") in trainer.callback_metrics
+    assert tag("penalty", "Doubled(factor=0.5)") in trainer.callback_metrics
 
     def wrong(port):
         return nn.Linear(port.in_channels, port.out_channels)
