@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import generator
-from lightning_sym._statistics import student_interval
+from lightning_sym._statistics import student_interval, student_quantile
 from lightning_sym._text import unknown
 from lightning_sym.landscape.langevin import METHODS, Dynamics, Method, Noise, expected_energy
 from lightning_sym.landscape.loss_on_data import BatchLoss, LossOnData
@@ -23,8 +23,8 @@ SAME = 0.05
 """How far from 1 the ratio of the last to the second quarter of stationary chains may be, and how uncertain."""
 AGREEMENT = 1.1
 """The potential scale reduction below which chains count as agreeing."""
-_SURELY = 3
-"""How many of its standard errors a ratio must be beyond that distance before chains count as not stationary."""
+_SURELY = 0.995
+"""Level of Student's interval of a ratio, which must be beyond that distance before chains count as not stationary."""
 FIRST_CHAINS = 8
 """How many chains are run by default before their spread says how many decide."""
 _MOST_CHAINS = 1024  # by default
@@ -146,11 +146,11 @@ class LearningCoefficientEstimate:
         longer = (
             f"take more steps (steps={2 * steps} in place of {steps}), or a localisation above {self.localisation:.3g}."
         )
-        undecided, wanted = [], chains
+        undecided, wanted, surely = [], chains, student_quantile(_SURELY, chains - 1)
         for what, (ratio, error) in (("loss", self.ratio), ("distance", self.distance_ratio)):
             text = f"the {what} in the last quarter of the chains is {ratio:.2f} ± {error:.2f} times that in the second"
             off = abs(ratio - 1)
-            if off > SAME + _SURELY * error:
+            if off > SAME + surely * error:
                 return f"not stationary: {text}, not within {SAME} of 1; {longer}", chains
             if math.isnan(ratio):
                 undecided.append(f"the {what} in the second quarter of the chains is not above where they began")
