@@ -126,8 +126,8 @@ def _constant_networks(result: Result, one: Found) -> str:
     total = sum(len(run.values) for run in runs)
     rows = "; ".join(f"{label}: {len(found)}" for label, found in failed.items() if found)
     return (
-        f"\n**Constant networks: {len(values)} of {total}.** They are right as often as one class for all images (accuracy "
-        f"{', '.join(sorted({f'{value:.4f}' for value in values}))} %), so their training failed ({rows}). "
+        f"\n**Constant networks: {len(values)} of {total}.** They are right as often as one class for all images "
+        f"(accuracy {', '.join(sorted({f'{value:.4f}' for value in values}))} %), so their training failed ({rows}). "
         "Verdicts on these rows say nothing about the layers until the runs are repeated.\n"
     )
 
