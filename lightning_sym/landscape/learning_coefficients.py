@@ -23,11 +23,11 @@ SAME = 0.05
 """How far from 1 the ratio of the last to the second quarter of stationary chains may be, and how uncertain."""
 AGREEMENT = 1.1
 """The potential scale reduction below which chains count as agreeing."""
-_SURELY = 0.995
+_SURELY = 0.9995
 """Level of Student's interval of a ratio, which must be beyond that distance before chains count as not stationary."""
 FIRST_CHAINS = 8
 """How many chains are run by default before their spread says how many decide."""
-_MOST_CHAINS = 1024  # by default
+_MOST_CHAINS = 2048  # by default
 _MOST_WORK = 2**33  # of chains by default: their number times steps, samples, and weights and inputs of a sample
 _CERTAIN = 0.6 * SAME  # what error of a ratio the default chains aim at
 _FEWEST = 3  # chains
@@ -267,7 +267,7 @@ def learning_coefficient(
         loss: Called with outputs and targets; the mean over samples, a scalar.
         chains: Number of chains, >= 3. By default 8, and where these are too few to decide whether they are
             stationary, as with few weights, as many from the beginning as their spread says, within a budget: at most
-            1024, and at most 8.6e9 for chains times steps times samples times weights and inputs of a sample.
+            2048, and at most 8.6e9 for chains times steps times samples times weights and inputs of a sample.
         steps: Steps of each chain, the burn-in included. >= 8.
         burn_in: Steps that are not averaged: at least half of the steps, which is the default, and less than all.
         inverse_temperature: :math:`nb > 0`; default :math:`n / \ln n`.
