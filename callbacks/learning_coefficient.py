@@ -64,7 +64,8 @@ class LearningCoefficient(TrainingMonitor):
             ``""`` is the LightningModule itself. Not used for a task with several networks.
         loss: Called with outputs and targets; the mean over samples, a scalar. Default the module's ``loss``,
             ``loss_function``, ``criterion`` or ``loss_fn``.
-        chains: As for :func:`lightning_sym.landscape.learning_coefficient`, like the next ten.
+        chains: As for :func:`lightning_sym.landscape.learning_coefficient`, like the next ten; default 8, and more of
+            small networks for which 8 do not decide.
         steps: Steps of each chain, the burn-in included.
         burn_in: Steps that are not averaged, at least half; default half.
         inverse_temperature: :math:`nb`; default :math:`n / \ln n`.
@@ -90,7 +91,7 @@ class LearningCoefficient(TrainingMonitor):
         members: Literal["all"] | list[int] = "all",
         network: str = "network",
         loss: Callable[[Any, Any], Any] | None = None,
-        chains: int = 8,
+        chains: int | None = None,
         steps: int = 2000,
         burn_in: int | None = None,
         inverse_temperature: float | None = None,
@@ -105,7 +106,8 @@ class LearningCoefficient(TrainingMonitor):
     ) -> None:
         often = _NEVER if every_n_epochs is None else every_n_epochs
         super().__init__(often, None, members, network, dirpath, prefix)
-        check_integers(3, chains=chains)
+        if chains is not None:
+            check_integers(3, chains=chains)
         check_integers(8, steps=steps)
         check_integers(0, seed=seed)
         if burn_in is not None and not steps <= 2 * burn_in + 1 <= 2 * steps:

@@ -131,8 +131,18 @@ def student_interval(values: ArrayLike, *, level: float = 0.95) -> tuple[float, 
     if table.ndim != 1 or len(table) < 2 or not np.isfinite(table).all():
         raise ValueError(f"values must be at least two finite numbers, got {np.array2string(table, threshold=8)}.")
     mean, error = float(table.mean()), float(table.std(ddof=1)) / math.sqrt(len(table))
-    reach = float(student.ppf((1 + level) / 2, len(table) - 1)) * error
+    reach = student_quantile(level, len(table) - 1) * error
     return mean - reach, mean + reach
+
+
+def student_quantile(level: float, degrees_of_freedom: float) -> float:
+    """Return how many standard errors Student's interval reaches to either side.
+
+    Args:
+        level: Coverage, in (0, 1).
+        degrees_of_freedom: Of the standard error, > 0, infinity included.
+    """
+    return float(student.ppf((1 + level) / 2, degrees_of_freedom))
 
 
 def _check(

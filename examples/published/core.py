@@ -200,6 +200,7 @@ class Result:
         full: The same with the source's own recipes; empty if those are what ``runs`` are, or there are none.
         needs: What the full runs need that is not here: ``"CIFAR-10 and a GPU"``.
         remark: Why ours differs, if a reader has to know.
+        chance: Share of the commonest class in the test data, %. The page names the networks that are no better.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Result:
     full: tuple[Run, ...] = ()
     needs: str = ""
     remark: str = ""
+    chance: float | None = None
 
 
 # ---- what claims and measures are made of

@@ -1,6 +1,7 @@
 """Writes docs/results.md from the JSON files of all results: ``make results-page``."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,27 @@ def _section(result: Result, found: Mapping[tuple[str, bool], Found]) -> str:
         seeds = f", seeds {', '.join(map(str, one['seeds']))}" if one["seeds"] else ""
         lines.append(f" of one core{seeds}; {versions}.\n")
         lines.append(_quantities(one))
+        lines.append(_constant_networks(result, one))
     if result.remark:
         lines.append(f"\n{result.remark}\n")
     return "".join(lines)
+
+
+def _constant_networks(result: Result, one: Found) -> str:
+    """Return a sentence about networks that are no better than one class for all inputs; empty if there are none."""
+    chance = -math.inf if result.chance is None else result.chance
+    runs = [found for found in quantities_of(one) if found.label.startswith("test accuracy") and found.unit == "%"]
+    failed = {run.label.partition(", ")[2]: [value for value in run.values if value <= chance] for run in runs}
+    values = [value for found in failed.values() for value in found]
+    if not values:
+        return ""
+    total = sum(len(run.values) for run in runs)
+    rows = "; ".join(f"{label}: {len(found)}" for label, found in failed.items() if found)
+    return (
+        f"\n**Constant networks: {len(values)} of {total}.** They are right as often as one class for all images "
+        f"(accuracy {', '.join(sorted({f'{value:.4f}' for value in values}))} %), so their training failed ({rows}). "
+        "Verdicts on these rows say nothing about the layers until the runs are repeated.\n"
+    )
 
 
 def _verdict(one: Found | None, index: int) -> str:

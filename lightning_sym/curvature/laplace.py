@@ -34,6 +34,9 @@ def to_laplace(
 ) -> "RelaxedLaplace":
     """Return laplace-torch's ``KronLaplace`` of a network at its present weights, with our factors, ready to use.
 
+    Use it where ``laplace.Laplace(network, ..., hessian_structure="kron")`` ends in ``Found parameters in un-supported
+    layers``: it covers all layers that :func:`factors` covers, ours and those that you register.
+
     Called on inputs it gives the predictive distribution, ``laplace.sample(n)`` draws weights, and
     ``laplace.log_marginal_likelihood(...)`` is that of :class:`Evidence` at the same precisions. It holds a copy of
     the network; the network itself stays as it is, whatever is done with the copy.

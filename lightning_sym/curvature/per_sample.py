@@ -14,7 +14,9 @@ _AT_ONCE = 2**24  # numbers that all gradients of some samples are together
 _ROUNDING = 1e-5  # of the largest eigenvalue of a loss's second derivative
 
 
-def gauss_newton_trace(operator: CurvatureOperator, passes: int, generator: torch.Generator) -> tuple[float, float]:
+def gauss_newton_trace(
+    operator: CurvatureOperator, passes: int, generator: torch.Generator
+) -> tuple[float, float, float]:
     r"""Estimate the trace of the Gauss-Newton matrix of an operator's network, data and loss, with its standard error.
 
     .. math::
@@ -32,24 +34,26 @@ def gauss_newton_trace(operator: CurvatureOperator, passes: int, generator: torc
         generator: Generator of the signs, on the CPU, in the same state on each rank; each draws others.
 
     Returns:
-        Estimate and standard error.
+        Estimate, standard error and its degrees of freedom, by Welch and Satterthwaite.
 
     Raises:
         ValueError: If the network mixes samples, or ``torch.func`` cannot take the gradient of one sample.
     """
     drawn = int(torch.randint(2**62, (), generator=generator))
     own = torch.Generator().manual_seed(derive_seed("samples", drawn, rank()))
-    # Sums over the samples of this process: of means over passes, and of their variances.
-    sums = torch.zeros(2, dtype=wide(operator.device), device=operator.device)
+    # Sums over the samples of this process: of means over passes, of their variances, of the squares of these.
+    sums = torch.zeros(3, dtype=wide(operator.device), device=operator.device)
 
     def add() -> None:
         for x, y in operator.batches():
             values = torch.stack([_squares(operator, x, y, own) for _ in range(passes)])
-            sums.add_(torch.stack([values.mean(0).sum(), values.var(0).sum() / passes]))
+            spread = values.var(0) / passes
+            sums.add_(torch.stack([values.mean(0).sum(), spread.sum(), spread.square().sum()]))
 
     together(add)
     total = summed(sums)
-    return float(total[0]) / operator.samples, math.sqrt(float(total[1])) / operator.samples
+    freedom = (passes - 1) * float(total[1]) ** 2 / float(total[2]) if total[2] > 0 else math.inf
+    return float(total[0]) / operator.samples, math.sqrt(float(total[1])) / operator.samples, freedom
 
 
 def _squares(operator: CurvatureOperator, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:

@@ -118,10 +118,16 @@ def check_rows(name: str, module: nn.Module, x: Tensor, samples: int) -> None:
     if x.ndim and len(x) and len(x) % samples == 0:
         return
     second = " (it seems to be the second; transpose it)" if len(shape) > 1 and shape[1] == samples else ""
+    some = (
+        ""
+        if second
+        else "if it sees some samples or tokens only (experts with routing, x[mask]), give it all of them and multiply "
+        "its output by 0 where it takes no part, "
+    )
     raise _RowsError(
         f"Module {name!r} ({type(module).__name__}) has an input or output of shape {list(shape)} for {samples} "
         f"samples, whose first axis cannot be the samples{second}; give it [N, ...], or [N * T, ...] with the T rows "
-        "of a sample one after the other, or freeze its parameters with requires_grad_(False)."
+        f"of a sample one after the other, {some}or freeze its parameters with requires_grad_(False)."
     )
 
 

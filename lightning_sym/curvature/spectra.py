@@ -13,6 +13,7 @@ from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym._random import seeded
+from lightning_sym._statistics import student_quantile
 from lightning_sym._text import unknown
 from lightning_sym.curvature.krylov import Quadrature, lanczos
 from lightning_sym.curvature.operators import ROUNDING, CurvatureOperator, SymmetricOperator, curvlinops
@@ -34,12 +35,25 @@ class TraceEstimate:
         squared_norm: Estimate of the squared Frobenius norm, the sum of squared eigenvalues, from the same products;
             NaN for methods other than ``"hutchinson"``.
         products: Number of products with vectors.
+        degrees_of_freedom: Those of the standard error, > 0: the number of independent estimates less one; of a sum of
+            several, what Welch and Satterthwaite say; infinity where there is no spread.
     """
 
     value: float
     standard_error: float
     squared_norm: float
     products: int
+    degrees_of_freedom: float
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Return Student's interval for the trace, which is wide where few independent estimates give the error.
+
+        Args:
+            level: Coverage, in (0, 1).
+        """
+        check_numbers("in (0, 1)", level=level)
+        reach = student_quantile(level, self.degrees_of_freedom) * self.standard_error
+        return self.value - reach, self.value + reach
 
 
 def trace(
@@ -53,9 +67,10 @@ def trace(
     r"""Estimate a trace from products with random signs, with its standard error.
 
     ``"hutchinson"``: the mean of :math:`z^\top H z`, of variance :math:`2 (\|H\|_F^2 - \sum_i H_{ii}^2)` per probe, so
-    exact for diagonal matrices; its standard error is that of the probes. ``"hutch++"`` and ``"xtrace"`` of curvlinops
+    exact for diagonal matrices; its standard error is that of the probes. ``"hutch++"`` and ``"xtrace"``
     are better where few eigenvalues make up the trace and there are many probes; they are run ``repeats`` times with a
-    share of the products each, and the standard error is that of the repeats (docs/theory/spectra.md, 3).
+    share of the products each, and the standard error is that of the repeats: so few that intervals want
+    :meth:`TraceEstimate.interval`, not twice that error (docs/theory/spectra.md, 3).
     ``"per_sample"``, of a :class:`CurvatureOperator`: the trace of the Gauss-Newton matrix from gradients of single
     samples, whose noise is far smaller, plus that of the rest of the Hessian by Hutchinson.
 
@@ -100,13 +115,47 @@ def trace(
             "method='hutchinson'."
         )
     before = operator.products
-    estimate = getattr(curvlinops(), "hutchpp_trace" if method == "hutch++" else "xtrace")
     values = []
     for _ in range(repeats):
+        if method == "xtrace":
+            values.append(_xtrace(operator, share // 2, generator))
+            continue
         with seeded(int(torch.randint(2**62, (), generator=generator))):
-            values.append(float(estimate(_Wide(operator), share)))
+            values.append(float(curvlinops().hutchpp_trace(_Wide(operator), share)))
     error = float(torch.tensor(values, dtype=torch.float64).std()) / math.sqrt(repeats)
-    return TraceEstimate(math.fsum(values) / repeats, error, math.nan, operator.products - before)
+    return TraceEstimate(math.fsum(values) / repeats, error, math.nan, operator.products - before, repeats - 1)
+
+
+def _xtrace(operator: SymmetricOperator, count: int, generator: torch.Generator) -> float:
+    """Return the mean over random signs w of :math:`tr(Q^T H Q) + w^T (I - Q Q^T) H (I - Q Q^T) w`.
+
+    Q is a basis of the products with all *other* signs. What is left of the basis of all without one of them is a
+    direction s: the row of the pseudoinverse that belongs to it, or none if its product depends on the others, as of a
+    matrix of low rank. (Epperly's formulas, and curvlinops, invert a triangular matrix that is singular then.)
+    """
+    signs = _signs(operator, count, generator)
+    ahead = operator @ signs
+    basis, triangle = torch.linalg.qr(ahead)
+    left, sizes, right = torch.linalg.svd(triangle)
+    rounding = len(sizes) * torch.finfo(sizes.dtype).eps
+    kept = sizes > rounding * sizes.amax()
+    null, basis, sizes, right = right[~kept], basis @ left[:, kept], sizes[kept], right[kept]
+    if not len(sizes):
+        return 0.0
+    products = operator @ basis
+    inside = basis.T @ products
+    # A product that no linear relation of the products has in it is independent of the others.
+    alone = null.norm(dim=0) <= rounding * sizes[0] / sizes[-1]
+    without = torch.where(alone, right * (sizes[-1] / sizes)[:, None], 0.0)
+    without = without / without.norm(dim=0).where(alone, 1.0)
+
+    def outside(coordinates: Tensor) -> Tensor:
+        return coordinates - without * (without * coordinates).sum(0)
+
+    rest = ahead - products @ outside(basis.T @ signs)
+    rest = rest - basis @ outside(basis.T @ rest)
+    found = inside.trace() - (without * (inside @ without)).sum(0) + (signs * rest).sum(0)
+    return float(found.mean())
 
 
 def _per_sample(operator: SymmetricOperator, probes: int, generator: torch.Generator) -> TraceEstimate:
@@ -115,12 +164,13 @@ def _per_sample(operator: SymmetricOperator, probes: int, generator: torch.Gener
             f"per_sample needs the samples of a CurvatureOperator, got a {type(operator).__name__}; use "
             "method='hutchinson'."
         )
-    value, error = gauss_newton_trace(operator, probes, generator)
+    value, error, freedom = gauss_newton_trace(operator, probes, generator)
     if operator.kind == "gauss_newton":
-        return TraceEstimate(value, error, math.nan, 0)
+        return TraceEstimate(value, error, math.nan, 0, freedom)
     rest = _hutchinson(operator.residual(), probes, generator)
-    error = math.hypot(error, rest.standard_error)
-    return TraceEstimate(value + rest.value, error, math.nan, rest.products)
+    both = math.hypot(error, rest.standard_error)
+    spread = error**4 / freedom + rest.standard_error**4 / rest.degrees_of_freedom
+    return TraceEstimate(value + rest.value, both, math.nan, rest.products, both**4 / spread if spread else math.inf)
 
 
 def _hutchinson(operator: SymmetricOperator, probes: int, generator: torch.Generator) -> TraceEstimate:
@@ -133,7 +183,7 @@ def _hutchinson(operator: SymmetricOperator, probes: int, generator: torch.Gener
         squares.append(products.square().sum(0).double().cpu())
     found = torch.cat(values)
     error = float(found.std()) / math.sqrt(probes)
-    return TraceEstimate(float(found.mean()), error, float(torch.cat(squares).mean()), probes)
+    return TraceEstimate(float(found.mean()), error, float(torch.cat(squares).mean()), probes, probes - 1)
 
 
 def _signs(operator: SymmetricOperator, count: int, generator: torch.Generator) -> Tensor:
@@ -219,7 +269,7 @@ class SpectralDensity:
         values = self.size * (self.weights * self.nodes).sum(1)
         error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         squared = self.size * self.moment(2)
-        return TraceEstimate(float(values.mean()), error, squared, self.products)
+        return TraceEstimate(float(values.mean()), error, squared, self.products, max(1, len(values) - 1))
 
     def share_within(self, bound: float) -> float:
         """Return which share of eigenvalues has magnitudes up to a bound, by the weights of the nodes.

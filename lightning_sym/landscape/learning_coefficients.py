@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import generator
+from lightning_sym._statistics import student_interval, student_quantile
 from lightning_sym._text import unknown
 from lightning_sym.landscape.langevin import METHODS, Dynamics, Method, Noise, expected_energy
 from lightning_sym.landscape.loss_on_data import BatchLoss, LossOnData
@@ -22,6 +23,13 @@ SAME = 0.05
 """How far from 1 the ratio of the last to the second quarter of stationary chains may be, and how uncertain."""
 AGREEMENT = 1.1
 """The potential scale reduction below which chains count as agreeing."""
+_SURELY = 0.9995
+"""Level of Student's interval of a ratio, which must be beyond that distance before chains count as not stationary."""
+FIRST_CHAINS = 8
+"""How many chains are run by default before their spread says how many decide."""
+_MOST_CHAINS = 2048  # by default
+_MOST_WORK = 2**33  # of chains by default: their number times steps, samples, and weights and inputs of a sample
+_CERTAIN = 0.6 * SAME  # what error of a ratio the default chains aim at
 _FEWEST = 3  # chains
 _FEWEST_DRAWS = 8  # two in each quarter
 _TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
@@ -99,6 +107,15 @@ class LearningCoefficientEstimate:
     @property
     def refusal(self) -> str:
         """Why there is no estimate, in one sentence; empty if there is one."""
+        return self._unfit() or self._drift()[0]
+
+    @property
+    def chains_wanted(self) -> int:
+        """Number of chains that should decide whether they are stationary; as many as there are if that is decided."""
+        return self.losses.shape[1] if self._unfit() else self._drift()[1]
+
+    def _unfit(self) -> str:
+        """Return why chains say nothing whether they are stationary or not, in one sentence; empty if they do."""
         if self.escaped:
             first = min(self.escaped.values())
             return (
@@ -108,7 +125,8 @@ class LearningCoefficientEstimate:
         if len(self.losses) < _FEWEST_DRAWS or len(self.losses) - self.burn_in < 2:
             return (
                 f"undecided: {len(self.losses)} draws, {self.burn_in} of them burn-in, are too few to show whether the "
-                "chains are stationary; take more steps, or a shorter burn-in."
+                f"chains are stationary; take more steps, at least {_FEWEST_DRAWS * self.draw_every}, or a shorter "
+                "burn-in."
             )
         if bool((self.losses == self.reference).all()):
             return (
@@ -120,26 +138,35 @@ class LearningCoefficientEstimate:
                 "the chains found a loss below that of the weights they began at, which are no minimum then; train to "
                 "the end, or begin at better weights."
             )
+        return ""
+
+    def _drift(self) -> tuple[str, int]:
+        """Return why chains are not known to be stationary, empty if they are, and how many chains would decide."""
+        chains, steps = self.losses.shape[1], len(self.losses) * self.draw_every
+        longer = (
+            f"take more steps (steps={2 * steps} in place of {steps}), or a localisation above {self.localisation:.3g}."
+        )
+        undecided, wanted, surely = [], chains, student_quantile(_SURELY, chains - 1)
         for what, (ratio, error) in (("loss", self.ratio), ("distance", self.distance_ratio)):
             text = f"the {what} in the last quarter of the chains is {ratio:.2f} ± {error:.2f} times that in the second"
+            off = abs(ratio - 1)
+            if off > SAME + surely * error:
+                return f"not stationary: {text}, not within {SAME} of 1; {longer}", chains
             if math.isnan(ratio):
-                return (
-                    f"undecided: the {what} in the second quarter of the chains is not above where they began; take "
-                    "more chains or steps."
-                )
-            outside = not abs(ratio - 1) <= SAME
-            if outside and not abs(ratio - 1) <= 2 * error:
-                return f"not stationary: {text}, not within {SAME} of 1; take more steps, or a larger localisation."
-            if outside or not error <= SAME:
-                return (
-                    f"undecided: {text}, too uncertain to say whether they are stationary; take more chains or steps."
-                )
+                undecided.append(f"the {what} in the second quarter of the chains is not above where they began")
+                wanted = max(wanted, 4 * chains)
+            elif off > SAME or not error <= SAME:
+                undecided.append(f"{text}, too uncertain to say whether they are stationary")
+                wanted = max(wanted, 2 * chains, math.ceil(chains * (error / _CERTAIN) ** 2))
+        if undecided:
+            more = f"take more chains (chains={wanted} in place of {chains}) or steps."
+            return f"undecided: {undecided[0]}; {more}", wanted
         if not self.agreement <= AGREEMENT:
             return (
                 f"not stationary: the chains do not agree, potential scale reduction {self.agreement:.2f}, which must "
-                f"be at most {AGREEMENT}; take more steps, or a larger localisation."
-            )
-        return ""
+                f"be at most {AGREEMENT}; {longer}"
+            ), chains
+        return "", chains
 
     @property
     def cautions(self) -> list[str]:
@@ -164,6 +191,17 @@ class LearningCoefficientEstimate:
         """Standard error of the estimate, with chains as units; None without one."""
         means = self.chain_means
         return None if self.refusal else float(means.std()) / math.sqrt(len(means))
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Return Student's interval for the mean of such chains, from their spread; None without an estimate.
+
+        It holds what these chains would say if there were more of them, at their temperature, localisation and step,
+        not the limit of low temperatures.
+
+        Args:
+            level: Coverage, in (0, 1).
+        """
+        return None if self.refusal else student_interval(self.chain_means.numpy(), level=level)
 
     def regular(self, eigenvalues: Tensor) -> float:
         """Return what the mean of these chains would be in a quadratic loss, with their step and localisation.
@@ -197,7 +235,7 @@ def learning_coefficient(
     data: Iterable[Any],
     loss: BatchLoss = F.cross_entropy,
     *,
-    chains: int = 8,
+    chains: int | None = None,
     steps: int = 2000,
     burn_in: int | None = None,
     inverse_temperature: float | None = None,
@@ -227,7 +265,9 @@ def learning_coefficient(
         data: Batches of inputs and targets, each sample once, for example the ``curvature_dataloader()`` of a
             datamodule; they are held in memory. Under ``torch.distributed`` every process is given the same.
         loss: Called with outputs and targets; the mean over samples, a scalar.
-        chains: Number of chains, >= 3.
+        chains: Number of chains, >= 3. By default 8, and where these are too few to decide whether they are
+            stationary, as with few weights, as many from the beginning as their spread says, within a budget: at most
+            2048, and at most 8.6e9 for chains times steps times samples times weights and inputs of a sample.
         steps: Steps of each chain, the burn-in included. >= 8.
         burn_in: Steps that are not averaged: at least half of the steps, which is the default, and less than all.
         inverse_temperature: :math:`nb > 0`; default :math:`n / \ln n`.
@@ -247,7 +287,7 @@ def learning_coefficient(
         seed: Seed of noise and batches; each chain has its own. The caller's generators are not touched.
         share_chains: Whether processes share out the chains, when all of them call this together; otherwise the one
             that calls it runs all.
-        progress: Called with (steps done, steps) after every step.
+        progress: Called with (steps done, steps) after every step; where more chains begin, with more steps to do.
 
     Returns:
         Estimate, standard error, verdict, and all that they are made from.
@@ -267,11 +307,12 @@ def learning_coefficient(
     Example:
         >>> network = nn.Linear(2, 1, bias=False).double()
         >>> x = torch.randn(100, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        >>> found = learning_coefficient(network, [(x, network(x))], F.mse_loss, chains=500)
+        >>> found = learning_coefficient(network, [(x, network(x))], F.mse_loss)
         >>> round(found.estimate, 1)  # half the number of weights
         1.0
     """
-    check_integers(_FEWEST, chains=chains)
+    if chains is not None:
+        check_integers(_FEWEST, chains=chains)
     check_integers(8, steps=steps)
     check_integers(block_size=block_size)
     burn_in = steps // 2 if burn_in is None else burn_in
@@ -294,9 +335,21 @@ def learning_coefficient(
         check_integers(batch_size=batch_size)
         if batch_size > function.samples:
             raise ValueError(f"batch_size must be at most the {function.samples} samples, got {batch_size}.")
-    numbers = list(range(chains))[rank() :: ranks()] if share_chains else list(range(chains))
-    run = _Run(function, numbers, inverse_temperature, localisation, method, batch_size, seed, share_chains)
-    return run(steps, burn_in, step, progress)
+    heat = (inverse_temperature, localisation)
+
+    def run(number: int, before: int) -> LearningCoefficientEstimate:
+        numbers = list(range(number))[rank() :: ranks()] if share_chains else list(range(number))
+        told = progress and (lambda done, of: progress(before + done, before + of))
+        return _Run(function, numbers, *heat, method, batch_size, seed, share_chains)(steps, burn_in, step, told)
+
+    found = run(FIRST_CHAINS if chains is None else chains, 0)
+    if chains is None:
+        most = min(_MOST_CHAINS, _MOST_WORK // (steps * function.work))
+        before = steps
+        # Chains in fewer dimensions differ more from each other, and only they themselves tell by how much.
+        while len(found.chain_means) < min(wanted := found.chains_wanted, most):
+            found, before = run(min(wanted, most), before), before + steps
+    return found
 
 
 class _Run:

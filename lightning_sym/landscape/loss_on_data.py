@@ -38,6 +38,7 @@ class LossOnData:
         network: The copy.
         own: Its weight vector. Shape ``[P]``.
         samples: How many there are, n.
+        work: Size of one evaluation: samples times the weights and the inputs of one.
 
     Raises:
         ValueError: If there are no data, the network has nothing to train, or the loss is not a mean over samples.
@@ -64,6 +65,7 @@ class LossOnData:
         self._products = record(functools.partial(self._mapped, self._product, shared=True))
         self.data = joined(batches, self.own)
         self.samples = len(tree_leaves(self.data)[0])
+        self.work = self.samples * len(self.own) + sum(tensor.numel() for tensor in tree_leaves(self.data[0]))
         if loss is F.cross_entropy and not all(_classes(target) for target in tree_leaves(self.data[1])):
             raise ValueError(
                 "the cross-entropy needs class indices or probabilities as targets, got other floating ones; give "

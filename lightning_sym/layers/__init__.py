@@ -1,4 +1,8 @@
-"""Layers with relaxed equivariances, which networks are made of; plain torch, without Lightning."""
+"""Layers with relaxed equivariances, which networks are made of; plain torch, without Lightning.
+
+Their Kronecker factors are those of :func:`lightning_sym.curvature.factors`. laplace-torch's own do not cover them (it
+says ``Found parameters in un-supported layers``); :func:`lightning_sym.curvature.to_laplace` gives it ours.
+"""
 
 from lightning_sym.layers.circular_conv import CircularConv
 from lightning_sym.layers.factored import FactoredFullyConnected

@@ -29,6 +29,14 @@ def test_page_and_files_are_those_of_the_definitions():
     assert set(core.MEASURED.rglob("*.json")) <= known
 
 
+def test_page_names_networks_that_are_no_better_than_one_class():
+    text = page(FOUND)
+    assert "**Constant networks: 7 of 24.**" in text  # table 7
+    assert "**Constant networks: 1 of 39.**" in text  # table 2
+    better = {key: json.loads(json.dumps(one).replace("10.0278", "90.0278")) for key, one in FOUND.items()}
+    assert "Constant networks" not in page(better)
+
+
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.name)
 def test_results_name_runs_that_come_before(result, tmp_path):
     assert isinstance(core.SOURCES[result.source], Source)

@@ -13,7 +13,9 @@ from torch import nn
 from torch.func import grad, jacrev
 from torch.nn import functional as F
 
+from lightning_sym._statistics import student_interval
 from lightning_sym.landscape import learning_coefficient, sample_set
+from lightning_sym.landscape import learning_coefficients as coefficients
 from lightning_sym.landscape.analytic import (
     AnalyticLandscape,
     NormalCrossing,
@@ -205,6 +207,106 @@ def test_chains_at_singular_points_are_at_the_exact_value(name: str) -> None:
     assert found.step_curvature < 4.0
 
 
+class SquareAndFourthPower(nn.Module):
+    """J = x² + y⁴."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        x, y = self.weights
+        return torch.stack([x, y * y]).expand(len(inputs), 2)
+
+
+def narrow_energy(network: ReducedRank, inverse_temperature: float, localisation: float) -> float:
+    """Return E[nb J] of two inputs with covariance 1, one unit, any outputs: normal in b given a, a grid over a."""
+    a, b = network.first[0].detach().numpy(), network.second[:, 0].detach().numpy()
+    reach = np.linspace(-9, 9, 1201) / math.sqrt(localisation)
+    first, second = np.meshgrid(reach + a[0], reach + a[1], indexing="ij")
+    square, inner = first**2 + second**2, first * a[0] + second * a[1]
+    steep = 2 * inverse_temperature * square + localisation
+    middle = (2 * inverse_temperature * inner + localisation) / steep  # times b, the mean
+    log = steep / 2 * middle**2 * (b @ b) - len(b) / 2 * np.log(steep)
+    log -= localisation / 2 * ((first - a[0]) ** 2 + (second - a[1]) ** 2)
+    weight = np.exp(log - log.max())
+    energy = square * (middle**2 * (b @ b) + len(b) / steep) - 2 * inner * middle * (b @ b) + (a @ a) * (b @ b)
+    return float(inverse_temperature * (weight * energy).sum() / weight.sum())
+
+
+WHITE = 2 * torch.linalg.qr(torch.randn(4, 2, generator=torch.Generator().manual_seed(1)).double())[0]
+AS_OF_200 = {"inverse_temperature": 200 / math.log(200)}  # which would take longer, and say the same
+DEFAULTS = {
+    "x²": AnalyticLandscape("", SquareSum(4.0), 0.5, "regular"),
+    "3x²+5y²": AnalyticLandscape("", SquareSum(3.0, 5.0), 1.0, "regular"),
+    "3x²+5y², flat": AnalyticLandscape("", SquareSum(3.0, 5.0, 0.0), 1.0, "regular"),
+    "8 directions": AnalyticLandscape("", SquareSum(*range(1, 9)), 4.0, "regular"),
+    "30 directions": AnalyticLandscape("", SquareSum(*[0.1 * one for one in range(1, 31)]), 15.0, "regular"),
+    "x⁴": AnalyticLandscape("", NormalCrossing(2, 0), 0.25, "crossing"),
+    "x²+y⁴": AnalyticLandscape("", SquareAndFourthPower(), 0.75, "singular"),
+    "x²y²": AnalyticLandscape("", NormalCrossing(1, 1), 0.5, "crossing"),
+    "x²y⁴": AnalyticLandscape("", NormalCrossing(1, 2), 0.25, "crossing"),
+    "x⁴y⁴": AnalyticLandscape("", NormalCrossing(2, 2), 0.25, "crossing"),
+    "rank 1": AnalyticLandscape("", ReducedRank(2, 1, 2, 1), 1.5, "singular"),
+    "rank 0": AnalyticLandscape("", ReducedRank(2, 1, 2, 0), 1.0, "singular"),
+}
+
+
+def exact_energy(name: str, found: LearningCoefficientEstimate) -> float:
+    """Return the mean of such chains, by a closed form or by quadrature, at their temperature and localisation."""
+    heat = (found.inverse_temperature, found.localisation)
+    if isinstance(network := DEFAULTS[name].network, ReducedRank):
+        return narrow_energy(network, *heat)
+    if name == "x²+y⁴":
+        return crossing_energy(1, 0, *heat) + crossing_energy(2, 0, *heat)
+    exact = DEFAULTS[name].exact(WHITE, found)
+    assert exact is not None
+    return exact
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_decide_and_their_intervals_cover_at_their_level(name: str) -> None:
+    """Over 20 seeds: of intervals that cover with 95%, fewer than 16 of 20 do with 0.3%."""
+    deviations, covered = [], 0
+    for seed in range(20):
+        found = DEFAULTS[name].estimate(WHITE, **AS_OF_200, seed=seed)
+        exact = exact_energy(name, found)
+        assert found.estimate is not None, found.refusal
+        low, high = found.interval()
+        covered += low <= exact <= high
+        deviations.append((found.estimate - exact) / found.standard_error)
+    assert covered >= 16
+    assert 0.6 < math.sqrt(np.mean(np.square(deviations))) < 1.6
+
+
+@pytest.mark.parametrize(("name", "seed"), [("3x²+5y²", 0), ("8 directions", 0), ("x²y²", 0)])
+def test_defaults_take_as_many_chains_as_decide(name: str, seed: int) -> None:
+    """8 chains do not; they are the first of those that do."""
+    few = DEFAULTS[name].estimate(WHITE, **AS_OF_200, seed=seed, chains=8)
+    assert few.refusal.startswith("undecided")
+    wanted = few.chains_wanted
+    assert f"take more chains (chains={wanted} in place of 8)" in few.refusal
+    steps = []
+    found = DEFAULTS[name].estimate(WHITE, **AS_OF_200, seed=seed, progress=lambda *done: steps.append(done))
+    assert wanted <= found.losses.shape[1] <= 2048
+    assert found.chains_wanted == found.losses.shape[1]
+    low, high = found.interval()
+    assert low < exact_energy(name, found) < high
+    rounds = len(steps) // 2000
+    assert [done for done, _ in steps] == list(range(1, 2000 * rounds + 1))
+    assert [of for _, of in steps[::2000]] == [2000 * (one + 1) for one in range(rounds)]
+
+
+def test_defaults_stay_at_few_chains_beyond_the_budget(monkeypatch) -> None:
+    """A refusal then says which number to raise."""
+    monkeypatch.setattr(coefficients, "_MOST_WORK", 9 * 2000 * (4 * 2 + 4 * 2))
+    found = DEFAULTS["3x²+5y²"].estimate(WHITE, **AS_OF_200)
+    assert found.losses.shape[1] == 9
+    assert f"(chains={found.chains_wanted} in place of 9)" in found.refusal
+
+
 @pytest.mark.parametrize("name", [name for name, one in LANDSCAPES.items() if one.refused])
 def test_chains_that_are_not_stationary_have_no_estimate(name: str) -> None:
     found = LANDSCAPES[name].estimate(INPUTS[:1], chains=100, steps=2000)
@@ -327,6 +429,8 @@ def test_steady_chains_have_an_estimate_of_their_second_half() -> None:
     assert found.refusal == ""
     assert found.estimate == pytest.approx(10 * float(losses[200:].mean() - 1))
     assert found.standard_error == pytest.approx(float((10 * losses[200:].mean(0)).std()) / 2)
+    assert found.interval(0.5) == student_interval(found.chain_means.numpy(), level=0.5)
+    assert found.chains_wanted == 4
     assert found.step_curvature == pytest.approx(0.001 * (10 * 3 + 1))
     assert found.cautions == []
     assert str(found) == f"learning coefficient {found.estimate:.3f} ± {found.standard_error:.3f}"
@@ -349,7 +453,9 @@ def test_there_is_no_number_without_reason(losses: torch.Tensor, changes: dict, 
     found = estimate_of(losses, **changes)
     assert found.estimate is None
     assert found.standard_error is None
+    assert found.interval() is None
     assert says in found.refusal
+    assert (found.chains_wanted > 4) == ("undecided" in says or "not above where" in says)
     assert found.refusal.endswith(".")
     assert says in str(found)
 
