@@ -11,12 +11,14 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 from warnings import warn
+from weakref import WeakSet
 
 from lightning_sym._files import hold, writing
 from lightning_sym._text import ranges
 
 _PATIENCE = 3.0  # seconds in which two that begin at once settle who does
 _RANDOM = SystemRandom()  # not that of the run
+_MADE: "WeakSet[Claim]" = WeakSet()
 
 
 class InUseError(OSError):
@@ -57,6 +59,7 @@ class Claim:
                 self.release()
                 raise
             if other is None:
+                _MADE.add(self)
                 return
             self.release()
             if time.monotonic() > end or other.get("settled"):
@@ -127,3 +130,13 @@ def _sentence(other: dict[str, Any], what: str, todo: str) -> str:
     part = f"member(s) {ranges(other['both'])} of it" if "both" in other else "it"
     since = f", since {other['since']}" if "since" in other else ""
     return f"{what} is in use: {who} writes {part}{since}; {todo}."
+
+
+def _let_go() -> None:
+    """Close the files in a forked process: the claims are those of the process that made them, and end with it."""
+    for claim in _MADE:
+        claim._file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
