@@ -8,7 +8,9 @@ from typing import Any
 
 from pytorch_lightning import LightningModule, Trainer
 
+from lightning_sym._claims import Claim
 from lightning_sym._distributed import together
+from lightning_sym._files import remove_abandoned
 from lightning_sym._text import other_settings, ranges
 from lightning_sym.callbacks._checks import on_first_rank
 from lightning_sym.callbacks.report import AfterFit
@@ -43,6 +45,7 @@ class ZooExport(AfterFit):
         super().__init__(dirpath)
         self.overwrite = overwrite
         self._zoo: ModelZoo | None = None
+        self._claim: Claim | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the task, the data and the folder.
@@ -50,14 +53,18 @@ class ZooExport(AfterFit):
         Raises:
             TypeError: If the task lacks what is written, or the data are not of ``lightning_sym.datamodules``.
             ValueError: If the folder holds another architecture or other data.
-            OSError: If the folder cannot be written to.
+            OSError: If the folder cannot be written to, or another run is about to write members of these numbers.
         """
         super().setup(trainer, pl_module, stage)
         self._zoo = None
+        self._release()
         task: Any = pl_module
 
         def check() -> None:
             _check_writable(self.path)
+            what, todo = f"The zoo at {self.path}", f"train others (ZooTask's seed, --model.seed), or {_ELSEWHERE}"
+            self._claim = Claim(self.path, "zoo", task.numbers, what, todo)
+            remove_abandoned(self.path)
             if any(self.path.glob("member-*.safetensors")):
                 self._zoo = ModelZoo.open(self.path)
                 _check_like(self._zoo, task.network.architecture, task.numbers, self.data(trainer).identity())
@@ -105,6 +112,20 @@ class ZooExport(AfterFit):
 
         together(write)
         on_first_rank(trainer, lambda: rebuild_manifest(self.path))
+        self._release()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let others write members of these numbers."""
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let others write members of these numbers."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
 
 def _check_writable(path: Path) -> None:

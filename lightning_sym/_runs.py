@@ -161,13 +161,18 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
+def whole_lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a file that end; the last one of a machine that lost its power may not."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        yield from (line for line in lines if line.endswith("\n"))
+
+
 def _last_values(file: Path) -> tuple[dict[str, float], int]:
     """Return the last value of each column of ``metrics.csv`` and the number of epochs that it tells of."""
     values: dict[str, float] = {}
     if file.is_file():
-        with file.open(newline="", encoding="utf-8") as lines:
-            for row in csv.DictReader(lines):
-                values |= {name: float(text) for name, text in row.items() if name and text}
+        for row in csv.DictReader(whole_lines(file)):
+            values |= {name: float(text) for name, text in row.items() if name and text}
     epochs = int(values.pop("epoch", -1)) + 1
     values.pop("step", None)
     return {name: value for name, value in values.items() if math.isfinite(value)}, epochs

@@ -41,6 +41,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
+from lightning_sym._claims import Claim
 from lightning_sym._files import write_atomically
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, architecture_name, build
@@ -191,6 +192,7 @@ class ModelZoo:
             TypeError: If ``network`` is a module that nothing says how to build.
             ValueError: If weights do not fit the architecture or are not finite, are those of another member, or the
                 zoo holds another architecture.
+            OSError: If the zoo cannot be written to, or a run is about to write members of the same numbers.
         """
         path, network = Path(path), as_network(network)
         architecture = network.architecture
@@ -218,18 +220,25 @@ class ModelZoo:
             if checksum in known:
                 raise ValueError(f"{source} holds the same weights as {known[checksum]}; leave one of them out.")
             known[checksum] = source
-        for index, state in enumerate(states):
-            found = weights[index]
-            write_member(
-                path,
-                start + index,
-                state,
-                architecture=architecture,
-                metrics=metrics[index] if metrics else None,
-                data=data,
-                training={"imported": str(found) if isinstance(found, str | Path) else type(found).__name__},
-            )
-        rebuild_manifest(path)
+        numbers = range(start, start + len(states))
+        claim = Claim(path, "zoo", numbers, f"The zoo at {path}", "wait for it, or choose another folder")
+        try:
+            if taken := [number for number in numbers if (path / member_file(number)).exists()]:
+                raise ValueError(f"The zoo at {path} has got member(s) {ranges(taken)} in the meantime; add anew.")
+            for index, state in enumerate(states):
+                found = weights[index]
+                write_member(
+                    path,
+                    numbers[index],
+                    state,
+                    architecture=architecture,
+                    metrics=metrics[index] if metrics else None,
+                    data=data,
+                    training={"imported": str(found) if isinstance(found, str | Path) else type(found).__name__},
+                )
+            rebuild_manifest(path)
+        finally:
+            claim.release()
         package = architecture["class_path"].split(".")[0]
         return cls.open(path, allow=() if package in ("lightning_sym", "torchvision") else [package])
 

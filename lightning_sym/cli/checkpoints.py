@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_sym._files import write_atomically
+from lightning_sym.cli.metrics_csv import MetricsCSV
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -45,7 +47,8 @@ class RunCheckpoint(ModelCheckpoint):
     """A ``ModelCheckpoint`` that does not save between an epoch's last step and its validation.
 
     Lightning leaves the validation out when it goes on from there. A checkpoint that is due at that step is written
-    at the epoch's end. Arguments as for ``pytorch_lightning.callbacks.ModelCheckpoint``.
+    at the epoch's end. What ``metrics.csv`` says of what a checkpoint holds is written before it. Arguments as for
+    ``pytorch_lightning.callbacks.ModelCheckpoint``.
     """
 
     def on_train_batch_end(
@@ -63,3 +66,22 @@ class RunCheckpoint(ModelCheckpoint):
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Write the rows of metrics first: a run that is killed after the checkpoint does not log them again."""
+        _write_metrics(trainer)
+        super()._save_checkpoint(trainer, filepath)
+
+
+def _write_metrics(trainer: Trainer) -> None:
+    """Write all rows of metrics, with what Lightning logs after the hooks that save; to be called on every rank."""
+    connector = trainer._logger_connector
+    at_end = connector._first_loop_iter is None  # of an epoch, or of a validation
+    due = trainer._results is not None and (at_end or connector.should_update_logs)
+    logged = convert_tensors_to_scalars(connector.metrics["log"]) if due and not trainer.sanity_checking else {}
+    step = int(logged.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped))
+    for logger in trainer.loggers:
+        if isinstance(logger, MetricsCSV):
+            if logged:
+                logger.log_metrics({**logged, "epoch": logged.get("epoch", trainer.current_epoch)}, step)
+            logger.save()

@@ -30,7 +30,8 @@ from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ig
 from safetensors.torch import save as save_safetensors
 
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
-from lightning_sym._files import write_atomically
+from lightning_sym._claims import Claim
+from lightning_sym._files import remove_abandoned, write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym.callbacks import ZooExport, publish_text
 from lightning_sym.cli.annotations import fitting_size, takes_anything, unsaid_pair, unsubscripted
@@ -38,8 +39,10 @@ from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym.cli.given import LINKED, class_of, full_path, merge, read_given
 from lightning_sym.cli.messages import class_at, explain, first_missing, object_at, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.processes import watch_over
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
 from lightning_sym.cli.tensorboard import RunTensorBoard
+from lightning_sym.cli.watch import Watch
 from lightning_sym.networks import Network, build
 
 
@@ -164,19 +167,26 @@ class RecipeCLI(LightningCLI):
         warnings.filterwarnings("ignore", message="(Checkpoint directory .* is not empty|The dirpath has changed from)")
         self._command = args[0]
         self._made: list[Path] = []
+        self._claim: Claim | None = None
         with self._leaving_no_empty_folder():
             self._start(args)
 
     @contextmanager
     def _leaving_no_empty_folder(self) -> Iterator[None]:
-        """Remove the folders that were made for a run which failed before it had anything to leave there."""
+        """Let others use the run folder, and remove it if the run failed before it had anything to leave there."""
         try:
             yield
         except BaseException:
+            self._release()
             for folder in self._made:
                 with suppress(OSError):  # something is there
                     folder.rmdir()
             raise
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
 
     def _start(self, args: Sequence[str]) -> None:
         super().__init__(
@@ -361,6 +371,26 @@ class RecipeCLI(LightningCLI):
         if not self._first_rank or config.trainer.get("fast_dev_run"):
             return
         run_dir = self._run_dir
+        try:
+            self._made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=run_dir):
+                pass
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"The run folder {run_dir.absolute()} cannot be written to ({error.strerror}); choose another one with "
+                "--run_dir",
+            ) from None
+        self._claim = Claim(
+            run_dir, "run", None, f"The run folder {run_dir}", "wait for it, or choose another one with --run_dir"
+        )
+        self._check_earlier_run(config)
+        for folder in (run_dir, run_dir / "checkpoints", run_dir / "results"):
+            remove_abandoned(folder)
+
+    def _check_earlier_run(self, config: Any) -> None:
+        run_dir = self._run_dir
         earlier = [] if config.get("ckpt_path") else self._earlier_run()
         if earlier and not config.overwrite:
             raise ValueError(
@@ -373,17 +403,6 @@ class RecipeCLI(LightningCLI):
                 f"{run_dir} holds {earlier[0].name}, but no config.yaml as a run does, and is not replaced; choose "
                 "another folder (--run_dir FOLDER), or delete what is there."
             )
-        try:
-            self._made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-            run_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=run_dir):
-                pass
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"The run folder {run_dir.absolute()} cannot be written to ({error.strerror}); choose another one with "
-                "--run_dir",
-            ) from None
 
     def after_instantiate_classes(self) -> None:
         """Check sizes that were given, and let members be replaced where the run is."""
@@ -487,7 +506,11 @@ class RecipeCLI(LightningCLI):
             self.save_config_kwargs["config_filename"] = f"config_{self.subcommand}.yaml"
         elif self._first_rank and self._get(self.config, "overwrite") and not self._get(self.config, "ckpt_path"):
             self.save_config_kwargs["replaced"] = self._earlier_run()
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        watch_over(trainer, self.subcommand, self.config[self.subcommand])
+        if Watch.current is not None and self.subcommand == "fit" and not config.get("fast_dev_run"):
+            Watch.current.folder = run_dir
+        return trainer
 
 
 def _with_checkpoint_settings(args: list[str]) -> list[str]:

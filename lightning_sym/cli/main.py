@@ -270,13 +270,16 @@ def _estimate(args: list[str]) -> int:
 
 
 def _run(args: list[str]) -> int:
+    from lightning_sym.cli.watch import Watch
+
     def start() -> None:
         with _no_collection():
             from lightning_sym.cli.lightning import RecipeCLI
 
         RecipeCLI(args=args)
 
-    return _guarded(start)
+    with Watch() as watch:
+        return _guarded(lambda: watch.call(start))
 
 
 @contextmanager

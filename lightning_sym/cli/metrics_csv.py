@@ -1,15 +1,20 @@
 """metrics.csv that survives a resume."""
 
 import csv
+import errno
 import io
+import os
 from argparse import Namespace
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lightning_sym._files import write_atomically
+from lightning_sym._files import write_atomically, writing
+from lightning_sym._runs import whole_lines
 
 
 class MetricsCSV(Logger):
@@ -17,6 +22,10 @@ class MetricsCSV(Logger):
 
     Lightning's own CSVLogger deletes the file of the interrupted run when it is resumed; this one keeps the rows
     up to the step at which the run goes on, and adds to the row of this step: what a run ends with is logged there.
+
+    Rows are appended, and the last one is written again as more is logged for its step, each time by one call of the
+    system: a process that is killed leaves whole rows. The file is written anew only for another column, or another
+    value in a row above its last one.
 
     Args:
         folder: Where the file lies. Created at the first write.
@@ -27,6 +36,13 @@ class MetricsCSV(Logger):
         super().__init__()
         self._file = Path(folder) / file
         self._rows: dict[int, dict[str, Any]] | None = None
+        self._names: dict[str, None] = {}  # of all that was logged
+        self._columns: list[str] = []  # those of the file
+        self._written: set[int] = set()  # steps whose rows are in the file, as they are; the first ones
+        self._last = self._end = 0  # bytes of the file before its last row, and with it
+        self._last_step: int | None = None  # of that row
+        self._reopened = False  # it has got other values
+        self._anew = True
 
     @property
     def name(self) -> str:
@@ -58,29 +74,82 @@ class MetricsCSV(Logger):
         step = 0 if step is None else step
         if self._rows is None:
             self._rows = {number: row for number, row in self._read().items() if number <= step}
-        self._rows.setdefault(step, {"step": step}).update(metrics)
+            self._names = dict.fromkeys(name for row in self._rows.values() for name in row)
+        row = self._rows.setdefault(step, {"step": step})
+        if step in self._written:
+            if all(str(row.get(name)) == str(value) for name, value in metrics.items()):
+                return  # Lightning logs an epoch's means again after the checkpoint
+            # Not the last row of the file: nothing can be put there.
+            self._anew = self._anew or step != self._last_step
+            self._reopened = True
+            self._written.discard(step)
+        row.update(metrics)
+        self._names.update(dict.fromkeys(row))
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the file."""
-        if not self._rows:
+        """Write the rows that are not in the file as they are."""
+        if self._rows is None or len(self._rows) == len(self._written):
             return
-        logged = dict.fromkeys(name for row in self._rows.values() for name in row)
-        names = sorted(logged, key=lambda name: (name != "step", name != "epoch", name.count("/")))  # details last
-        text = io.StringIO()
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._rows.values())
-        write_atomically(self._file, text.getvalue())
+        count = len(self._rows) - len(self._written)
+        rows = [*islice(reversed(self._rows.values()), count)][::-1]
+        if self._anew or len(self._columns) != len(self._names) or not self._append([self._text([r]) for r in rows]):
+            # Details last.
+            self._columns = sorted(self._names, key=lambda name: (name != "step", name != "epoch", name.count("/")))
+            rows = [*self._rows.values()]
+            text = self._text(rows, header=True)
+            write_atomically(self._file, text)
+            self._end = len(text)
+            self._last = self._end - len(self._text(rows[-1:]))
+        self._written.update(row["step"] for row in rows)
+        self._last_step = rows[-1]["step"]
+        self._reopened = self._anew = False
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the file for the last time."""
         self.save()
 
+    def _text(self, rows: Iterable[dict[str, Any]], *, header: bool = False) -> bytes:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().encode()
+
+    def _append(self, rows: list[bytes]) -> bool:
+        """Append rows, the first of which may stand at the end of the file already, with other values.
+
+        Returns:
+            Whether that was possible: the file is the one that was written here, and a row did not get shorter.
+        """
+        text = b"".join(rows)
+        begin = self._last if self._reopened else self._end
+        if begin + len(rows[0]) < self._end:
+            return False
+        try:
+            descriptor = os.open(self._file, os.O_WRONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            if os.fstat(descriptor).st_size != self._end:
+                return False
+            with writing(self._file):
+                done = os.pwrite(descriptor, text, begin)  # in one call: a killed process has made it or not
+                if done < len(text):
+                    os.ftruncate(descriptor, max(begin, self._end))
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+        self._end = begin + len(text)
+        self._last = self._end - len(rows[-1])
+        return True
+
     def _read(self) -> dict[int, dict[str, Any]]:
         if not self._file.is_file():
             return {}
-        with self._file.open(newline="", encoding="utf-8") as file:
-            rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+        rows = [
+            {name: value for name, value in row.items() if value} for row in csv.DictReader(whole_lines(self._file))
+        ]
         return {int(row["step"]): {**row, "step": int(row["step"])} for row in rows if row.get("step", "").isdigit()}

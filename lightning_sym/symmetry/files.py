@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_sym._files import write_atomically
+from lightning_sym._files import not_written, write_atomically
 from lightning_sym._text import nearest
 
 _CHUNK = 1 << 24
@@ -297,11 +297,7 @@ def write_moved(
         shutil.rmtree(scratch, ignore_errors=True)
         _remove(made)
         if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            raise OSError(
-                error.errno,
-                f"Cannot write {out}: {reason}; nothing was left behind. Free space or choose another folder",
-            ) from error
+            raise not_written(out, error) from error
         raise
     return index if index is not None else targets[shards.files[0]]
 

@@ -1,0 +1,142 @@
+"""Folders that are written to by one run at a time, and members of a zoo that are written by one."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Collection
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+from warnings import warn
+from weakref import WeakSet
+
+from lightning_sym._files import hold, writing
+from lightning_sym._text import ranges
+
+_PATIENCE = 3.0  # seconds in which two that begin at once settle who does
+_RANDOM = SystemRandom()  # not that of the run
+_MADE: "WeakSet[Claim]" = WeakSet()
+
+
+class InUseError(OSError):
+    """Somebody else writes there."""
+
+
+class Claim:
+    """What this process alone writes to in a folder, until it releases it or ends.
+
+    A file ``.claim-*`` in the folder says which process it is, and is locked: the kernel lets go of the lock when the
+    process ends, however that happens, so a claim of a killed process is none. Locks hold between hosts where the file
+    system has them (NFS from version 4 on, or with its lock daemon); where it has none, a warning says so.
+
+    Args:
+        folder: The folder; made if it is not there.
+        kind: ``"run"`` or ``"zoo"``; a folder may be both.
+        numbers: Numbers of the members that are written; None for all that is in the folder.
+        what: What the folder is, to begin the sentence with: "The zoo at runs/zoo".
+        todo: What to do if somebody else has it.
+
+    Raises:
+        InUseError: If another process has claimed it, or some of the numbers. The sentence names process and host.
+        OSError: If the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, kind: str, numbers: Collection[int] | None, what: str, todo: str) -> None:
+        self._name = f".claim-{kind}-"
+        self._numbers = None if numbers is None else sorted(numbers)
+        self._file: FileIO
+        end = time.monotonic() + _PATIENCE
+        while True:
+            with writing(folder / ".claim"):
+                folder.mkdir(parents=True, exist_ok=True)
+                self._enter(folder)
+            try:
+                other = self._other(folder)
+            except BaseException:
+                self.release()
+                raise
+            if other is None:
+                _MADE.add(self)
+                return
+            self.release()
+            if time.monotonic() > end or other.get("settled"):
+                raise InUseError(_sentence(other, what, todo))
+            time.sleep(_RANDOM.uniform(0.01, 0.2))
+
+    def _enter(self, folder: Path) -> None:
+        """Make the claim's file, locked, as long as nobody takes it for an abandoned one."""
+        while True:
+            self._path = folder / f"{self._name}{_RANDOM.getrandbits(64):016x}"
+            self._file = FileIO(self._path, "x+")
+            held = hold(self._file.fileno())
+            if held is None:
+                warn(
+                    f"The file system of {folder} has no locks: see to it that no other run writes there.", stacklevel=3
+                )
+            if held is not False and os.fstat(self._file.fileno()).st_nlink:
+                break
+            self._file.close()
+        self._say(settled=False)
+
+    def _other(self, folder: Path) -> dict[str, Any] | None:
+        """Return what is known of a process that has what this one wants; claims of those that ended are removed."""
+        for path in folder.glob(f"{self._name}*"):
+            if path == self._path:
+                continue
+            try:
+                file = FileIO(path, "r+" if os.access(path, os.W_OK) else "r")
+            except OSError:  # it has just been released
+                continue
+            with file:
+                held = hold(file.fileno())
+                if held:
+                    path.unlink(missing_ok=True)
+                if held is not False:
+                    continue
+                try:
+                    other = json.loads(file.read())
+                except ValueError:  # it is being written
+                    other = {"numbers": None}
+            if self._numbers is None or other["numbers"] is None:
+                return dict(other)
+            if both := sorted(set(self._numbers) & set(other["numbers"])):
+                return {**other, "both": both}
+        self._say(settled=True)
+        return None
+
+    def _say(self, *, settled: bool) -> None:
+        about = {
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            "numbers": self._numbers,
+            "settled": settled,
+        }
+        self._file.seek(0)
+        self._file.write(json.dumps(about).encode() + b"\n" + b" " * settled)
+
+    def release(self) -> None:
+        """Give up what was claimed; nothing if that was done."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+
+
+def _sentence(other: dict[str, Any], what: str, todo: str) -> str:
+    who = f"process {other.get('process', '?')} on {other.get('host', 'some host')}"
+    part = f"member(s) {ranges(other['both'])} of it" if "both" in other else "it"
+    since = f", since {other['since']}" if "since" in other else ""
+    return f"{what} is in use: {who} writes {part}{since}; {todo}."
+
+
+def _let_go() -> None:
+    """Close the files in a forked process: the claims are those of the process that made them, and end with it."""
+    for claim in _MADE:
+        claim._file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
