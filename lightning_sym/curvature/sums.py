@@ -1,5 +1,6 @@
 """Sums of Kronecker factors over batches: which rows of a layer count, and whose they are, is found in every batch."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_sym.curvature.rules import Layers, Rule, curved_parameters, full_
 from lightning_sym.layers.polyphase_pool import PolyphasePool
 
 _CYCLES = 100  # of draws, each of which shows at least one more row
+_UNITS = 12  # so many in a row are never all off
 _MASKED = -1e3  # what is below stands for a masked place
 
 
@@ -170,7 +172,9 @@ class _Look:
                 self._check_own(name, g[name], scaled[name], weights)
         self._note(hidden, g)
         fruitless = cycle = 0
-        while fruitless < 3 and not all(bool(seen.all()) for seen in hidden.values()):
+        # A row of one unit is off half of the time, and one of many units never.
+        enough = 3 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
+        while fruitless < enough and not all(bool(seen.all()) for seen in hidden.values()):
             if cycle % 3 == 0:
                 noise = self._noise(hidden)
             self.other = {name: self._tried(name, *noise[name], cycle % 3) for name in noise}
@@ -183,6 +187,12 @@ class _Look:
                     f"Which rows of modules {names} the outputs depend on is not found in {_CYCLES} trials; pool fewer "
                     "places at once, or freeze their parameters with requires_grad_(False)."
                 )
+
+    def _width(self, name: str, key: str) -> int:
+        """Return how many numbers a row of gradients has."""
+        module, rule = self.layers[name]
+        with torch.no_grad():
+            return rule.gradients(module, self.inputs[name][:1], self.clean[name][None, :1])[key].shape[-1]
 
     def _run(self) -> Tensor:
         self.nodes.clear()
@@ -256,7 +266,7 @@ class _Look:
     def _tried(self, name: str, where: Tensor, noise: Tensor, kind: int) -> Tensor:
         """Return what a layer puts out instead: larger than all else, up or down, or of magnitude 1."""
         clean = self.clean[name]
-        size = 2 * float(clean.abs().max()) or 1.0
+        size = float(clean.abs().max()) * float(noise.abs().amax()) / 2 or 1.0  # another one in each cycle
         tried = noise if kind == 2 else clean + size * (1 - 2 * kind) * (noise.sign() + noise / 8)
         return torch.where(where, tried, clean)
 
@@ -270,7 +280,7 @@ class _StraightThrough(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and let the gradient through it."""
         kwargs = dict(kwargs or {})
-        if func not in _OFF and func not in _LARGEST:
+        if not any(func in each for each in (_OFF, _OVER_AXES, _LARGEST)):
             return func(*args, **kwargs)
         if kwargs.get("inplace"):
             kwargs["inplace"] = False
@@ -280,6 +290,10 @@ class _StraightThrough(TorchFunctionMode):
             return found
         if func in _OFF:
             return _through(found, x)
+        if func in _OVER_AXES:
+            axes = args[1] if len(args) > 1 else kwargs.get("dim")
+            mean = _unmasked(x).mean(axes, keepdim=kwargs.get("keepdim", False))
+            return found + (mean - mean.detach()) if mean.shape == found.shape else found
         given = dict(zip(_WINDOW, args[1:], strict=False)) | kwargs
         if given.pop("dilation", 1) != 1:
             return found
@@ -291,6 +305,7 @@ _OFF = {
     *(F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh, F.threshold, F.hardswish, F.hardsigmoid),
     *(torch.clamp, Tensor.clamp, torch.clamp_min, Tensor.clamp_min),
 }
+_OVER_AXES = (torch.amax, Tensor.amax)
 _WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 _LARGEST: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((F.max_pool1d, torch.max_pool1d), F.avg_pool1d),
