@@ -240,7 +240,7 @@ def curve_geometry(
         along = directional_curvature(operator, {d: own[d] for d in DIRECTIONS if d in own and bool(own[d].any())})
         speed = float(tangent.norm())
         scale = speed * max(norm for norm, _ in along.values())
-        identities = _identities(exact, t, operator, gradient, scale, _Gradients(scratch, data, criterion))
+        identities = _identities(exact, t, operator, gradient, scale, _Gradients(scratch, operator, criterion))
         place(t)
         spectrum = _spectrum(operator, eigenvalues, tolerance, probes, density_steps, max_parameters)
         jacobian = jacobian_rank(scratch, chosen, max_bytes=max_bytes)
@@ -323,12 +323,16 @@ def _extended(curve: Curve, t: float, offset: float) -> tuple[Tensor, Tensor]:
 class _Gradients:
     """The gradient at points near one whose statistics of batch norms stay as they are."""
 
-    def __init__(self, network: nn.Module, data: Any, loss: Loss) -> None:
-        self._network, self._data, self._loss = network, data, loss
+    def __init__(self, network: nn.Module, operator: CurvatureOperator, loss: Loss) -> None:
+        self._network, self._operator, self._loss = network, operator, loss
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of the operator, without the samples that the loss ignores."""
+        yield from self._operator.batches()
 
     def __call__(self, point: Tensor) -> Tensor:
         Curve(torch.stack([point, point]), "chain").writer(self._network)(0)
-        return CurvatureOperator(self._network, self._data, self._loss, check=False).gradient_and_loss()[0]
+        return CurvatureOperator(self._network, self, self._loss, check=False).gradient_and_loss()[0]
 
 
 # ---- the spectrum

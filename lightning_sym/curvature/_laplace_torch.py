@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -46,7 +47,9 @@ class RelaxedLaplace(KronLaplace):
             # Anchor positions and lengthscales have no block: constants.
             parameter.requires_grad_(name in factors.blocks)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._matrices = [_matrices(factors.blocks[name]) for name in names]
+        # Sums in double precision end here: laplace-torch takes the network's.
+        dtype = next(model.parameters()).dtype
+        self._matrices = [_matrices(_rounded(factors.blocks[name], dtype)) for name in names]
         super().__init__(
             model,
             factors.likelihood,
@@ -82,6 +85,11 @@ class RelaxedLaplace(KronLaplace):
         # laplace-torch spreads the factor by math.pow, which loses its derivative.
         values: list[Any] = [[own[0] * self._H_factor, *own[1:]] for own in self.H.eigenvalues]
         return KronDecomposed(self.H.eigenvectors, values).__add__(self.prior_precision)
+
+
+def _rounded(block: KroneckerBlock, dtype: torch.dtype) -> KroneckerBlock:
+    inner = None if block.in_factor is None else block.in_factor.to(dtype)
+    return replace(block, out_factor=block.out_factor.to(dtype), in_factor=inner)
 
 
 def _matrices(block: KroneckerBlock) -> list[Tensor]:

@@ -1,13 +1,12 @@
 """Curvature of any network by back-propagated square-root columns, with autograd alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.curvature.blocks import KroneckerBlock
 from lightning_sym.curvature.passes import (
     Engine,
     called_twice,
@@ -18,7 +17,8 @@ from lightning_sym.curvature.passes import (
     pull_back,
 )
 from lightning_sym.curvature.proof import Pass, check_rows
-from lightning_sym.curvature.rules import FFC, curved_parameters, full_name, unfolded_out_factors
+from lightning_sym.curvature.rules import FFC, curved_parameters
+from lightning_sym.curvature.sums import regroups
 
 
 class AutogradEngine(Engine):
@@ -30,8 +30,6 @@ class AutogradEngine(Engine):
         self.parameters = {full: getattr(self.layers[name][0], key) for full, name, key in curved}
         # Of the last forward pass, by layer: input, its version then, and output.
         self.recorded: dict[str, tuple[Tensor, int, Tensor]] = {}
-        self.out: dict[str, Tensor] = {}
-        self.inner: dict[str, Tensor] = {}
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor:
@@ -46,14 +44,17 @@ class AutogradEngine(Engine):
 
         return record
 
-    def add(self, outputs: Tensor, square_root: Tensor) -> None:
+    def add(self, x: Tensor, outputs: Tensor, square_root: Tensor) -> None:
         """Add a batch to the sums."""
-        with_inputs = self._add_inner()
         nodes = [output for _, _, output in self.recorded.values()]
         for piece in torch.split(square_root, self.columns):
             for gradients in pull_back(outputs, nodes, piece):
-                self._add_out(gradients, len(outputs), with_inputs)
+                for (name, (a, _, output)), g in zip(self.recorded.items(), gradients, strict=True):
+                    columns = output.new_zeros(1, *output.shape) if g is None else g
+                    self.sums.add_out(name, a, columns, len(outputs))
+        inputs = {name: a for name, (a, _, _) in self.recorded.items()}
         self.recorded.clear()
+        self.sums.add_inner(x, inputs)
 
     def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
         """Return what the rules see of some samples; with gradients where there is something to pull back."""
@@ -66,6 +67,7 @@ class AutogradEngine(Engine):
             return Pass(outputs, inputs)
         check_trained(outputs)
         nodes = [output for _, _, output in recorded.values()]
+        self.sums.regroups |= regroups(outputs, nodes)
         found = torch.autograd.grad(
             outputs,
             [*nodes, *self.parameters.values()],
@@ -106,41 +108,3 @@ class AutogradEngine(Engine):
                     f"Module {name!r} ({type(module).__name__}) is called without gradients, for example in "
                     "torch.no_grad(); freeze its parameters with requires_grad_(False)."
                 )
-
-    @torch.no_grad()
-    def _add_inner(self) -> dict[str, set[str]]:
-        """Add A of all layers; return which parameters have one."""
-        found = {}
-        for name, (x, _, _) in self.recorded.items():
-            module, rule = self.layers[name]
-            factors = rule.in_factors(module, x)
-            self._accumulate(self.inner, name, factors)
-            found[name] = set(factors)
-        return found
-
-    @torch.no_grad()
-    def _add_out(self, gradients: Sequence[Tensor | None], samples: int, with_inputs: dict[str, set[str]]) -> None:
-        for (name, (x, _, output)), g in zip(self.recorded.items(), gradients, strict=True):
-            module, rule = self.layers[name]
-            columns = output.new_zeros(1, *output.shape) if g is None else g
-            found = unfolded_out_factors(rule, module, x, columns, samples, with_inputs[name])
-            self._accumulate(self.out, name, found)
-
-    def _accumulate(self, sums: dict[str, Tensor], name: str, found: dict[str, Tensor]) -> None:
-        for parameter, factor in found.items():
-            if (key := full_name(name, parameter)) in self.parameters:
-                if key in sums:
-                    sums[key] += factor
-                else:
-                    sums[key] = factor.clone()
-
-    def blocks(self, samples: int) -> dict[str, KroneckerBlock]:
-        """Return the blocks of all batches."""
-        found = {}
-        for key, name, parameter in curved_parameters(self.layers):
-            if key in self.out:
-                module, rule = self.layers[name]
-                inner = self.inner[key] / samples if key in self.inner else None
-                first, axes = parameter in rule.blocks_first, rule.axes(module, parameter)
-                found[key] = KroneckerBlock(self.out[key], inner, first, axes)
-        return found

@@ -3,8 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -17,7 +16,6 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from torch import Tensor, fx, nn
 
-from lightning_sym.curvature.blocks import KroneckerBlock
 from lightning_sym.curvature.passes import (
     Engine,
     called_twice,
@@ -29,6 +27,7 @@ from lightning_sym.curvature.passes import (
 )
 from lightning_sym.curvature.proof import Pass, check_rows
 from lightning_sym.curvature.rules import FFC, Rule, curved_parameters, find_rule
+from lightning_sym.curvature.sums import FactorSums, regroups
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import architecture_name
 
@@ -196,6 +195,18 @@ class _Look(RelaxedKFLR):
         return dict.fromkeys(names, (module.input0.detach(), g[0]))
 
 
+class _Sum(RelaxedKFLR):
+    """Adds to sums what the rules see of a batch, and leaves nothing."""
+
+    def __init__(self, sums: FactorSums, names: Mapping[nn.Module, str], samples: int, columns: int) -> None:
+        super().__init__(columns=columns)
+        self.sums, self.names, self.samples = sums, names, samples
+
+    def measure(self, rule: Rule, module: Any, g: Tensor) -> Mapping[str, Any]:
+        self.sums.add_out(self.names[module], module.input0.detach(), g, self.samples)
+        return dict.fromkeys(name for name, _ in module.named_parameters(recurse=False))
+
+
 def _check_loss(loss: nn.Module, targets: Tensor) -> None:
     """Raise unless a loss is the sum of negative log likelihoods of all samples."""
     kind = type(loss).__name__
@@ -233,7 +244,6 @@ class BackpackEngine(Engine):
         self.copies: dict[str, nn.Module] = {}  # of layers with curvature
         self.hooked: list[tuple[str, nn.Module]] = []
         self.called: list[Any] = []  # in the last forward pass, in order
-        self.sums: dict[str, KroneckerBlock] = {}
         self.converted = self.convert(network)
         for name, (module, _) in self.layers.items():
             if name not in self.copies:
@@ -324,7 +334,10 @@ class BackpackEngine(Engine):
         """Return what the rules see of some samples, and the gradients of the network itself."""
         with torch.set_grad_enabled(cotangent is not None):
             # The network before its copy: what its layers refuse, they refuse in their own words.
-            with disable():  # BackPACK would leave input and output at the layers of a network that it knows
+            with self.quiet(), ExitStack() as hooks:
+                nodes: list[Tensor] = []
+                for module, _ in self.layers.values():
+                    hooks.enter_context(module.register_forward_hook(lambda _, args, output: nodes.append(output)))
                 expected = self.network(x.clone())  # it might change its input
             outputs = self.forward(x)
             check_outputs(expected, x)
@@ -332,6 +345,7 @@ class BackpackEngine(Engine):
         if cotangent is None:
             return Pass(outputs, {name: vars(self.copies[name])["input0"] for name in self.layers})
         check_trained(expected)
+        self.sums.regroups |= regroups(expected, nodes)
         named = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         columns = cotangent(outputs.detach())
         own = torch.autograd.grad(expected, list(named.values()), columns, allow_unused=True, materialize_grads=True)
@@ -357,31 +371,19 @@ class BackpackEngine(Engine):
                 "example as a hook changes them, which BackPACK cannot handle; use engine: autograd."
             )
 
-    def add(self, outputs: Tensor, square_root: Tensor) -> None:
-        """Add a batch to the sums of both factors, in place: they may be large."""
-        count = len(outputs)
-        for name, (module, _) in self.layers.items():
-            check_rows(name, module, vars(self.copies[name])["input0"], count)
-        extension = RelaxedKFLR(self.ffc, self.columns)
-        extension.samples = count
-        for name, block in self._pull_back(outputs, square_root, extension).items():
-            inner = block.in_factor
-            if name not in self.sums:
-                # In memory of its own: a weight and its bias may share a factor.
-                own = None if inner is None else inner * count
-                self.sums[name] = replace(block, out_factor=block.out_factor.clone(), in_factor=own)
-                continue
-            self.sums[name].out_factor.add_(block.out_factor)
-            total = self.sums[name].in_factor
-            if total is not None and inner is not None:
-                total.add_(inner, alpha=count)
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Return the block within which BackPACK leaves nothing at the layers of a network that it knows."""
+        found: AbstractContextManager[Any] = disable()
+        return found
 
-    def blocks(self, samples: int) -> dict[str, KroneckerBlock]:
-        """Return the blocks of all batches."""
-        for block in self.sums.values():
-            if block.in_factor is not None:
-                block.in_factor.div_(samples)
-        return self.sums
+    def add(self, x: Tensor, outputs: Tensor, square_root: Tensor) -> None:
+        """Add a batch to the sums."""
+        inputs = {name: vars(self.copies[name])["input0"].detach() for name in self.layers}
+        for name, (module, _) in self.layers.items():
+            check_rows(name, module, inputs[name], len(x))
+        names = {module: name for name, module in self.copies.items()}
+        self._pull_back(outputs, square_root, _Sum(self.sums, names, len(x), self.columns))
+        self.sums.add_inner(x, inputs)
 
     def _pull_back(self, outputs: Tensor, columns: Tensor, extension: Any) -> dict[str, Any]:
         """Return what an extension leaves at the parameters, by their full names."""

@@ -1,6 +1,6 @@
 """Kronecker factored curvature: one block for each parameter tensor, and all of them with what the evidence needs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -82,6 +82,8 @@ class KroneckerBlock:
             convolution, or after it, as the input channels of ``[O, C, I]``.
         axes: For a tensor with yet another order, as that of a transposed convolution, ``[I, O, ...]``: sizes and
             permutation with which ``entries.reshape(sizes).permute(permutation)`` has it. None for all others.
+        places: Mean number R of places of a sample at which the tensor is used, of those that the loss sees: B is the
+            sum over all of them, over R. 0 if it sees none; of no meaning without ``in_factor``.
 
     References:
         docs/theory/curvature.md, 1.1 to 1.3.
@@ -91,6 +93,7 @@ class KroneckerBlock:
     in_factor: Tensor | None = None
     blocks_first: bool = False
     axes: Axes | None = None
+    places: float = 1.0
 
     @property
     def leading(self) -> torch.Size:
@@ -103,18 +106,6 @@ class KroneckerBlock:
         """Number of parameters."""
         inner = 1 if self.in_factor is None else self.in_factor.shape[-1]
         return self.leading.numel() * self.out_factor.shape[-1] * inner
-
-    def scaled(self, out: float = 1.0, inner: float = 1.0) -> "KroneckerBlock":
-        """Return the block with both factors times a number."""
-        in_factor = None if self.in_factor is None else self.in_factor * inner
-        return replace(self, out_factor=self.out_factor * out, in_factor=in_factor)
-
-    def __add__(self, other: "KroneckerBlock") -> "KroneckerBlock":
-        """Return the block whose factors are the sums; weight the in factors before with :meth:`scaled`."""
-        inner = None
-        if self.in_factor is not None and other.in_factor is not None:
-            inner = self.in_factor + other.in_factor
-        return replace(self, out_factor=self.out_factor + other.out_factor, in_factor=inner)
 
     @property
     def dense_sides(self) -> list[int]:
@@ -213,7 +204,7 @@ class Factors:
             raise ValueError("Only factors of the same network and likelihood can be added.")
         total = self.samples + other.samples
         blocks = {
-            name: block.scaled(inner=self.samples / total) + other.blocks[name].scaled(inner=other.samples / total)
+            name: _united((block, other.blocks[name]), (self.samples / total, other.samples / total))
             for name, block in self.blocks.items()
         }
         return replace(self, blocks=blocks, samples=total, loss_sum=self.loss_sum + other.loss_sum)
@@ -273,6 +264,16 @@ class Factors:
         return found
 
 
+def _united(blocks: Sequence[KroneckerBlock], shares: Sequence[float]) -> KroneckerBlock:
+    """Return the block of all data from those of parts of them, with the share of the data that each part is."""
+    if blocks[0].in_factor is None:
+        return replace(blocks[0], out_factor=sum(block.out_factor for block in blocks))
+    places = sum(block.places * share for block, share in zip(blocks, shares, strict=True))
+    out = sum(block.out_factor * (block.places / (places or 1.0)) for block in blocks)
+    inner = sum(b.in_factor * share for b, share in zip(blocks, shares, strict=True) if b.in_factor is not None)
+    return replace(blocks[0], out_factor=out, in_factor=inner, places=places)
+
+
 def _shapes(blocks: Mapping[str, KroneckerBlock]) -> dict[str, tuple[Any, ...]]:
     """Return what a rank without data has to know of blocks; see :func:`_zeros`."""
     return {
@@ -306,11 +307,12 @@ def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.
     local: list[Factors | None] = []
     together(lambda: local.append(compute()))
     (mine,) = local
-    signatures = gathered(None if mine is None else (mine._signature(), mine.samples, mine.loss_sum))
+    places = {} if mine is None else {name: block.places for name, block in mine.blocks.items()}
+    signatures = gathered(None if mine is None else (mine._signature(), mine.samples, mine.loss_sum, places))
     known = [entry for entry in signatures if entry is not None]
     if not known:
         raise EmptyLoaderError("The loader gave no sample to compute curvature of; pass one with at least one batch.")
-    (outputs, likelihood, left_out, shapes), _, _ = known[0]
+    outputs, likelihood, left_out, shapes = known[0][0]
     if any(entry[0] != known[0][0] for entry in known):
         raise ValueError("The ranks have curvature factors of different networks; give every rank the same network.")
     samples = sum(entry[1] for entry in known)
@@ -320,8 +322,11 @@ def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.
         block = _zeros(shape, device) if mine is None else mine.blocks[name]
         if ranks() > 1:
             share = 0.0 if mine is None else mine.samples / samples
+            every = sum(entry[1] * entry[3][name] for entry in known) / samples
+            # As in _united: a rank's block is one of parts of the data.
+            part = 1.0 if block.in_factor is None or mine is None else block.places / (every or 1.0)
             inner = None if block.in_factor is None else summed(block.in_factor * share)
-            block = replace(block, out_factor=summed(block.out_factor), in_factor=inner)
+            block = replace(block, out_factor=summed(block.out_factor * part), in_factor=inner, places=every)
         blocks[name] = block
     total = Factors(blocks, samples, outputs, likelihood, loss_sum, left_out)
     _check_finite(total)

@@ -115,9 +115,9 @@ def _of_this_rank(
                 prove(engine.network, engine.layers, x, engine.see)
             outputs = engine.forward(x)
             loss, square_root = loss_and_columns(outputs, y, likelihood, samples, generator)
-            engine.add(outputs, square_root)
+            engine.add(x, outputs, square_root)
             count, width, loss_sum = count + len(x), outputs.shape[1], loss_sum + loss.item()
     if not count:
         return None
     left_out = tuple(full for full, _, _ in curved_parameters(engine.layers, left_out=True))
-    return Factors(engine.blocks(count), count, width, likelihood, loss_sum, left_out)
+    return Factors(engine.sums.blocks(count), count, width, likelihood, loss_sum, left_out)

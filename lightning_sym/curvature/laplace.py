@@ -90,7 +90,7 @@ def to_laplace(
         raise ValueError(f"A classification has no noise, got log_noise={log_noise}; leave it out.")
     check_numbers("> 0", temperature=temperature)
     found = factors(network, loader, likelihood, engine=engine, samples=samples, generator=generator)
-    _check_sizes(found)
+    _check_sizes(found, max(4, next(network.parameters()).element_size()))
     with warnings.catch_warnings():
         # One of the libraries that laplace-torch imports uses torch.jit.script, which is deprecated.
         warnings.simplefilter("ignore")
@@ -103,10 +103,10 @@ def to_laplace(
     return RelaxedLaplace(network, found, precisions, math.exp(log_noise), temperature)
 
 
-def _check_sizes(found: Factors) -> None:
-    """Raise unless the dense matrices are of a size that one can work with."""
+def _check_sizes(found: Factors, width: int) -> None:
+    """Raise unless the dense matrices, of numbers of so many bytes, are of a size that one can work with."""
     sides = {name: block.dense_sides for name, block in found.blocks.items()}
-    total = sum(found.blocks[name].out_factor.element_size() * side**2 for name in sides for side in sides[name])
+    total = sum(width * side**2 for name in sides for side in sides[name])
     if total > _MOST_BYTES:
         name = max(sides, key=lambda name: max(sides[name]))
         side = max(sides[name])

@@ -61,8 +61,8 @@ class SparseConvRule(CircularConvRule):
 
     def in_factors(self, module: SparseConv, x: Tensor) -> dict[str, Tensor]:
         """Return N times A, without patches."""
-        phi = module.interpolation()
         dense = circular_gram(x, module.kernel_size)  # [C, k k, C, k k]
+        phi = module.interpolation().to(dense)
         return {"u": torch.einsum("mi,cidj,nj->cmdn", phi, dense, phi).flatten(2).flatten(0, 1)}
 
 

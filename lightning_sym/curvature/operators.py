@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
 
-from lightning_sym._checks import check_counts_alike, check_integers
+from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered, summed, together, wide
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym._text import unknown
@@ -138,19 +139,20 @@ class CurvatureOperator(SymmetricOperator):
         network: Any module that maps a batch of inputs to a tensor of outputs.
         data: Batches ``(inputs, targets)`` in an order that does not change: a loader, a list, or one pair of tensors;
             or a datamodule with ``curvature_dataloader()``. This process's share of the samples.
-        loss: Mean over the samples of a batch: outputs and targets to a scalar.
+        loss: Mean over the samples of a batch: outputs and targets to a scalar. Samples that it ignores, as of
+            ``ignore_index``, do not count.
         kind: ``"hessian"`` or ``"gauss_newton"``: :math:`\frac1N \sum_n J_n^\top \nabla^2_f \ell\, J_n`.
         parameters: Names of the parameters that are the variables; default all that require gradients, in their order.
         dtype: What to compute in; default the network's (float32 for half precision).
         columns: How many vectors go through the network together in products with matrices. >= 1.
         check: Whether to check in every product that the data are the same, and once that the network puts out the
-            same for the same input and that the loss is a mean. It costs a sum over the inputs, and two forward passes
-            over one batch.
+            same for the same input, and that the loss of every batch is a mean. It costs a sum over the inputs, and
+            one forward pass. Without it all samples count, also those that the loss ignores.
 
     Attributes:
         names: Names of the parameters, in the order of the vectors.
         shapes: Their shapes.
-        samples: Number of samples N, over all processes.
+        samples: Number of samples N that count, over all processes.
         kind: As given.
 
     Raises:
@@ -191,11 +193,11 @@ class CurvatureOperator(SymmetricOperator):
             raise ValueError(f"loss must be a mean over samples, got reduction={loss.reduction!r}; use 'mean'.")  # type: ignore[attr-defined]
         self.kind, self.columns, self.check = kind, columns, check
         together(lambda: self._prepare(network, data, loss, parameters, dtype))
+        if check:
+            together(self._check_calls)
         self.samples = sum(gathered(self._data.samples))
         if self.samples == 0:
             raise EmptyLoaderError("data has no samples on any process; give the training split some.")
-        if check:
-            together(self._check_calls)
 
     def _prepare(
         self, network: nn.Module, data: Any, loss: Loss, names: Sequence[str] | None, dtype: torch.dtype | None
@@ -377,42 +379,72 @@ class CurvatureOperator(SymmetricOperator):
     # ---- checks
 
     def _check_calls(self) -> None:
-        """Check once, on this process's first batch, that the network is a function and the loss a mean."""
-        for x, y in self._data:
-            with _exactly(self.device), torch.no_grad():
-                one = self.network(x)
-                # Another state of the random numbers: what draws some gives something else.
-                with seeded(derive_seed("curvature", "again")):
-                    two = self.network(x)
-                if not isinstance(one, Tensor) or len(one) != len(x):
-                    raise ValueError(
-                        f"the network must put out one tensor with a row for each of {len(x)} inputs, got "
-                        f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
-                    )
-                if not one.isfinite().all():
-                    raise NonFiniteError(
-                        "The network's outputs are not finite; lower the learning rate or look at the inputs."
-                    )
-                if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
-                    raise ValueError(
-                        "the network puts out something else for the same input in eval mode, so that it has no one "
-                        "curvature; use modules for dropout and noise, which eval mode turns off."
-                    )
-                self._check_loss(one, y)
-            return
+        """Check that the network is a function, and in every batch that the loss is a mean; leave ignored samples out.
 
-    def _check_loss(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check on a batch that the loss is a mean over samples, in which each counts alike."""
+        What the loss is like depends on the labels, so that one batch says nothing of the others.
+        """
+        counted = []
+        for number, (x, y) in enumerate(self._data):
+            with _exactly(self.device), torch.no_grad():
+                outputs = self._checked_outputs(x, again=number == 0)
+            with _exactly(self.device):
+                counted.append(self._counted(outputs, y))
+        self._data.count_only(counted)
+
+    def _checked_outputs(self, x: Tensor, *, again: bool) -> Tensor:
+        """Return a batch's outputs, checked, and whether they are the same a second time."""
+        one = self.network(x)
+        if not isinstance(one, Tensor) or len(one) != len(x):
+            raise ValueError(
+                f"the network must put out one tensor with a row for each of {len(x)} inputs, got "
+                f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
+            )
+        if not one.isfinite().all():
+            raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
+        if again:
+            # Another state of the random numbers: what draws some gives something else.
+            with seeded(derive_seed("curvature", "again")):
+                two = self.network(x)
+            if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
+                raise ValueError(
+                    "the network puts out something else for the same input in eval mode, so that it has no one "
+                    "curvature; use modules for dropout and noise, which eval mode turns off."
+                )
+        return one
+
+    def _counted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return which samples of a batch the loss is the mean of; all but those that it ignores. Shape ``[N]``.
+
+        Raises:
+            ValueError: If it is not their mean, or its gradient not that of the mean.
+        """
         value = self._loss(outputs, targets)
         if value.ndim:
             raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
-        twice = self._loss(torch.cat([outputs, outputs]), torch.cat([targets, targets]))
-        if not torch.allclose(value, twice, rtol=1e-3, atol=1e-6):
-            raise ValueError(
-                f"loss must be a mean over samples, and with each sample twice it goes from {float(value):.4g} "
-                f"to {float(twice):.4g}; divide sums by the number of samples."
-            )
-        check_counts_alike(lambda rows: self._loss(outputs[rows], targets[rows]), len(outputs))
+        counted = ~_apart(self._loss, outputs, targets)[0].isnan()  # of an ignored sample alone, the mean of none
+        if not counted.any():
+            return counted
+        # With other samples' outputs, too: of those that fit, loss and gradient are 0.
+        for given in (outputs, outputs.roll(1, 0)):
+            given = given.detach().requires_grad_()
+            value = self._loss(given, targets)
+            (slope,) = torch.autograd.grad(value, given)
+            value, (alone, slopes) = value.detach(), _apart(self._loss, given, targets)
+            mean = alone[counted].mean()
+            digits = torch.finfo(value.dtype).eps ** 0.5
+            error = (slope.reshape(slopes.shape)[counted] * int(counted.sum()) - slopes[counted]).norm(dim=1)
+            sizes = slopes[counted].norm(dim=1)
+            wrong = error > digits * sizes + digits**2 * 16 * sizes.max()
+            if value.isfinite() and mean.isfinite():
+                wrong |= (value - mean).abs() > digits * (alone[counted].abs().mean() + digits)
+            if wrong.any():
+                raise ValueError(
+                    f"loss must be the mean over samples, in which each counts alike, and of {int(counted.sum())} "
+                    f"samples it is {float(value):.4g} where the mean of their losses is {float(mean):.4g}, or its "
+                    "gradient is another one; divide sums by the number of samples, without class weights and without "
+                    "means over what some samples have more of."
+                )
+        return counted
 
 
 def directional_curvature(
@@ -475,6 +507,21 @@ def _linear(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return (slope * outputs).sum()
 
 
+def _apart(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses of single samples, shape ``[N]``, and their gradients by the outputs, shape ``[N, ...]``."""
+
+    def one(row: Tensor, target: Tensor) -> Tensor:
+        return loss(row[None], target[None])
+
+    outputs = outputs.detach()
+    try:
+        slopes, losses = vmap(grad_and_value(one))(outputs, targets)
+    except RuntimeError:  # what torch.func cannot do
+        pairs = [grad_and_value(one)(row, target) for row, target in zip(outputs, targets, strict=True)]
+        slopes, losses = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return losses.detach(), slopes.reshape(len(slopes), -1).detach()
+
+
 class _Batches:
     """The batches of this process, in the network's precision, and whether they are the same as at the first time."""
 
@@ -490,6 +537,7 @@ class _Batches:
         self._network, self._data, self._check = network, data, check
         self.samples = 0
         self._passes = 0
+        self._counted: list[Tensor] = []  # by batch, if some samples do not count
         self._first: list[tuple[int, float, float]] = []
         self._last: list[tuple[int, Tensor, Tensor]] = []
 
@@ -497,6 +545,11 @@ class _Batches:
         """Count the samples, and note what data there are."""
         self.samples = sum(len(x) for x, _ in self)
         self._first = self._noted()
+
+    def count_only(self, counted: list[Tensor]) -> None:
+        """Leave samples out from now on, which the loss ignores: for each batch, which ones count."""
+        self.samples = sum(int(each.sum()) for each in counted)
+        self._counted = [] if all(bool(each.all()) for each in counted) else counted
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         dtype = next(self._network.parameters()).dtype
@@ -518,7 +571,10 @@ class _Batches:
                 y = y.to(dtype)
             if self._check:
                 self._last.append((len(x), _checksum(x), _checksum(y)))
-            yield x, y
+            if number < len(self._counted):
+                x, y = x[self._counted[number]], y[self._counted[number]]
+            if len(x):
+                yield x, y
 
     def _noted(self) -> list[tuple[int, float, float]]:
         return [(count, float(x), float(y)) for count, x, y in self._last]

@@ -14,14 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sym._distributed import device_of, moved, ranks
 from lightning_sym._random import generator as seeded_generator
-from lightning_sym.curvature.blocks import KroneckerBlock, Likelihood, NonFiniteError
+from lightning_sym.curvature.blocks import Likelihood, NonFiniteError
 from lightning_sym.curvature.proof import Pass
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
+from lightning_sym.curvature.sums import FactorSums
 from lightning_sym.networks.modes import evaluating
 
 
 class Engine(ABC):
-    """Sums of both factors of every block, over the batches of this rank.
+    """Gives the sums of both factors of every block what they need, over the batches of this rank.
 
     Args:
         network: The network, as :func:`ready` gives it.
@@ -30,11 +31,17 @@ class Engine(ABC):
 
     Attributes:
         layers: The layers with curvature and their rules, by name.
+        sums: The sums.
     """
 
     def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
         self.network, self.ffc, self.columns = network, ffc, columns
         self.layers = curved_layers(network, ffc)
+        self.sums = FactorSums(network, self.layers, self.quiet)
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Return the block within which the network itself is called."""
+        return nullcontext()
 
     def running(self) -> AbstractContextManager[None]:
         """Return the block within which the methods below are called."""
@@ -49,17 +56,14 @@ class Engine(ABC):
         """Return the outputs for a batch, keeping what :meth:`add` needs. Shape ``[N, K]``."""
 
     @abstractmethod
-    def add(self, outputs: Tensor, square_root: Tensor) -> None:
+    def add(self, x: Tensor, outputs: Tensor, square_root: Tensor) -> None:
         """Add a batch to the sums.
 
         Args:
+            x: The batch. Shape ``[N, ...]``.
             outputs: What :meth:`forward` gave last. Shape ``[N, K]``.
             square_root: The columns to pull back. Shape ``[V, N, K]``.
         """
-
-    @abstractmethod
-    def blocks(self, samples: int) -> dict[str, KroneckerBlock]:
-        """Return the blocks of all batches, which have so many samples, by the parameter's name."""
 
 
 @contextmanager

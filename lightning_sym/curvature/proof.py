@@ -189,11 +189,13 @@ def _check_samples(network: nn.Module, layers: Layers, probes: Tensor, plain: Pa
     changed, inputs = _see_changed(probes, see)
     for name, before in _seen(plain):
         after = dict(_seen(changed)).get(name)
-        if after is not None and after.shape == before.shape:
+        if after is not None and after.ndim == before.ndim and len(after) == len(before):
+            before, after = _of_same_length(before, after)
             found = _largest_change(_others(before, count), _others(after, count))
             if found <= 64 * _eps(before):  # on a CPU it is exactly 0
                 continue
-            noise = _largest_change([before], [dict(_seen(see(probes.clone(), None)))[name]])
+            again = dict(_seen(see(probes.clone(), None)))[name]
+            noise = _largest_change([before], [_of_same_length(again, after)[0]])
             if noise > math.sqrt(_eps(before)):
                 raise ValueError(
                     f"{_place(name, layers)} is not the same in a second pass, in eval mode; curvature needs a network "
@@ -208,6 +210,14 @@ def _check_samples(network: nn.Module, layers: Layers, probes: Tensor, plain: Pa
             "(a batch norm needs track_running_stats=True and eval mode, attention the samples on its batch axis)."
         )
     return changed
+
+
+def _of_same_length(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors up to where the shorter one ends, along all axes but the first: padding may be trimmed."""
+    for axis in range(1, before.ndim):
+        length = min(before.shape[axis], after.shape[axis])
+        before, after = (tensor.narrow(axis, 0, length) for tensor in (before, after))
+    return before, after
 
 
 def _check_places(layers: Layers, probes: Tensor, changed: Pass, see: See) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._distributed import wide
 from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import Axes, KroneckerBlock
 
@@ -16,7 +17,7 @@ Sizes: TypeAlias = tuple[int, ...]
 Layers: TypeAlias = "Mapping[str, tuple[nn.Module, Rule]]"
 RuleT = TypeVar("RuleT", bound="type[Rule]")
 _RULES: dict[type[nn.Module], "type[Rule]"] = {}
-_NARROW = 16  # vectors of so few entries are summed per sample, which is not slower and more accurate
+_AT_ONCE = 1 << 22  # numbers that are copied to double precision together
 
 
 class Rule:
@@ -145,74 +146,80 @@ class Rule:
             module: The layer.
             x: Its input, detached. Shape ``[N, ...]``.
             g: All square-root gradients at its output. Shape ``[V, N, ...]``.
-            samples: N, where the rows of ``x`` and ``g`` are N times as many positions, those of a sample together;
-                default: every row is a sample.
+            samples: N, where the rows of ``x`` and ``g`` are N times as many places, those of a sample together;
+                default: every row is a sample. All rows count; :func:`factors` leaves out those that nobody sees.
 
         Returns:
             By the parameter's name.
         """
         samples = x.shape[0] if samples is None else samples
         inner = {name: a / samples for name, a in self.in_factors(module, x).items()}
+        vectors = unfolded(self.gradients(module, x, g), samples, inner)
         return {
-            name: KroneckerBlock(b, inner.get(name), name in self.blocks_first, self.axes(module, name))
-            for name, b in unfolded_out_factors(self, module, x, g, samples, inner).items()
+            name: KroneckerBlock(
+                b, inner.get(name), name in self.blocks_first, self.axes(module, name), vectors[name].shape[-2]
+            )
+            for name, b in mean_products(vectors).items()
         }
 
 
 def mean_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return B ``[*blocks, O, O]`` of vectors ``[*blocks, V, N, R, O]``: the sum of their outer products, over R."""
+    return {name: b / max(1, vectors[name].shape[-2]) for name, b in summed_products(vectors).items()}
+
+
+def summed_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums of outer products of vectors ``[*blocks, V, N, R, O]``. Shape ``[*blocks, O, O]``."""
     products: dict[int, Tensor] = {}  # one for a weight and a bias with the same gradients
     for v in vectors.values():
         if id(v) not in products:
-            products[id(v)] = gram(v, v.ndim - 4) / v.shape[-2]
+            products[id(v)] = gram(v, v.ndim - 4)
     return {name: products[id(v)] for name, v in vectors.items()}
 
 
-def unfolded_out_factors(
-    rule: Rule, module: nn.Module, x: Tensor, g: Tensor, samples: int, with_inputs: Collection[str]
-) -> dict[str, Tensor]:
-    """Return B of each parameter, where the rows of a layer may be positions of samples.
+def unfolded(vectors: Mapping[str, Tensor], samples: int, with_inputs: Collection[str]) -> dict[str, Tensor]:
+    """Return the gradients of a rule, where the rows of a layer may be places of samples.
 
     Args:
-        rule: The layer's rule.
-        module: The layer.
-        x: Its input, detached. Shape ``[N * T, ...]``, the T positions of a sample together.
-        g: Square-root gradients at its output. Shape ``[V, N * T, ...]``.
+        vectors: By the parameter's name, shape ``[*blocks, V, N * T, R, O]``, the T rows of a sample together.
         samples: N.
-        with_inputs: Parameters that have A: their places are now those of all positions. The gradients of others are
-            summed over the positions.
+        with_inputs: Parameters that have A: their places are now those of all rows. The gradients of others are
+            summed over the rows of a sample.
 
     Returns:
-        By the parameter's name, shape ``[*blocks, O, O]``.
+        By the parameter's name, shape ``[*blocks, V, N, T * R, O]``, or ``[*blocks, V, N, R, O]`` without A.
     """
-    if x.shape[0] == samples:
-        return rule.out_factors(module, x, g)
-    unfolded = {}
-    for name, v in rule.gradients(module, x, g).items():
-        v = torch.unflatten(v, -3, (samples, -1))  # [*blocks, V, N, T, R, O]
-        unfolded[name] = v.flatten(-3, -2) if name in with_inputs else v.sum(-3)
-    return mean_products(unfolded)
+    if all(v.shape[-3] == samples for v in vectors.values()):
+        return dict(vectors)
+    split = {name: v.unflatten(-3, (samples, -1)) for name, v in vectors.items()}  # [*blocks, V, N, T, R, O]
+    return {name: v.flatten(-3, -2) if name in with_inputs else v.sum(-3) for name, v in split.items()}
 
 
 def gram(vectors: Tensor, block_axes: int) -> Tensor:
-    """Return the sum of outer products over all axes but the leading ones and the last.
+    """Return the sum of outer products over all axes but the leading ones and the last, in double precision.
+
+    Products of single precision numbers are exact there, so that inputs far from 0 keep all of their digits.
 
     Args:
         vectors: Shape ``[*blocks, ..., R, F]``.
         block_axes: How many axes lead.
 
     Returns:
-        Shape ``[*blocks, F, F]``.
+        Shape ``[*blocks, F, F]``; float64 (float32 where the device has none).
     """
+    vectors = vectors.flatten(block_axes, -3)  # [*blocks, M, R, F]
     rows, features = vectors.shape[-2:]
+    total = vectors.new_zeros(*vectors.shape[:block_axes], features, features, dtype=wide(vectors.device))
     places_last = vectors.stride(-2) == 1 and vectors.stride(-1) != 1
-    if rows >= features and (places_last or features <= _NARROW):
-        # A product per sample: no copy of what is stored with the places last, as images are; and a product of few
-        # long rows is summed one by one in float32, which costs two digits and makes it depend on the batches.
-        vectors = vectors.flatten(block_axes, -3).mT
-        return (vectors @ vectors.mT).sum(-3)
-    vectors = vectors.flatten(block_axes, -2)
-    return vectors.mT @ vectors
+    one = max(1, vectors[(slice(None),) * block_axes + (slice(1),)].numel())
+    for part in vectors.split(max(1, _AT_ONCE // one), block_axes) if vectors.numel() else ():
+        part = part.to(total.dtype)
+        if rows >= features and places_last:  # a product per sample: no copy of images, which have the places last
+            total += (part.mT @ part).sum(-3)
+        else:
+            part = part.flatten(block_axes, -2)
+            total += part.mT @ part
+    return total
 
 
 def register_layer(*classes: type[nn.Module]) -> Callable[[RuleT], RuleT]:
@@ -445,6 +452,7 @@ def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
     """
     channels = x.shape[1]
     lags = range(1 - kernel, kernel)
+    x = x.to(wide(x.device))  # as in gram
     rows = x.flatten(2)
     grams: dict[tuple[int, int], Tensor] = {}
     for down in range(kernel):

@@ -98,6 +98,88 @@ def digits() -> tuple[CurvatureOperator, Tensor, Tensor]:
     return operator, matrix, torch.linalg.eigvalsh(matrix)
 
 
+# ---- the loss, which may be no mean in later batches only
+
+
+def tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over all tokens that have a label."""
+    return F.cross_entropy(outputs.unflatten(1, (3, -1)), targets)
+
+
+def labels(*values: int, count: int = 50, width: int = 0) -> Tensor:
+    """Return labels that are 0, 1, 2 in turn, or rows of them, but for the last batches, which begin with others."""
+    found = torch.arange(count) % 3
+    found[33 : 33 + len(values)] = torch.tensor(values, dtype=torch.int64)
+    return found if not width else found[:, None].expand(-1, width).clone()
+
+
+def ragged() -> Tensor:
+    """Return labels of two tokens, the second of which has none at three samples of a later batch."""
+    found = labels(width=2)
+    found[40:43, 1] = -100
+    return found
+
+
+WEIGHTS = torch.tensor([1.0, 1.0, 1.01], dtype=torch.float64)
+IGNORING = {
+    "label": (F.cross_entropy, labels(-100)),
+    "labels of a whole batch": (F.cross_entropy, torch.cat([labels()[:32], torch.full((16,), -100), labels()[:2]])),
+    "another label": (nn.CrossEntropyLoss(ignore_index=2), labels()),
+    "tokens": (tokens, torch.cat([labels(width=2)[:48], torch.full((2, 2), -100)])),
+    "negative log likelihood": (lambda f, y: F.nll_loss(f.log_softmax(1), y, ignore_index=-1), labels(-1, 0, -1)),
+}
+NO_MEANS = {
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHTS), torch.cat([labels()[:32] % 2, labels()[:18]])),
+    "class weights and smoothing": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), labels()),
+    "tokens, some of which have no label": (tokens, ragged()),
+    "sum in a later batch": (lambda f, y: F.cross_entropy(f, y) * (1 if (y < 2).any() else len(y)),
+        torch.cat([labels()[:32], torch.full((18,), 2)])),
+    "distance from the mean of the batch": (lambda f, y: ((f - f.mean(0)) * (y > 2)[:, None]).square().mean(),
+        labels(3)),
+    "the hardest half": (lambda f, y: F.cross_entropy(f, y, reduction="none").topk((len(y) + 1) // 2)[0].mean(),
+        labels()),
+}  # fmt: skip
+MEANS = {
+    "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), labels()),
+    "soft labels": (F.cross_entropy, F.one_hot(labels(), 3).double() * 0.8 + 0.2 / 3),
+    "squares": (F.mse_loss, F.one_hot(labels(), 3).double()),
+    "binary": (F.binary_cross_entropy_with_logits, F.one_hot(labels(), 3).double()),
+    "tokens that all have labels": (tokens, labels(width=2)),
+    "huber": (lambda f, y: F.huber_loss(f, y), 5 * F.one_hot(labels(), 3).double()),
+}
+
+
+def of_labels(loss, y: Tensor, kind="hessian") -> tuple[CurvatureOperator, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 6 if y.shape[1:] == (2,) else 3)).double()
+    x, _ = samples(len(y))
+    return CurvatureOperator(network, uneven(x, y), loss, kind=kind), network, x
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize("name", IGNORING | MEANS)
+def test_samples_that_the_loss_ignores_do_not_count(name, kind) -> None:
+    loss, y = (IGNORING | MEANS)[name]
+    operator, network, x = of_labels(loss, y, kind)
+    each = torch.stack([loss(network(row[None]), label[None]) for row, label in zip(x, y, strict=True)]).detach()
+    assert operator.samples == int((~each.isnan()).sum()) == (len(y) if name in MEANS else operator.samples)
+    counted = [(row[None], label[None]) for row, label, own in zip(x, y, each, strict=True) if not own.isnan()]
+    expected = sum(CurvatureOperator(network, pair, loss, kind=kind, check=False).matrix() for pair in counted)
+    torch.testing.assert_close(operator.matrix(), expected / len(counted), rtol=1e-9, atol=1e-12)
+    assert operator.gradient_and_loss()[1] == pytest.approx(float(each.nanmean()), rel=1e-10)
+    if kind == "hessian":
+        value, w = loss_of(operator, network, x, y, loss)
+        torch.testing.assert_close(operator.matrix(), hessian(value)(w), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_loss_that_is_no_mean_is_refused_in_whichever_batch(name) -> None:
+    loss, y = NO_MEANS[name]
+    with pytest.raises(ValueError, match="in which each counts alike") as error:
+        of_labels(loss, y)
+    assert str(error.value).count(". ") == 0
+
+
 # ---- products
 
 

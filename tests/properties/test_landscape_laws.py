@@ -584,7 +584,6 @@ def infinite(value: float, name: str) -> nn.Module:
     "refusal",
     [
         refused(operator_of, loss=WEIGHTED, says="without class weights"),
-        refused(operator_of, data=(X, IGNORED), says="ignored labels"),
         refused(operator_of, data=(torch.arange(12.0).view(4, 3), Y), loss=ranking, says="mean over samples"),
         refused(operator_of, data=(X / 0, Y), says="outputs are not finite", error=NonFiniteError),
         refused(operator_of, network=infinite(math.inf, "mask"), says="'mask'", error=NonFiniteError),

@@ -140,12 +140,12 @@ def test_monte_carlo_follows_its_generator(found):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_single(found, dtype):
+def test_half_precision_is_computed_in_single_and_summed_in_double(found, dtype):
     network = perceptron().to(dtype)
     blocks = found(network).blocks
     assert all(parameter.dtype == dtype for parameter in network.parameters())
     for name, block in found(copy.deepcopy(network).float()).blocks.items():
-        assert blocks[name].out_factor.dtype == torch.float32
+        assert blocks[name].out_factor.dtype == torch.float64
         assert torch.equal(blocks[name].out_factor, block.out_factor)
 
 

@@ -1,0 +1,358 @@
+"""Sums of Kronecker factors over batches: which rows of a layer count, and whose they are, is found in every batch."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_sym._random import generator
+from lightning_sym.curvature.blocks import KroneckerBlock
+from lightning_sym.curvature.rules import Layers, Rule, curved_parameters, full_name, gram, summed_products, unfolded
+from lightning_sym.layers.polyphase_pool import PolyphasePool
+
+_CYCLES = 100  # of draws, each of which shows at least one more row
+_UNITS = 12  # so many in a row are never all off
+_MASKED = -1e3  # what is below stands for a masked place
+
+
+class FactorSums:
+    """Sums of products of inputs and of gradients, over the rows that the loss sees, and the number of these rows.
+
+    The loss sees a row if the outputs depend on what the layer puts out there: rows of padding that a mask hides do
+    not count. A gradient of 0 is no proof, as a unit that is off, or a maximum elsewhere, gives one, too.
+
+    Args:
+        network: The network.
+        layers: Its layers with curvature and their rules, by name.
+        quiet: Gives the block within which the network is called.
+    """
+
+    def __init__(self, network: nn.Module, layers: Layers, quiet: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.network, self.layers, self.quiet = network, layers, quiet
+        self.parameters = {full for full, _, _ in curved_parameters(layers)}
+        self.out: dict[str, Tensor] = {}
+        self.inner: dict[str, Tensor] = {}
+        self.rows: dict[str, int] = {}
+        self.regroups = False  # whether rows may be given to other samples behind a layer
+        self._folded: set[str] = set()  # layers that have had other than one row for each sample
+        self._with_inputs: dict[str, set[str]] = {}
+        self._seen: dict[tuple[str, str], Tensor] = {}  # in this batch, by layer and parameter: shape [rows, R]
+
+    @torch.no_grad()
+    def add_out(self, name: str, x: Tensor, g: Tensor, samples: int) -> None:
+        """Add the products of gradients at a layer's output.
+
+        Args:
+            name: Of the layer.
+            x: Its input. Shape ``[rows, ...]``.
+            g: Some columns at its output. Shape ``[V, rows, ...]``.
+            samples: N.
+        """
+        module, rule = self.layers[name]
+        if name not in self._with_inputs:
+            self._with_inputs[name] = set(rule.inputs(module, x[:1]))
+        with_inputs = self._with_inputs[name]
+        vectors = rule.gradients(module, x, g)
+        if type(rule).out_factors is not Rule.out_factors and len(x) == samples:
+            found = {key: b * vectors[key].shape[-2] for key, b in rule.out_factors(module, x, g).items()}
+        else:
+            found = summed_products(unfolded(vectors, samples, with_inputs))
+        for key, b in found.items():
+            if full_name(name, key) in self.parameters:
+                self._add(self.out, full_name(name, key), b)
+        for key in with_inputs & vectors.keys():
+            if full_name(name, key) not in self.parameters:
+                continue
+            if (name, key) not in self._seen:  # one column says nearly all; what it does not is looked for below
+                self._seen[name, key] = _not_zero(vectors[key][..., :1, :, :, :])
+
+    def add_inner(self, x: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        """Add the products of inputs of a batch, once all columns have been added.
+
+        Args:
+            x: The batch. Shape ``[N, ...]``.
+            inputs: Of each layer, by name. Shape ``[rows, ...]``.
+
+        Raises:
+            ValueError: If rows are not those of the samples in turn.
+        """
+        self._folded |= {name for name, a in inputs.items() if len(a) != len(x)}
+        own = set(inputs) if self.regroups else self._folded & inputs.keys()
+        look = _Look(self.network, self.layers, x, inputs, self.quiet)
+        hidden = {at: seen for at, seen in self._seen.items() if not seen.all() and look.has_places(*at, seen)}
+        if own or hidden:
+            look.check_and_find(own, hidden)
+        with torch.no_grad():
+            for name, a in inputs.items():
+                module, rule = self.layers[name]
+                partly = {key: seen for (of, key), seen in hidden.items() if of == name and not seen.all()}
+                found = rule.inputs(module, a) if partly else rule.in_factors(module, a)
+                for key, values in found.items():
+                    full, counted = full_name(name, key), partly.get(key)
+                    if full not in self.parameters:
+                        continue
+                    if partly:
+                        values = gram(values if counted is None else values * counted[..., None], values.ndim - 3)
+                    self._add(self.inner, full, values)
+                    count = self._seen[name, key].numel() if counted is None else int(counted.sum())
+                    self.rows[full] = self.rows.get(full, 0) + count
+        self._seen.clear()
+
+    def blocks(self, samples: int) -> dict[str, KroneckerBlock]:
+        """Return the blocks of all batches, which have so many samples together, by the parameter's name."""
+        found = {}
+        for full, name, key in curved_parameters(self.layers):
+            if full in self.out:
+                module, rule = self.layers[name]
+                out, inner, places = self.out[full], self.inner.get(full), 1.0
+                if inner is not None:
+                    places = self.rows[full] / samples
+                    out, inner = out / (places or 1.0), inner / samples
+                found[full] = KroneckerBlock(out, inner, key in rule.blocks_first, rule.axes(module, key), places)
+        return found
+
+    @staticmethod
+    def _add(sums: dict[str, Tensor], full: str, found: Tensor) -> None:
+        if full in sums:
+            sums[full] += found
+        else:
+            sums[full] = found.clone()
+
+
+def _not_zero(vectors: Tensor) -> Tensor:
+    """Return at which rows gradients ``[*blocks, V, rows, R, O]`` are not 0. Shape ``[rows, R]``."""
+    return (vectors.abs().amax(-1) != 0).flatten(0, -3).any(0)
+
+
+class _Look:
+    """Looks again at a batch: for the rows' samples, and for rows without a gradient on which outputs depend anyway.
+
+    What layers put out keeps its value, but at rows that have no gradient yet, where random numbers are tried.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layers: Layers,
+        x: Tensor,
+        inputs: Mapping[str, Tensor],
+        quiet: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.network, self.layers, self.x, self.inputs, self.quiet = network, layers, x, inputs, quiet
+        self.clean: dict[str, Tensor] = {}
+        self.other: dict[str, Tensor] = {}  # what is put out instead
+        self.nodes: dict[str, Tensor] = {}
+        self.drawn = generator("rows that the loss sees")
+
+    def has_places(self, name: str, key: str, seen: Tensor) -> bool:
+        """Return whether the places of a parameter's gradients, ``[rows, R]``, are those of its inputs.
+
+        Of factored layers they are the channels, all of which count.
+        """
+        module, rule = self.layers[name]
+        with torch.no_grad():
+            return rule.inputs(module, self.inputs[name][:1])[key].shape[-2] == seen.shape[1]
+
+    def check_and_find(self, own: set[str], hidden: dict[tuple[str, str], Tensor]) -> None:
+        """Check whose the rows of some layers are, and set in ``hidden`` which rows the loss sees after all."""
+        outputs = self._run()
+        drawn = torch.randn(outputs.shape, generator=self.drawn, dtype=torch.float64).to(outputs)
+        g = self._pulled(outputs, drawn)
+        if own:
+            # A power of two for each sample: then everything scales by it, without rounding.
+            powers = torch.randint(16, (len(outputs),), generator=self.drawn).to(outputs.device)
+            weights = torch.exp2(powers.to(outputs.dtype) - 8)
+            scaled = self._pulled(outputs, drawn * weights[:, None])
+            for name in own:
+                self._check_own(name, g[name], scaled[name], weights)
+        self._note(hidden, g)
+        fruitless = cycle = 0
+        # A row of one unit is off half of the time, and one of many units never.
+        enough = 3 * math.ceil(_UNITS / min((self._width(*at) for at in hidden), default=_UNITS))
+        while fruitless < enough and not all(bool(seen.all()) for seen in hidden.values()):
+            if cycle % 3 == 0:
+                noise = self._noise(hidden)
+            self.other = {name: self._tried(name, *noise[name], cycle % 3) for name in noise}
+            outputs = self._run()
+            found = bool(outputs.isfinite().all()) and self._note(hidden, self._pulled(outputs, drawn))
+            fruitless, cycle = 0 if found else fruitless + 1, cycle + 1
+            if cycle > 3 * _CYCLES:
+                names = sorted({name for name, _ in hidden})
+                raise ValueError(
+                    f"Which rows of modules {names} the outputs depend on is not found in {_CYCLES} trials; pool fewer "
+                    "places at once, or freeze their parameters with requires_grad_(False)."
+                )
+
+    def _width(self, name: str, key: str) -> int:
+        """Return how many numbers a row of gradients has."""
+        module, rule = self.layers[name]
+        with torch.no_grad():
+            return rule.gradients(module, self.inputs[name][:1], self.clean[name][None, :1])[key].shape[-1]
+
+    def _run(self) -> Tensor:
+        self.nodes.clear()
+        with ExitStack() as stack:
+            for name, (module, _) in self.layers.items():
+                stack.enter_context(module.register_forward_hook(self._keep(name)))
+            for module in self.network.modules():
+                if type(module) is PolyphasePool:
+                    stack.enter_context(module.register_forward_hook(_whole_window))
+            stack.enter_context(self.quiet())
+            stack.enter_context(_StraightThrough())
+            outputs: Tensor = self.network(self.x.clone())
+        return outputs
+
+    def _keep(self, name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            clean = self.clean.setdefault(name, output.detach())
+            if self.other:  # what comes from other layers' random numbers does not change the value
+                output = output + (self.other.get(name, clean) - output).detach()
+            self.nodes[name] = output
+            return output.clone()
+
+        return keep
+
+    def _pulled(self, outputs: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        found = torch.autograd.grad(outputs, list(self.nodes.values()), cotangent, **settings)
+        return dict(zip(self.nodes, found, strict=True))
+
+    def _check_own(self, name: str, g: Tensor, scaled: Tensor, weights: Tensor) -> None:
+        """Raise unless a layer's rows are those of the samples in turn, the same number for each."""
+        whose = weights.repeat_interleave(len(g) // len(weights))
+        rows, scaled = g.flatten(1), scaled.flatten(1)
+        expected = rows * whose[:, None]
+        wrong = (scaled - expected).norm(dim=1) > torch.finfo(g.dtype).eps ** 0.5 * expected.norm(dim=1)
+        if wrong.any():
+            raise ValueError(
+                f"Module {name!r} ({type(self.layers[name][0]).__name__}) has an output of shape {list(g.shape)} for "
+                f"{len(weights)} samples, whose row {int(wrong.nonzero()[0])} is not of the sample whose turn it is; "
+                "give it [N, ...], or [N * T, ...] with the same number T of rows for each sample, those of a sample "
+                "one after the other, or freeze its parameters with requires_grad_(False)."
+            )
+
+    @torch.no_grad()
+    def _note(self, hidden: dict[tuple[str, str], Tensor], g: Mapping[str, Tensor]) -> bool:
+        """Set which rows have gradients; return whether there is a new one."""
+        new = False
+        for (name, key), seen in hidden.items():
+            module, rule = self.layers[name]
+            now = _not_zero(rule.gradients(module, self.inputs[name], g[name][None])[key])
+            new |= bool((now & ~seen).any())
+            seen |= now
+        return new
+
+    def _noise(self, hidden: dict[tuple[str, str], Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return, for each layer with rows that are not seen yet, where these rows are in its output, and noise."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for (name, key), seen in hidden.items():
+            if seen.all():
+                continue
+            module, rule = self.layers[name]
+            clean = self.clean[name]
+            at = torch.zeros_like(clean).requires_grad_()
+            vectors = rule.gradients(module, self.inputs[name], at[None])[key]
+            wanted = self._normal(vectors) * ~seen[..., None]
+            (where,) = torch.autograd.grad((vectors * wanted).sum(), at)
+            before = found[name][0] if name in found else False
+            found[name] = ((where != 0) | before, self._normal(clean))
+        return found
+
+    def _tried(self, name: str, where: Tensor, noise: Tensor, kind: int) -> Tensor:
+        """Return what a layer puts out instead: larger than all else, up or down, or of magnitude 1."""
+        clean = self.clean[name]
+        size = float(clean.abs().max()) * float(noise.abs().amax()) / 2 or 1.0  # another one in each cycle
+        tried = noise if kind == 2 else clean + size * (1 - 2 * kind) * (noise.sign() + noise / 8)
+        return torch.where(where, tried, clean)
+
+    def _normal(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self.drawn).to(like)
+
+
+class _StraightThrough(TorchFunctionMode):
+    """Gives units that are off, and what is not the largest, a gradient; values stay the same."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and let the gradient through it."""
+        kwargs = dict(kwargs or {})
+        if not any(func in each for each in (_OFF, _OVER_AXES, _LARGEST)):
+            return func(*args, **kwargs)
+        if kwargs.get("inplace"):
+            kwargs["inplace"] = False
+        found = func(*args, **kwargs)
+        x = args[0] if args else None
+        if not isinstance(found, Tensor) or not isinstance(x, Tensor) or not x.requires_grad:
+            return found
+        if func in _OFF:
+            return _through(found, x)
+        if func in _OVER_AXES:
+            axes = args[1] if len(args) > 1 else kwargs.get("dim")
+            mean = _unmasked(x).mean(axes, keepdim=kwargs.get("keepdim", False))
+            return found + (mean - mean.detach()) if mean.shape == found.shape else found
+        given = dict(zip(_WINDOW, args[1:], strict=False)) | kwargs
+        if given.pop("dilation", 1) != 1:
+            return found
+        mean = _LARGEST[func](_unmasked(x), **{key: given[key] for key in _WINDOW if key in given})
+        return found + (mean - mean.detach()) if mean.shape == found.shape else found
+
+
+_OFF = {
+    *(F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh, F.threshold, F.hardswish, F.hardsigmoid),
+    *(torch.clamp, Tensor.clamp, torch.clamp_min, Tensor.clamp_min),
+}
+_OVER_AXES = (torch.amax, Tensor.amax)
+_WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+_LARGEST: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((F.max_pool1d, torch.max_pool1d), F.avg_pool1d),
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), F.avg_pool2d),
+    **dict.fromkeys((F.max_pool3d, torch.max_pool3d), F.avg_pool3d),
+}
+
+
+def _unmasked(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite() & (x > _MASKED), x, 0.0)
+
+
+def _through(found: Tensor, x: Tensor) -> Tensor:
+    x = _unmasked(x)
+    return found + (x - x.detach()) if x.shape == found.shape else found
+
+
+def _whole_window(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    mean = F.avg_pool2d(args[0], 2)
+    return output + (mean - mean.detach())
+
+
+# ---- operations that may give rows to other samples
+
+_REGROUPING = ("Index", "Scatter", "Masked", "Split", "Unbind", "Cat", "Stack", "Slice", "Select", "Take", "Put")
+
+
+def regroups(outputs: Tensor, nodes: list[Tensor]) -> bool:
+    """Return whether an operation between layers' outputs and the network's may move rows along the first axis.
+
+    Args:
+        outputs: Of the network.
+        nodes: At the outputs of the layers.
+    """
+    ends = {node.grad_fn for node in nodes}
+    reaches: dict[Any, bool] = {}
+    stack = [outputs.grad_fn]
+    while stack:
+        at = stack[-1]
+        nexts = [child for child, _ in at.next_functions if child is not None] if at is not None else []
+        todo = [child for child in nexts if child not in reaches]
+        if todo:
+            stack.extend(todo)
+            continue
+        stack.pop()
+        behind = any(reaches[child] for child in nexts)
+        reaches[at] = behind or at in ends
+        if behind and type(at).__name__.startswith(_REGROUPING) and getattr(at, "_saved_dim", 0) == 0:
+            return True
+    return False
