@@ -1,21 +1,17 @@
 """Networks from their recorded architecture, which may come from a stranger's file."""
 
 import functools
-import importlib
 import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from lightning_sym._trust import NETWORKS, resolve, within
 from lightning_sym.networks.base import Network, WrappedNetwork, snapshot
 from lightning_sym.networks.narrowing import Axis, kept_from_json, narrowed
-
-_TRUSTED = ("lightning_sym", "torchvision.models")
 
 
 def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network:
@@ -47,8 +43,7 @@ def build(architecture: Mapping[str, Any], allow: Sequence[str] = ()) -> Network
     if isinstance(allow, str):
         raise ValueError(f"allow must be a list of package names, got the string {allow!r}.")
     path, arguments, kept = _read(architecture)
-    roots = (*_TRUSTED, *allow)
-    target = _resolve(path, roots)
+    target = resolve(path, (*NETWORKS, *allow), "The architecture")
     _check_builds_module(target, path, allow)
     try:
         module = target(**snapshot(arguments))
@@ -76,56 +71,6 @@ def _read(architecture: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[Ax
     return path, dict(arguments), kept_from_json(architecture.get("kept", []))
 
 
-def _within(path: str, roots: Sequence[str]) -> bool:
-    """Return whether a dotted name is one of the packages or inside one."""
-    return any(path == root or path.startswith(f"{root}.") for root in roots)
-
-
-def _resolve(path: str, roots: Sequence[str]) -> Callable[..., Any]:
-    """Return the class or function at a dotted path of an allowed package."""
-    refusal = (
-        f"The architecture names {path}, which is not in the allow-list ({', '.join(roots)}); "
-        f"if you trust it, pass the package's name in allow (--model.allow on the command line)."
-    )
-    if not _within(path, roots) or path in roots:
-        raise ValueError(refusal)
-    parts = path.split(".")
-    here: object = None
-    for index, part in enumerate(parts):
-        name = ".".join(parts[: index + 1])
-        if index == 0:
-            here = _import(name, path)
-            continue
-        found = getattr(here, part, None)
-        if found is None and isinstance(here, ModuleType):
-            found = _import(name, path)
-        # A module that a file merely imported, such as torch in networks/base.py, is no part of the package.
-        if isinstance(found, ModuleType) and found.__name__ != name:
-            raise ValueError(refusal)
-        if found is None:
-            nearest = get_close_matches(part, [option for option in dir(here) if option[0] != "_"], n=1)
-            raise ValueError(
-                f"The architecture names {path}, but there is no {part!r} in {'.'.join(parts[:index])}."
-                + (f" Did you mean {nearest[0]!r}?" if nearest else "")
-            )
-        if not isinstance(found, ModuleType | type) and index < len(parts) - 1:
-            raise ValueError(refusal)
-        here = found
-    if isinstance(here, ModuleType) or not callable(here) or not _within(str(getattr(here, "__module__", "")), roots):
-        raise ValueError(refusal)
-    return here
-
-
-def _import(name: str, path: str) -> ModuleType | None:
-    """Import a module on the way to a path; None if there is none of that name."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == name and "." in name:
-            return None
-        raise ValueError(f"The architecture names {path}, but {name} cannot be imported: {error}.") from error
-
-
 def _check_builds_module(target: Callable[..., Any], path: str, allow: Sequence[str]) -> None:
     """Check before calling it that a class or function of a trusted package makes a network.
 
@@ -136,12 +81,12 @@ def _check_builds_module(target: Callable[..., Any], path: str, allow: Sequence[
     if isinstance(target, type):
         wanted: type = Network if target.__module__.startswith("lightning_sym.") else nn.Module
         suitable = issubclass(target, wanted) and not inspect.isabstract(target)
-    elif _within(target.__module__, allow):
+    elif within(target.__module__, allow):
         suitable = inspect.isfunction(target)
     else:
         result = typing.get_type_hints(target).get("return") if inspect.isfunction(target) else None
         suitable = (
-            _within(target.__module__, ["torchvision.models"])
+            within(target.__module__, ["torchvision.models"])
             and isinstance(result, type)
             and issubclass(result, nn.Module)
         )

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
+from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._tags import details
 from lightning_sym._text import name_of_callable, ranges
@@ -32,7 +33,7 @@ from lightning_sym.tasks.strategy import MemberParallelStrategy, gather, most_va
 T = TypeVar("T")
 
 
-class PopulationTask(LightningModule):
+class PopulationTask(LoadsTrusted, LightningModule):
     r"""Train several networks, the members, in one fit; each comes out as if it were trained alone.
 
     A subclass says what its members are, in :meth:`make_member`, and, if it is not the cross-entropy, what their loss
