@@ -14,7 +14,7 @@ from lightning_sym._random import generator
 from lightning_sym._text import name_of_callable
 from lightning_sym.datamodules.base import DataSplit, InMemoryDataModule, LabelledInputs
 from lightning_sym.datamodules.loader import Augmentation, augmented, check_tensors, too_large_batch
-from lightning_sym.weights import read_weights
+from lightning_sym.weights import check_dense, read_weights
 
 Pair: TypeAlias = tuple[Any, Any]
 _NAMES = (("x", "inputs"), ("y", "targets"))  # what inputs and targets may be called in a file
@@ -321,6 +321,13 @@ def _as_split(pair: Any, where: str) -> LabelledInputs:
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ValueError(f"{where} must be a pair (inputs, targets), got {type(pair).__name__}.")
     inputs, targets = map(_tensor, pair)
+    for name, tensor in (("inputs", inputs), ("targets", targets)):
+        check_dense(tensor, name, where)
+        if tensor.is_complex():
+            raise ValueError(
+                f"{where}: {name} must be real numbers, got {tensor.dtype}; give real and imaginary parts as two "
+                "channels, or their absolute values."
+            )
     if inputs.dtype == torch.uint8:
         inputs = inputs / 255
     inputs = inputs.float() if inputs.is_floating_point() or inputs.dtype == torch.bool else inputs.long()

@@ -107,8 +107,11 @@ def check_settings(
             "wrote."
         )
     roots, annotations = (*SETTINGS, *allow), _annotations(kind)
-    for name, value in settings.items():
-        _check(value, roots, source, code=_is_code(annotations.get(name, Any), nested))
+    try:
+        for name, value in settings.items():
+            _check(value, roots, source, code=_is_code(annotations.get(name, Any), nested))
+    except RecursionError:
+        raise ValueError(f"{source} holds settings that are nested without end; give another file.") from None
     return dict(settings)
 
 

@@ -177,6 +177,9 @@ def test_files_data_sets_and_subclasses_give_the_same_data(tmp_path):
     [
         ({"targets": LABELS[:-1]}, "train: there must be one target per input, got 59 for 60"),
         ({"inputs": SPECTRA[:, 0, 0]}, "inputs must be floats or int64 of shape"),
+        ({"inputs": SPECTRA * 1j}, "train: inputs must be real numbers, got torch.complex64; give real and imaginary"),
+        ({"inputs": SPECTRA.to_sparse()}, "train holds 'inputs' as a tensor that is torch.sparse_coo"),
+        ({"targets": VALUES * 1j}, "train: targets must be real numbers"),
         ({"inputs": SPECTRA / 0}, "train: inputs must be finite"),
         ({"targets": VALUES * math.nan}, "train: targets must be finite"),
         ({"targets": LABELS - 1}, "class numbers must be >= 0, got -1"),
