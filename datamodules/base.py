@@ -383,6 +383,7 @@ class ImageDataModule(InMemoryDataModule):
             self.input_shape = transform.output_shape(self.input_shape)
             self.num_classes = transform.output_classes(self.num_classes)
             self.class_names = transform.output_names(self.class_names)
+        check_integers(2, of=type(self).__name__, num_classes=self.num_classes)
 
         check_numbers("in (0, 1]", train_fraction=train_fraction)
         check_numbers("in [0, 1)", val_fraction=val_fraction)

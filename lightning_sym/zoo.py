@@ -41,6 +41,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
+from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, architecture_name, build
@@ -553,14 +554,14 @@ def _read_record(name: str, content: BinaryIO, length: int) -> tuple[ZooMember, 
         (size,) = struct.unpack("<Q", content.read(8))
         if size > min(length, _LARGEST_HEADER):
             raise ValueError("it is cut short, or not a safetensors file")
-        header = json.loads(content.read(size))
+        header = load_json(content.read(size))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
         if length != 8 + size + max(ends, default=0):
             raise ValueError("it is cut short or too long")
         metadata = header["__metadata__"]
         if _checksum(metadata["member"], {}) != metadata["member_sha256"]:
             raise ValueError(_WRONG_SUM)
-        record = json.loads(metadata["member"])
+        record = load_json(metadata["member"])
         if record.get("format") != FORMAT:
             raise ValueError(f"its format is {record.get('format')!r}, not {FORMAT!r}")
         record |= {"file": name, "sha256": metadata["sha256"]}
@@ -633,7 +634,7 @@ def _read_manifest(path: Path) -> list[str]:
     if not file.exists():
         return []
     try:
-        manifest = json.loads(file.read_text())
+        manifest = load_json(file.read_text())
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
         return [str(entry["file"]) for entry in manifest["members"]]

@@ -28,6 +28,7 @@ from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ig
 from safetensors.torch import save as save_safetensors
 
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
+from lightning_sym._documents import load_yaml
 from lightning_sym._files import write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym._trust import SETTINGS, check_settings, resolve
@@ -566,7 +567,7 @@ def _callables(model: Mapping[str, Any]) -> dict[str, str]:
 
 def _yaml(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text, "The configuration")
     except yaml.YAMLError:  # the parser says what is wrong
         return None
 
